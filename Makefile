@@ -14,19 +14,11 @@ WHEELS := target/wheels
 BUILDER := target/builder
 MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
-# Workspaces of their own. They build where the product does, so what comes from a registry is built once.
-# Runs the ring's sources under loom.
+# Runs the ring's sources under loom: a workspace of its own, which builds where the product does.
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
-# The load generator.
-LOAD_MANIFEST := --manifest-path benches/pie_load/Cargo.toml
-LOAD := $(LOAD_MANIFEST) --target-dir target
-# What the gateway's services cost.
-COST_MANIFEST := --manifest-path benches/gateway_cost/Cargo.toml
-# What the fuzzer runs, over its corpus.
-FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test test-rust test-python quick conformance bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick conformance bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -47,13 +39,18 @@ PORT ?= 30000
 serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
 	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
-test: test-rust test-python ## Run every test
+# The environment, which waits for the network, and the wheel, whose end is one long link, come while the tests are built.
+test: ## Run every test
+	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled
+	@$(MAKE) --no-print-directory test-rust test-python
+
+build-rust:
+	cargo test --workspace --quiet --no-run
+	cargo test $(MODEL) --quiet --no-run
 
 test-rust:
 	cargo test --workspace --quiet
-	cargo test $(FUZZ) --quiet
 	cargo test $(MODEL) --quiet
-	cargo test $(LOAD) --quiet
 
 # Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
 WORKERS ?= 2
@@ -63,7 +60,7 @@ test-python: $(VENV)/.installed $(VENV)/.compiled
 	$(PYTEST)
 
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
-	cargo test --workspace --quiet
+	PIE_FUZZ_DAMAGED=1000 cargo test --workspace --quiet
 	$(PYTEST) -m "not engine"
 
 conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
@@ -82,10 +79,10 @@ replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its pe
 	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
 
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
-	cargo build $(LOAD_MANIFEST) --target-dir target/load --release --quiet
+	cargo build --package pie-load --target-dir target/load --release --quiet
 
 gateway-cost: ## Measure the CPU time of a streamed token in the runtime and its gRPC service; ARGS="--streams 16"
-	@cargo run $(COST_MANIFEST) --target-dir target/load --release --quiet -- $(ARGS)
+	@cargo run --package gateway_cost --target-dir target/load --release --quiet -- $(ARGS)
 
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
@@ -98,14 +95,8 @@ lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflow
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
-	cargo fmt --manifest-path fuzz/Cargo.toml --check
-	cargo clippy $(FUZZ) --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml --check
 	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
-	cargo fmt $(LOAD_MANIFEST) --check
-	cargo clippy $(LOAD) --all-targets --quiet -- -D warnings
-	cargo fmt $(COST_MANIFEST) --check
-	cargo clippy $(COST_MANIFEST) --target-dir target --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -124,10 +115,7 @@ workflows: $(VENV)/.dependencies ## Check what GitHub runs: its schema, its secu
 format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
 	cargo fmt --manifest-path benches/Cargo.toml
-	cargo fmt --manifest-path fuzz/Cargo.toml
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml
-	cargo fmt $(LOAD_MANIFEST)
-	cargo fmt $(COST_MANIFEST)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
@@ -153,14 +141,14 @@ $(WHEELS)/.built: $(SOURCES) | $(MATURIN)
 
 # Disk space in GiB of the environment, with the build's.
 GIB := 14
-# Where Python writes no bytecode by itself, every start would compile 7,000 modules again.
-BYTECODE := $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode)
+# Where Python is told to write no bytecode, every start would compile 7,000 modules again: what is started from here writes it.
+unexport PYTHONDONTWRITEBYTECODE
 
 # uv's cache makes a second environment cheap.
 $(VENV)/.dependencies: pyproject.toml
 	@test -e $@ || tools/preflight "$(PYTHON)" . $(GIB)
 	@test -x $(BIN)/uv || { echo "making $(VENV); its packages take 9 GB"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
-	$(BIN)/uv pip install $(BYTECODE) --python $(BIN)/python -r pyproject.toml --extra demo --group dev
+	$(BIN)/uv pip install --python $(BIN)/python -r pyproject.toml --extra demo --group dev
 	@touch $@
 
 $(BUILDER)/bin/maturin:

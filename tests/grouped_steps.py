@@ -16,7 +16,8 @@ from unittest import mock
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.srt import environment
 
 PAGE = 16

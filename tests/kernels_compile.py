@@ -29,6 +29,7 @@ from pie_driver_sglang.kernels import (
     dense_layers,
     experts,
     few_rows,
+    lone_attend,
     many_rows,
     paged_attend,
     paged_splits,
@@ -50,7 +51,7 @@ from pie_driver_sglang.kernels.paged_splits import (
     split_tuning,
 )
 from pie_driver_sglang.kernels.quantize import FP8, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.sampling.groups import SlotParams
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS, SlotParams
 
 FEW = 3
 """Rows of a step."""
@@ -108,7 +109,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         modules = (paged_splits, paged_attend, dense_layers, few_rows, many_rows, quantize)
-        for module in (*modules, experts, all_reduce_norm, sampler):
+        for module in (*modules, lone_attend, experts, all_reduce_norm, sampler):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -189,6 +190,27 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
         heard, loaded, _ = behind.partition("ld.global.cg")
         assert not loaded or "bar.sync" in heard
     assert "ld.global.cg" in others[-1]
+
+
+def check_lone() -> None:
+    """What is stored already is loaded before the wait, and parts are merged safely."""
+    for queries, kv_heads, dim in ((16, 8, 128), (32, 4, 128), (40, 8, 128), (14, 2, 64)):
+        storage = torch.zeros(64, kv_heads, dim, dtype=torch.bfloat16)
+        norm, one = Norm(storage[0, 0], 1e-6), torch.zeros(1, dtype=torch.int64)
+        heads = Heads(queries, norm, norm, torch.zeros(512, dim), True, storage, storage)
+        row = lone_attend.LoneRow(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
+        qkv = torch.zeros(1, (queries + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+        arrived = torch.zeros(kv_heads, 33, dtype=torch.int32)
+        attend = functools.partial(
+            lone_attend.attend_lone, qkv, heads, row, arrived, 0.1, lone_attend.tuning_of(heads)
+        )
+        [kernel] = recorded(attend)
+        check_order(kernel, early=None, leads=True)
+        code = kernel.asm["ptx"]
+        assert "ld.global.v4" in code.partition("griddepcontrol.wait")[0], "KV is loaded late"
+        before, _, behind = code.partition("atom.global.gpu.acq_rel.add")
+        assert "bar.sync" in before.rpartition("st.global")[2]
+        assert "bar.sync" in behind.partition("ld.global.cg")[0]
 
 
 def products(dtype: torch.dtype) -> Iterator[Any]:
@@ -359,7 +381,7 @@ def check_quantized() -> None:
 
 
 def check_experts(dtype: torch.dtype) -> None:
-    """As many kernels as are said, whose loads before they wait are the router's weights."""
+    """As many kernels as are said, whose loads before they wait are weights and who has them."""
 
     def zeros(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
@@ -377,7 +399,10 @@ def check_experts(dtype: torch.dtype) -> None:
         kernels = recorded(add)
         assert [kernel.name for kernel in kernels] == names + last
         for kernel in kernels:
-            check_order(kernel, early=None if kernel.name == "_route" else 0, leads=True)
+            # The router's weights; of one row the experts, and some weights of theirs.
+            some = kernel.name in ("_route", "_add_experts")
+            follows = kernel.name == "_expert_product" and count == 1
+            check_order(kernel, early=None if some else 0, leads=not follows)
             assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
 
 
@@ -433,7 +458,8 @@ def check_sampling(dtype: torch.dtype) -> None:
     for cap in (None, 30.0):
         sample = functools.partial(sampler.sample_step, logits, params, results, step, cap)
         kernels = recorded(sample)
-        assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
+        names = ["_survey", "_count_coarse", "_refine", "_sample_rows"]
+        assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             check_order(kernel)
     with mock.patch.object(torch.Tensor, "is_cuda", True):
@@ -443,7 +469,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampler.mask_logits(logits, rows, words))
-    records = torch.zeros(40, places.RECORD_WORDS, dtype=torch.int32)
+    records = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
     find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
     assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 
@@ -478,6 +504,7 @@ CASES: list[Any] = [
 
 if __name__ == "__main__":
     check_attention()
+    check_lone()
     check_dense(torch.bfloat16)
     check_few_rows(torch.bfloat16)
     check_tiles()

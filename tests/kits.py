@@ -129,7 +129,7 @@ KITS: Final = (
     Kit(
         "pause_generation_kit",
         "PauseResumeInPlaceMixin",
-        quick=("test_pause_resume_in_place",),
+        long=("test_pause_resume_in_place",),
         settings={"pause_num_requests": 8, "pause_duration": 1.0, "pause_max_new_tokens": 800},
     ),
     Kit(

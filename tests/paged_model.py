@@ -21,7 +21,8 @@ from unittest import mock
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.srt import environment
 
 LENGTHS = (1, 16, 17, 45, 100)
@@ -34,10 +35,13 @@ MULTIPROCESSORS = 4
 
 
 class Contexts:
-    """Contexts of random tokens that are decoded together, in pages of their own."""
+    """Contexts of random tokens, in pages of their own, that are decoded together; or one alone."""
 
-    def __init__(self, first_page: int, page_size: int, vocab: int) -> None:
+    def __init__(
+        self, first_page: int, page_size: int, vocab: int, *, only: int | None = None
+    ) -> None:
         draw = random.Random(11)
+        self._numbers = range(len(LENGTHS)) if only is None else [only]
         self._tokens = [[draw.randrange(vocab) for _ in range(n + STEPS)] for n in LENGTHS]
         self._page_size = page_size
         pages = list(range(first_page, first_page + 64))
@@ -46,7 +50,7 @@ class Contexts:
 
     def frame(self, step: int) -> bytes:
         """The prompts (-1), or the decode of this number."""
-        return _core.encode_forward([self._request(c, step) for c in range(len(LENGTHS))])
+        return _core.encode_forward([self._request(c, step) for c in self._numbers])
 
     def _request(self, context: int, step: int) -> Request:
         length = LENGTHS[context]
@@ -122,6 +126,7 @@ def differences(config: DriverConfig) -> list[float]:
         found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
         with dense.prefilling():
             assert "forward" not in vars(runner.model.model)
+        found.append(alone(server, engine, dense, expected))
         check_experts(runner)
     elif dense is not None:
         few = dense._few
@@ -131,6 +136,7 @@ def differences(config: DriverConfig) -> list[float]:
                 found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
             assert run.call_count == STEPS
             found += by_tiles(server, engine, dense, few)
+            found.append(alone(server, engine, dense, expected))
         with (
             mock.patch.object(dense_layers, "tiling", small_tiling),
             mock.patch.object(dense, "_few", None),
@@ -170,6 +176,24 @@ def differences(config: DriverConfig) -> list[float]:
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
+
+
+def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
+    """The expected logits, with those of the last context as it is decoded alone."""
+    from pie_driver_sglang.kernels import lone_attend
+
+    last, facts = len(LENGTHS) - 1, engine.facts
+    contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
+    kernel = mock.Mock(wraps=lone_attend.attend_lone)
+    with (
+        # Halves of such heads are too small for a GPU.
+        mock.patch.object(lone_attend, "_DIMS", (8, 16, 32)),
+        mock.patch.object(lone_attend, "attend_lone", kernel),
+    ):
+        found = expected.clone()
+        found[:, last:] = decode(server, engine, contexts, dense.applied)
+    assert kernel.call_count == STEPS * len(engine.runner.model.model.layers)
+    return found
 
 
 def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.kernels import places as kernels
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
 from pie_driver_sglang.sampling.places import LEAST, Places, place_words
 
 SLOTS = 6
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     def records(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The records of the slots, their words, and how many words are answered."""
         words = [5, 5]
-        records, end = torch.zeros(SLOTS, kernels.RECORD_WORDS, dtype=torch.int32), 3
+        records, end = torch.zeros(SLOTS, STEP_RECORD_WORDS, dtype=torch.int32), 3
         bits = self.divisors.view(torch.int32).tolist()
         for slot in range(SLOTS):
             if self.asked[slot]:

@@ -15,7 +15,8 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.cli import check, pie_config, program
 from pie_driver_sglang.cli.machine import Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
-from pie_driver_sglang.config.file import NEVER_PARK, read_table
+from pie_driver_sglang.config.file import read_table
+from pie_driver_sglang.config.types import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
 from tiny_models import POCKET

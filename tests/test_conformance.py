@@ -120,14 +120,8 @@ def test_clients_of_two_majors(served: Served, version: str) -> None:
     assert done.stdout.splitlines()[-1:] == ["all is as it should be"], done.stderr
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "sglang",
-        pytest.param("sglang-oai", marks=whole),
-        pytest.param("sglang-oai-chat", marks=whole),
-    ],
-)
+@whole
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat"])
 def test_bench_serving(served: Served, backend: str, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", backend]

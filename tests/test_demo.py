@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import runtime_client as rc
-from pie_driver_sglang.config.file import NEVER_PARK
+from pie_driver_sglang.config.types import NEVER_PARK
 from pie_driver_sglang.demo import program
 from pie_driver_sglang.demo.display import Display, heading, plain_table, printable
 from pie_driver_sglang.demo.driver import (

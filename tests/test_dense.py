@@ -18,6 +18,7 @@ from pie_driver_sglang.kernels.dense_layers import (
     tiling,
 )
 from pie_driver_sglang.kernels.few_rows import find_cut
+from pie_driver_sglang.kernels.many_rows import find_tile
 
 
 @pytest.mark.interpreted("tests/dense_kernels.py")
@@ -27,6 +28,11 @@ def test_the_kernels_compute_what_float64_does(interpreted: str) -> None:
 
 @pytest.mark.interpreted("tests/few_rows_kernels.py")
 def test_the_kernels_of_few_rows_and_of_experts_compute_what_float64_does(interpreted: str) -> None:
+    assert "all close" in interpreted
+
+
+@pytest.mark.interpreted("tests/lone_kernels.py")
+def test_the_kernel_of_one_row_attends_as_float64_does(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
@@ -63,6 +69,21 @@ def test_cuts_of_steps_of_few_rows_fit_and_fill_a_gpu(name: str, rows: int) -> N
 )
 def test_other_products_have_no_cut(rows: int, outputs: int, inputs: int) -> None:
     assert find_cut(rows, outputs, inputs) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "itemsize", "own"),
+    [
+        (64, 2, True),
+        (80, 2, False),
+        (112, 2, False),
+        (113, 2, True),
+        (129, 2, False),
+        (96, 1, True),
+    ],
+)
+def test_tiles_are_taken_where_they_are_nearly_full(rows: int, itemsize: int, own: bool) -> None:
+    assert (find_tile(rows, 4096, 4096, itemsize, adds=True) is not None) == own
 
 
 @pytest.mark.interpreted("tests/rank_kernels.py")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import pie_driver_sglang
+from engine_logprobs import TestLogprobs as TestLogprobs
 from pie_driver_sglang.cli import generate, shell
 from pie_driver_sglang.cli.conversation import Conversation
 from pie_driver_sglang.cli.generate import Prompt
@@ -317,9 +318,21 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
         ({"input_ids": [1] * 2048}, "a prompt has 2,048 tokens"),
         ({"prompt": ["a", "b"], "sampling_params": [{}]}, "has 1 entries for 2 prompts"),
         ({"prompt": "a", "image_data": "x.png"}, "`image_data` is not served"),
-        ({"prompt": "a", "return_logprob": True}, "`return_logprob` is not served"),
+        ({"prompt": "a", "return_logprob": 1}, "`return_logprob` is 1, expected True or False"),
+        (
+            {"prompt": "a", "return_logprob": True, "logprob_start_len": 9},
+            "logprob_start_len is 9",
+        ),
+        (
+            {"prompt": ["a", "b"], "return_logprob": True, "top_logprobs_num": [1]},
+            "`top_logprobs_num` has 1 entries for 2 prompts",
+        ),
+        (
+            {"prompt": "a", "return_logprob": True, "token_ids_logprob": [10**6]},
+            "token_ids_logprob is 1000000",
+        ),
         ({"prompt": "a", "colour": "red"}, "no argument 'colour'"),
-        ({"prompt": "a", "sampling_params": {"stop_regex": "x"}}, "`stop_regex` is not served"),
+        ({"prompt": "a", "sampling_params": {"stop_regex": "("}}, "unclosed group"),
     ]
     for arguments, text in wrong:
         with pytest.raises(ConfigError) as refusal:
@@ -330,6 +343,11 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
     assert settled(engine)["steps"] == steps
     # Empty values of SGLang's other arguments change nothing.
     engine.generate("a", {"max_new_tokens": 1}, image_data=None, return_logprob=False)
+
+
+def test_thinking_needs_its_end(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="how the model ends its thinking is not known"):
+        engine.generate("x", {"regex": "a"}, require_reasoning=True)
 
 
 def test_a_token_outside_of_the_vocabulary_costs_its_request_alone(engine: Engine) -> None:

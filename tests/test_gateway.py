@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -302,6 +303,19 @@ class TestGrammar:
         assert name == "count"
         jsonschema.validate(json.loads(arguments), SCHEMA)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_log_probabilities(self, client: Any, stream: bool) -> None:
+        answer = chat(client, "Hello", 4, logprobs=True, top_logprobs=3, stream=stream)
+        choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+        content = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
+        assert len(content) == 4
+        for entry in content:
+            top = [one.logprob for one in entry.top_logprobs]
+            # The best one is drawn.
+            assert top == sorted(top, reverse=True)
+            assert (len(top), top[0]) == (3, entry.logprob)
+            assert sum(map(math.exp, top)) <= 1 + 1e-4
+
 
 class TestRefusals:
     @pytest.mark.parametrize("stream", [False, True])
@@ -314,11 +328,6 @@ class TestRefusals:
         status, message = refusal(lambda: complete(client, top_p=1.5))
         assert status == 400
         assert "top_p" in message
-
-    def test_log_probabilities_are_refused_by_name(self, client: Any) -> None:
-        status, message = refusal(lambda: chat(client, "Hello", 4, logprobs=True))
-        assert status == 400
-        assert "`logprobs` is not served" in message
 
     def test_a_model_that_is_not_there(self, client: Any) -> None:
         messages = [{"role": "user", "content": "Hello"}]

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
+from pie_driver_sglang.pie.handshake import Handshake
+from pie_driver_sglang.pie.types import UNLIMITED, Capabilities
 
 #: The example of the protocol, word for word.
 EXAMPLE = (

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 import drivers
 import tiny_models
 from pie_driver_sglang import __version__, _core
-from pie_driver_sglang.config.file import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.types import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import not_running
 from pie_driver_sglang.pie import launch
-from pie_driver_sglang.pie.handshake import UNLIMITED
+from pie_driver_sglang.pie.types import UNLIMITED
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 

@@ -40,7 +40,7 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "observe": frozenset({"_core", "config", "prometheus_client"}),
     "gateway": frozenset({"_core", "cli", "config", "offline", "smg"}),
     "kernels": frozenset({"torch", "triton"}),
-    "sampling": frozenset({"kernels", "torch"}),
+    "sampling": frozenset({"_core", "kernels", "torch"}),
 }
 
 

@@ -23,6 +23,9 @@ from serve_control import (
     test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
 )
 from serve_flood import TestFlood as TestFlood
+from serve_logprobs import TestLogprobs as TestLogprobs
+from serve_logprobs import reference as reference
+from serve_logprobs import tokenizer as tokenizer
 from serve_metrics import TestDashboard as TestDashboard
 from serve_metrics import TestMetrics as TestMetrics
 from serve_programs import TestPrograms as TestPrograms
@@ -127,16 +130,6 @@ class TestOpenai:
         assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
         assert (choices[-1].finish_reason, choices[-1].matched_stop) == ("stop", stop)
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_what_is_not_served_is_an_error_by_name(self, client: Any, stream: bool) -> None:
-        import openai
-
-        with pytest.raises(openai.APIError, match="`return_logprob`"):
-            answer = client.completions.create(
-                model="m", prompt=PROMPT, max_tokens=4, logprobs=2, stream=stream
-            )
-            list(answer)
-
 
 class TestGenerate:
     def test_a_stop_token(self, server: Server) -> None:
@@ -182,7 +175,11 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("body", "words"),
         [
-            ({"text": PROMPT, "return_logprob": True}, "`return_logprob`"),
+            ({"text": PROMPT, "return_sampling_mask": True}, "`return_sampling_mask`"),
+            (
+                {"text": PROMPT, "return_logprob": True, "logprob_start_len": 9},
+                "logprob_start_len is 9",
+            ),
             ({"input_ids": [5, 999_999]}, "token 999999 at 1"),
             ({"text": PROMPT, "sampling_params": {"min_p": 1.5, "top_k": 3}}, "min_p"),
         ],

@@ -70,6 +70,7 @@ def engine() -> Iterator[Engine]:
         max_total_tokens=16 * 96,
         chunked_prefill_size=48,
         schedule_conservativeness=0.0,
+        reasoning_parser="qwen3",
     )
     with found:
         yield found
@@ -235,36 +236,31 @@ def test_an_expression_ends_an_answer(
     assert ended > 0
 
 
-def test_a_grammar_waits_for_the_end_of_thinking() -> None:
-    with Engine(
-        model_path=str(POCKET), device="cpu", max_total_tokens=16 * 96, reasoning_parser="qwen3"
-    ) as engine:
-        end = engine.tokenizer.token("</think>")
-        asked = {
-            "regex": "[0-9]{4}",
-            "temperature": 1.0,
-            "logit_bias": {end: 12.0},
-            "max_new_tokens": 300,
-            "skip_special_tokens": False,
-            "n": 4,
-        }
-        for answer in engine.generate("Think:", asked, require_reasoning=True):
-            tokens = answer["output_ids"]
-            _thought, _, said = answer["text"].partition("</think>")
-            assert tokens.count(end) == 1
-            assert len(tokens) == tokens.index(end) + 1 + 5
-            assert re.fullmatch("[0-9]{4}", said.removesuffix("<|im_end|>"))
-        bound = engine.generate("Think:", asked)
-        assert all(re.match("[0-9]{4}", answer["text"]) for answer in bound)
-        # Thinking that takes all tokens, and thinking that the model ends its answer with.
-        short = {**asked, "logit_bias": {end: -100.0}, "max_new_tokens": 5}
-        for answer in engine.generate("Think:", short, require_reasoning=True):
-            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+def test_a_grammar_waits_for_the_end_of_thinking(engine: Engine) -> None:
+    end = engine.tokenizer.token("</think>")
+    asked = {
+        "regex": "[0-9]{4}",
+        "temperature": 1.0,
+        "logit_bias": {end: 12.0},
+        "max_new_tokens": 300,
+        "skip_special_tokens": False,
+        "n": 4,
+    }
+    for answer in engine.generate("Think:", asked, require_reasoning=True):
+        tokens = answer["output_ids"]
+        _thought, _, said = answer["text"].partition("</think>")
+        assert tokens.count(end) == 1
+        assert len(tokens) == tokens.index(end) + 1 + 5
+        assert re.fullmatch("[0-9]{4}", said.removesuffix("<|im_end|>"))
+    bound = engine.generate("Think:", asked)
+    assert all(re.match("[0-9]{4}", answer["text"]) for answer in bound)
+    # Thinking that takes all tokens, and thinking that the model ends its answer with.
+    short = {**asked, "logit_bias": {end: -100.0}, "max_new_tokens": 5}
+    for answer in engine.generate("Think:", short, require_reasoning=True):
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
 
 
-def test_thinking_needs_its_end(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="how the model ends its thinking is not known"):
-        engine.generate("x", {"regex": "a"}, require_reasoning=True)
+def test_a_parser_of_thinking_must_be_known() -> None:
     with pytest.raises(ConfigError, match="there is no reasoning parser 'qwen4'"):
         parse_arguments({"model_path": str(POCKET), "device": "cpu", "reasoning_parser": "qwen4"})
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.checkpoint.surplus import CheckpointModel, harmful
+from pie_driver_sglang.checkpoint.surplus import harmful
+from pie_driver_sglang.checkpoint.types import CheckpointModel
 
 MODEL = CheckpointModel(layers=2)
 READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.visual.a.weight")

@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.checkpoint.weights import (
-    DamagedError,
-    Loading,
-    Tensor,
-    read_places,
-    read_tensors,
-    torch_file,
-    weight_parts,
-)
+from pie_driver_sglang.checkpoint.types import DamagedError, Loading, Tensor
+from pie_driver_sglang.checkpoint.weights import read_places, read_tensors, torch_file, weight_parts
 from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 LOADING = Loading(itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False)

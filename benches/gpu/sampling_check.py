@@ -6,9 +6,9 @@
 1. `pocket` in bfloat16: sequences with all kinds of penalties and biases, by the graphs and by way
    of Python. Each token is the best one of the row's own logits, adjusted token by token.
 2. Random weights in each of the shapes, 64 contexts that decode, 256 of whose tokens count. Round
-   trips of a step take turns: with nothing; with penalties, 50 biases, a mask of bits, and all of
-   it in every row; and with all of it in one row. The bars hold the medians to multiples of
-   the plain step.
+   trips of a step take turns: with nothing; with penalties, 50 biases, a mask of bits, five
+   log-probabilities, filters, and all of it in every row; and with all of it in one row. The bars
+   hold the medians to multiples of the plain step. What SGLang's own sampling takes stands beside.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import frame
+import sglang_sampling
 from frame import Report, in_turns
 from serving import PAGE, driver, pages
 
@@ -35,7 +36,14 @@ CONTEXT = 1024
 COUNTED = 256
 """Tokens of each context that count for penalties."""
 ROUNDS = 60
-BARS = {"penalties": 1.05, "bias": 1.05, "mask": 1.10, "all": 1.25, "one of 64": 1.03}
+BARS = {
+    "penalties": 1.05,
+    "bias": 1.05,
+    "mask": 1.10,
+    "top-5": 1.08,
+    "all": 1.25,
+    "one of 64": 1.03,
+}
 """Most times of the plain step, in the median."""
 GAP = 0.25
 """Logits that are closer may come in either order in bfloat16."""
@@ -62,7 +70,7 @@ def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None
     import torch
 
     biases = [(300 + 7 * number, 0.5 * (number % 5) - 1.0) for number in range(50)]
-    worst = 0.0
+    worst = farthest = 0.0
     with driver(path, {"page_size": PAGE, "mem_fraction_static": 0.1, **options}) as (client, _):
         for number in range(4):
             prompt = [(31 * i + 77 * number) % 2000 + 300 for i in range(10)]
@@ -72,7 +80,9 @@ def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None
                 asked = {**PENALTIES, "counted_from": len(prompt), "logit_bias": biases}
                 # Every other token by way of Python.
                 samplers = [Sampler.greedy(), *([Sampler.entropy()] if step % 2 else [])]
-                [[token]] = client.forward([request(*place, samplers, **asked)]).tokens
+                asked |= {"logprobs": 5, "logprobs_of": [prompt[0]]}
+                reply = client.forward([request(*place, samplers, **asked)])
+                [[token]], [(_, _, [found])] = reply.tokens, reply.places
                 [[raw]] = client.forward([request(*place, [Sampler.raw_logits()])]).logits
                 logits = torch.tensor(raw)
                 for seen, count in Counter(tokens[len(prompt) :]).items():
@@ -81,11 +91,24 @@ def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None
                 for seen, bias in biases:
                     logits[seen] += bias
                 worst = max(worst, float(logits.max() - logits[token]))
+                farthest = max(farthest, _error(found, logits, token, prompt[0]))
                 stored = len(tokens)
                 tokens.append(token)
-    print(f"    80 tokens, at most {worst:.3f} from the best")
+    print(f"    80 tokens, at most {worst:.3f} from the best; log-probabilities {farthest:.3f} off")
+    if not report.hold("error of log-probabilities", farthest, at_most=GAP):
+        raise SystemExit("a log-probability is wrong")
     if not report.hold("logits from the best token", worst, at_most=GAP):
         raise SystemExit("a token is not the best one")
+
+
+def _error(place: Any, logits: Any, token: int, given: int) -> float:
+    """How far a place's log-probabilities are from those of logits, in float64."""
+    expected = logits.double().log_softmax(-1)
+    own, top, [of_given] = place
+    pairs = [(own, token), (of_given, given), *top]
+    best = expected.topk(len(top)).values.tolist()
+    errors = [abs(value - float(expected[id])) for value, id in pairs]
+    return max(errors + [abs(value - other) for (value, _), other in zip(top, best, strict=True)])
 
 
 def extensions(vocab: int) -> dict[str, dict[str, Any]]:
@@ -94,9 +117,12 @@ def extensions(vocab: int) -> dict[str, dict[str, Any]]:
     penalties = {**PENALTIES, "counted_from": CONTEXT - COUNTED}
     bias = {"logit_bias": [(draw.randrange(vocab // 50) * 50 + n, 1.5) for n in range(50)]}
     mask = {"mask": [draw.getrandbits(32) for _ in range(-(-vocab // 32))]}
-    everything = {**penalties, **bias, **mask, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
+    top = {"logprobs": 5, "logprobs_scaled": True}
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}
+    everything = {**penalties, **bias, **mask, **top, **filters}
     cases: dict[str, dict[str, Any]] = {
-        "plain": {}, "penalties": penalties, "bias": bias, "mask": mask, "all": everything
+        "plain": {}, "penalties": penalties, "bias": bias, "mask": mask, "top-5": top,
+        "filters": filters, "all": everything,
     }  # fmt: skip
     return {name: {"temperature": 0.8, **asked} for name, asked in cases.items()}
 
@@ -129,10 +155,15 @@ def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None
         ways = {name: functools.partial(_timed, client, bytes_) for name, bytes_ in frames.items()}
         times = in_turns(ways, ROUNDS, settle=5)
     medians = {name: statistics.median(found) for name, found in times.items()}
+    plain = medians["plain"]
+    extra = sglang_sampling.extra_us(ROWS, vocab)
     for name, took in medians.items():
-        ratio = took / medians["plain"]
-        print(f"    {name:10} {took:8.0f} us  {ratio:.3f} of plain", flush=True)
-        report.add(shapes=shapes.name, case=name, rows=ROWS, us=took, ratio=ratio)
+        ratio = took / plain
+        # Of the same step, if SGLang's takes as long as ours.
+        theirs = 1 + extra[name] / plain if name in extra else None
+        shown = f", SGLang's sampling {theirs:.3f}" if theirs else ""
+        print(f"    {name:10} {took:8.0f} us  {ratio:.3f} of plain{shown}", flush=True)
+        report.add(shapes=shapes.name, case=name, rows=ROWS, us=took, ratio=ratio, sglang=theirs)
     for name, bar in BARS.items():
         ratio = medians[name] / medians["plain"]
         report.hold(f"{shapes.name}: {name} / plain", ratio, at_most=bar)

@@ -7,8 +7,10 @@ use std::path::{Path, PathBuf};
 
 use pie_fuzz::TARGETS;
 
-/// Damaged inputs of each target.
-const DAMAGED: usize = 60_000;
+/// Damaged inputs of each target: 60,000, or as many as `PIE_FUZZ_DAMAGED` says.
+fn damaged() -> usize {
+    std::env::var("PIE_FUZZ_DAMAGED").map_or(60_000, |count| count.parse().expect("a number"))
+}
 
 fn corpus(target: &str) -> Vec<Vec<u8>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -83,7 +85,7 @@ fn replay(target: &str) {
         run(target, check, input);
     }
     let mut random = Random(1);
-    for _ in 0..DAMAGED {
+    for _ in 0..damaged() {
         let mut input = corpus[random.below(corpus.len())].clone();
         random.damage(&mut input);
         run(target, check, &input);

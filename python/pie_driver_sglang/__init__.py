@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pie_driver_sglang._core import PagePool, RadixIndex
-    from pie_driver_sglang.config.file import DriverConfig, load_config
+    from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.config.options import DriverOptions
+    from pie_driver_sglang.config.types import DriverConfig
     from pie_driver_sglang.errors import ConfigError, DriverError, StartError
     from pie_driver_sglang.offline.engine import Engine
-    from pie_driver_sglang.pie.handshake import Capabilities, Handshake
+    from pie_driver_sglang.pie.handshake import Handshake
+    from pie_driver_sglang.pie.types import Capabilities
 
 __version__ = "0.1.0"
 

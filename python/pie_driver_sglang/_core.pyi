@@ -617,7 +617,7 @@ class Front:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex]] | None = None) -> Front:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex]] | None = None) -> Front:
         """
         A front end without requests.
 
@@ -635,6 +635,7 @@ class Front:
             speculate: The driver may draft for requests.
             bos_token_id: The token that begins a text, which turns of a session leave out.
             refuse_priority: Refuse requests that have a priority.
+            original_logprobs: Log-probabilities are those before the temperature.
             probe_prefix: How the names of SGLang's health probes begin.
             dp_rank: Which of several replicas this is.
             times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
@@ -1073,6 +1074,11 @@ class Output:
     def sample(self, /) -> int:
         """
         Which of the request's `n` sequences, from 0.
+        """
+    @property
+    def scored(self, /) -> int | None:
+        """
+        Of a request for no tokens, the one that would come first.
         """
     @property
     def stop_regex(self, /) -> int | None:
@@ -2137,7 +2143,7 @@ class Server:
     def wake(self, /) -> None:
         """
         Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
-        give one.
+        give one. After a `Wake` a request that waits comes before the next one.
         """
 
 @final

@@ -5,24 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-
-class Region(NamedTuple):
-    """The bytes of one strided tensor."""
-
-    offset: int
-    """Address of the first byte."""
-    dims: tuple[tuple[int, int], ...]
-    """Length and stride in bytes of each dimension, by stride; none of them can be merged."""
-
-    @property
-    def end(self) -> int:
-        """Address after the last byte."""
-        return self.offset + sum((length - 1) * stride for length, stride in self.dims) + 1
+from pie_driver_sglang.checkpoint.types import Region
 
 
 def region_of(

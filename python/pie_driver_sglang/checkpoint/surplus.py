@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection
+from typing import Final
+
+from pie_driver_sglang.checkpoint.types import CheckpointModel
 
 _REMADE: Final = re.compile(
     r"(^|\.)(rotary_(pos_)?emb|rope)\.\w+$"  # Tables of sines, cosines and frequencies.
@@ -26,20 +28,6 @@ _CACHE_SCALE: Final = re.compile(r"\.(k|v|kv|q|prob)_scale$")
 """Scales of an FP8 KV pool; pools of other dtypes have none."""
 _QUANTIZER: Final = re.compile(r"scal(e|ing)|zero|_zp$|g_idx$|_shape$|_amax$|azp_adj$|pre_quant")
 _OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-class CheckpointModel(NamedTuple):
-    """Settings of a model that explain unread tensors."""
-
-    layers: int
-    next_layers: int = 0
-    """Additional layers for multi-token prediction."""
-    tied: bool = False
-    """Whether the LM head is the embedding table."""
-    quantization: str | None = None
-    """The checkpoint's method."""
-    ignored: Sequence[str] = ()
-    """Regular expressions of tensors that transformers ignores as well."""
 
 
 def harmful(names: Collection[str], read: Collection[str], model: CheckpointModel) -> list[str]:

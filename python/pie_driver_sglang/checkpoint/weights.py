@@ -6,10 +6,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from pie_driver_sglang.checkpoint.types import DamagedError, FileRange, Loading, Tensor
 from pie_driver_sglang.memory.sizes import Shape
 from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
@@ -26,67 +27,12 @@ VOCABULARY_ALIGNMENT: Final = 64
 _MOST_HEADER_BYTES: Final = 100 << 20
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _BITS: Final = re.compile(r"\d+")
-_PIECES: Final = 64
-_PIECE_BYTES: Final = 4096
 _OTHER_FILES: Final = ("*.bin", "*.pt", "*.gguf")
 _NEXT_TOKENS: Final = re.compile(r"^(model\.)?mtp\.")
 _LAYER: Final = re.compile(r"^(model\.|language_model\.|model\.language_model\.)*layers\.(\d+)\.")
 _HEADS: Final = re.compile(r"\.(k_proj|v_proj)\.")
 _COPIED: Final = re.compile(r"norm|\.gate\.|router|q_a_proj|kv_a_proj|visual|vision")
 _VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.weight$")
-
-
-class Tensor(NamedTuple):
-    """One array of a checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    bytes: int
-    """Bytes in the file."""
-    floating: bool
-    """Whether it is loaded in the activations' dtype, unless the checkpoint is quantized."""
-
-    @property
-    def numbers(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-class FileRange(NamedTuple):
-    """The place of a tensor's bytes in a file."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def samples(self) -> Iterator[bytes]:
-        """Pieces of the bytes, evenly distributed."""
-        step = max(_PIECE_BYTES, self.length // _PIECES)
-        with self.path.open("rb") as file:
-            for start in range(0, self.length, step):
-                file.seek(self.offset + start)
-                yield file.read(min(_PIECE_BYTES, self.length - start))
-
-
-class DamagedError(ValueError):
-    """A file of weights is damaged, or contradicts another one."""
-
-
-class Loading(NamedTuple):
-    """How a checkpoint is loaded."""
-
-    itemsize: int
-    """Bytes of an activation."""
-    layers: int
-    """Layers of the model; a checkpoint may have more."""
-    kv_heads: int
-    vocabulary: int
-    tied: bool
-    """Whether the LM head is the embedding table."""
-    quantized: bool
-    """Whether the checkpoint is quantized, so that its tensors keep their dtype."""
-    online: str | None = None
-    """A method of `ONLINE_BYTES`, by which SGLang quantizes linear layers."""
 
 
 def loading_of(shape: Shape, itemsize: int, *, quantized: bool, method: str | None) -> Loading:

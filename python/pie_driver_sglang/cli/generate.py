@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
@@ -44,15 +45,38 @@ def main(arguments: Sequence[str]) -> int:
     with _opened(options.output) as output, started(options) as engine:
         if options.chat:
             prompts = [_as_chat(engine, prompt) for prompt in prompts]
-        summary = answer(engine, prompts, defaults, output)
+        summary = answer(engine, prompts, defaults, output, logprobs_of(options))
     sys.stderr.write(f"{summary}\n")
     return 0
 
 
+def logprobs_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine's arguments of log-probabilities; none where none are wanted."""
+    if options.logprobs is None and not options.prompt_logprobs:
+        return {}
+    return {
+        "return_logprob": True,
+        "top_logprobs_num": options.logprobs or 0,
+        "logprob_start_len": 0 if options.prompt_logprobs else -1,
+        "return_text_in_logprobs": True,
+    }
+
+
 def answer(
-    engine: Engine, prompts: Sequence[Prompt], defaults: dict[str, Any], output: TextIO
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    defaults: dict[str, Any],
+    output: TextIO,
+    logprobs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Writes a line for each answer as soon as it has ended.
+
+    Args:
+        engine: Generates them.
+        prompts: The input.
+        defaults: Sampling parameters of all prompts.
+        output: Where the lines go.
+        logprobs: The engine's arguments of log-probabilities.
 
     Returns:
         A summary in one line.
@@ -62,7 +86,8 @@ def answer(
     owners = [index for index, count in enumerate(counts) for _ in range(count)]
     begun = time.monotonic()
     progress = Progress(len(owners), begun)
-    for found in engine.as_completed(**_inputs(engine, prompts), sampling_params=samplings):
+    inputs = _inputs(engine, prompts)
+    for found in engine.as_completed(**inputs, sampling_params=samplings, **logprobs):
         index = owners[found["index"]]
         sample = found["index"] - owners.index(index)
         line = _line(index, sample if counts[index] > 1 else None, prompts[index], found)
@@ -192,6 +217,7 @@ def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any])
     given = {} if prompt.text is None else {"prompt": prompt.text}
     names = ("finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens")
     answered = {"text": found["text"]} if "text" in found else {}
+    logprobs = {name: value for name, value in meta.items() if name.endswith("_logprobs")}
     return {
         "index": index,
         **({} if sample is None else {"sample": sample}),
@@ -200,6 +226,7 @@ def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any])
         **answered,
         "output_ids": found["output_ids"],
         **{name: meta[name] for name in names},
+        **logprobs,
     }
 
 
@@ -228,5 +255,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="FILE", help="write answers there instead of stdout")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="add the log-probability of each token, and the N most probable tokens",
+    )
+    parser.add_argument(
+        "--prompt-logprobs", action="store_true", help="the same of the prompt's tokens"
+    )
     add_engine_options(parser)
     return parser

@@ -11,14 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.weights import (
-    DamagedError,
-    Loading,
-    Tensor,
-    loading_of,
-    read_tensors,
-    weight_parts,
-)
+from pie_driver_sglang.checkpoint.types import DamagedError, Loading, Tensor
+from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
 from pie_driver_sglang.config.arch import context_length, text_config, vocab_size
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted

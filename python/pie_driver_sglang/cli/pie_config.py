@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
-from pie_driver_sglang.config.file import NEVER_PARK
+from pie_driver_sglang.config.types import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, quoted
 
 TYPE: Final = "sglang"

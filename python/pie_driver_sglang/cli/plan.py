@@ -20,9 +20,9 @@ from pie_driver_sglang.cli.model_sizes import (
     read_weights,
     settings_for,
 )
-from pie_driver_sglang.config.file import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.config.types import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan import GIB, plan_memory, table

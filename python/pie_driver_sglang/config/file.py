@@ -19,75 +19,22 @@ import msgspec
 
 from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
-from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.types import (
+    ACTIVATION_DTYPES,
+    MAX_RANKS,
+    DriverConfig,
+    DriverSection,
+    ModelSection,
+)
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
 logger = logging.getLogger(__name__)
 
-#: The activation types that the driver can run.
-ACTIVATION_DTYPES: Final = ("bfloat16", "float16", "float32")
-
-#: The most devices of one model; more do not fit a host.
-MAX_RANKS: Final = 64
 
 _MAX_FILE_BYTES: Final = 1 << 20
 _U32_MAX: Final = 2**32 - 1
 _U64_MAX: Final = 2**64 - 1
 _BY_HAND: Final = "the Pie runtime writes this file; by hand, follow the Pie driver protocol"
-
-
-NEVER_PARK = 2**64 - 1
-"""The `spin_budget_us` of the latency profile."""
-
-
-class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
-    """The section `[model]`.
-
-    Attributes:
-        name: Display name.
-        hf_repo: Repository id or path as the user wrote it.
-        snapshot_dir: Local directory with the config and the weights.
-        hf_config: The model's `config.json`.
-    """
-
-    name: str = ""
-    hf_repo: str = ""
-    snapshot_dir: Path
-    hf_config: dict[str, Any] = {}
-
-
-class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
-    """The section `[driver]`.
-
-    Attributes:
-        group_id: Global index of this group; determines the name of the region.
-        device: The devices that the model is spread over, all `cpu` or different `cuda:N`.
-        tensor_parallel_size: How many there are.
-        activation_dtype: One of `ACTIVATION_DTYPES`.
-        random_seed: The user's 64-bit seed; may be negative.
-        master_port: TCP port for a rendezvous; unused, the ranks of one host meet without a port.
-        ready_timeout_s: How long the runtime waits for the handshake, in seconds.
-        spin_budget_us: How long to spin for a request before parking, in microseconds; 2**64 - 1
-            for ever.
-        options: The checked `[driver.options]`.
-    """
-
-    group_id: int
-    device: tuple[str, ...]
-    tensor_parallel_size: int = 1
-    activation_dtype: str = "bfloat16"
-    random_seed: int = 42
-    master_port: int = 29500
-    ready_timeout_s: float = 1200.0
-    spin_budget_us: int = 1000
-    options: DriverOptions
-
-
-class DriverConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked configuration file."""
-
-    model: ModelSection
-    driver: DriverSection
 
 
 class _ModelTable(msgspec.Struct, kw_only=True):

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.config.file import NEVER_PARK
+from pie_driver_sglang.config.types import NEVER_PARK
 from pie_driver_sglang.demo.runtime import Limits, Pass
 from pie_driver_sglang.errors import DriverError, RingError, StartError, WireError
 

@@ -17,7 +17,8 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.gateway import smg
 from pie_driver_sglang.gateway.flags import GatewayArguments, parse_words
 from pie_driver_sglang.gateway.replicas import Replicas
-from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
+from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.offline.types import EngineArguments
 
 FLAGS: Final = """\
   --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which is

@@ -12,8 +12,8 @@ from typing import Any, Final
 from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.gateway.flags import GatewayArguments
-from pie_driver_sglang.offline.arguments import EngineArguments
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, read_json
+from pie_driver_sglang.offline.types import EngineArguments
 
 _CLOSE_S: Final = 10.0
 """How long requests may take to end when a door is closed; the gateway has drained before."""

@@ -307,7 +307,7 @@ def norm_rope_store(
 
 
 @triton.jit
-def _prefetch(rows, row_bytes):
+def prefetch(rows, row_bytes):
     """Prefetches rows of a matrix into L2: a hint, which the hardware may ignore."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -333,9 +333,9 @@ def _linear(
     ups = own + outputs.to(tl.int64) * inputs
     if CHAINED:
         # Weights do not depend on the previous kernel.
-        _prefetch(own, ahead_bytes)
+        prefetch(own, ahead_bytes)
         if GATED:
-            _prefetch(ups, ahead_bytes)
+            prefetch(ups, ahead_bytes)
         follow()
     numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = numbers < row_count

@@ -2,9 +2,10 @@
 
 Such a step reads the weights of the chosen experts once, and little else. Its kernels are the
 router's, which normalizes rows and chooses experts, two products, and a weighted sum. A pair is a
-row and one of its experts. With few pairs, each program computes one pair, and the last product
-sums in its loop. With more, a program belongs to an expert: it looks for the expert's pairs itself,
-so that nothing needs to be sorted, and ends at once where there are none.
+row and one of its experts. With few pairs, each program of the first product computes one pair, and
+each of the second sums some outputs of all pairs of a row. With more, a program belongs to an
+expert: it looks for the expert's pairs itself, so that nothing needs to be sorted, and ends at once
+where there are none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.chained import chained, lead
+from pie_driver_sglang.kernels.chained import chained, follow, lead
 from pie_driver_sglang.kernels.dense_layers import Norm, silu
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, smaller_cut
 
@@ -24,10 +25,10 @@ _LOADED = 2048
 _PAIR_ROWS = 16
 """Pairs of an expert that a program computes at once."""
 FEWEST = 2
-"""Rows up to which each program computes one pair."""
+"""Rows up to which each program computes one pair, or outputs of one row."""
 _CUTS = {
     ("up", True): Cut(4, 512, warps=2),
-    ("down", True): Cut(16, 256, warps=2),
+    ("down", True): Cut(2, 256, warps=2),
     ("up", False): Cut(64, 128, stages=3),
     ("down", False): Cut(128, 64, stages=4),
 }
@@ -82,7 +83,7 @@ def add_chosen(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -
         stream: The stream, whose RMS norm the experts take.
         norm: That norm.
         experts: The experts, of shapes for which :func:`find_cuts` finds cuts.
-        scratch: For logits, and for the products of the pairs of :data:`FEWEST` rows.
+        scratch: For logits.
 
     Raises:
         ValueError: No cut fits the experts.
@@ -93,7 +94,7 @@ def add_chosen(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -
     routing = route(stream, norm, experts, scratch)
     middle = expert_product(routing.rows, experts.gate_up, routing, cuts[0], gated=True)
     if len(stream.rows) <= FEWEST:
-        return add_experts(middle, experts.down, routing, cuts[1], stream, scratch)
+        return add_experts(middle, experts.down, routing, cuts[1], stream)
     pairs = expert_product(middle, experts.down, routing, cuts[1], gated=False)
     return add_pairs(pairs, stream)
 
@@ -166,9 +167,11 @@ def add_experts(
     routing: Routing,
     cut: Cut,
     stream: Stream,
-    scratch: Scratch,
 ) -> Stream:
     """Adds the weighted products of a row's pairs to a stream in place. Can be captured.
+
+    It reads `routing` before the kernel in front has ended, which must be an :func:`expert_product`
+    of so few rows.
 
     Args:
         middle: ``[pairs, middle]``, contiguous.
@@ -176,15 +179,13 @@ def add_experts(
         routing: The experts of the rows.
         cut: One that fits the matrix of an expert; of one part.
         stream: The stream to add to.
-        scratch: For the products of pairs.
     """
     count, chosen = routing.experts.shape
     _, outputs, inputs = weights.shape
     tiles = outputs // cut.outputs
     squares = stream.rows.new_empty(count, tiles, dtype=torch.float32)
-    _add_experts[(tiles, chosen, count)](
-        middle, weights, routing.experts, routing.weights, stream.rows, squares, scratch.parts,
-        scratch.arrived, outputs, inputs,
+    _add_experts[(tiles, count)](
+        middle, weights, routing.experts, routing.weights, stream.rows, squares, outputs, inputs,
         CHOSEN=chosen, LISTED=triton.next_power_of_2(chosen), OUTPUTS=cut.outputs,
         INPUTS=cut.inputs, num_warps=cut.warps, **chained(middle.device),
     )  # fmt: skip
@@ -261,7 +262,11 @@ def _expert_product(
     units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     number = tl.program_id(1)
     if CHAINED:
-        lead()
+        if ROWS == 1:
+            # The next kernel reads what the router's has written before it waits.
+            follow()
+        else:
+            lead()
     if ROWS == 1:
         expert = tl.load(ids + number)
         pair = number + tl.arange(0, 1)
@@ -370,49 +375,42 @@ def _add_pairs(
 
 @triton.jit
 def _add_experts(
-    middle, weight, ids, shares, rows, squares, parts, arrived, outputs, inputs,
+    middle, weight, ids, shares, rows, squares, outputs, inputs,
     CHOSEN: tl.constexpr, LISTED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a pair's outputs; the last program of a row's tile adds its pairs."""
+    """A tile of a row's outputs, of all its experts at once."""
     tile = tl.program_id(0)
-    units = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(2).to(tl.int64)
-    pair = row * CHOSEN + tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
+    # Outputs of the first expert, then those of the second one.
+    lines = tl.arange(0, LISTED * OUTPUTS)
+    turns = lines // OUTPUTS
+    known = (turns < CHOSEN)[:, None]
+    pairs = row * CHOSEN + turns
     lanes = tl.arange(0, INPUTS)
+    # The kernel in front has waited for the router's before it let this one start.
+    experts = tl.load(ids + pairs, mask=turns < CHOSEN, other=0).to(tl.int64)
+    share = tl.load(shares + pairs, mask=turns < CHOSEN, other=0.0)
+    heights = experts * outputs + tile * OUTPUTS + lines % OUTPUTS
+    own = weight + heights[:, None] * inputs + lanes[None, :]
+    given = middle + pairs[:, None] * inputs + lanes[None, :]
+    w = tl.load(own, mask=known, other=0.0)
     if CHAINED:
         lead()
-    size = outputs.to(tl.int64) * inputs
-    own = weight + tl.load(ids + pair) * size + units[:, None].to(tl.int64) * inputs
-    given = middle + pair * inputs + lanes[None, :]
-    share = tl.load(shares + pair)
-    sums = tl.zeros([OUTPUTS, INPUTS // 8], tl.float32)
-    w = tl.load(own + lanes[None, :])
-    x = tl.load(given)
+    units = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    place = rows + row * outputs + units
+    old = tl.load(place).to(tl.float32)
+    x = tl.load(given, mask=known, other=0.0)
+    sums = tl.zeros([LISTED * OUTPUTS, INPUTS // 8], tl.float32)
     for at in tl.range(INPUTS, inputs, INPUTS, num_stages=1):
-        next_x = tl.load(given + at)
-        next_w = tl.load(own + at + lanes[None, :])
+        next_x = tl.load(given + at, mask=known, other=0.0)
+        next_w = tl.load(own + at, mask=known, other=0.0)
         sums = add_products(w, x, sums, 1)
         w = next_w
         x = next_x
     sums = add_products(w, x, sums, 1)
-    tl.store(parts + pair * outputs + units, tl.sum(sums, 1) * share)
-    # All warps must have stored their part before one of them counts it.
-    tl.debug_barrier()
-    count = arrived + row * tl.num_programs(0) + tile
-    if tl.atomic_add(count, 1, sem="acq_rel") == CHOSEN - 1:
-        tl.store(count, 0)
-        turns = tl.arange(0, LISTED)
-        place = rows + row * outputs + units
-        old = tl.load(place).to(tl.float32)
-        # Bypasses L1, which is not coherent with other SMs.
-        found = tl.load(
-            parts + (row * CHOSEN + turns)[:, None] * outputs + units[None, :],
-            mask=(turns < CHOSEN)[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total = (old + tl.sum(found, 0)).to(rows.dtype.element_ty)
-        tl.store(place, total)
-        total = total.to(tl.float32)
-        tl.store(squares + row * tl.num_programs(0) + tile, tl.sum(total * total, 0))
+    added = tl.reshape(tl.sum(sums, 1) * share, [LISTED, OUTPUTS])
+    total = (old + tl.sum(added, 0)).to(rows.dtype.element_ty)
+    tl.store(place, total)
+    total = total.to(tl.float32)
+    tl.store(squares + row * tl.num_programs(0) + tile, tl.sum(total * total, 0))

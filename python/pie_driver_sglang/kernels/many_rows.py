@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pie_driver_sglang.kernels.chained import chained, lead
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, silu
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, prefetch, silu
 from pie_driver_sglang.kernels.few_rows import Scratch, Stream
 from pie_driver_sglang.kernels.quantize import GROUP, QuantizedRows, QuantizedWeights
 
@@ -30,6 +30,9 @@ _SHARED_BYTES = 227 << 10
 
 _FEWEST_FILLED = 0.65
 """Share of the places for programs that a product must have programs for."""
+_NEARLY_FULL = 112
+"""Rows above which a tile of 128 pays, of bfloat16: it takes as long for fewer, and a library does
+not."""
 _LONG = 8192
 """Inputs from which on a library's product of 65 rows and more is the faster one, of bfloat16."""
 
@@ -52,6 +55,9 @@ class Tile:
     """Iterations whose operands are loaded or being loaded."""
     swapped: bool = False
     """Whether outputs are the first dimension of the matrix instruction, which wants 64 of it."""
+    ahead: int = 0
+    """Bytes of each of its weight rows that a program asks for before the kernel in front has
+    ended."""
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether the tiles divide a matrix of this shape."""
@@ -124,7 +130,7 @@ def find_tile(
         None where a library's product is as fast, or no tile fits.
     """
     kind = "gated" if gated else "adds" if adds else "plain"
-    if itemsize > 1 and rows > 64 and inputs >= _LONG:
+    if itemsize > 1 and rows > 64 and (rows <= _NEARLY_FULL or inputs >= _LONG):
         return None
     for bucket in (16, 64, 128):
         tiles = _TILES.get((kind, itemsize, bucket), ()) if rows <= bucket else ()
@@ -205,10 +211,10 @@ def tiled_product(
     height = len(matrix.weight)
     w = TensorDescriptor(matrix.weight, [height, inputs], [inputs, 1], [tile.outputs, tile.inputs])
     _tiled_product[(tiles, triton.cdiv(count, tile.rows), tile.parts)](
-        x, w, out, unused if stream is None else stream.squares, left, scratch.parts,
+        x, w, matrix.weight, out, unused if stream is None else stream.squares, left, scratch.parts,
         scratch.arrived, count, outputs, inputs, inputs // tile.parts, epsilon, squares,
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, PARTS=tile.parts,
-        STAGES=tile.stages, SWAPPED=tile.swapped,
+        STAGES=tile.stages, SWAPPED=tile.swapped, AHEAD=tile.ahead,
         SQUARES=triton.next_power_of_2(squares) if squares else 0, GATED=gated,
         ADDS=into is not None, LEAVES=isinstance(into, Stream),
         **_scales(given, matrix, unused),
@@ -231,21 +237,26 @@ def _scales(
 
 @triton.jit(do_not_specialize=["row_count"])
 def _tiled_product(
-    x, w, out, squares, left, parts, arrived,
+    x, w, weight, out, squares, left, parts, arrived,
     row_count, outputs, inputs, part_inputs, epsilon, square_count,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, SWAPPED: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr,
     ADDS: tl.constexpr, LEAVES: tl.constexpr, of_rows, of_weights, SCALED: tl.constexpr,
-    GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    GROUP: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile."""
-    if CHAINED:
-        lead()
     tile = tl.program_id(0)
     part = tl.program_id(2)
     first_row = tl.program_id(1) * ROWS
     unit = tile * OUTPUTS
     first = part * part_inputs
+    if CHAINED:
+        if AHEAD > 0:
+            begins = (unit + tl.arange(0, OUTPUTS)).to(tl.int64) * inputs + first
+            prefetch(weight + begins, AHEAD)
+            if GATED:
+                prefetch(weight + outputs.to(tl.int64) * inputs + begins, AHEAD)
+        lead()
     numbers = first_row + tl.arange(0, ROWS)
     inside = numbers < row_count
     units = unit + tl.arange(0, OUTPUTS)

@@ -56,7 +56,7 @@ def store_partial(
     halves, half_sums, met, row_count, elsewhere,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
-    GROUPED: tl.constexpr, TILE: tl.constexpr,
+    GROUPED: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr = _MERGED_NUMBERS,
 ):  # fmt: skip
     """Stores a program's part of a tile; the last one of `first` to `final` merges all parts."""
     heads = kv_head * GROUP + tl.arange(0, GROUP_BLOCK) % GROUP
@@ -75,7 +75,7 @@ def store_partial(
     count = arrived + kv_head * tl.num_programs(1) + first
     if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
         tl.store(count, 0)
-        AT_ONCE: tl.constexpr = max(1, _MERGED_NUMBERS // (HEAD_BLOCK * VALUE_BLOCK))
+        AT_ONCE: tl.constexpr = max(1, MERGED // (HEAD_BLOCK * VALUE_BLOCK))
         # Merge all rows part by part, or row by row: whatever takes fewer iterations.
         turns = (ahead + 1) * tl.cdiv(final - first + 1, AT_ONCE)
         if GROUPED:

@@ -11,11 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-RECORD_WORDS = 6
-"""Words of a slot's record, as `rust/batch/src/graph.rs` writes them: 1 if something is asked;
-first one of the words that are written; most probable tokens; given tokens; the first one of these
-in `words`; what logits are divided by (bits of float32)."""
-
 _BLOCK = tl.constexpr(8192)
 _GIVEN_BLOCK = tl.constexpr(128)
 _WARPS = 8
@@ -42,7 +37,7 @@ def find(
     Args:
         logits: ``[slots, vocabulary]`` of any float dtype.
         tokens: ``[slots]`` int64, in the lower half of each.
-        records: ``[slots, 6]`` int32, see :data:`RECORD_WORDS`.
+        records: ``[slots, 6]`` int32, see `kernels.types.STEP_RECORD_WORDS`.
         words: ``[words]`` int32: given tokens.
         out: ``[words]`` int32 to be written, may be pinned memory of the host.
         most: Most probable tokens of any place, at most.

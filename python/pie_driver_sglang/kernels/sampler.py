@@ -1,9 +1,9 @@
 """Sampling on a GPU without sorting, and the other small kernels of a captured step.
 
-Computes what :mod:`pie_driver_sglang.sampling.groups` computes, with one program for each row, and
-without a float32 copy of bfloat16 logits. Top-k and top-p keep all logits above a threshold and, of
-those equal to it, the ones with the lowest ids; bisection over the bits of the logits finds the
-threshold exactly. A row's result does not depend on the rest of the batch.
+Computes what :mod:`pie_driver_sglang.sampling.groups` computes, without a float32 copy of bfloat16
+logits. Several programs survey a row, and one draws its token; what top-k and top-p keep is found
+as :mod:`pie_driver_sglang.kernels.filters` says. A row's result does not depend on the rest of the
+batch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow
+from pie_driver_sglang.kernels.filters import draw, first_beyond, search, whole_mass
+from pie_driver_sglang.kernels.logit_rows import BLOCK, capped, load_block, weight_of
 from pie_driver_sglang.kernels.types import SlotParams
 
-_BLOCK = tl.constexpr(8192)
 _SURVEY_WARPS = 8
 _ROW_WARPS = 16
 _MASK_BLOCK = tl.constexpr(2048)
@@ -62,22 +63,22 @@ def sample_step(
         softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
     """
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, _BLOCK.value)
+    parts = triton.cdiv(vocab, BLOCK.value)
     tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
     ids = logits.new_empty(rows, parts, dtype=torch.int32)
     params = SlotParams(*(field.contiguous() for field in params))
+    # The lower half of a bfloat16 in float32 is zero.
+    shift = 16 if logits.dtype == torch.bfloat16 else 0
     how = {"CAPPED": softcap is not None, **chained(logits.device)}
     _survey[(rows, parts)](
         logits, logits.stride(0), vocab, params.temperatures, tops, ids, masses, softcap or 0.0,
         **how, num_warps=_SURVEY_WARPS,
     )  # fmt: skip
+    found = search(logits, params, tops, masses, {"cap": softcap or 0.0, "SHIFT": shift, **how})
     _sample_rows[(rows,)](
-        logits, logits.stride(0), vocab, tops, ids, masses, parts, *params,
+        logits, logits.stride(0), vocab, tops, ids, masses, parts, *params, *found,
         results, step, softcap or 0.0,
-        PARTS=triton.next_power_of_2(parts),
-        # The lower half of a bfloat16 in float32 is zero.
-        SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
-        **how, num_warps=_ROW_WARPS,
+        PARTS=triton.next_power_of_2(parts), SHIFT=shift, **how, num_warps=_ROW_WARPS,
     )  # fmt: skip
 
 
@@ -150,16 +151,16 @@ def _survey(
     temperature = tl.load(temperatures + row)
     if temperature < 0.0:
         return
-    x = _load(logits + row * stride, part * _BLOCK, vocab)
+    x = load_block(logits + row * stride, part * BLOCK, vocab)
     top = tl.max(x, 0)
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
         # NaN if one of the logits is NaN.
-        mass = tl.sum(_weight(x, _capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
-        found = tl.where(mass == mass, part * _BLOCK, -1)
+        mass = tl.sum(weight_of(x, capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
+        found = tl.where(mass == mass, part * BLOCK, -1)
     else:
-        offsets = part * _BLOCK + tl.arange(0, _BLOCK)
+        offsets = part * BLOCK + tl.arange(0, BLOCK)
         at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
         found = tl.min(tl.where(x != x, -1, at_top), 0)
     place = row * tl.num_programs(1) + part
@@ -169,40 +170,9 @@ def _survey(
 
 
 @triton.jit
-def _ordered(x):
-    """Integer keys that sort like the floats."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _load(base, first, vocab):
-    offsets = first + tl.arange(0, _BLOCK)
-    x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):
-    """The probability of a logit, as a multiple of the largest probability."""
-    # exp2 is exact at 0: the largest one has weight 1.
-    return tl.exp2((_capped(x, cap, CAPPED) - largest) * scale)
-
-
-@triton.jit
-def _capped(x, cap, CAPPED: tl.constexpr):
-    if CAPPED:
-        # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
-        e = tl.exp(-2.0 * tl.abs(x) / cap)
-        capped = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
-        x = tl.where(x == float("-inf"), x, capped)
-    return x
-
-
-@triton.jit
 def _sample_rows(
     logits, stride, vocab, tops, ids, masses, parts,
-    temperatures, top_ks, top_ps, min_ps, uniforms, results, step, cap,
+    temperatures, top_ks, top_ps, min_ps, uniforms, coarse, fine, candidates, results, step, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -233,9 +203,12 @@ def _sample_rows(
                             PARTS, CAPPED,
                         )  # fmt: skip
                     else:
-                        token = _draw(
-                            base, vocab, largest, temperature, top_k, top_p, min_p, uniform, cap,
-                            CAPPED, SHIFT,
+                        whole = whole_mass(
+                            tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED
+                        )
+                        token = draw(
+                            base, vocab, row, parts, largest, temperature, top_k, top_p, min_p,
+                            uniform, whole, coarse, fine, candidates, cap, PARTS, CAPPED, SHIFT,
                         )  # fmt: skip
             else:
                 token = vocab
@@ -250,241 +223,15 @@ def _draw_any(
 ):  # fmt: skip
     """A token of a row without filters: only the block that it lies in is read again."""
     scale = 1.4426950408889634 / temperature
-    largest = _capped(largest, cap, CAPPED)
-    mass = mass * _weight(top, largest, scale, cap, CAPPED)
+    largest = capped(largest, cap, CAPPED)
+    mass = mass * weight_of(top, largest, scale, cap, CAPPED)
     goal = uniform * tl.sum(mass, 0)
-    part = _first_beyond(mass, 0.0, goal)
+    part = first_beyond(mass, 0.0, goal)
     lanes = tl.arange(0, PARTS)
     before = tl.sum(tl.where(lanes < part, mass, 0.0), 0)
-    x = _load(base, part * _BLOCK, vocab)
-    weights = _weight(x, largest, scale, cap, CAPPED)
-    return part * _BLOCK + _first_beyond(weights, before, goal)
-
-
-@triton.jit
-def _first_beyond(weights, before, goal):
-    """The first place up to which the weights and those before them exceed the goal.
-
-    The last place with a weight, if rounding leaves the goal just out of reach.
-    """
-    places = tl.arange(0, weights.shape[0])
-    beyond = (before + tl.cumsum(weights, 0) > goal) & (weights > 0.0)
-    found = tl.min(tl.where(beyond, places, 0x7FFFFFFF), 0)
-    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
-    return tl.where(found == 0x7FFFFFFF, last, found)
-
-
-@triton.jit
-def _draw(
-    base,
-    vocab,
-    largest,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    uniform,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """A token of one row: the first whose cumulative weight, by id, exceeds its share."""
-    highest = _ordered(largest) >> SHIFT
-    lowest = _ordered(float("-inf") + 0.0 * largest) >> SHIFT
-    largest = _capped(largest, cap, CAPPED)
-    scale = 1.4426950408889634 / temperature
-    # Kept are keys above the edge, and the first `ties` ids at the edge.
-    edge = lowest - 1
-    ties = vocab
-    if top_k < vocab:
-        edge, above = _edge_of_count(base, vocab, lowest, highest, top_k, SHIFT)
-        ties = top_k - above
-    if top_p < 1.0:
-        inside = _mass(base, vocab, edge + 1, largest, scale, cap, CAPPED, SHIFT)
-        at_edge = _edge_weight(base, vocab, edge, largest, scale, cap, CAPPED, SHIFT)
-        whole = inside + ties * at_edge
-        if top_p < 0.0:
-            whole = _mass(base, vocab, lowest, largest, scale, cap, CAPPED, SHIFT)
-        goal = tl.abs(top_p) * whole
-        share_edge, mass = _edge_of_mass(
-            base, vocab, tl.maximum(edge, lowest), highest, goal, largest, scale, cap, CAPPED, SHIFT
-        )
-        weight = _edge_weight(base, vocab, share_edge, largest, scale, cap, CAPPED, SHIFT)
-        wanted = tl.maximum(tl.ceil((goal - mass) / tl.maximum(weight, 1e-37)), 1.0)
-        wanted = tl.minimum(wanted, vocab * 1.0).to(tl.int32)
-        ties = tl.where(share_edge == edge, tl.minimum(ties, wanted), wanted)
-        edge = share_edge
-    return _invert(base, vocab, edge, ties, min_p, uniform, largest, scale, cap, CAPPED, SHIFT)
-
-
-@triton.jit
-def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):
-    """The `count`-th largest key, and how many keys are larger."""
-    above = 0
-    while low < high:
-        # In this form it cannot overflow.
-        middle = high - ((high - low) >> 1) if SHIFT else _middle(low, high)
-        found = tl.zeros([_BLOCK], tl.int32)
-        for first in range(0, vocab, _BLOCK):
-            keys = _ordered(_load(base, first, vocab)) >> SHIFT
-            inside = first + tl.arange(0, _BLOCK) < vocab
-            found += ((keys >= middle) & inside).to(tl.int32)
-        total = tl.sum(found, 0)
-        enough = total >= count
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-        above = tl.where(enough, above, total)
-    return low, above
-
-
-@triton.jit
-def _middle(low, high):
-    """The middle of two integers, rounded up, of any signs."""
-    wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
-    return wide.to(tl.int32)
-
-
-@triton.jit
-def _edge_of_mass(
-    base,
-    vocab,
-    low,
-    high,
-    goal,
-    largest,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """The largest key at and above which lies the mass `goal`, and the mass above it."""
-    above = 0.0
-    while low < high:
-        middle = high - ((high - low) >> 1) if SHIFT else _middle(low, high)
-        total = _mass(base, vocab, middle, largest, scale, cap, CAPPED, SHIFT)
-        enough = total >= goal
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-        above = tl.where(enough, above, total)
-    return low, above
-
-
-@triton.jit
-def _mass(
-    base,
-    vocab,
-    least,
-    largest,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """The weight of all keys from `least` on."""
-    total = tl.zeros([_BLOCK], tl.float32)
-    for first in range(0, vocab, _BLOCK):
-        x = _load(base, first, vocab)
-        kept = _ordered(x) >> SHIFT >= least
-        total += tl.where(kept, _weight(x, largest, scale, cap, CAPPED), 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _edge_weight(
-    base,
-    vocab,
-    edge,
-    largest,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """The weight of one logit whose key is `edge`; 0 if there is none."""
-    bits = edge << SHIFT
-    if SHIFT:
-        # The lower half of a negative number's key is all ones.
-        bits = bits | tl.where(bits < 0, 0xFFFF, 0)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    x = bits.to(tl.float32, bitcast=True)
-    weight = _weight(x, largest, scale, cap, CAPPED)
-    return tl.where((x == x) & (weight == weight), weight, 0.0)
-
-
-@triton.jit
-def _invert(
-    base,
-    vocab,
-    edge,
-    ties,
-    min_p,
-    uniform,
-    largest,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """The first id whose cumulative kept weight exceeds `uniform` of all kept weight."""
-    total = 0.0
-    ties_seen = 0
-    for first in range(0, vocab, _BLOCK):
-        weights, tied = _kept(
-            base, first, vocab, edge, ties - ties_seen, min_p, largest, scale, cap, CAPPED, SHIFT
-        )
-        total += tl.sum(weights, 0)
-        ties_seen += tied
-    goal = uniform * total
-    before = 0.0
-    ties_seen = 0
-    first = 0
-    token = -1
-    last = 0
-    while (token < 0) & (first < vocab):
-        weights, tied = _kept(
-            base, first, vocab, edge, ties - ties_seen, min_p, largest, scale, cap, CAPPED, SHIFT
-        )
-        offsets = first + tl.arange(0, _BLOCK)
-        own = tl.sum(weights, 0)
-        if own > 0.0:
-            last = tl.max(tl.where(weights > 0.0, offsets, 0), 0)
-            if before + own > goal:
-                cumulative = before + tl.cumsum(weights, 0)
-                beyond = (cumulative > goal) & (weights > 0.0)
-                token = tl.min(tl.where(beyond, offsets, 0x7FFFFFFF), 0)
-                token = tl.where(token == 0x7FFFFFFF, -1, token)
-        before += own
-        ties_seen += tied
-        first += _BLOCK
-    # Rounding may leave the goal just out of reach.
-    return tl.where(token < 0, last, token)
-
-
-@triton.jit
-def _kept(
-    base,
-    first,
-    vocab,
-    edge,
-    ties,
-    min_p,
-    largest,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """Weights of a block, 0 where dropped, and how many keys lie at the edge; `ties` may stay."""
-    x = _load(base, first, vocab)
-    keys = _ordered(x) >> SHIFT
-    inside = first + tl.arange(0, _BLOCK) < vocab
-    at_edge = ((keys == edge) & inside).to(tl.int32)
-    tied = tl.sum(at_edge, 0)
-    kept = (keys > edge) & inside
-    if tied > 0:
-        kept |= (at_edge > 0) & (tl.cumsum(at_edge, 0) <= ties)
-    weights = _weight(x, largest, scale, cap, CAPPED)
-    return tl.where(kept & (weights >= min_p), weights, 0.0), tied
+    x = load_block(base, part * BLOCK, vocab)
+    weights = weight_of(x, largest, scale, cap, CAPPED)
+    return part * BLOCK + first_beyond(weights, before, goal)
 
 
 @triton.jit

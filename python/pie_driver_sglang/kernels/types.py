@@ -1,10 +1,15 @@
-"""Arguments that several kernels share."""
+"""What several kernels, and those who call them, share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+STEP_RECORD_WORDS = 6
+"""Words of a slot's place in the block of a step, as `rust/batch/src/graph.rs` writes them: 1 if
+something is asked; first one of the words that are written; most probable tokens; given tokens. The
+last two are the first given one in `words`, and what logits are divided by (bits of float32)."""
 
 
 class SlotParams(NamedTuple):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pie_driver_sglang.offline.logprobs import AnswerLogprobs, LogprobRequest
 from pie_driver_sglang.offline.requests import Event
 from pie_driver_sglang.offline.sampling import SamplingParameters
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, StopFilter
@@ -24,6 +25,7 @@ class Answer:
         sampling: SamplingParameters,
         tokenizer: ModelTokenizer | None,
         streams: bool,
+        logprobs: LogprobRequest | None = None,
     ) -> None:
         """An answer without tokens.
 
@@ -33,6 +35,7 @@ class Answer:
             sampling: Of the request.
             tokenizer: None for an answer with tokens only.
             streams: Keep the text up to date.
+            logprobs: Which log-probabilities it has.
         """
         self._name = name
         self._prompt = prompt
@@ -46,6 +49,7 @@ class Answer:
         self._finish: dict[str, Any] | None = None
         skip = sampling.skip_special_tokens
         self._stream = tokenizer.stream(prompt, skip) if tokenizer and streams else None
+        self._logprobs = logprobs and AnswerLogprobs(logprobs, prompt, tokenizer)
         self._stops = StopFilter(sampling.trimmed, keep=sampling.no_stop_trim)
 
     @property
@@ -63,6 +67,8 @@ class Answer:
         new = output.token_ids
         self._tokens += new
         self._cached = output.cached_tokens
+        if self._logprobs is not None:
+            self._logprobs.take(output)
         if output.finish_reason is not None:
             self._finish = _finish_reason(output, self._sampling, len(self._tokens))
             self._seconds = time.perf_counter() - self._started
@@ -90,6 +96,8 @@ class Answer:
             "completion_tokens": len(self._tokens),
             "cached_tokens": self._cached,
         }
+        if self._logprobs is not None:
+            found["meta_info"] |= self._logprobs.meta_info()
         if self._finish is not None:
             found["meta_info"]["e2e_latency"] = self._seconds
         return found
@@ -131,10 +139,16 @@ class CallAnswers:
         self._first: list[int] = []
         self._answers: list[Answer] = []
 
-    def add(self, name: str, tokens: Sequence[int], sampling: SamplingParameters) -> None:
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        sampling: SamplingParameters,
+        logprobs: LogprobRequest | None = None,
+    ) -> None:
         """Make room for the sequences of the next request, whose time begins now."""
         self._first.append(len(self._answers))
-        parts = (name, tokens, sampling, self._tokenizer, self._streams)
+        parts = (name, tokens, sampling, self._tokenizer, self._streams, logprobs)
         self._answers += [Answer(*parts) for _ in range(sampling.n)]
 
     def take(self, event: Event) -> int:

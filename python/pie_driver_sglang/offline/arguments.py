@@ -7,17 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
-from pie_driver_sglang.config.file import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.thinking import think_end_of
+from pie_driver_sglang.config.types import ACTIVATION_DTYPES
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
-from pie_driver_sglang.offline.adapters import AdapterPath, largest_rank, parse_paths
+from pie_driver_sglang.offline.adapters import largest_rank, parse_paths
+from pie_driver_sglang.offline.types import EngineArguments
 
 #: Arguments that the native runtime takes under SGLang's names.
 SCHEDULER: Final = (
@@ -106,34 +107,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "tokens": "the driver serves only causal language models",
     }
 )
-
-
-class EngineArguments(NamedTuple):
-    """What an engine starts with.
-
-    Attributes:
-        model: The snapshot's folder.
-        tokenizer: The folder of the tokenizer; None for an engine without text.
-        runtime: The keyword arguments of `_core.Runtime` that do not depend on the tokenizer.
-        sampling: Parameters for requests that do not set them.
-        speculates: Whether requests ask for drafts.
-        log_level: Of the drivers' lines, SGLang's names.
-        context_length: That the user set; None for the model's.
-        adapters: What to load at the start.
-        max_adapters: How many may be loaded; 0 where adapters are off.
-        reasoning_parser: SGLang's name of the parser of the model's thinking.
-    """
-
-    model: Path
-    tokenizer: Path | None
-    runtime: dict[str, Any]
-    sampling: Mapping[str, Any]
-    speculates: bool
-    log_level: str
-    context_length: int | None
-    adapters: tuple[AdapterPath, ...] = ()
-    max_adapters: int = 0
-    reasoning_parser: str | None = None
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:

@@ -8,19 +8,22 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.thinking import think_end_of
-from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
-from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
+from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.offline.logprobs import LogprobRequest
+from pie_driver_sglang.offline.others import parse_others
 from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events, in_parts
 from pie_driver_sglang.offline.sampling import SamplingParameters, parse_sampling
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.offline.types import EngineArguments
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +39,6 @@ PART_CHARACTERS: Final = 1 << 16
 """Of the texts that are tokenized at once, at most, unless one is longer. Requests with the first
 ones are computed while the others are tokenized."""
 
-#: Arguments of SGLang's `generate` that are refused unless they are empty, and why.
-REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "audio_data": "the offline engine takes text and tokens",
-        "bootstrap_host": "prefill and decode run in one driver",
-        "bootstrap_port": "prefill and decode run in one driver",
-        "bootstrap_room": "prefill and decode run in one driver",
-        "custom_logit_processor": "the driver samples natively",
-        "data_parallel_rank": "the runtime chooses the replica",
-        "disagg_prefill_dp_rank": "prefill and decode run in one driver",
-        "external_trace_header": "requests are not traced",
-        "image_data": "the offline engine takes text and tokens",
-        "logprob_start_len": "log-probabilities are not served yet",
-        "mm_hashes": "the offline engine takes text and tokens",
-        "return_hidden_states": "hidden states stay in the driver",
-        "return_logprob": "log-probabilities are not served yet",
-        "return_routed_experts": "the driver does not return them",
-        "routed_dp_rank": "the runtime chooses the replica",
-        "routed_experts_start_len": "the driver does not return them",
-        "session_params": "name a conversation by `session_id`",
-        "token_ids_logprob": "log-probabilities are not served yet",
-        "top_logprobs_num": "log-probabilities are not served yet",
-        "video_data": "the offline engine takes text and tokens",
-    }
-)
-
 
 class _Request(NamedTuple):
     """One prompt of a call."""
@@ -74,6 +51,7 @@ class _Request(NamedTuple):
     name: str
     adapter: int | None
     """Its id; None for the model alone."""
+    logprobs: LogprobRequest | None
 
 
 class _Prompts(NamedTuple):
@@ -166,7 +144,9 @@ class Engine:
                 each; None for the model alone.
             require_reasoning: A grammar binds what comes after the model's thinking; needs
                 `reasoning_parser`.
-            others: Arguments of SGLang's `generate` that must be empty here.
+            others: `return_logprob`, `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`
+                and `return_text_in_logprobs`, with SGLang's meanings, for all prompts or a list
+                with those of each; and arguments of SGLang's `generate` that must be empty here.
 
         Returns:
             A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
@@ -190,14 +170,17 @@ class Engine:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         extra_key: str | None = None,
+        **others: Any,
     ) -> Iterator[dict[str, Any]]:
         """Generate from many prompts, and yield each answer when it has ended, with its `index`.
+
+        Arguments are those of :meth:`generate`.
 
         Raises:
             ConfigError: As :meth:`generate`, before the first answer.
             StartError: The drivers are gone.
         """
-        prompts = self._prompts(prompt, sampling_params, input_ids, None, {})
+        prompts = self._prompts(prompt, sampling_params, input_ids, None, others)
         return self._completed(prompts, self._extra(None, None, extra_key))
 
     async def async_generate(
@@ -345,9 +328,9 @@ class Engine:
         lora_path: Any = None,
     ) -> _Prompts:
         """Checks the arguments of a call, except for the tokens of texts."""
-        _refuse(others)
         texts, tokens, is_batch = self._inputs(prompt, input_ids)
         count = len(tokens)
+        logprobs = _with_hint(lambda given: parse_others(given, count), others)
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
@@ -362,7 +345,7 @@ class Engine:
                     )
                 )
         adapters = _with_hint(lambda given: self._adapters.numbers(given, count), lora_path)
-        parts = zip(texts, tokens, samplings, names, adapters, strict=True)
+        parts = zip(texts, tokens, samplings, names, adapters, logprobs, strict=True)
         requests = [_Request(*one) for one in parts]
         has_texts = prompt is not None
         if not has_texts:
@@ -478,11 +461,13 @@ class Engine:
             for part in self._tokenized(prompts):
                 asked = []
                 for request in part:
-                    answers.add(request.name, request.tokens, request.sampling)
+                    answers.add(request.name, request.tokens, request.sampling, request.logprobs)
                     room = self.context_length - len(request.tokens)
                     parameters = {**request.sampling.submitted(room), **extra}
                     if request.adapter is not None:
                         parameters["adapter_id"] = request.adapter
+                    if request.logprobs is not None:
+                        parameters |= request.logprobs.submitted()
                     asked.append(Asked(request.tokens, request.sampling.n, parameters))
                 call.submit(asked)
         except (ValueError, OverflowError) as error:
@@ -539,22 +524,6 @@ def _abort(submitting: asyncio.Future[Call]) -> None:
     """Ends the requests of a caller that has gone."""
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().abort()
-
-
-def _refuse(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in REFUSED_ARGUMENTS:
-            raise _noted(
-                ConfigError(
-                    f"`generate` has no argument {quoted(name)}", nearest(name, REFUSED_ARGUMENTS)
-                )
-            )
-        if value is not None and value is not False and value != 0:
-            raise _noted(
-                ConfigError(
-                    f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`"
-                )
-            )
 
 
 def _is_number(value: Any) -> bool:

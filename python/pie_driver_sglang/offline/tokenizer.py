@@ -60,6 +60,13 @@ class ModelTokenizer:
         text: str = self._inner.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 
+    def texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token by itself, special ones by their names."""
+        found: list[str] = self._inner.decode_batch(
+            [[token] for token in tokens], skip_special_tokens=False
+        )
+        return found
+
     def stream(self, prompt: Sequence[int], skip_special: bool = True) -> TextStream:
         """Return a decoder for the tokens after a prompt."""
         return TextStream(self, prompt, skip_special)

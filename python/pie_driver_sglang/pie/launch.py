@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.arch import context_length, image_token_bytes, vocab_size
-from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.logs import LogSource, configure_logging, format_failure, last_line
 from pie_driver_sglang.memory.host import check_budget
@@ -31,9 +32,10 @@ from pie_driver_sglang.memory.plan import comparison
 from pie_driver_sglang.memory.refusal import not_run
 from pie_driver_sglang.observe.reporter import Reporter
 from pie_driver_sglang.observe.types import ServedModel, for_group
-from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
+from pie_driver_sglang.pie.handshake import Handshake
 from pie_driver_sglang.pie.serve import serve, warm_up
 from pie_driver_sglang.pie.trace import open_trace
+from pie_driver_sglang.pie.types import UNLIMITED, Capabilities
 from pie_driver_sglang.ranks.leader import LeadingEngine
 from pie_driver_sglang.ranks.parallel import Start, Workers
 from pie_driver_sglang.ranks.types import ALONE

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang._core import STEP_TOP
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
 
 PLACE_WORDS = 4
 """Numbers of a place in a staged group, as `rust/batch/src/slot_group.rs` writes them."""
-STEP_RECORD_WORDS = 6
-"""Words of a slot's place in the block of a step, as `rust/batch/src/graph.rs` writes them."""
 LEAST = torch.finfo(torch.float32).min
 """In place of -inf, as SGLang has it."""
 
@@ -101,9 +100,7 @@ def _find(logits: torch.Tensor, places: Places, own: torch.Tensor, out: torch.Te
         counts.cumsum(0) - counts,
         places.divisors.view(torch.int32),
     )
-    records = torch.zeros(
-        len(logits), kernels.RECORD_WORDS, dtype=torch.int32, device=logits.device
-    )
+    records = torch.zeros(len(logits), STEP_RECORD_WORDS, dtype=torch.int32, device=logits.device)
     records[places.slots] = torch.stack([column.to(torch.int32) for column in columns], dim=1)
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     tokens[places.slots] = own

@@ -10,12 +10,8 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.cli.plan import parse_option
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError
-from pie_driver_sglang.offline.arguments import (
-    EngineArguments,
-    find_snapshot,
-    has_gpu,
-    parse_arguments,
-)
+from pie_driver_sglang.offline.arguments import find_snapshot, has_gpu, parse_arguments
+from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.flags import WATCHDOG, served_arguments, unserved_flag
 from pie_driver_sglang.server.seams import environment
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.offline.arguments import EngineArguments
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.driver_log import DriverLog
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Parts:
             vocab_size=int(self.able["vocab_size"]),
             speculate=self._plan.speculates,
             refuse_priority=refuses_priority(settings),
+            original_logprobs=messages.original_logprobs(),
             probe_prefix=messages.PROBE_PREFIX,
             bos_token_id=None if tokenizer is None else tokenizer.begin_token,
             dp_rank=self._given.replica,

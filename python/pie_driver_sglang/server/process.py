@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, Final
 
-from pie_driver_sglang.offline.arguments import EngineArguments
+from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.parts import Parts
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pie_driver_sglang.config.file import DriverConfig
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.limits import row_pages
 from pie_driver_sglang.memory.plan import table

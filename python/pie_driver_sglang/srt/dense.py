@@ -77,6 +77,7 @@ class DenseLayers:
         model: Any,
         layers: list[Layer],
         norm: Norm,
+        attention: PagedDecode,
         sums: LamportAllReduceNorm | None,
         *,
         prefills: bool,
@@ -88,6 +89,7 @@ class DenseLayers:
             model: SGLang's, without its LM head.
             layers: Its layers.
             norm: After the last layer.
+            attention: Of decodes.
             sums: Of the ranks' parts; None for a model on one device.
             prefills: Whether prefills attend to nothing but what is stored.
             folded: Whether products have taken the weights of norms.
@@ -97,7 +99,7 @@ class DenseLayers:
         self._sums = sums
         self._folded = folded
         self._prefills = prefills
-        self._few = FewRows.of(layers, norm) if folded else None
+        self._few = FewRows.of(layers, norm, attention) if folded else None
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
@@ -105,8 +107,9 @@ class DenseLayers:
     def of(cls, runner: ModelRunner) -> FusedLayers | None:
         """A model's layers; None for a model that these kernels do not know."""
         try:
-            by_pages = isinstance(decode_backend(runner), PagedDecode)
-            expect(by_pages, "it attends by another backend")
+            attention = decode_backend(runner)
+            if not isinstance(attention, PagedDecode):
+                raise UnknownLayer("it attends by another backend")
             model = find_decoder(runner.model)
             expect(_has_room(runner), "a multiprocessor has too little shared memory")
             pool = runner.token_to_kv_pool
@@ -120,14 +123,14 @@ class DenseLayers:
                 expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
                 expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
                 refuse_updates(runner, FROZEN_SCALES)
-                return QuantizedLayers(model, layers, norm, prefills=prefills)
+                return QuantizedLayers(model, layers, norm, attention, prefills=prefills)
             _expect_plain(layers)
             sums = _all_reduce(runner, norm)
             # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
             # must add up what products are, and may as well normalize it.
             folds = not resolved(runner).enable_lora and sums is None
             if isinstance(layers[0], ExpertLayer):
-                few = FewRows.of(layers, norm)
+                few = FewRows.of(layers, norm, attention)
                 expect(few is not None, "its experts have other shapes")
                 expect(folds and _fold(runner, layers), "its norms cannot be folded")
                 assert few is not None
@@ -136,7 +139,7 @@ class DenseLayers:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
         folded = folds and _fold(runner, layers)
-        return cls(model, layers, norm, sums, prefills=prefills, folded=folded)
+        return cls(model, layers, norm, attention, sums, prefills=prefills, folded=folded)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:

@@ -17,10 +17,11 @@ from pie_driver_sglang.kernels import dense_layers, experts, few_rows, many_rows
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream
 from pie_driver_sglang.kernels.many_rows import Tile
-from pie_driver_sglang.srt.seams.layers import ExpertLayer, Layer
+from pie_driver_sglang.srt.seams.layers import ExpertLayer, Layer, QuantizedLayer
 from pie_driver_sglang.srt.seams.model import run_instead
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.srt.paged_attention import PagedDecode
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 NARROW, _WIDEST = 2048, 4096
@@ -40,6 +41,7 @@ class FewRows:
         self,
         layers: Sequence[Layer | ExpertLayer],
         norm: Norm,
+        attention: PagedDecode,
         most_rows: int,
         *,
         most_tiled: int = 0,
@@ -49,6 +51,7 @@ class FewRows:
         Args:
             layers: The model's.
             norm: After the last one.
+            attention: Of decodes.
             most_rows: Of a step whose products are those of few rows.
             most_tiled: Of a step whose products go by tiles.
         """
@@ -57,6 +60,7 @@ class FewRows:
         self._most_cut = most_rows
         self._layers = layers
         self._norm = norm
+        self._attention = attention
         [width], device = norm.weight.shape, norm.weight.device
         highest = max(width, *(len(layer.qkv.weight) for layer in layers))
         parts, tiles = many_rows.scratch_sizes(self.most_rows, highest)
@@ -66,7 +70,9 @@ class FewRows:
         )
 
     @classmethod
-    def of(cls, layers: Sequence[Layer | ExpertLayer], norm: Norm) -> FewRows | None:
+    def of(
+        cls, layers: Sequence[Layer | ExpertLayer], norm: Norm, attention: PagedDecode
+    ) -> FewRows | None:
         """The layers of a model; None if the kernels do not take its matrices."""
         [width], weight = norm.weight.shape, norm.weight
         if weight.device.type == "cuda" and weight.itemsize != 2:
@@ -81,7 +87,7 @@ class FewRows:
         most_tiled = 0
         if width >= NARROW and weight.itemsize == 2:
             most_tiled = max((rows for rows in _TILED if _tiled(rows, layers)), default=0)
-        return cls(layers, norm, most_rows, most_tiled=most_tiled)
+        return cls(layers, norm, attention, most_rows, most_tiled=most_tiled)
 
     def run(
         self, embedded: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
@@ -124,10 +130,7 @@ class FewRows:
             qkv = self._multiply(
                 stream.rows, layer.qkv, cuts[0], stream=stream, epsilon=layer.before.epsilon
             )
-            queries = dense_layers.norm_rope_store(
-                qkv, layer.heads, positions, forward_batch.out_cache_loc
-            )
-            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+            seen = attend(qkv, layer, self._attention, positions, forward_batch)
         return self._add(seen, layer.out, cuts[1], stream)
 
     def _transform(self, layer: Layer | ExpertLayer, stream: Stream, cuts: _Cuts) -> Stream:
@@ -195,6 +198,31 @@ class ExpertLayers:
         if any(other is not None for other in (*others, *named.values())):
             raise ValueError("a step has tokens and nothing else")
         return self._layers.run(self._model.embed_tokens(input_ids), positions, forward_batch)
+
+
+def attend(
+    qkv: torch.Tensor,
+    layer: Layer | ExpertLayer | QuantizedLayer,
+    attention: PagedDecode,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+) -> torch.Tensor:
+    """What the rows of a decode see, ``[rows, queries * dim]``: of one row by one kernel.
+
+    Args:
+        qkv: ``[rows, heads]``: queries, keys and values; overwritten.
+        layer: Whose they are.
+        attention: Of decodes.
+        positions: ``[rows]`` int64.
+        forward_batch: SGLang's.
+    """
+    if len(qkv) == 1:
+        alone = attention.attend_lone(qkv, layer.heads, positions, layer.attention, forward_batch)
+        if alone is not None:
+            return alone
+    queries = dense_layers.norm_rope_store(qkv, layer.heads, positions, forward_batch.out_cache_loc)
+    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+    return seen
 
 
 def attend_unscaled(

@@ -6,8 +6,8 @@ import logging
 
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.config.arch import arch_name
-from pie_driver_sglang.config.file import DriverConfig
 from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.limits import (

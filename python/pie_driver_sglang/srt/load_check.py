@@ -21,20 +21,10 @@ import torch
 import transformers
 from torch.nn.parameter import UninitializedParameter
 
-from pie_driver_sglang.checkpoint.regions import Region, is_covered
-from pie_driver_sglang.checkpoint.surplus import (
-    CheckpointModel,
-    harmful,
-    is_cache_scale,
-    is_media,
-    is_other_file,
-)
-from pie_driver_sglang.checkpoint.weights import (
-    FileRange,
-    have_equal_bytes,
-    read_places,
-    torch_file,
-)
+from pie_driver_sglang.checkpoint.regions import is_covered
+from pie_driver_sglang.checkpoint.surplus import harmful, is_cache_scale, is_media, is_other_file
+from pie_driver_sglang.checkpoint.types import CheckpointModel, FileRange, Region
+from pie_driver_sglang.checkpoint.weights import have_equal_bytes, read_places, torch_file
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.srt import groups

@@ -9,14 +9,9 @@ import psutil
 import torch
 import transformers
 
-from pie_driver_sglang.checkpoint.weights import (
-    DamagedError,
-    Tensor,
-    loading_of,
-    read_tensors,
-    weight_parts,
-)
-from pie_driver_sglang.config.file import DriverConfig
+from pie_driver_sglang.checkpoint.types import DamagedError, Tensor
+from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
+from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape

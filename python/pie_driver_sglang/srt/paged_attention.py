@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pie_driver_sglang.config.options import PAGED_DECODE
-from pie_driver_sglang.kernels import paged_attend, paged_splits
+from pie_driver_sglang.kernels import lone_attend, paged_attend, paged_splits
+from pie_driver_sglang.kernels.lone_attend import LoneRow
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_splits import DecodeRows, Prefixes, SplitPlan, WorkPlan
 from pie_driver_sglang.srt.seams.attention import (
@@ -26,6 +27,7 @@ from pie_driver_sglang.srt.seams.pools import paged, store_kv, stored_kv
 from pie_driver_sglang.srt.seams.settings import change_settings, publish_settings
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.kernels.dense_layers import Heads
     from pie_driver_sglang.srt.seams.attention import RadixAttention
     from pie_driver_sglang.srt.seams.model import ModelRunner
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
@@ -136,6 +138,36 @@ class PagedDecode(AttentionBackend):
             self._page_size, floats[1],
         )  # fmt: skip
         return out.flatten(1)
+
+    def attend_lone(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        positions: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        """The whole attention of a decode of one row; None if the kernel does not know it.
+
+        Args:
+            qkv: ``[1, heads]``: the product of queries, keys and values.
+            heads: Of the layer.
+            positions: ``[1]`` int64.
+            layer: SGLang's, of KV that is stored as it is.
+            forward_batch: SGLang's.
+        """
+        if self._step is None:
+            raise RuntimeError("a decode whose metadata was not made")
+        rows, shares = self._step
+        plain = layer.sliding_window_size in (None, -1) and not layer.logit_cap
+        if len(qkv) != 1 or rows.prefixes is not None or not plain or not lone_attend.takes(heads):
+            return None
+        row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions,
+                      forward_batch.out_cache_loc)  # fmt: skip
+        return lone_attend.attend_lone(
+            qkv, heads, row, shares[self._cut(layer, 1)].arrived, layer.scaling,
+            lone_attend.tuning_of(heads),
+        )  # fmt: skip
 
     def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:
         dim = max(layer.qk_head_dim, layer.v_head_dim)

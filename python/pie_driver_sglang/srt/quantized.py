@@ -18,11 +18,13 @@ from pie_driver_sglang.kernels.dense_layers import Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Scratch
 from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
+from pie_driver_sglang.srt.few_rows import attend
 from pie_driver_sglang.srt.seams.model import run_instead
 from pie_driver_sglang.srt.seams.passes import is_decode
 from pie_driver_sglang.srt.seams.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.srt.paged_attention import PagedDecode
     from pie_driver_sglang.srt.seams.layers import QuantizedLayer
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
@@ -37,7 +39,13 @@ class QuantizedLayers:
     """The layers of a model whose matrices are FP8."""
 
     def __init__(
-        self, model: Any, layers: Sequence[QuantizedLayer], norm: Norm, *, prefills: bool
+        self,
+        model: Any,
+        layers: Sequence[QuantizedLayer],
+        norm: Norm,
+        attention: PagedDecode,
+        *,
+        prefills: bool,
     ) -> None:
         """Takes a model apart.
 
@@ -45,11 +53,13 @@ class QuantizedLayers:
             model: SGLang's, without its LM head.
             layers: Its layers.
             norm: After the last layer.
+            attention: Of decodes.
             prefills: Whether prefills attend to nothing but what is stored.
         """
         self._model = model
         self._layers = layers
         self._norm = norm
+        self._attention = attention
         self._prefills = prefills
         device = norm.weight.device
         self._one = torch.ones((), device=device)
@@ -92,13 +102,24 @@ class QuantizedLayers:
         added: _Rows | None = None
         for layer in self._layers:
             qkv = self._project(residual, added, layer.before, layer.qkv)
-            seen = _seen(layer, qkv, positions, forward_batch)
+            seen = self._attend(layer, qkv, positions, forward_batch)
             del qkv
             added = self._add(seen, layer.out, residual)
             middle = self._project(residual, added, layer.between, layer.gate_up, gated=True)
             added = self._add(middle, layer.down, residual, gated=True)
         rows, residual, scales = _apart(residual, added)
         return dense_layers.add_norm(rows[None], residual, self._norm, scales)[0]
+
+    def _attend(
+        self,
+        layer: QuantizedLayer,
+        qkv: _Rows,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        if is_decode(forward_batch) and isinstance(qkv, torch.Tensor):
+            return attend(qkv, layer, self._attention, positions, forward_batch)
+        return _seen(layer, qkv, positions, forward_batch)
 
     def _project(
         self,

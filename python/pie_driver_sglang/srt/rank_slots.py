@@ -68,7 +68,7 @@ class RankSlots(abc.ABC):
         """Puts together words that ranks have found for their slots. Can be captured.
 
         Args:
-            own: ``[words]`` int32, the same on all ranks but for the words of each rank's slots,
+            own: ``[words]`` int32, the same on all ranks except the words of each rank's slots,
                 with zeros for those of other ranks.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pie_driver_sglang.config.file import NEVER_PARK, DriverConfig
+from pie_driver_sglang.config.types import NEVER_PARK, DriverConfig
 from pie_driver_sglang.srt import environment
 from pie_driver_sglang.srt.device import begin_context, check_device
 

@@ -25,11 +25,11 @@ from pie_driver_sglang._core import (
     GraphPath,
     graph_layout,
 )
-from pie_driver_sglang.kernels.types import SlotParams
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS, SlotParams
 from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.sampling.history import RECORD_WORDS, Records
-from pie_driver_sglang.sampling.places import STEP_RECORD_WORDS, Places, place_words
+from pie_driver_sglang.sampling.places import Places, place_words
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.rank_slots import RankSlots, rank_slots

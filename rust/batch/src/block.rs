@@ -3,11 +3,13 @@
 use bytemuck::Pod;
 
 use crate::extra::Record;
-use crate::graph::StepPlace;
 use crate::layout::{Field, Layout};
 use crate::limits::Limits;
 use crate::slot::Slot;
 use crate::stage_error::StageError;
+
+/// What a step's block says of a slot's place.
+pub(crate) type StepPlace = [i32; 6];
 
 /// Declares a block: an id for each array, in the order in which they lie, the arrays with their capacities, the layout
 /// that follows from these, and the views. `Id = name: [entry; size];` is an array of `size` entries, a field of the
@@ -227,9 +229,9 @@ block! {
         /// `[slots, 8]` int32: what is asked of each slot's logits, see [`RECORD_WORDS`](crate::RECORD_WORDS); biases lie
         /// outside of the block. Empty, unless the graph is an extended one.
         Records = records: [Record; extended];
-        /// `[slots, 6]` int32: 1 for a slot whose log-probabilities are asked for, else 0; first one of the words that it writes;
-        /// most probable tokens; given tokens; where these begin outside of the block; what its logits are divided by (bits of
-        /// float32). Empty, unless the graph is an extended one.
+        /// `[slots, 6]` int32, zeros for a slot without log-probabilities, else 1; first one of the words that it writes; most
+        /// probable tokens; given tokens. The last two are where these begin outside of the block, and what its logits are
+        /// divided by (bits of float32). Empty, unless the graph is an extended one.
         Places = places: [StepPlace; extended];
         /// `[512, 2]` int64: as in the staging block; further ones are the first of
         /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).

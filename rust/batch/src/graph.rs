@@ -6,7 +6,7 @@
 
 use pie_wire::PlaceShape;
 
-use crate::block::{STEP_UPDATES, StepBlock, StepSize};
+use crate::block::{STEP_UPDATES, StepBlock, StepPlace, StepSize};
 use crate::extra::{EMPTY, STEP_EXTRA_WORDS};
 use crate::layout::Layout;
 use crate::mask::Visibility;
@@ -22,8 +22,6 @@ use crate::table::BlockTable;
 pub const STEP_PLACE_WORDS: usize = 1 << 15;
 /// Most probable tokens that a graph finds for a slot.
 pub const STEP_TOP: u32 = 32;
-/// What a step's block says of a slot's place.
-pub(crate) type StepPlace = [i32; 6];
 /// Of a slot without one.
 const NO_PLACE: StepPlace = [0; 6];
 

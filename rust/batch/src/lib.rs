@@ -20,6 +20,7 @@ mod bindings;
 mod block;
 mod changes;
 mod check;
+mod contents;
 mod drafting;
 mod extent;
 mod extra;

@@ -4,19 +4,16 @@
 use std::mem;
 
 use pie_ngram::Kind;
-use pie_wire::ExtensionRows;
 use rustc_hash::FxHashSet;
 
-use crate::adapter::Adapters;
 use crate::block::PassBlock;
 use crate::changes::TableChanges;
-use crate::check::{FrameFacts, check_compute, check_visibility, is_idle};
-use crate::drafting::{Drafted, Drafting, FrameDrafts};
-use crate::extent::Extent;
-use crate::extra::KvPlace;
+use crate::check::FrameFacts;
+use crate::contents::{Contents, Lasting};
+use crate::drafting::{Drafted, FrameDrafts};
 use crate::fault::RequestFault;
 use crate::fit::oversize_requests;
-use crate::frame::{Frame, range};
+use crate::frame::Frame;
 use crate::image::{Images, PassImages};
 use crate::limits::Limits;
 use crate::mask::{MaskRows, Visibility};
@@ -25,30 +22,13 @@ use crate::passes::Passes;
 use crate::prefix::{PrefixGroups, ROW_COST, Sequence};
 use crate::request::{Request, Segment, pass_rows};
 use crate::rows::Rows;
-use crate::slot::{Sampling, Slot, Slots};
+use crate::slot::{Slot, Slots};
 use crate::slot_group::{PassSlots, SlotGroup};
 use crate::stage::{Pass, write_changes, write_requests, write_rows};
 use crate::stage_error::StageError;
 use crate::state::State;
 use crate::storage::Storage;
 use crate::table::BlockTable;
-
-/// What outlasts a frame, as far as planning one needs it.
-pub(crate) struct Lasting<'a> {
-    pub(crate) table: &'a mut BlockTable,
-    pub(crate) adapters: &'a Adapters,
-    pub(crate) drafting: Option<&'a mut Drafting>,
-    /// Slots of the engine's pool of recurrent state; 0 when it has none.
-    pub(crate) states: u32,
-    /// The engine applies masks that are not causal.
-    pub(crate) masks: bool,
-    /// Key of unseeded samplers.
-    pub(crate) random_seed: u64,
-    /// Images of all frames before.
-    pub(crate) images: u64,
-    /// What requests ask for beyond the Pie protocol.
-    pub(crate) extension: ExtensionRows<'a>,
-}
 
 /// One frame as [`Planner::plan`](crate::Planner::plan) makes it. Its passes are still to be staged, in order, by
 /// [`Planner::stage`](crate::Planner::stage), or its only one by [`Planner::stage_graph`](crate::Planner::stage_graph).
@@ -81,12 +61,8 @@ struct Parts {
     /// Number of the frame, from 1 on.
     number: u64,
     has_states: bool,
-    rows: Rows,
-    changes: TableChanges,
     requests: Vec<Request>,
-    slots: Slots,
-    mask_rows: MaskRows,
-    images: Images,
+    contents: Contents,
     /// State slots that requests keep, while they are looked through.
     kept_states: FxHashSet<u32>,
     passes: Passes,
@@ -94,10 +70,7 @@ struct Parts {
     /// Those of the staged pass.
     pass_slots: PassSlots,
     prefixes: PrefixGroups,
-    drafts: FrameDrafts,
     faults: Vec<(usize, RequestFault)>,
-    /// Input tokens of requests with more than one.
-    prompt_tokens: usize,
 }
 
 impl Plan {
@@ -108,20 +81,14 @@ impl Plan {
             driver_id: 0,
             number: 0,
             has_states: false,
-            rows: Rows::default(),
-            changes: TableChanges::default(),
             requests: Vec::new(),
-            slots: Slots::default(),
-            mask_rows: MaskRows::default(),
-            images: Images::default(),
+            contents: Contents::default(),
             kept_states: FxHashSet::default(),
             passes: Passes::default(),
             next_pass: 0,
             pass_slots: PassSlots::default(),
             prefixes: PrefixGroups::default(),
-            drafts: FrameDrafts::default(),
             faults: Vec::new(),
-            prompt_tokens: 0,
         }))
     }
 
@@ -137,23 +104,21 @@ impl Plan {
         parts.driver_id = driver_id;
         parts.number = lasting.table.frame();
         parts.has_states = lasting.states > 0;
-        parts.images.start(lasting.images);
-        parts.slots.start(Sampling {
-            vocab_size: parts.limits.vocab_size,
-            random_seed: lasting.random_seed,
-            frame: parts.number,
-        });
+        parts.contents.start(&parts.limits, &lasting);
         // Taken out, so that each is made where it stays.
         let mut requests = mem::take(&mut parts.requests);
         requests.resize_with(frame.requests, Request::default);
         for (index, request) in requests.iter_mut().enumerate() {
-            if let Err(fault) = parts.add((frame, facts), &mut lasting, index, request) {
+            let own = (index, request);
+            let added = (parts.contents).add((frame, facts), &parts.limits, &mut lasting, own);
+            if let Err(fault) = added {
                 parts.faults.push((index, fault));
             }
         }
         parts.requests = requests;
         if lasting.drafting.is_some() {
-            parts.drafts.set_kind(parts.kind());
+            let kind = parts.kind();
+            parts.contents.drafts_mut().set_kind(kind);
         }
         parts.mute_oversize_requests();
         parts.keep_last_states();
@@ -181,11 +146,11 @@ impl Plan {
     }
 
     pub(crate) const fn rows(&self) -> &Rows {
-        &self.0.rows
+        self.0.contents.rows()
     }
 
     pub(crate) const fn changes(&self) -> &TableChanges {
-        &self.0.changes
+        self.0.contents.changes()
     }
 
     pub(crate) fn requests(&self) -> &[Request] {
@@ -193,15 +158,15 @@ impl Plan {
     }
 
     pub(crate) const fn slots(&self) -> &Slots {
-        &self.0.slots
+        self.0.contents.slots()
     }
 
     pub(crate) const fn mask_rows(&self) -> &MaskRows {
-        &self.0.mask_rows
+        self.0.contents.mask_rows()
     }
 
     pub(crate) const fn images(&self) -> &Images {
-        &self.0.images
+        self.0.contents.images()
     }
 
     pub(crate) const fn passes(&self) -> &Passes {
@@ -228,20 +193,21 @@ impl Plan {
     }
 
     pub(crate) const fn drafts(&self) -> &FrameDrafts {
-        &self.0.drafts
+        self.0.contents.drafts()
     }
 
     /// What the drafter changes of the plan, and what it reads.
     pub(crate) fn drafting(&mut self) -> (&mut FrameDrafts, Drafted<'_>) {
         let parts = &mut *self.0;
+        let (drafts, rows, slots) = parts.contents.drafting();
         let drafted = Drafted {
             limits: &parts.limits,
             number: parts.number,
             requests: &parts.requests,
-            rows: &parts.rows,
-            slots: &parts.slots,
+            rows,
+            slots,
         };
-        (&mut parts.drafts, drafted)
+        (drafts, drafted)
     }
 
     /// Writes the next pass into `block`; `None` when all are done.
@@ -252,17 +218,18 @@ impl Plan {
         block: &mut PassBlock<'_>,
     ) -> Option<Pass> {
         let parts = &mut *self.0;
-        let (limits, requests, slots) = (&parts.limits, &parts.requests[..], &parts.slots);
+        let (limits, requests, slots) =
+            (&parts.limits, &parts.requests[..], parts.contents.slots());
         let segments = parts.passes.get(parts.next_pass)?;
         let updates = write_changes(
-            &parts.changes,
+            parts.contents.changes(),
             table,
             limits,
             (segments, requests),
             block.table_updates,
         );
         let seq_lens_sum = write_requests(block, segments, requests);
-        write_rows(block, segments, &parts.rows);
+        write_rows(block, segments, parts.contents.rows());
         storage.write(limits, table, segments, requests, block.out_cache_loc);
         // Requests that were emptied have faults.
         if parts.passes.len() == 1 && parts.faults.is_empty() {
@@ -278,7 +245,7 @@ impl Plan {
             requests: segments.len(),
             decode: !masked
                 && segments.iter().all(|segment| segment.len() == 1)
-                && !parts.images.touch(&rows),
+                && !parts.contents.images().touch(&rows),
             masked,
             seq_lens_sum,
             updates,
@@ -297,16 +264,17 @@ impl Plan {
         let parts = &mut *self.0;
         parts
             .pass_slots
-            .stage(&parts.slots, &parts.limits, base, block)
+            .stage(parts.contents.slots(), &parts.limits, base, block)
     }
 
     /// Takes what the engine computed for the staged slot group.
     pub(crate) fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), StageError> {
         let parts = &mut *self.0;
         let vocab_size = parts.limits.vocab_size;
-        let valid = parts
-            .pass_slots
-            .put_outputs(&mut parts.slots, outputs, vocab_size)?;
+        let valid =
+            parts
+                .pass_slots
+                .put_outputs(parts.contents.slots_mut(), outputs, vocab_size)?;
         if !valid {
             parts.mute_invalid_requests();
         }
@@ -323,6 +291,7 @@ impl Plan {
     ) {
         let parts = &mut *self.0;
         let vocab_size = parts.limits.vocab_size;
+        let slots = parts.contents.slots_mut();
         let mut valid = true;
         let (mut number, mut word) = (0, 0);
         for request in &parts.requests {
@@ -330,14 +299,14 @@ impl Plan {
                 let place = if numbered {
                     number
                 } else {
-                    parts.slots.all()[slot].row()
+                    slots.all()[slot].row()
                 };
                 number += 1;
-                valid &= parts.slots.put_token(slot, token(place), vocab_size);
-                let words = parts.slots.place_words(&parts.slots.all()[slot]);
+                valid &= slots.put_token(slot, token(place), vocab_size);
+                let words = slots.place_words(&slots.all()[slot]);
                 if words > 0 {
                     let own = (word..word + words).map(&place_word);
-                    parts.slots.put_place(slot, own);
+                    slots.put_place(slot, own);
                     word += words;
                 }
             }
@@ -393,13 +362,13 @@ impl Plan {
     /// Rows that the frame computes, drafts included.
     #[must_use]
     pub fn token_count(&self) -> usize {
-        self.0.rows.len()
+        self.rows().len()
     }
 
     /// Input tokens that the frame computes for requests which bring more than one: of prompts, not of decodes.
     #[must_use]
     pub fn prompt_token_count(&self) -> usize {
-        self.0.prompt_tokens
+        self.0.contents.prompt_tokens()
     }
 
     /// The id of the context of request `index`; `None` where the runtime names none.
@@ -425,7 +394,7 @@ impl Plan {
     /// log-probabilities.
     #[must_use]
     pub const fn is_extended(&self) -> bool {
-        let slots = &self.0.slots;
+        let slots = self.slots();
         slots.extras().adjusts() || slots.extras().counts() || slots.place_bytes() > 0
     }
 
@@ -433,7 +402,7 @@ impl Plan {
     /// and the tokens that they have KV of. `None` when nothing counts.
     #[must_use]
     pub(crate) fn noted(&self) -> Option<&[[i64; 2]]> {
-        let extras = self.0.slots.extras();
+        let extras = self.slots().extras();
         let first = self.0.next_pass <= 1;
         extras
             .counts()
@@ -443,7 +412,7 @@ impl Plan {
     /// Whether requests that are served bring images.
     #[must_use]
     pub fn has_images(&self) -> bool {
-        !self.0.images.is_empty()
+        !self.images().is_empty()
     }
 
     /// The images of the staged pass.
@@ -467,103 +436,17 @@ impl Plan {
 
 impl Parts {
     fn clear(&mut self) {
-        self.rows.clear();
-        self.changes.clear();
         self.requests.clear();
-        self.mask_rows.clear();
+        self.contents.clear();
         self.next_pass = 0;
         self.prefixes.clear();
-        self.drafts.clear();
         self.faults.clear();
-        self.prompt_tokens = 0;
-    }
-
-    /// Plans one request, which is empty; what of it cannot be served stays so.
-    fn add(
-        &mut self,
-        (frame, facts): (&Frame<'_>, &FrameFacts<'_>),
-        lasting: &mut Lasting<'_>,
-        index: usize,
-        request: &mut Request,
-    ) -> Result<(), RequestFault> {
-        let context = frame.context_ids.get(index).copied().unwrap_or(0);
-        request.set_context(context);
-        let row = lasting.extension.of(index);
-        if is_idle(frame, index)? {
-            return Ok(());
-        }
-        let geometry = check_compute(frame, facts, &self.limits, index)?;
-        let adapter = lasting.adapters.binding(frame.adapter(index))?;
-        check_visibility(geometry, &self.limits, lasting.masks)?;
-        if lasting.states > 0 {
-            let state = State::of(frame, lasting.states, index, geometry.drafts)?;
-            request.set_state(state);
-        }
-        let pages = &frame.pages[range(frame.page_indptr, index)];
-        self.changes.add(
-            lasting.table,
-            &self.limits,
-            (index, context, pages),
-            request.place_mut(),
-        )?;
-        request.describe(geometry, adapter);
-        if geometry.visibility != Visibility::Causal {
-            request.set_mask_rows(self.mask_rows.add(frame, index));
-        }
-        let rows = self.rows.add(frame, index);
-        request.set_rows(rows);
-        let inputs = request.inputs().len();
-        if inputs > 1 {
-            self.prompt_tokens += inputs;
-        }
-        if let Some(images) = &facts.images {
-            let tokens = (self.rows.token_ids_mut(), self.limits.vocab_size);
-            self.images.add(frame, images, index, rows.start(), tokens);
-        }
-        if let Some(drafting) = &mut lasting.drafting {
-            let tokens = &self.rows.token_ids()[rows.range()];
-            drafting.store(pages, geometry.prefix() as usize, tokens);
-            if frame.wants_drafts(index) {
-                self.drafts.ask(index, context);
-            }
-        }
-        let extended = match row {
-            None => None,
-            Some(row) => {
-                let place = KvPlace {
-                    table_row: request.place().row() + 1,
-                    pages,
-                    prefix: geometry.prefix(),
-                    end: geometry.prefix() + geometry.rows(),
-                    first_row: rows.start(),
-                    samples: !range(frame.sampler_indptr, index).is_empty(),
-                };
-                Some(self.slots.extend(row, &self.limits, place)?)
-            }
-        };
-        let first_slot = self.slots.len();
-        let positions = self.rows.positions();
-        let added = self.slots.add(
-            frame,
-            index,
-            rows.start(),
-            geometry,
-            positions,
-            extended.as_ref(),
-        );
-        if let (Some(extended), Ok(())) = (&extended, &added) {
-            let tokens = &self.rows.token_ids()[request.inputs()];
-            self.slots
-                .add_prompt(extended, geometry, rows.start(), tokens);
-        }
-        request.set_slots(Extent::new(first_slot, self.slots.len()));
-        added
     }
 
     /// What makes a step of the frame cost something else than others.
     fn kind(&self) -> Kind {
         let bound = (self.requests.iter()).any(|request| request.adapter().is_some());
-        match (bound, self.slots.has_probes()) {
+        match (bound, self.contents.slots().has_probes()) {
             (true, _) => Kind::Bound,
             (false, true) => Kind::Probed,
             (false, false) => Kind::Plain,
@@ -578,7 +461,7 @@ impl Parts {
 
     /// Empties requests whose outputs the response has no room for.
     fn mute_oversize_requests(&mut self) {
-        let largest = oversize_requests(&self.requests, &self.slots, &self.limits);
+        let largest = oversize_requests(&self.requests, self.contents.slots(), &self.limits);
         if largest.is_empty() {
             return;
         }
@@ -595,7 +478,7 @@ impl Parts {
     fn mute_invalid_requests(&mut self) {
         let mut invalid = Vec::new();
         for (index, request) in self.requests.iter_mut().enumerate() {
-            let slots = self.slots.of(request.slots());
+            let slots = self.contents.slots().of(request.slots());
             if slots.iter().any(Slot::is_invalid) {
                 request.mute();
                 invalid.push((index, RequestFault::Logits));

@@ -42,8 +42,8 @@ impl SlotGroup {
     }
 }
 
-/// A slot of a group whose extension asks for log-probabilities, as words: number of the slot in the group; its token, of a
-/// place in a prompt, or -1 for the one that is drawn; most probable tokens; 1 for after the temperature.
+/// A slot of a group whose extension asks for log-probabilities, as words: number of the slot in the group; its token;
+/// most probable tokens; 1 for after the temperature. The token is the next one of a prompt, or -1 for the one that is drawn.
 pub type Place = [i64; PLACE_WORDS];
 /// Words of a [`Place`].
 pub const PLACE_WORDS: usize = 4;

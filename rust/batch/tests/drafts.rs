@@ -1,13 +1,11 @@
 //! Drafts in replies: who gets them, what they say, where they stand, and that they pay.
 
-mod common;
-
 use std::cell::Cell;
 use std::time::Duration;
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
-use common::device::{Answer, answer};
-use common::engine::{Engine, memory};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use crate::common::device::{Answer, answer};
+use crate::common::engine::{Engine, memory};
 use pie_batch::{
     Computed, DraftCounters, DraftOptions, Layout, Limits, NgramConfig, PagePool, Plan, Planner,
     Probes, StepMemory,
@@ -64,8 +62,10 @@ impl<F: Fn(u32) -> u32> Server<F> {
         let mut frame = frame(&parts);
         frame.context_ids = requests.iter().map(|&(_, context, _)| context).collect();
         frame.output_spec_flags = requests.iter().map(|&(.., asks)| asks).collect();
-        let encoded = Encoded::new(common::device::DRIVER, &frame);
-        let planned = self.planner.plan(common::device::DRIVER, encoded.forward());
+        let encoded = Encoded::new(crate::common::device::DRIVER, &frame);
+        let planned = self
+            .planner
+            .plan(crate::common::device::DRIVER, encoded.forward());
         let plan = planned.expect("a right frame");
         assert_eq!(plan.faults(), []);
         let positions: Vec<u32> = parts
@@ -300,10 +300,12 @@ fn batches_that_no_graph_runs_say_nothing_of_graphs() {
             context.take(&answers[0]);
             if eager {
                 let other = Encoded::new(
-                    common::device::DRIVER,
+                    crate::common::device::DRIVER,
                     &frame(&[Req::new(16, 0, &[1], &[40])]),
                 );
-                let planned = server.planner.plan(common::device::DRIVER, other.forward());
+                let planned = server
+                    .planner
+                    .plan(crate::common::device::DRIVER, other.forward());
                 let plan = planned.expect("a right frame");
                 let mut memory = memory(server.planner.layout());
                 let memory = bytemuck::cast_slice_mut(&mut memory);

@@ -1,10 +1,8 @@
 //! What a frame's extension asks for, as it is staged for a pass and for a graph.
 
-mod common;
-
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::DRIVER;
-use common::engine::{memory, next_group, next_pass};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::DRIVER;
+use crate::common::engine::{memory, next_group, next_pass};
 use pie_batch::{
     Layout, Plan, Planner, RECORD_WORDS, RequestFault, STEP_EXTRA_WORDS, SamplerParams, SlotClass,
     StepMemory, StepSize,

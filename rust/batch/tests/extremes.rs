@@ -2,13 +2,11 @@
 //!
 //! The time limits are far above what linear work takes and far below what quadratic work would.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{DRIVER, answer};
-use common::engine::{self, Engine, put};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::{DRIVER, answer};
+use crate::common::engine::{self, Engine, put};
 use pie_batch::{
     Computed, LimitError, Limits, Outputs, Planner, Probes, RequestFault, StagedGroup,
 };

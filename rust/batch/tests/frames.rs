@@ -1,10 +1,8 @@
 //! Rules about a frame as a whole: array lengths, offsets, and what may be absent.
 
-mod common;
-
-use common::builder::{Encoded, GREEDY, ROOMY, Req, brle, decode, frame};
-use common::device::{DRIVER, Device};
-use common::generate::elide_empty;
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, brle, decode, frame};
+use crate::common::device::{DRIVER, Device};
+use crate::common::generate::elide_empty;
 use pie_batch::{FrameError, Planner};
 use pie_wire::ForwardRequest;
 

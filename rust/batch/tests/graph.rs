@@ -1,14 +1,12 @@
 //! Steps for graphs hold what the staged pass holds, row by row, and the tokens of their rows make the same reply.
 
-mod common;
-
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::DRIVER;
-use common::engine::{self, Engine, memory};
-use common::generate;
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::DRIVER;
+use crate::common::engine::{self, Engine, memory};
+use crate::common::generate;
 use pie_batch::{
     Computed, FieldId, Layout, Limits, Pass, Plan, Planner, Probes, SlotClass, StageError,
     StagedGroup, StagedPass, StagedStep, StepMemory, StepSize,
@@ -332,7 +330,7 @@ fn room(needed: StepSize, salt: u32) -> StepSize {
 
 /// All but the time that the reply took to build.
 fn tokens_of(reply: &[u8]) -> Vec<Vec<u32>> {
-    common::device::answer(reply).tokens()
+    crate::common::device::answer(reply).tokens()
 }
 
 proptest! {

@@ -1,11 +1,9 @@
 //! Arbitrary bytes go through access, plan, staging and reply without a panic, and leave no trace.
 
-mod common;
-
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{DRIVER, Device, check_archive};
-use common::engine::Engine;
-use common::generate;
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::{DRIVER, Device, check_archive};
+use crate::common::engine::Engine;
+use crate::common::generate;
 use pie_batch::{Limits, Planner, Probes, ReplyError, StagedPass};
 use pie_wire::{
     ForwardRequest, Reply, ResponsePayload, Sampler, WireError, decode_reply, decode_response,

@@ -1,13 +1,11 @@
 //! Image spans: what is staged for those that are served, and why others are not.
 
-mod common;
-
 use std::ops::Range;
 use std::time::Duration;
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
-use common::device::{Answer, DRIVER, answer};
-use common::engine::{self, Engine, memory, put};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use crate::common::device::{Answer, DRIVER, answer};
+use crate::common::engine::{self, Engine, memory, put};
 use pie_batch::{
     Computed, DraftOptions, FieldId, FrameError, ImageError, LimitError, Limits, Medium,
     NgramConfig, Outputs, Pass, PassImages, Plan, Planner, Probes, RequestFault, StagedGroup,

@@ -1,14 +1,12 @@
 //! Log-probabilities: which places are staged for a pass and for a graph, and how they are answered.
 
-mod common;
-
 use std::collections::{BTreeMap, HashMap};
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{DRIVER, Device, answer};
-use common::engine::{memory, next_group, next_pass};
-use common::generate::{self, VOCAB};
-use common::places::{self, Answered};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::{DRIVER, Device, answer};
+use crate::common::engine::{memory, next_group, next_pass};
+use crate::common::generate::{self, VOCAB};
+use crate::common::places::{self, Answered};
 use pie_batch::{
     Computed, Layout, Limits, Outputs, Plan, Planner, Probes, STEP_EXTRA_WORDS, STEP_TOP,
     StageError, StepMemory,

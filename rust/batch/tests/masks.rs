@@ -1,11 +1,9 @@
 //! Packed logit masks: bit by bit those of the runs, for vocabularies that end anywhere in a word.
 
-mod common;
-
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{DRIVER, Device};
-use common::engine::{memory, next_group, next_pass};
-use common::generate::logit_mask;
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::{DRIVER, Device};
+use crate::common::engine::{memory, next_group, next_pass};
+use crate::common::generate::logit_mask;
 use pie_batch::{Limits, Planner, SlotClass};
 use pie_wire::Sampler;
 use proptest::collection::vec;

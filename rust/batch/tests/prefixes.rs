@@ -1,10 +1,8 @@
 //! Steps for graphs say which rows begin with the same KV.
 
-mod common;
-
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::DRIVER;
-use common::engine::{Engine, memory};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::DRIVER;
+use crate::common::engine::{Engine, memory};
 use pie_batch::{Layout, Limits, Plan, Planner, StepMemory};
 use pie_wire::ForwardRequest;
 

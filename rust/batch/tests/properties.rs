@@ -1,15 +1,13 @@
 //! The planner equals a naive one, pass by pass and frame by frame.
 
-mod common;
-
 use std::cell::Cell;
 use std::collections::HashSet;
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{Answer, DRIVER, Device};
-use common::engine::memory;
-use common::generate::{self, VOCAB};
-use common::naive::{Plan, Slot};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::{Answer, DRIVER, Device};
+use crate::common::engine::memory;
+use crate::common::generate::{self, VOCAB};
+use crate::common::naive::{Plan, Slot};
 use pie_batch::{Layout, Limits, Planner, StageError, StepMemory};
 use pie_wire::{ForwardRequest, ForwardResponse, Sampler};
 use proptest::prelude::*;

@@ -1,13 +1,11 @@
 //! Replies: their form, verification, timings and buffers that are too small.
 
-mod common;
-
 use std::slice;
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{Answer, DRIVER, Device};
-use common::engine::{memory, next_group, next_pass, put};
-use common::naive::{Plan, Slot};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::{Answer, DRIVER, Device};
+use crate::common::engine::{memory, next_group, next_pass, put};
+use crate::common::naive::{Plan, Slot};
 use pie_batch::{
     Computed, Limits, Outputs, Planner, Probes, ReplyError, RequestFault, SlotClass, StageError,
     StagedGroup, StagedPass,
@@ -607,7 +605,7 @@ fn outputs_of_a_wrong_length_are_refused() {
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
         let length = planner.reply(&mut computed, Probes::default(), buffer);
         let length = length.expect("it fits");
-        let answer = common::device::answer(&buffer[..length]);
+        let answer = crate::common::device::answer(&buffer[..length]);
         assert_eq!(answer.archive().entropies, RIGHT.entropies);
         assert_eq!(answer.archive().dists_ids, [3, 4]);
         assert_eq!(answer.archive().logits_bytes.len(), 4000);
@@ -630,7 +628,7 @@ fn tokens_outside_the_vocabulary_empty_their_request_alone() {
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
         let length = planner.reply(&mut computed, Probes::default(), buffer);
         let length = length.expect("it fits");
-        let answer = common::device::answer(&buffer[..length]);
+        let answer = crate::common::device::answer(&buffer[..length]);
         assert_eq!(answer.tokens(), [vec![0], vec![], vec![999]], "{token}");
         assert!(answer.archive().entropies.is_empty());
     }

@@ -1,12 +1,10 @@
 //! Rules about one request of a frame: what empties it, and that the others do not notice.
 
-mod common;
-
 use std::slice;
 
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::Device;
-use common::engine::{Engine, memory};
+use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::device::Device;
+use crate::common::engine::{Engine, memory};
 use pie_batch::{Limits, Medium, Planner, RequestFault};
 use pie_wire::Sampler;
 

@@ -1,11 +1,9 @@
 //! Recurrent state: which slot each request of each pass gets, and which requests get none.
 
-mod common;
-
 use std::slice;
 
-use common::builder::{Encoded, ROOMY, Req, decode, frame};
-use common::engine::{Engine, memory, next_pass};
+use crate::common::builder::{Encoded, ROOMY, Req, decode, frame};
+use crate::common::engine::{Engine, memory, next_pass};
 use pie_batch::{Computed, Limits, Planner, RequestFault, StagedPass};
 use pie_wire::ForwardRequest;
 use proptest::prelude::*;

@@ -2,16 +2,14 @@
 //!
 //! The folder of vectors lies next to the repository; without it the tests only say so.
 
-mod common;
-
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use common::builder::{Encoded, GREEDY, Req, frame};
-use common::device::Device;
-use common::engine::{memory, next_group, next_pass, put};
-use common::naive::Plan;
+use crate::common::builder::{Encoded, GREEDY, Req, frame};
+use crate::common::device::Device;
+use crate::common::engine::{memory, next_group, next_pass, put};
+use crate::common::naive::Plan;
 use pie_batch::{Limits, Outputs, Planner, Probes, SlotGroup};
 use pie_wire::{
     ForwardRequest, Frame, Payload, ResponsePayload, Sampler, decode_request, decode_response,
@@ -142,7 +140,7 @@ fn run(limits: Limits, request: &ForwardRequest) -> Plan {
 
 /// KV indices that each request writes.
 fn written(plan: &Plan) -> Vec<Range<u64>> {
-    let range = |rows: &Vec<common::naive::Row>| {
+    let range = |rows: &Vec<crate::common::naive::Row>| {
         let first = rows.first().map_or(0, |row| row.index);
         first..first + rows.len() as u64
     };

@@ -56,6 +56,7 @@ impl Backend for Service {
 
 /// What depends on the model and on the server's flags.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the server")]
 pub struct FrontSettings {
     /// The tokens that end a request, unless it ignores them.
     pub eos_tokens: Vec<u32>,
@@ -77,6 +78,8 @@ pub struct FrontSettings {
     pub speculates: bool,
     /// Refuse requests that have a priority: the scheduler does not look at it.
     pub refuses_priority: bool,
+    /// Log-probabilities are those before the temperature.
+    pub original_logprobs: bool,
     /// How the names of probes begin.
     pub probe_prefix: String,
     /// Among several replicas, which one this is.
@@ -133,7 +136,7 @@ impl Front {
     /// [`FrontError`] if the installed classes are not those that are served.
     pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
         Ok(Self {
-            decoder: Decoder::new(classes)?,
+            decoder: Decoder::new(classes, settings.original_logprobs)?,
             outputs: OutputEncoder::new(
                 classes,
                 settings.dp_rank,
@@ -333,7 +336,7 @@ impl Front {
             request.extra_key.take(),
             mem::take(&mut request.params.sampling),
         );
-        let session = request.session.take();
+        let (session, logprobs) = (request.session.take(), request.logprobs.clone());
         let constraint = match &refusal {
             None => self.bind(backend, &mut request),
             Some(_) => Ok(None),
@@ -357,7 +360,7 @@ impl Front {
         let turn = session
             .zip(known.turn)
             .map(|(session, turn)| (session.id, turn, prompt.clone()));
-        let arrival = Arrival {
+        let mut arrival = Arrival {
             ends,
             namespace: namespace.map(String::into_boxed_str),
             adapter: known.adapter,
@@ -368,6 +371,9 @@ impl Front {
             constraint,
             ..Arrival::new(0, prompt, draw, max_tokens)
         };
+        if let Some(params) = logprobs {
+            params.ask(&mut arrival);
+        }
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut state = self.lock();
         match backend.submit(arrival) {
@@ -456,10 +462,13 @@ impl Front {
             ));
         }
         let mut biased = request.params.sampling.logit_bias.iter();
-        let &(token, _) = biased.find(|&&(token, _)| token >= vocab)?;
-        Some(format!(
-            "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
-        ))
+        if let Some((token, _)) = biased.find(|&&(token, _)| token >= vocab) {
+            return Some(format!(
+                "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
+            ));
+        }
+        let checked = request.logprobs.as_ref()?.check(tokens, vocab);
+        checked.err().map(|error| error.to_string())
     }
 
     fn ends(&self, request: &GenerateRequest) -> Ends {

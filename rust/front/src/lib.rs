@@ -11,6 +11,7 @@
 
 mod error;
 mod front;
+mod logprobs;
 mod open;
 mod output;
 mod request;

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use pie_runtime::Delta;
 
+use crate::logprobs::OpenLogprobs;
 use crate::request::{GenerateRequest, Params};
 
 /// Tokens of the prompt that the detokenizer needs before the first new one.
@@ -16,8 +17,8 @@ pub(crate) struct Open {
     pub(crate) worker: Option<String>,
     /// The session in which it goes on, and the backend's number of it.
     pub(crate) session: Option<(String, u64)>,
-    /// Whether the front end looks for log-probabilities in its outputs.
-    pub(crate) logprobs: bool,
+    /// Those that it wants.
+    pub(crate) logprobs: Option<OpenLogprobs>,
     pub(crate) params: Params,
     /// The prompt's last tokens, until they were sent.
     pub(crate) window: Vec<u32>,
@@ -86,7 +87,7 @@ impl Open {
             rid,
             worker,
             session: None,
-            logprobs,
+            logprobs: logprobs.map(|params| OpenLogprobs::new(params, &prompt)),
             surrounding: window.len() as u32,
             window,
             prompt_tokens: prompt.len() as u32,
@@ -115,6 +116,9 @@ impl Open {
     pub(crate) fn take(&mut self, delta: &Delta, think_end: &[u32]) -> bool {
         self.thinking.push(&delta.tokens, think_end);
         self.pending.extend_from_slice(&delta.tokens);
+        if let Some(logprobs) = &mut self.logprobs {
+            logprobs.take(delta);
+        }
         self.tokens += delta.tokens.len() as u32;
         self.cached_tokens = delta.cached_tokens;
         self.loaded_tokens = delta.loaded_tokens;
@@ -143,6 +147,9 @@ impl Open {
     pub(crate) fn sent(&mut self) {
         self.window.clear();
         self.pending.clear();
+        if let Some(logprobs) = &mut self.logprobs {
+            logprobs.sent();
+        }
         self.sent = self.tokens;
     }
 
@@ -188,7 +195,7 @@ mod tests {
             adapter: None,
             session: None,
             reasons: true,
-            logprobs: false,
+            logprobs: None,
             params: Params {
                 max_new_tokens: None,
                 min_new_tokens: 0,
@@ -216,6 +223,7 @@ mod tests {
             tokens: tokens.to_vec(),
             prompt_logprobs: Vec::new(),
             logprobs: Vec::new(),
+            scored: None,
             held_bytes,
             end: None,
             cached_tokens: 0,

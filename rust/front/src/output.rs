@@ -1,6 +1,7 @@
 //! `BatchTokenIDOutput`: what is new of all requests that are due, as one message.
 
 use crate::error::FrontError;
+use crate::logprobs::COLUMNS;
 use crate::open::Open;
 use crate::table::{
     MessageClass, Template, array, binary, boolean, map, nil, optional_text, text, tokens, uint,
@@ -56,21 +57,6 @@ const LISTS: [&str; 15] = [
     "cached_tokens",
     "retraction_counts",
 ];
-/// With a request that wants them in a message, all of them are lists. None is served, so these are empty.
-const LOGPROBS: [&str; 12] = [
-    "input_token_logprobs_val",
-    "input_token_logprobs_idx",
-    "output_token_logprobs_val",
-    "output_token_logprobs_idx",
-    "input_top_logprobs_val",
-    "input_top_logprobs_idx",
-    "output_top_logprobs_val",
-    "output_top_logprobs_idx",
-    "input_token_ids_logprobs_val",
-    "input_token_ids_logprobs_idx",
-    "output_token_ids_logprobs_val",
-    "output_token_ids_logprobs_idx",
-];
 /// Fields without a default that are nothing, for they say what is not served.
 const NOTHING: [&str; 8] = [
     "output_token_entropy_val",
@@ -101,7 +87,7 @@ impl OutputEncoder {
     ) -> Result<Self, FrontError> {
         let set: Vec<&'static str> = LISTS
             .iter()
-            .chain(&LOGPROBS)
+            .chain(&COLUMNS)
             .chain(&NOTHING)
             .copied()
             .collect();
@@ -187,9 +173,12 @@ impl OutputEncoder {
                     }
                 });
             }
-            field if LOGPROBS.contains(&field) => {
-                if entries.iter().any(|entry| entry.open.logprobs) {
-                    list(&|_, bytes| array(bytes, 0));
+            field if COLUMNS.contains(&field) => {
+                if entries.iter().any(|entry| entry.open.logprobs.is_some()) {
+                    list(&|entry, bytes| match &entry.open.logprobs {
+                        Some(logprobs) => logprobs.write(field, &entry.open.pending, bytes),
+                        None => array(bytes, 0),
+                    });
                 } else {
                     nil(bytes);
                 }

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use pie_runtime::{Grammar, Sampling, StopRegexes};
+use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes};
 use rmpv::{Utf8StringRef, ValueRef};
 
 use crate::error::{FrontError, one_line};
+use crate::logprobs;
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
@@ -33,8 +34,8 @@ pub struct GenerateRequest {
     pub session: Option<SessionParams>,
     /// Whether the model thinks first: tokens up to the end of it are counted.
     pub reasons: bool,
-    /// Whether the front end looks for log-probabilities in its outputs.
-    pub logprobs: bool,
+    /// Which log-probabilities it wants.
+    pub logprobs: Option<LogprobParams>,
     /// What it asks of each token, and when it ends.
     pub params: Params,
     /// Why it cannot be served, for the client.
@@ -112,7 +113,7 @@ places! {
     /// Where the fields of a request stand.
     RequestPlaces of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
-        return_logprob, lora_id, session_params,
+        return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params,
     }
 }
 places! { SessionPlaces of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
@@ -136,12 +137,15 @@ pub struct Decoder {
     abort: AbortPlaces,
     refused_requests: Refusals,
     refused_params: Refusals,
+    original_logprobs: bool,
 }
 
 impl Decoder {
+    /// `original_logprobs`: log-probabilities are those before the temperature.
+    ///
     /// # Errors
     /// [`FrontError`] if a class is missing, or lacks a field that is read.
-    pub fn new(classes: &[MessageClass]) -> Result<Self, FrontError> {
+    pub fn new(classes: &[MessageClass], original_logprobs: bool) -> Result<Self, FrontError> {
         let place = |class: &'static str| {
             let class = find(classes, class)?;
             Ok(move |name: &str| class.fields.iter().position(|field| field.name == name))
@@ -154,6 +158,7 @@ impl Decoder {
             abort: AbortPlaces::new(classes)?,
             refused_requests: Refusals::new(REQUEST, place("TokenizedGenerateReqInput")?),
             refused_params: Refusals::new(SAMPLING, place("SamplingParams")?),
+            original_logprobs,
         })
     }
 
@@ -218,6 +223,13 @@ impl Decoder {
             }
         };
         let rid = optional_text("rid", fields.get(at.rid))?;
+        let asked = [
+            at.return_logprob,
+            at.logprob_start_len,
+            at.top_logprobs_num,
+            at.token_ids_logprob,
+        ]
+        .map(|place| fields.get(place));
         Ok(GenerateRequest {
             rid: rid.ok_or_else(|| wrong("rid", &ValueRef::Nil, "a text"))?,
             worker: optional_text("http_worker_ipc", fields.get(at.http_worker_ipc))?,
@@ -230,7 +242,7 @@ impl Decoder {
             adapter: optional_text("lora_id", fields.get(at.lora_id))?,
             session: self.session(fields.get(at.session_params))?,
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
-            logprobs: flag("return_logprob", fields.get(at.return_logprob))?,
+            logprobs: logprobs::asked(asked, self.original_logprobs, &mut refusal)?,
             params: self.params(params, &mut refusal)?,
             refusal,
         })
@@ -265,7 +277,7 @@ impl Decoder {
         Ok(Params {
             max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
             min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
-            stop_token_ids: stop_tokens(fields.get(at.stop_token_ids), refusal)?,
+            stop_token_ids: token_ids("stop_token_ids", fields.get(at.stop_token_ids), refusal)?,
             stop_strs: texts("stop_strs", fields.get(at.stop_strs))?,
             stop_regexes: self.stop_regexes(fields, refusal)?,
             grammar: self.grammar(fields, refusal)?,
@@ -421,21 +433,24 @@ fn tokens(field: &str, value: &ValueRef<'_>) -> Result<Vec<u32>, String> {
     numbers.iter().enumerate().map(token).collect()
 }
 
-/// Token ids that no token has end nothing.
-fn stop_tokens(value: &ValueRef<'_>, refusal: &mut Option<String>) -> Result<Vec<u32>, FrontError> {
+/// A list of tokens, or none. What is no token is a refusal.
+pub(crate) fn token_ids(
+    field: &'static str,
+    value: &ValueRef<'_>,
+    refusal: &mut Option<String>,
+) -> Result<Vec<u32>, FrontError> {
     let values = match value {
         ValueRef::Nil => &[],
         ValueRef::Array(values) => &values[..],
-        other => return Err(wrong("stop_token_ids", other, "a list")),
+        other => return Err(wrong(field, other, "a list")),
     };
     let mut tokens = Vec::with_capacity(values.len());
     for value in values {
-        if let Some(Ok(token)) = integer("stop_token_ids", value)?.map(u32::try_from) {
+        if let Some(Ok(token)) = integer(field, value)?.map(u32::try_from) {
             tokens.push(token);
         } else {
             let value = cut(value);
-            refusal
-                .get_or_insert_with(|| format!("`stop_token_ids` has {value}, which is no token"));
+            refusal.get_or_insert_with(|| format!("`{field}` has {value}, which is no token"));
         }
     }
     Ok(tokens)
@@ -464,7 +479,7 @@ fn optional_text(field: &'static str, value: &ValueRef<'_>) -> Result<Option<Str
     }
 }
 
-fn flag(field: &'static str, value: &ValueRef<'_>) -> Result<bool, FrontError> {
+pub(crate) fn flag(field: &'static str, value: &ValueRef<'_>) -> Result<bool, FrontError> {
     match value {
         ValueRef::Nil => Ok(false),
         ValueRef::Boolean(value) => Ok(*value),
@@ -472,7 +487,10 @@ fn flag(field: &'static str, value: &ValueRef<'_>) -> Result<bool, FrontError> {
     }
 }
 
-fn integer(field: &'static str, value: &ValueRef<'_>) -> Result<Option<i64>, FrontError> {
+pub(crate) fn integer(
+    field: &'static str,
+    value: &ValueRef<'_>,
+) -> Result<Option<i64>, FrontError> {
     match value {
         ValueRef::Nil => Ok(None),
         ValueRef::Integer(value) => Ok(Some(value.as_i64().unwrap_or(i64::MAX))),

@@ -135,6 +135,10 @@ pub(crate) fn uint(bytes: &mut Vec<u8>, value: u64) {
     encode::write_uint(bytes, value).expect(WRITTEN);
 }
 
+pub(crate) fn float(bytes: &mut Vec<u8>, value: f32) {
+    encode::write_f32(bytes, value).expect(WRITTEN);
+}
+
 pub(crate) fn boolean(bytes: &mut Vec<u8>, value: bool) {
     encode::write_bool(bytes, value).expect(WRITTEN);
 }

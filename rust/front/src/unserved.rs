@@ -8,7 +8,6 @@ use crate::table::Fields;
 pub(crate) const REQUEST: &[(&str, &str)] = &[
     ("input_embeds", "the driver takes tokens"),
     ("mm_inputs", "images, audio and video are not served"),
-    ("return_logprob", "log-probabilities are not served yet"),
     ("return_sampling_mask", "the driver does not return it"),
     ("return_hidden_states", "hidden states stay in the driver"),
     ("return_routed_experts", "the driver does not return them"),

@@ -13,6 +13,7 @@ use tonic::Status;
 use crate::error::GatewayError;
 use crate::events::{Journal, Subscription};
 use crate::loads::{Loads, Throughput};
+use crate::logprobs::{AskedLogprobs, Reader};
 use crate::mailbox::{Mailbox, Pace};
 use crate::settings::{GatewaySettings, ModelFacts};
 use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
@@ -31,6 +32,7 @@ pub(crate) struct Asked {
     pub(crate) samples: u32,
     pub(crate) pace: Pace,
     pub(crate) grammar: Option<Grammar>,
+    pub(crate) logprobs: Option<AskedLogprobs>,
 }
 
 /// A request that was handed in.
@@ -44,6 +46,8 @@ pub(crate) struct Entered {
     pub(crate) prompt_tokens: u32,
     /// Its stop strings.
     pub(crate) stops: Vec<Box<[u8]>>,
+    /// Reads its log-probabilities, where it wants some.
+    pub(crate) logprobs: Option<Reader>,
 }
 
 /// What all calls share.
@@ -108,6 +112,7 @@ impl Core {
             mut ends,
             samples,
             pace,
+            logprobs,
             ..
         } = asked;
         if !asked.ignores_eos {
@@ -115,6 +120,9 @@ impl Core {
         }
         let prompt_tokens = prompt.len() as u32;
         let stops = ends.stop_strings.clone();
+        let reader = logprobs
+            .clone()
+            .map(|logprobs| Reader::new(logprobs, &prompt));
         let arrival = Arrival {
             samples,
             drafts: self.settings.speculates,
@@ -122,7 +130,10 @@ impl Core {
             streams: pace.streams,
             ..Arrival::new(0, prompt, draw, ends.max_tokens)
         };
-        let arrival = Arrival { ends, ..arrival };
+        let mut arrival = Arrival { ends, ..arrival };
+        if let Some(logprobs) = logprobs {
+            logprobs.params.ask(&mut arrival);
+        }
         let mailbox = Arc::new(Mailbox::new(samples, pace));
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut open = self.lock();
@@ -146,6 +157,7 @@ impl Core {
             mailbox,
             prompt_tokens,
             stops,
+            logprobs: reader,
         })
     }
 
@@ -163,7 +175,11 @@ impl Core {
                 "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
             )));
         }
-        Ok(())
+        let checked = match &asked.logprobs {
+            Some(logprobs) => logprobs.params.check(asked.prompt.len(), vocab),
+            None => Ok(()),
+        };
+        checked.map_err(|error| Status::invalid_argument(error.to_string()))
     }
 
     fn bind(&self, grammar: &Grammar) -> Result<Arc<dyn Constrain>, Status> {

@@ -20,6 +20,7 @@ mod error;
 mod events;
 mod grammars;
 mod loads;
+mod logprobs;
 mod mailbox;
 mod settings;
 mod sglang;

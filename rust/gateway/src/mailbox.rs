@@ -7,6 +7,8 @@ use std::task::{Context, Poll, Waker};
 
 use pie_runtime::{Delta, End};
 
+use crate::logprobs::Words;
+
 /// How a client wants its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pace {
@@ -25,6 +27,7 @@ pub(crate) enum Part {
         sample: u32,
         tokens: Vec<u32>,
         counts: Counts,
+        words: Words,
     },
     /// The end of a sequence, whose tokens were all sent, if they are sent as they come.
     End {
@@ -32,6 +35,7 @@ pub(crate) enum Part {
         /// All of them.
         tokens: Vec<u32>,
         counts: Counts,
+        words: Words,
         end: End,
     },
 }
@@ -65,6 +69,12 @@ struct Sample {
     /// All tokens; the client does not have those after `sent`.
     tokens: Vec<u32>,
     sent: usize,
+    /// Log-probabilities, in step with the tokens.
+    words: Vec<u32>,
+    sent_words: usize,
+    prompt_words: Vec<u32>,
+    /// The token that would come first, of a request that wants none.
+    scored: Option<u32>,
     cached: u32,
     end: Option<End>,
     is_due: bool,
@@ -100,6 +110,11 @@ impl Mailbox {
         } else {
             sample.tokens.extend_from_slice(&delta.tokens);
         }
+        sample.words.extend_from_slice(&delta.logprobs);
+        sample
+            .prompt_words
+            .extend_from_slice(&delta.prompt_logprobs);
+        sample.scored = delta.scored;
         sample.cached = delta.cached_tokens;
         sample.end = delta.end;
         if sample.is_due || !sample.has_part(state.pace) {
@@ -158,18 +173,33 @@ impl Sample {
             tokens: self.tokens.len() as u32,
             cached: self.cached,
         };
+        let first = self.sent == 0;
         let new = &self.tokens[mem::replace(&mut self.sent, self.tokens.len())..];
+        let new_words = &self.words[mem::replace(&mut self.sent_words, self.words.len())..];
         match &self.end {
-            Some(end) if new.is_empty() || !pace.streams => Part::End {
-                sample,
-                end: end.clone(),
-                tokens: mem::take(&mut self.tokens),
-                counts,
-            },
+            Some(end) if new.is_empty() || !pace.streams => {
+                let computed = !self.tokens.is_empty() || self.scored.is_some();
+                Part::End {
+                    sample,
+                    end: end.clone(),
+                    tokens: mem::take(&mut self.tokens),
+                    counts,
+                    words: Words {
+                        prompt: computed.then(|| mem::take(&mut self.prompt_words)),
+                        tokens: mem::take(&mut self.words),
+                        scored: self.scored,
+                    },
+                }
+            }
             _ => Part::Tokens {
                 sample,
                 tokens: new.to_vec(),
                 counts,
+                words: Words {
+                    prompt: first.then(|| self.prompt_words.clone()),
+                    tokens: new_words.to_vec(),
+                    scored: None,
+                },
             },
         }
     }

@@ -1,9 +1,10 @@
 //! `sglang.grpc.scheduler.SglangScheduler`.
 
 use std::collections::BTreeMap;
+use std::iter::once;
 use std::sync::Arc;
 
-use pie_runtime::{Ends, Grammar, Sampling};
+use pie_runtime::{Ends, Grammar, LogprobParams, Sampling};
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 use tonic::{Request, Response, Status};
@@ -20,21 +21,23 @@ use crate::contract::sglang::{
     AbortRequest, AbortResponse, AggregateMetrics, EmbedRequest, EmbedResponse, GenerateComplete,
     GenerateRequest, GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse,
     GetModelInfoRequest, GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse,
-    HealthCheckRequest, HealthCheckResponse, ListLoadedLoRaAdaptersRequest,
-    ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterRequest, LoadLoRaAdapterResponse, MemoryMetrics,
-    QueueMetrics, SamplingParams, SchedulerLoad, SpeculativeMetrics, UnloadLoRaAdapterRequest,
+    HealthCheckRequest, HealthCheckResponse, InputLogProbs, InputTokenLogProb,
+    ListLoadedLoRaAdaptersRequest, ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterRequest,
+    LoadLoRaAdapterResponse, MemoryMetrics, OutputLogProbs, QueueMetrics, SamplingParams,
+    SchedulerLoad, SpeculativeMetrics, TopLogProbs, UnloadLoRaAdapterRequest,
     UnloadLoRaAdapterResponse,
 };
 use crate::core::{Asked, Core};
 use crate::events::Subscription;
 use crate::grammars;
 use crate::loads::Loads;
+use crate::logprobs::{self, AskedLogprobs, Row, Rows};
 use crate::mailbox::Pace;
 use crate::status::Matched;
 use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
-use crate::unserved::{IMAGES, LOGPROBS, NO_EMBEDDINGS, SPLIT, or_one, refuse};
+use crate::unserved::{IMAGES, NO_EMBEDDINGS, SPLIT, or_one, refuse};
 use crate::vllm::flushed;
 
 /// The service over a core.
@@ -59,18 +62,22 @@ impl Wording for Words {
                 sample,
                 tokens,
                 counts,
+                scores,
             } => Message::Chunk(GenerateStreamChunk {
                 token_ids: tokens,
                 prompt_tokens,
                 completion_tokens: counts.tokens,
                 cached_tokens: counts.cached,
                 index: sample,
+                output_logprobs: scores.output.map(output),
+                input_logprobs: scores.input.map(input),
                 ..GenerateStreamChunk::default()
             }),
             Answer::End {
                 sample,
                 tokens,
                 counts,
+                scores,
                 reason,
                 matched,
             } => Message::Complete(GenerateComplete {
@@ -80,6 +87,8 @@ impl Wording for Words {
                 completion_tokens: counts.tokens,
                 cached_tokens: counts.cached,
                 index: sample,
+                output_logprobs: scores.output.map(output),
+                input_logprobs: scores.input.map(input),
                 matched_stop: match matched {
                     Matched::Nothing => None,
                     Matched::Token(token) => Some(MatchedStop::MatchedTokenId(token)),
@@ -96,8 +105,41 @@ impl Wording for Words {
     }
 }
 
-fn asked(request: GenerateRequest) -> Result<Asked, Status> {
-    let params = request.sampling_params.unwrap_or_default();
+fn output(rows: Rows) -> OutputLogProbs {
+    OutputLogProbs {
+        token_logprobs: rows.values,
+        token_ids: rows.ids,
+        top_logprobs: rows.top.into_iter().map(tokens).collect(),
+        token_ids_logprobs: rows.given.into_iter().map(tokens).collect(),
+    }
+}
+
+/// Nothing comes before the first token of a prompt.
+fn input(rows: Rows) -> InputLogProbs {
+    let none = (!rows.top.is_empty()).then(TopLogProbs::default);
+    let values = rows.values.into_iter().map(Some);
+    InputLogProbs {
+        token_logprobs: once(None)
+            .chain(values)
+            .map(|value| InputTokenLogProb { value })
+            .collect(),
+        token_ids: rows.ids,
+        top_logprobs: none
+            .into_iter()
+            .chain(rows.top.into_iter().map(tokens))
+            .collect(),
+    }
+}
+
+fn tokens(row: Row) -> TopLogProbs {
+    TopLogProbs {
+        values: row.values,
+        token_ids: row.ids,
+    }
+}
+
+fn asked(mut request: GenerateRequest) -> Result<Asked, Status> {
+    let params = request.sampling_params.take().unwrap_or_default();
     let custom = params.custom_params.as_ref();
     refuse(&[
         ("mm_inputs", request.mm_inputs.is_some(), IMAGES),
@@ -132,12 +174,6 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             request.return_hidden_states,
             "hidden states stay in the driver",
         ),
-        ("return_logprob", request.return_logprob, LOGPROBS),
-        (
-            "token_ids_logprob",
-            !request.token_ids_logprob.is_empty(),
-            LOGPROBS,
-        ),
     ])?;
     let interval = params.stream_interval.unwrap_or(1);
     let interval = u32::try_from(interval)
@@ -147,6 +183,7 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
         Status::invalid_argument("`stream_interval` must be 1 or more: leave it out for 1")
     })?;
     let sampling = sampling(&params)?;
+    let logprobs = logprobs(&request)?;
     Ok(Asked {
         name: request.request_id,
         prompt: request.tokenized.unwrap_or_default().input_ids,
@@ -158,6 +195,7 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             interval,
         },
         grammar: params.constraint.map(grammar),
+        logprobs,
         ends: Ends {
             // The scheduler cuts it to what there is room for.
             max_tokens: params.max_new_tokens.unwrap_or(u32::MAX >> 1),
@@ -167,6 +205,18 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             stop_regexes: None,
         },
     })
+}
+
+fn logprobs(request: &GenerateRequest) -> Result<Option<AskedLogprobs>, Status> {
+    if !request.return_logprob && request.token_ids_logprob.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(AskedLogprobs::new(LogprobParams {
+        top_logprobs_num: logprobs::top("top_logprobs_num", request.top_logprobs_num)?,
+        token_ids_logprob: request.token_ids_logprob.clone(),
+        logprob_start_len: logprobs::start("logprob_start_len", request.logprob_start_len)?,
+        original: false,
+    })))
 }
 
 /// The contract asks for explicit values. A `top_p`, `top_k` or repetition penalty of 0 has no meaning, so it stands for the

@@ -8,6 +8,7 @@ use futures_core::Stream;
 use tonic::Status;
 
 use crate::core::{Asked, Core, Entered};
+use crate::logprobs::{Reader, Scores, Words};
 use crate::mailbox::{Counts, Part};
 use crate::status::{self, Matched, Outcome, shut_down};
 
@@ -19,6 +20,7 @@ pub(crate) enum Answer {
         sample: u32,
         tokens: Vec<u32>,
         counts: Counts,
+        scores: Scores,
     },
     /// The end of a sequence.
     End {
@@ -26,6 +28,7 @@ pub(crate) enum Answer {
         /// All of them.
         tokens: Vec<u32>,
         counts: Counts,
+        scores: Scores,
         reason: &'static str,
         matched: Matched,
     },
@@ -75,8 +78,10 @@ impl Ticket {
                 sample,
                 tokens,
                 counts,
+                words,
             }) => Some(Ok(Answer::Tokens {
                 sample,
+                scores: self.scores(&tokens, &words),
                 tokens,
                 counts,
             })),
@@ -84,6 +89,7 @@ impl Ticket {
                 sample,
                 tokens,
                 counts,
+                words,
                 end,
             }) => {
                 let request = status::Request {
@@ -93,6 +99,7 @@ impl Ticket {
                 match status::outcome(&end, counts.tokens > 0, request) {
                     Outcome::Finished { reason, matched } => Some(Ok(Answer::End {
                         sample,
+                        scores: self.scores(&tokens, &words),
                         tokens,
                         counts,
                         reason,
@@ -102,6 +109,11 @@ impl Ticket {
                 }
             }
         })
+    }
+
+    fn scores(&self, tokens: &[u32], words: &Words) -> Scores {
+        let reader: Option<&Reader> = self.request.logprobs.as_ref();
+        reader.map_or_else(Scores::default, |reader| reader.read(tokens, words))
     }
 
     /// An answer cannot be had in parts: the other sequences end, too.

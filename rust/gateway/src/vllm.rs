@@ -1,8 +1,9 @@
 //! `vllm.grpc.engine.VllmEngine`.
 
+use std::iter::once;
 use std::sync::Arc;
 
-use pie_runtime::{Ends, Grammar, Sampling};
+use pie_runtime::{Ends, Grammar, LogprobParams, Sampling};
 use tonic::{Request, Response, Status};
 
 use crate::contract::common::{
@@ -17,18 +18,20 @@ use crate::contract::vllm::{
     AbortRequest, AbortResponse, EmbedRequest, EmbedResponse, GenerateComplete, GenerateRequest,
     GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse, GetModelInfoRequest,
     GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse, HealthCheckRequest,
-    HealthCheckResponse, SamplingParams, SchedulerLoad,
+    HealthCheckResponse, InputLogProbs, InputTokenLogProb, OutputLogProbs, SamplingParams,
+    SchedulerLoad, TopLogProbs,
 };
 use crate::core::{Asked, Core};
 use crate::events::Subscription;
 use crate::grammars;
 use crate::loads::Loads;
+use crate::logprobs::{self, AskedLogprobs, Row, Rows};
 use crate::mailbox::Pace;
 use crate::status::Matched;
 use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
-use crate::unserved::{IMAGES, LOGPROBS, NO_EMBEDDINGS, SPLIT, or_one, refuse};
+use crate::unserved::{IMAGES, NO_EMBEDDINGS, SPLIT, or_one, refuse};
 
 /// The service over a core.
 pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> VllmEngineServer<Engine> {
@@ -52,18 +55,21 @@ impl Wording for Words {
                 sample,
                 tokens,
                 counts,
+                scores,
             } => Message::Chunk(GenerateStreamChunk {
                 token_ids: tokens,
                 prompt_tokens,
                 completion_tokens: counts.tokens,
                 cached_tokens: counts.cached,
                 index: sample,
-                ..GenerateStreamChunk::default()
+                output_logprobs: scores.output.map(output),
+                input_logprobs: scores.input.map(input),
             }),
             Answer::End {
                 sample,
                 tokens,
                 counts,
+                scores,
                 reason,
                 matched,
             } => Message::Complete(GenerateComplete {
@@ -73,6 +79,8 @@ impl Wording for Words {
                 completion_tokens: counts.tokens,
                 cached_tokens: counts.cached,
                 index: sample,
+                output_logprobs: scores.output.map(output),
+                input_logprobs: scores.input.map(input),
                 matched_stop: match matched {
                     Matched::Nothing => None,
                     Matched::Token(token) => Some(MatchedStop::MatchedTokenId(token)),
@@ -84,6 +92,38 @@ impl Wording for Words {
         GenerateResponse {
             response: Some(response),
         }
+    }
+}
+
+fn output(rows: Rows) -> OutputLogProbs {
+    OutputLogProbs {
+        token_logprobs: rows.values,
+        token_ids: rows.ids,
+        top_logprobs: rows.top.into_iter().map(tokens).collect(),
+    }
+}
+
+/// Nothing comes before the first token of a prompt.
+fn input(rows: Rows) -> InputLogProbs {
+    let none = (!rows.top.is_empty()).then(TopLogProbs::default);
+    let values = rows.values.into_iter().map(Some);
+    InputLogProbs {
+        token_logprobs: once(None)
+            .chain(values)
+            .map(|value| InputTokenLogProb { value })
+            .collect(),
+        token_ids: rows.ids,
+        top_logprobs: none
+            .into_iter()
+            .chain(rows.top.into_iter().map(tokens))
+            .collect(),
+    }
+}
+
+fn tokens(row: Row) -> TopLogProbs {
+    TopLogProbs {
+        values: row.values,
+        token_ids: row.ids,
     }
 }
 
@@ -112,12 +152,6 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             request.data_parallel_rank.is_some_and(|rank| rank > 0),
             "each replica has a port of its own",
         ),
-        ("logprobs", params.logprobs.is_some(), LOGPROBS),
-        (
-            "prompt_logprobs",
-            params.prompt_logprobs.is_some(),
-            LOGPROBS,
-        ),
     ])?;
     let mut prompt = match request.input {
         Some(Input::Tokenized(tokenized)) => tokenized.input_ids,
@@ -143,6 +177,7 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             interval: 1,
         },
         grammar,
+        logprobs: logprobs(&params)?,
         ends: Ends {
             // The scheduler cuts it to what there is room for.
             max_tokens: params.max_tokens.unwrap_or(u32::MAX >> 1),
@@ -152,6 +187,28 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             stop_regexes: None,
         },
     })
+}
+
+/// As vLLM has them: before the temperature.
+fn logprobs(params: &SamplingParams) -> Result<Option<AskedLogprobs>, Status> {
+    let top =
+        |field, value: Option<i32>| value.map(|value| logprobs::top(field, value)).transpose();
+    let of_output = top("logprobs", params.logprobs)?;
+    let of_prompt = top("prompt_logprobs", params.prompt_logprobs)?;
+    if of_output.is_none() && of_prompt.is_none() {
+        return Ok(None);
+    }
+    let tops = (of_prompt.unwrap_or(0), of_output.unwrap_or(0));
+    Ok(Some(AskedLogprobs {
+        params: LogprobParams {
+            top_logprobs_num: tops.0.max(tops.1),
+            token_ids_logprob: Vec::new(),
+            logprob_start_len: of_prompt.map(|_| 0),
+            original: true,
+        },
+        tops,
+        of_output: of_output.is_some(),
+    }))
 }
 
 /// Keeps the last tokens of a prompt; -1 for as many as fit, which is left to the scheduler.

@@ -48,6 +48,7 @@ impl Front {
     ///     speculate: The driver may draft for requests.
     ///     bos_token_id: The token that begins a text, which turns of a session leave out.
     ///     refuse_priority: Refuse requests that have a priority.
+    ///     original_logprobs: Log-probabilities are those before the temperature.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
     ///     times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
@@ -59,9 +60,10 @@ impl Front {
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
-        vocab_size, speculate, probe_prefix, refuse_priority = false, bos_token_id = None, dp_rank = None, times = None
+        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, times = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    #[expect(clippy::fn_params_excessive_bools, reason = "each is a flag of the server")]
     fn new(
         runtime: Py<Runtime>,
         classes: Vec<(String, Vec<Field>)>,
@@ -75,6 +77,7 @@ impl Front {
         speculate: bool,
         probe_prefix: String,
         refuse_priority: bool,
+        original_logprobs: bool,
         bos_token_id: Option<u32>,
         dp_rank: Option<u32>,
         times: Option<Times>,
@@ -96,6 +99,7 @@ impl Front {
             bos_token: bos_token_id,
             speculates: speculate,
             refuses_priority: refuse_priority,
+            original_logprobs,
             probe_prefix,
             dp_rank,
             times: times

@@ -73,6 +73,8 @@ pub struct Delta {
     pub prompt_logprobs: Vec<u32>,
     /// Those of `tokens`; of a request for no token those of the one that would come first.
     pub logprobs: Vec<u32>,
+    /// That token, which is not among `tokens`.
+    pub scored: Option<u32>,
     /// Bytes at the end of its text that may be the start of a stop string.
     pub held_bytes: u32,
     /// Set in its last output.
@@ -96,6 +98,7 @@ impl Delta {
             tokens: Vec::new(),
             prompt_logprobs: Vec::new(),
             logprobs: Vec::new(),
+            scored: None,
             held_bytes: 0,
             end: Some(end),
             cached_tokens: 0,
@@ -149,6 +152,7 @@ impl Outbox {
             let words = output.prompt_logprobs;
             delta.prompt_logprobs.extend_from_slice(words);
             delta.logprobs.extend_from_slice(output.logprobs);
+            delta.scored = output.scored;
             delta.held_bytes = output.held_bytes;
             delta.end = output.finish.map(|finish| end(finish, output.reason));
             delta.cached_tokens = output.cached_tokens;
@@ -292,6 +296,7 @@ mod tests {
             tokens,
             prompt_logprobs: &[],
             logprobs: &[],
+            scored: None,
             held_bytes: 2,
             finish,
             reason: None,

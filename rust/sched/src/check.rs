@@ -2,13 +2,16 @@
 
 use crate::arrival::{Arrival, Ends, Image};
 use crate::error::Refusal;
-use crate::scheduler::{MAX_SAMPLES, Scheduler};
+use crate::scheduler::Scheduler;
+
+/// Most sequences of one request.
+const MAX_SAMPLES: u32 = 1024;
 
 impl<S> Scheduler<S> {
     /// Whether a request can be served at all. Returns how many tokens it may produce at most.
     pub(crate) fn check(&self, arrival: &Arrival<S>) -> Result<u32, Refusal> {
         let (id, prompt, ends) = (arrival.id, &arrival.prompt, &arrival.ends);
-        if self.knows(id) {
+        if self.requests.contains_key(&id) {
             return Err(Refusal::Known { id });
         }
         if prompt.is_empty() {

@@ -65,6 +65,7 @@ mod config;
 mod constraint;
 mod copies;
 mod ends;
+mod entry;
 mod error;
 mod flight;
 mod follow;

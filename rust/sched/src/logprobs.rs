@@ -22,6 +22,8 @@ pub(crate) struct Kept {
     prompt_len: u32,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
+    /// See [`Output::scored`](crate::Output::scored).
+    pub(crate) scored: Option<u32>,
 }
 
 impl Kept {
@@ -33,6 +35,7 @@ impl Kept {
             prompt_len,
             prompt: Vec::new(),
             tokens: Vec::new(),
+            scored: None,
         }
     }
 

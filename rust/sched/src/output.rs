@@ -49,6 +49,8 @@ pub struct Output<'a> {
     pub prompt_logprobs: &'a [u32],
     /// Those of `tokens`. Of a sequence that may have no token, those of the one that would come first.
     pub logprobs: &'a [u32],
+    /// In the last output of a sequence that may have no token, the one that would come first.
+    pub scored: Option<u32>,
     /// Bytes at the end of its text that may be the start of a stop string: keep them back until they are not.
     pub held_bytes: u32,
     /// Set in its last output.
@@ -84,6 +86,7 @@ pub(crate) struct Entry {
     pub(crate) tokens: Range<u32>,
     pub(crate) prompt_logprobs: Range<u32>,
     pub(crate) logprobs: Range<u32>,
+    pub(crate) scored: Option<u32>,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
     pub(crate) admitted: Option<Admitted>,
@@ -109,6 +112,7 @@ impl Outputs {
             tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
             prompt_logprobs: self.words(&entry.prompt_logprobs),
             logprobs: self.words(&entry.logprobs),
+            scored: entry.scored,
             held_bytes: entry.held_bytes,
             finish: entry.finish,
             reason: match entry.finish {

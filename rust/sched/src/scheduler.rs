@@ -24,15 +24,9 @@ use crate::sequence::{Sequence, Shared, State};
 use crate::stats::Stats;
 use crate::text::TokenBytes;
 
-/// Most sequences of one request.
-pub(crate) const MAX_SAMPLES: u32 = 1024;
-
-/// The rank of a request without a priority: after all others.
-const LAST: i64 = i64::MAX / 2;
-
 /// A request that has not ended.
 #[derive(Debug)]
-struct Request {
+pub(crate) struct Request {
     /// Where its sequences are, those that have ended among them.
     slots: Box<[usize]>,
     /// Sequences that have not ended.
@@ -45,7 +39,7 @@ pub struct Scheduler<S> {
     pub(crate) limits: Limits,
     pub(crate) text: Option<Arc<dyn TokenBytes>>,
     pub(crate) sequences: Slab<Sequence<S>>,
-    requests: FxHashMap<u64, Request>,
+    pub(crate) requests: FxHashMap<u64, Request>,
     /// In the order of arrival.
     pub(crate) waiting: Vec<usize>,
     /// Running sequences: what was left out of the last step comes first.
@@ -188,46 +182,6 @@ impl<S> Scheduler<S> {
         self.streaming += usize::from(shared.arrival.streams);
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
-    }
-
-    fn rank(&self, priority: Option<i32>) -> i64 {
-        match priority {
-            _ if !self.config.priority => 0,
-            None => LAST,
-            Some(value) if self.config.low_priority_first => value.into(),
-            Some(value) => -i64::from(value),
-        }
-    }
-
-    /// Looks for room in the queue, and makes it where a sequence that waits has a worse rank.
-    fn make_place(&mut self, samples: u32, rank: i64) -> Result<(), Refusal> {
-        let Some(limit) = self.config.max_queued else {
-            return Ok(());
-        };
-        let waiting = self.waiting.len();
-        let excess = (waiting + samples as usize).saturating_sub(limit as usize);
-        let mut worse: Vec<(i64, u64, usize)> = Vec::new();
-        if excess > 0 {
-            let ranks = self.waiting.iter().map(|&slot| {
-                let sequence = &self.sequences[slot];
-                (sequence.shared.rank, sequence.order, slot)
-            });
-            worse.extend(ranks.filter(|(other, ..)| *other > rank));
-            worse.sort_unstable();
-        }
-        if worse.len() < excess {
-            return Err(Refusal::QueueFull { waiting, limit });
-        }
-        for (.., slot) in worse.into_iter().rev().take(excess) {
-            self.finish(slot, 0, Finish::Displaced);
-        }
-        self.sweep();
-        Ok(())
-    }
-
-    /// Whether there is a request of this name.
-    pub(crate) fn knows(&self, id: u64) -> bool {
-        self.requests.contains_key(&id)
     }
 
     /// Ends all sequences of a request, wherever they are. Whether there was one.
@@ -454,10 +408,12 @@ impl<S> Scheduler<S> {
         let logprobs = sequence.logprobs.as_deref();
         let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
         let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
+        let scored = sequence.logprobs.as_deref().and_then(|kept| kept.scored);
         self.outputs.push(
             Entry {
                 prompt_logprobs,
                 logprobs,
+                scored,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,

@@ -92,8 +92,11 @@ impl<S> Scheduler<S> {
                 sequence.stored = row.end;
             }
             sequence.forget_steps();
-            let scored = sequence.take_logprobs(row, (tokens.len(), 1), words);
-            let finish = if scored {
+            let taken = sequence.take_logprobs(row, (tokens.len(), 1), words);
+            if let Some(kept) = &mut sequence.logprobs {
+                kept.scored = Some(tokens[0]);
+            }
+            let finish = if taken {
                 Finish::Length
             } else {
                 Finish::Failed

@@ -48,6 +48,11 @@ def other_interval() -> int:
     return int(envs.SGLANG_FORCE_STREAM_INTERVAL.get())
 
 
+def original_logprobs() -> bool:
+    """Whether log-probabilities are those before the temperature."""
+    return bool(envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get())
+
+
 def decode_message(data: bytes) -> Any:
     """A message of any class."""
     return io_struct.msgpack_decode(data)

@@ -18,8 +18,16 @@ impl Wake for Bell {
     }
 }
 
+/// Each token has two words, and the prompt's come with the first.
+fn words_of(tokens: &[u32]) -> Vec<u32> {
+    tokens.iter().flat_map(|&token| [token, !token]).collect()
+}
+
+const PROMPT_WORDS: [u32; 3] = [1, 2, 3];
+
 fn delta(sample: u32, tokens: Vec<u32>, end: Option<End>) -> Delta {
     Delta {
+        logprobs: words_of(&tokens),
         tokens,
         end,
         cached_tokens: 3,
@@ -67,10 +75,13 @@ fn check(part: Part, models: &mut [Model], pace: Pace) {
             sample,
             tokens,
             counts,
+            words,
         } => {
             let model = &mut models[sample as usize];
             assert!(pace.streams && !model.got_end && !tokens.is_empty());
             let first = model.got.is_empty();
+            assert_eq!(words.prompt, first.then(|| PROMPT_WORDS.to_vec()));
+            assert_eq!(words.tokens, words_of(&tokens));
             model.got.extend(&tokens);
             // Nothing is kept back, and nothing comes early.
             assert_eq!(model.got, model.said);
@@ -89,12 +100,15 @@ fn check(part: Part, models: &mut [Model], pace: Pace) {
             sample,
             tokens,
             counts,
+            words,
             end,
         } => {
             let model = &mut models[sample as usize];
             assert!(model.has_ended && !model.got_end && end == End::Length);
             assert!(!pace.streams || model.got == model.said);
             assert_eq!(tokens, model.said);
+            assert_eq!(words.tokens, words_of(&tokens));
+            assert_eq!(words.prompt.is_some(), !tokens.is_empty());
             assert_eq!(counts.tokens as usize, model.said.len());
             model.got_end = true;
         }
@@ -121,7 +135,12 @@ proptest! {
         for step in moves.into_iter().chain(ends).chain(takes) {
             match step {
                 Move::Put { sample, tokens, ends } => {
-                    let woken = mailbox.put(delta(sample, tokens.clone(), ends.then_some(End::Length)));
+                    let mut said = delta(sample, tokens.clone(), ends.then_some(End::Length));
+                    let begins = |model: &Model| model.said.is_empty() && !model.has_ended;
+                    if !tokens.is_empty() && models.get(sample as usize).is_some_and(begins) {
+                        said.prompt_logprobs = PROMPT_WORDS.to_vec();
+                    }
+                    let woken = mailbox.put(said);
                     // One that waits is told once, and only if there is something.
                     prop_assert!(woken.is_none() || waits);
                     waits &= woken.is_none();

@@ -7,6 +7,7 @@ mod driver;
 mod events;
 mod facts;
 mod failures;
+mod logprobs;
 mod sglang;
 mod vllm;
 

@@ -14,7 +14,7 @@ use tonic::{Code, Streaming};
 use crate::bench::{Bench, expected, prompt, run};
 use crate::driver;
 
-fn request(name: &str, prompt: &[u32], output: u32) -> proto::GenerateRequest {
+pub(crate) fn request(name: &str, prompt: &[u32], output: u32) -> proto::GenerateRequest {
     proto::GenerateRequest {
         request_id: name.to_owned(),
         tokenized: Some(proto::TokenizedInput {
@@ -39,7 +39,7 @@ fn params(request: &mut proto::GenerateRequest) -> &mut proto::SamplingParams {
     request.sampling_params.as_mut().unwrap()
 }
 
-async fn client(bench: &Bench) -> SglangSchedulerClient<Channel> {
+pub(crate) async fn client(bench: &Bench) -> SglangSchedulerClient<Channel> {
     SglangSchedulerClient::new(bench.channel().await)
 }
 

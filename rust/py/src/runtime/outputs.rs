@@ -23,6 +23,8 @@ pub(crate) struct Output {
     prompt_words: Vec<u32>,
     /// Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
     words: Vec<u32>,
+    /// Of a request for no tokens, the one that would come first.
+    scored: Option<u32>,
     /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
     finish_reason: Option<&'static str>,
     /// The stop token that ended it.
@@ -74,6 +76,7 @@ impl From<Delta> for Output {
             token_ids: delta.tokens,
             prompt_words: delta.prompt_logprobs,
             words: delta.logprobs,
+            scored: delta.scored,
             finish_reason: None,
             stop_token: None,
             stop_string: None,

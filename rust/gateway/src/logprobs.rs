@@ -1,0 +1,211 @@
+//! Log-probabilities, from the runtime's words to rows, in the words of neither contract.
+
+use pie_runtime::LogprobParams;
+use tonic::Status;
+
+/// What a request asks for.
+#[derive(Clone, Debug)]
+pub(crate) struct AskedLogprobs {
+    pub(crate) params: LogprobParams,
+    /// Most probable tokens of a place of the prompt, and of one of the output. At least one of them is what the runtime is
+    /// asked for.
+    pub(crate) tops: (u32, u32),
+    /// Whether those of the output are wanted.
+    pub(crate) of_output: bool,
+}
+
+impl AskedLogprobs {
+    /// The same for both sides.
+    pub(crate) const fn new(params: LogprobParams) -> Self {
+        let top = params.top_logprobs_num;
+        Self {
+            params,
+            tops: (top, top),
+            of_output: true,
+        }
+    }
+}
+
+/// A number of most probable tokens.
+pub(crate) fn top(field: &str, value: i32) -> Result<u32, Status> {
+    u32::try_from(value).map_err(|_| {
+        Status::invalid_argument(format!(
+            "`{field}` is {value}, it must be 0 or more: send how many of the most probable tokens you want"
+        ))
+    })
+}
+
+/// The index of a token of the prompt; -1 for none.
+pub(crate) fn start(field: &str, value: i32) -> Result<Option<u32>, Status> {
+    if value < -1 {
+        return Err(Status::invalid_argument(format!(
+            "`{field}` is {value}, it must be -1, for none of the prompt, or the index of one of its tokens"
+        )));
+    }
+    Ok(u32::try_from(value).ok())
+}
+
+/// What comes with the tokens of a part.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Words {
+    /// Of the prompt; `None` where they were sent before, or the prompt is not computed.
+    pub(crate) prompt: Option<Vec<u32>>,
+    /// Of the part's tokens.
+    pub(crate) tokens: Vec<u32>,
+    /// The token that would come first, of a request that wants none.
+    pub(crate) scored: Option<u32>,
+}
+
+/// Those of an open request.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    asked: AskedLogprobs,
+    /// The tokens of the prompt that have some, after one that has none.
+    prompt: Vec<u32>,
+}
+
+/// What a part says.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Scores {
+    /// Of the prompt's tokens: the first one has a number and no values.
+    pub(crate) input: Option<Rows>,
+    pub(crate) output: Option<Rows>,
+}
+
+/// Of tokens one after the other.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Rows {
+    pub(crate) ids: Vec<u32>,
+    pub(crate) values: Vec<f32>,
+    /// The most probable tokens of each place; none where they are not wanted.
+    pub(crate) top: Vec<Row>,
+    /// The tokens that were given, of each place; none where they are not wanted.
+    pub(crate) given: Vec<Row>,
+}
+
+/// Some tokens of one place.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Row {
+    pub(crate) ids: Vec<u32>,
+    pub(crate) values: Vec<f32>,
+}
+
+impl Reader {
+    pub(crate) fn new(asked: AskedLogprobs, prompt: &[u32]) -> Self {
+        let start = asked.params.logprob_start_len;
+        let start = start.map_or(prompt.len(), |start| start as usize);
+        Self {
+            prompt: prompt[start.min(prompt.len())..].to_vec(),
+            asked,
+        }
+    }
+
+    /// What the words of a part with these tokens mean.
+    pub(crate) fn read(&self, tokens: &[u32], words: &Words) -> Scores {
+        let scored = words.scored.as_slice();
+        let tokens = if tokens.is_empty() { scored } else { tokens };
+        let input = words.prompt.as_ref().filter(|_| !self.prompt.is_empty());
+        Scores {
+            input: input.map(|words| Rows {
+                ids: self.prompt.clone(),
+                ..self.rows(&self.prompt[1..], words, self.asked.tops.0)
+            }),
+            output: self
+                .asked
+                .of_output
+                .then(|| self.rows(tokens, &words.tokens, self.asked.tops.1)),
+        }
+    }
+
+    fn rows(&self, tokens: &[u32], words: &[u32], top: u32) -> Rows {
+        let params = &self.asked.params;
+        let mut rows = Rows::default();
+        for (place, &token) in params.shape().places(words).zip(tokens) {
+            rows.ids.push(token);
+            rows.values.push(place.token);
+            if top > 0 {
+                let (ids, values) = place.top.into_iter().take(top as usize).unzip();
+                rows.top.push(Row { ids, values });
+            }
+            if !place.given.is_empty() {
+                let (ids, values) = (params.token_ids_logprob.clone(), place.given);
+                rows.given.push(Row { ids, values });
+            }
+        }
+        rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|value| value.to_bits()).collect()
+    }
+
+    #[test]
+    fn each_side_has_as_many_as_it_wants() {
+        let params = LogprobParams {
+            top_logprobs_num: 2,
+            token_ids_logprob: vec![9],
+            logprob_start_len: Some(1),
+            original: false,
+        };
+        let asked = AskedLogprobs {
+            tops: (1, 2),
+            ..AskedLogprobs::new(params)
+        };
+        let reader = Reader::new(asked, &[4, 5, 6]);
+        // Its own, the two best with theirs, the one that was given.
+        let place = |first: f32| {
+            let mut place = words(&[first, 0.0, 0.0, first + 1.0, first + 2.0, first + 3.0]);
+            place[1..3].copy_from_slice(&[7, 8]);
+            place
+        };
+        let part = Words {
+            prompt: Some(place(10.0)),
+            tokens: [place(20.0), place(30.0)].concat(),
+            scored: None,
+        };
+        let row = |ids: &[u32], values: &[f32]| Row {
+            ids: ids.to_vec(),
+            values: values.to_vec(),
+        };
+        let found = reader.read(&[50, 51], &part);
+        let input = Rows {
+            ids: vec![5, 6],
+            values: vec![10.0],
+            top: vec![row(&[7], &[11.0])],
+            given: vec![row(&[9], &[13.0])],
+        };
+        assert_eq!(found.input, Some(input));
+        let output = found.output.unwrap();
+        assert_eq!(
+            (&output.ids[..], &output.values[..]),
+            (&[50, 51][..], &[20.0, 30.0][..])
+        );
+        assert_eq!(output.top[1], row(&[7, 8], &[31.0, 32.0]));
+        assert_eq!(output.given[1], row(&[9], &[33.0]));
+        // Later parts have nothing of the prompt.
+        let later = Words {
+            prompt: None,
+            ..part
+        };
+        assert_eq!(reader.read(&[50, 51], &later).input, None);
+    }
+
+    #[test]
+    fn a_request_for_no_token_has_one_row() {
+        let reader = Reader::new(AskedLogprobs::new(LogprobParams::default()), &[4]);
+        let part = Words {
+            prompt: Some(Vec::new()),
+            tokens: words(&[-1.5]),
+            scored: Some(77),
+        };
+        let found = reader.read(&[], &part);
+        assert_eq!(found.input, None);
+        let output = found.output.unwrap();
+        assert_eq!((output.ids, output.values), (vec![77], vec![-1.5]));
+    }
+}
