@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suit
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-python quick bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -63,6 +63,9 @@ test-python: $(VENV)/.installed $(VENV)/.compiled
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
 	PIE_FUZZ_DAMAGED=1000 cargo test --workspace --quiet
 	$(PYTEST) -m "not engine"
+
+conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
+	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py $(ARGS)
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)

@@ -174,6 +174,7 @@ impl World {
             max_forward_tokens: 64,
             max_forward_requests: 8,
             max_page_refs: 400,
+            max_image_bytes: 0,
             max_model_len: 200,
             vocab_size: VOCAB,
             max_logprob_words: 1 << 16,
