@@ -309,7 +309,6 @@ class TestGrammar:
         answer = chat(client, "Hello", 16, **more)
         choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
         content = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
-        print("CHOICES", [c.model_dump_json() for c in choices])
         assert len(content) == 16
         for entry in content:
             top = [one.logprob for one in entry.top_logprobs]
