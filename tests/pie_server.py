@@ -38,13 +38,13 @@ def shared_memory() -> set[str]:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *flags: str, model: Path = POCKET
+    folder: Path, *flags: str, model: Path = POCKET, device: str = "cpu"
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
     [port] = free_ports(1)
     log = folder / "log"
     command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--model-path", str(model)]
-    command += ["--device", "cpu", "--port", str(port), *flags]
+    command += ["--device", device, "--port", str(port), *flags]
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)

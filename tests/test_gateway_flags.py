@@ -25,7 +25,8 @@ def refusal(*words: str) -> str:
 def test_words_are_read_by_the_types_of_sglang() -> None:
     found = parse_words(
         [
-            *("--model", "m", "--tp=2", "--dp-size", "3", "--schedule-conservativeness", "0.5"),
+            *("--model", "m", "--tokenizer", "t", "--tp=2", "--dp-size", "3"),
+            *("--schedule-conservativeness", "0.5"),
             *("--disable-radix-cache", "--served-model-name", "x", "--watchdog-timeout=9"),
             *("--option", "max_restarts=1", "--grpc-port=5001", "--grpc-contract", "sglang"),
             *("--gateway-arg=--queue-size", "--gateway-arg", "5", "--no-gateway"),
@@ -33,6 +34,7 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
     )
     assert found.engine == {
         "model_path": "m",
+        "tokenizer_path": "t",
         "tp_size": 2,
         "dp_size": 3,
         "schedule_conservativeness": 0.5,

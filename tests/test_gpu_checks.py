@@ -156,6 +156,62 @@ def test_every_script_is_registered_and_takes_its_arguments(tmp_path: Path) -> N
         assert given.get("json") == f"out/{name}.json" or given.get("out") == f"out/{name}"
 
 
+class TestServers:
+    """`server_check.py` and its clients, with figures that are known."""
+
+    @pytest.fixture
+    def clients(self, frame: Any) -> Any:
+        return importlib.import_module("bench_clients")
+
+    @pytest.mark.parametrize("name", ["1", "256", "all", "prefix"])
+    def test_clients_share_a_load_out(self, name: str, clients: Any) -> None:
+        load = clients.Load(name, "ours", "http://x", "sglang", 256, 4, 1, "folder")
+        words = [load.words(client, Path("r")) for client in range(4)]
+
+        def sum_of(flag: str) -> int:
+            return sum(int(each[each.index(f"--{flag}") + 1]) for each in words)
+
+        if name == "prefix":
+            assert load.asked == clients.GROUPS * sum_of("gsp-prompts-per-group") == 256
+        else:
+            assert load.asked == sum_of("num-prompts") == 256
+        if name == "256":
+            assert sum_of("max-concurrency") == 256
+        assert len({each[each.index("--seed") + 1] for each in words}) == 4
+
+    def test_clients_are_counted_together(self, clients: Any) -> None:
+        def client(tokens: int, seconds: float, between: float, rate: float) -> dict[str, Any]:
+            figures = {"duration": seconds, "total_output_tokens": tokens, "completed": 3}
+            times = {"p99_itl_ms": 9 * between, "median_itl_ms": between, "median_ttft_ms": 1}
+            return {**figures, **times, "cache_report": {"cache_hit_rate_pct": rate}}
+
+        found = clients.together([client(100, 2.0, 4.0, 90.0), client(300, 4.0, 6.0, 80.0)])
+        # All tokens in the time of the slowest, not the sum of rates.
+        assert found["output_throughput"] == 100
+        assert (found["completed"], found["median_itl_ms"], found["p99_itl_ms"]) == (6, 5, 54)
+        assert found["hit_rate_pct"] == 85
+
+    def test_the_faster_door_counts_at_saturation(
+        self, frame: Any, arguments: argparse.Namespace
+    ) -> None:
+        check = importlib.import_module("server_check")
+
+        def figures(throughput: float, time: float) -> list[dict[str, float]]:
+            times = {name: time for name in check.FIGURES[1:]}
+            return [{"output_throughput": throughput, **times}]
+
+        found = {("all", "sglang"): figures(10.0, 4.0), ("all", "ours"): figures(12.0, 2.0)}
+        found["all", "gateway"] = figures(14.0, 5.0)
+        report = frame.Report("benches/gpu/server_check.py", arguments)
+        check.compare(found, report, check.LIMITS["small"])
+        bars = {bar.name: (bar.value, bar.ok) for bar in report.record.bars}
+        assert bars == {
+            "all, ours: time to the first token": (0.5, True),
+            "all, gateway: time to the first token": (1.25, False),
+            "all: tokens/s of the faster door": (1.4, True),
+        }
+
+
 class TestShapes:
     """`shapes_check.py`, with processes that write records instead of the checks that it runs."""
 

@@ -18,6 +18,7 @@ import yaml
 
 import pie_driver_sglang
 from pie_driver_sglang.cli import program
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
 from tiny_models import POCKET, REPOSITORY
 
@@ -346,3 +347,17 @@ def test_the_example_of_an_engine_runs() -> None:
     (cached,) = re.findall(r"^(\d+) tokens of the prompt were in the cache$", found.stdout, re.M)
     assert int(cached) >= 16
     assert sum(line.startswith("sample ") for line in lines) == 3
+
+
+def test_the_example_of_replicas_names_what_is_there() -> None:
+    folder = REPOSITORY / "examples" / "replicas"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            assert (folder / volume.split(":")[0]).exists(), volume
+    command, *words = services["server"]["command"].split()
+    assert command == "serve"
+    given = [word[2:].replace("-", "_") for word in words if word.startswith("--")]
+    assert {"dp_size", "enable_metrics"} <= set(given) <= SERVER_ARGS.keys()
+    [job] = yaml.safe_load((folder / "prometheus.yaml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["server:30000"]}]

@@ -22,11 +22,14 @@ from serve_control import TestRefusals as TestRefusals
 from serve_control import (
     test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
 )
+from serve_flood import TestFlood as TestFlood
 from serve_logprobs import TestLogprobs as TestLogprobs
 from serve_logprobs import reference as reference
 from serve_logprobs import tokenizer as tokenizer
 from serve_metrics import TestDashboard as TestDashboard
 from serve_metrics import TestMetrics as TestMetrics
+from serve_programs import TestPrograms as TestPrograms
+from serve_programs import language as language
 from serve_sessions import TestSessions as TestSessions
 from sglang_server import Server
 from tiny_models import POCKET

@@ -159,6 +159,13 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--shapes {small} --pie-load {pie_load} --out {folder} --budget-s {limit}", alone=True,
         usual=False,
     ),
+    "servers": Check(
+        "server_check.py", "the HTTP server against SGLang's, by `sglang.bench_serving`: tokens/s, "
+        "times between tokens and to the first, with shared prefixes, too",
+        "1.3 of SGLang's tokens/s, 1.25 with shared prefixes; 0.6 and 0.8 of its times between "
+        "tokens with 1 and 64 streams, 1.0 of those to the first", 10,
+        "--shapes {small} --out {folder} --budget-s {limit}", alone=True, usual=False,
+    ),
     "faults": Check(
         "fault_check.py", "faults end a start or the driver with one line; loads stall no decode",
         "no part fails", 10, "--pocket {pocket} --shapes {small} --json {record}", usual=False,

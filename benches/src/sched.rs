@@ -37,6 +37,7 @@ impl Decodes {
             max_forward_tokens: 16_384,
             max_forward_requests: requests,
             max_page_refs: pages,
+            max_image_bytes: 0,
             max_model_len: 1 << 20,
             vocab_size: 151_936,
             max_logprob_words: 1 << 16,

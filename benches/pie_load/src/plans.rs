@@ -112,6 +112,7 @@ impl Runtime {
             max_forward_tokens: CAPS.max_forward_tokens,
             max_forward_requests: CAPS.max_forward_requests,
             max_page_refs: CAPS.max_page_refs,
+            max_image_bytes: 0,
             max_model_len: CAPS.max_model_len,
             vocab_size: CAPS.vocab_size,
             max_logprob_words: 1 << 16,

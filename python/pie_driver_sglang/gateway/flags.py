@@ -62,6 +62,8 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "skip_tokenizer_init": "the gateway tokenizes",
     }
 )
+#: Flags whose owner is refused, but that the engine reads.
+_READ: Final = frozenset({"tokenizer_path"})
 _OWNERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "server": "it is a flag of SGLang's HTTP server",
@@ -159,7 +161,7 @@ def refuse(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: One is refused.
     """
-    for name in sorted(given.keys() - FRONT):
+    for name in sorted(given.keys() - FRONT - _READ):
         owner = SERVER_ARGS[name].owner
         reason = REFUSED.get(name) or _OWNERS.get(owner or "")
         if reason is not None:

@@ -56,7 +56,10 @@ impl Backend for Service {
 
 /// What depends on the model and on the server's flags.
 #[derive(Debug, Clone)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the server")]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a flag of the server"
+)]
 pub struct FrontSettings {
     /// The tokens that end a request, unless it ignores them.
     pub eos_tokens: Vec<u32>,
@@ -450,8 +453,8 @@ impl Front {
         }
         if tokens > longest {
             return Some(format!(
-                "the prompt has {tokens} tokens, and this server takes {longest} at most: shorten it, or start the server \
-                 with `--allow-auto-truncate`"
+                "the prompt has {tokens} tokens, and this server takes {longest} at most, by its context length: shorten \
+                 it, or start the server with `--allow-auto-truncate`"
             ));
         }
         let vocab = settings.vocab_size;

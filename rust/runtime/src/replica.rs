@@ -172,6 +172,7 @@ impl Replica {
             max_forward_tokens: caps.max_forward_tokens,
             max_forward_requests: caps.max_forward_requests,
             max_page_refs: caps.max_page_refs,
+            max_image_bytes: 0,
             max_model_len: caps.max_model_len,
             vocab_size: caps.vocab_size,
             max_logprob_words: logprobs::room(caps, answer_bytes),

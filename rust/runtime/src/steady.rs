@@ -15,6 +15,7 @@ const LIMITS: Limits = Limits {
     max_forward_tokens: 16_384,
     max_forward_requests: 1024,
     max_page_refs: 100_000,
+    max_image_bytes: 0,
     max_model_len: 4096,
     vocab_size: 1000,
     max_logprob_words: 1 << 16,

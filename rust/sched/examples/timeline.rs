@@ -17,6 +17,7 @@ const LIMITS: Limits = Limits {
     max_forward_tokens: 512,
     max_forward_requests: 8,
     max_page_refs: 4096,
+    max_image_bytes: 0,
     max_model_len: 2048,
     vocab_size: 1000,
     max_logprob_words: 1 << 16,

@@ -95,12 +95,13 @@ impl<S> Scheduler<S> {
         now: u64,
     ) -> Admission {
         let size = self.limits.page_size;
-        let sequence = &self.sequences[slot];
         let mut held = Held {
             pages: std::mem::take(&mut self.spare_pages),
             ..Held::default()
         };
-        let host_pages = self.memory.claim(&mut held, sequence.cacheable(), now);
+        let most = self.sequences[slot].cacheable_len();
+        let host_pages = self.claim(slot, &mut held, most, now);
+        let sequence = &self.sequences[slot];
         let missing = sequence.known() - held.pages.len() as u32 * size;
         let wanted = f64::from(missing + sequence.expected() + size);
         if wanted >= self.unpromised(*promised) && !self.running.is_empty() {
@@ -117,8 +118,7 @@ impl<S> Scheduler<S> {
         }
         let on_the_device = held.pages.len();
         if host_pages > 0 {
-            self.memory
-                .load(&mut held, sequence.cacheable(), host_pages, now);
+            self.load(slot, &mut held, host_pages, now);
         }
         let cached = held.pages.len() as u32 * size;
         let admitted = Admitted {
@@ -142,6 +142,36 @@ impl<S> Scheduler<S> {
         *promised += wanted;
         self.note_admission(slot, admitted);
         Admission::Done
+    }
+
+    /// Takes the cached pages of a sequence's first `most` tokens, but none that would leave a part of an image to compute:
+    /// that needs what the whole of it needs. Returns how many come after them, on the host.
+    fn claim(&mut self, slot: usize, held: &mut Held, most: u32, now: u64) -> usize {
+        let sequence = &self.sequences[slot];
+        let mut most = most;
+        loop {
+            let host_pages = self.memory.claim(held, sequence.key(most), now);
+            let cached = (held.pages.len() + host_pages) as u32 * self.limits.page_size;
+            let Some(image) = sequence.cut_image(cached) else {
+                return host_pages;
+            };
+            most = image.start;
+            self.memory.release(held);
+        }
+    }
+
+    /// Brings the pages from the host that a sequence begins with, if there is room.
+    fn load(&mut self, slot: usize, held: &mut Held, host_pages: usize, now: u64) {
+        let sequence = &self.sequences[slot];
+        let size = self.limits.page_size;
+        let wanted = (held.pages.len() + host_pages) as u32 * size;
+        let key = sequence.key(wanted);
+        self.memory.load(held, key, host_pages, now);
+        if let Some(image) = sequence.cut_image(held.pages.len() as u32 * size) {
+            let most = image.start;
+            self.memory.release(held);
+            self.claim(slot, held, most, now);
+        }
     }
 
     fn note_admission(&mut self, slot: usize, admitted: Admitted) {

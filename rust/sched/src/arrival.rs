@@ -22,6 +22,25 @@ pub struct Ends {
     pub stop_regexes: Option<Arc<StopRegexes>>,
 }
 
+/// A part of a prompt that one row of a step has whole: an image. Its tokens are names of what it shows, different for
+/// different images, and need not be the model's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Image {
+    /// Its first token's place in the prompt.
+    pub start: u32,
+    /// How many it has.
+    pub tokens: u32,
+    /// What it brings to the frame besides.
+    pub bytes: u32,
+}
+
+impl Image {
+    /// Place of the token after it.
+    pub const fn end(&self) -> u32 {
+        self.start + self.tokens
+    }
+}
+
 /// A request: a prompt, and what to make of it. `S` is what the caller wants to find at the rows of a request that draw a token:
 /// the sampler. The scheduler does not look into it.
 #[derive(Debug, Clone)]
@@ -30,6 +49,8 @@ pub struct Arrival<S> {
     pub id: u64,
     /// Tokens to begin with, at least one.
     pub prompt: Vec<u32>,
+    /// Images in the prompt, in their order.
+    pub images: Box<[Image]>,
     /// Handed on to [`Row::sampling`](crate::Row::sampling).
     pub sampling: S,
     /// When its sequences end.
@@ -68,6 +89,7 @@ impl<S> Arrival<S> {
         Self {
             id,
             prompt,
+            images: Box::default(),
             sampling,
             ends: Ends {
                 max_tokens,
@@ -93,6 +115,7 @@ impl<S> Arrival<S> {
         Arrival {
             id: self.id,
             prompt: self.prompt,
+            images: self.images,
             sampling: change(self.sampling),
             ends: self.ends,
             samples: self.samples,

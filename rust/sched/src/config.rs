@@ -132,6 +132,8 @@ pub struct Limits {
     pub max_forward_requests: u32,
     /// Pages that the rows of a step list, shared ones counted each time.
     pub max_page_refs: u32,
+    /// Bytes of images that the rows of a step bring.
+    pub max_image_bytes: u32,
     /// Positions of a sequence.
     pub max_model_len: u32,
     /// Token ids are below it.
@@ -178,6 +180,12 @@ impl Config {
 }
 
 impl Limits {
+    /// Most tokens of an image: those of a step whose other rows have one each.
+    pub(crate) fn image_tokens(&self) -> u32 {
+        self.max_forward_tokens
+            .saturating_sub(self.max_forward_requests - 1)
+    }
+
     /// Most tokens that a sequence can store, and the limit that says so.
     pub(crate) fn longest(&self) -> (u32, &'static str) {
         let pages = |pages: u32| pages.saturating_mul(self.page_size);

@@ -87,6 +87,40 @@ pub enum Refusal {
         /// Most that may.
         limit: u32,
     },
+    /// An image that no step can have.
+    #[error(
+        "image {index} has {tokens} tokens and {bytes} bytes; a step takes images of {most_tokens} tokens and {most_bytes} \
+         bytes: make it smaller, or raise the driver's option max_image_tokens"
+    )]
+    Image {
+        /// Which one.
+        index: usize,
+        /// Its tokens.
+        tokens: u32,
+        /// Its bytes.
+        bytes: u32,
+        /// Most tokens.
+        most_tokens: u32,
+        /// Most bytes.
+        most_bytes: u32,
+    },
+    /// Images that lie over each other, or outside of the prompt.
+    #[error("image {index} is not in the prompt after the one before it, or has no tokens")]
+    ImagePlace {
+        /// Which one.
+        index: usize,
+    },
+    /// Log-probabilities of what an image shows.
+    #[error(
+        "log-probabilities of the prompt are asked for from token {from} on: with images they begin after the last of \
+         them, at token {first} or later"
+    )]
+    ImageLogprobs {
+        /// From which token on.
+        from: u32,
+        /// The first that may be.
+        first: u32,
+    },
     /// A number of samples out of range.
     #[error("{samples} samples are asked for: it must be from 1 to {limit}")]
     Samples {

@@ -24,6 +24,9 @@ pub(crate) struct Plan {
     words: u64,
     /// Tokens of prompts that still fit.
     pub(crate) prompt: u32,
+    /// Bytes of images in the step, and those that still fit.
+    image_bytes: u32,
+    image_bytes_left: u32,
     /// Pages that decodes without drafts will need.
     reserved: usize,
 }
@@ -106,6 +109,8 @@ impl<S> Scheduler<S> {
             pages: self.limits.max_page_refs,
             words: self.limits.max_logprob_words.into(),
             prompt: 0,
+            image_bytes: 0,
+            image_bytes_left: self.limits.max_image_bytes,
             reserved: 0,
         }
     }
@@ -126,6 +131,10 @@ impl<S> Scheduler<S> {
         self.admit(plan, now);
         if prompts_first {
             self.place_decodes(plan);
+        }
+        if plan.is_empty() && self.flights.is_empty() && self.follow_late() {
+            self.place_decodes(plan);
+            self.place_prompts(plan);
         }
         if plan.is_empty() && self.flights.is_empty() {
             self.force(plan);
@@ -224,7 +233,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.plans || !sequence.decodes() {
+            if sequence.step == self.plans || !sequence.decodes() || sequence.is_late() {
                 continue;
             }
             let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
@@ -261,7 +270,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.plans || !sequence.prefills() {
+            if sequence.step == self.plans || !sequence.prefills() || sequence.is_late() {
                 continue;
             }
             let placed = self.place_chunk(plan, slot);
@@ -274,12 +283,13 @@ impl<S> Scheduler<S> {
     pub(crate) fn place_chunk(&mut self, plan: &mut Plan, slot: usize) -> bool {
         let sequence = &self.sequences[slot];
         let (start, size) = (sequence.scheduled, self.limits.page_size);
-        let mut wanted = sequence.len().min(start.saturating_add(plan.prompt));
+        let mut most = sequence.len();
         if let Some(logprobs) = &sequence.logprobs {
             let places = plan.words / u64::from(logprobs.words());
             let places = u32::try_from(places).unwrap_or(u32::MAX);
-            wanted = wanted.min(logprobs.end_of_row(start, places));
+            most = most.min(logprobs.end_of_row(start, places));
         }
+        let wanted = most.min(start.saturating_add(plan.prompt));
         let held = sequence.held.pages.len();
         let missing = (wanted.div_ceil(size) as usize).saturating_sub(held);
         // As much of it as there is room for.
@@ -289,10 +299,15 @@ impl<S> Scheduler<S> {
         if end < sequence.len() && end - end % size > start {
             end -= end % size;
         }
+        let left = plan.image_bytes_left;
+        let (end, bytes) = self.sequences[slot].row_end(start, end, left, plan.image_bytes);
         let tokens = end.saturating_sub(start);
-        let placed = tokens > 0 && self.place(plan, slot, tokens, 0);
+        let placed = tokens > 0 && end <= most && self.place(plan, slot, tokens, 0);
         if placed {
-            plan.prompt -= tokens;
+            plan.image_bytes += bytes;
+            plan.image_bytes_left = left.saturating_sub(bytes);
+            // An image may have more than its share.
+            plan.prompt = plan.prompt.saturating_sub(tokens);
             plan.flight.load.prompt_tokens += tokens;
         }
         placed

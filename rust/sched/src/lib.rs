@@ -60,6 +60,7 @@
 mod admit;
 mod answer;
 mod arrival;
+mod check;
 mod config;
 mod constraint;
 mod copies;
@@ -85,7 +86,7 @@ mod step;
 mod text;
 
 pub use answer::Answer;
-pub use arrival::{Arrival, Ends};
+pub use arrival::{Arrival, Ends, Image};
 pub use config::{Config, Limits, Policy};
 pub use constraint::{Begun, Constrain, Constraint};
 pub use copies::Copies;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pie_radix::Key;
 
-use crate::arrival::Arrival;
+use crate::arrival::{Arrival, Image};
 use crate::constraint::Bond;
 use crate::ends::{Found, Patterns};
 use crate::logprobs::Kept;
@@ -185,9 +185,47 @@ impl<S> Sequence<S> {
         self.uncomputed() == 1 && (self.remaining() > 0 || self.produced() == 0)
     }
 
+    /// Whether it is bound, and what may come next was not known in time.
+    pub(crate) fn is_late(&self) -> bool {
+        self.pending == 0 && self.bond.is_late()
+    }
+
     /// Whether there is more than its last token to compute.
     pub(crate) fn prefills(&self) -> bool {
         self.uncomputed() > 1
+    }
+
+    /// The image that a step would cut which ends with token `end`.
+    pub(crate) fn cut_image(&self, end: u32) -> Option<&Image> {
+        let images = &self.shared.arrival.images;
+        let next = images.partition_point(|image| image.end() <= end);
+        images.get(next).filter(|image| image.start < end)
+    }
+
+    /// Where a row ends that begins at `start`, which cuts no image, and should end at `end`: before an image that this would
+    /// cut, or after it if the row begins with it. Its images have so many bytes at most; 0 of `taken` means that they may be
+    /// as many as one image has.
+    pub(crate) fn row_end(&self, start: u32, end: u32, left: u32, taken: u32) -> (u32, u32) {
+        let images = &self.shared.arrival.images;
+        if images.is_empty() {
+            return (end, 0);
+        }
+        let mut end = match self.cut_image(end) {
+            Some(image) if image.start > start => image.start,
+            Some(image) => image.end(),
+            None => end,
+        };
+        let first = images.partition_point(|image| image.start < start);
+        let mut bytes = 0;
+        for image in images[first..].iter().take_while(|image| image.start < end) {
+            let fits = bytes + image.bytes <= left || (bytes == 0 && taken == 0);
+            if !fits {
+                end = image.start;
+                break;
+            }
+            bytes += image.bytes;
+        }
+        (end, bytes)
     }
 
     /// Whether a row that ends with token `end` draws one.
@@ -239,14 +277,19 @@ impl<S> Sequence<S> {
         }
     }
 
-    /// What may be taken from the cache: all that is known but the last token, which must be computed, and what is needed for
-    /// log-probabilities of the prompt.
+    /// What may be taken from the cache.
     pub(crate) fn cacheable(&self) -> Key<'_> {
+        self.key(self.cacheable_len())
+    }
+
+    /// How many tokens may be taken from the cache: all that is known but the last one, which must be computed, and what is
+    /// needed for log-probabilities of the prompt.
+    pub(crate) fn cacheable_len(&self) -> u32 {
         let needed = self
             .logprobs
             .as_ref()
             .map_or(u32::MAX, |kept| kept.cacheable());
-        self.key((self.known() - 1).min(needed))
+        (self.known() - 1).min(needed)
     }
 
     /// A row of it was laid out that ends with token `end` and draws one.

@@ -1,7 +1,10 @@
 //! What is refused, in which words, and what allocates nothing.
 
 use allocation_counter::measure;
-use pie_sched::{Answer, Arrival, Config, Finish, Limits, Outputs, Policy, SchedError, Scheduler};
+use pie_sched::{
+    Answer, Arrival, Config, Finish, Image, Limits, Logprobs, Outputs, Policy, SchedError,
+    Scheduler,
+};
 
 const LIMITS: Limits = Limits {
     total_pages: 8192,
@@ -10,6 +13,7 @@ const LIMITS: Limits = Limits {
     max_forward_tokens: 8192,
     max_forward_requests: 256,
     max_page_refs: 100_000,
+    max_image_bytes: 0,
     max_model_len: 4096,
     vocab_size: 1000,
     max_logprob_words: 1 << 16,
@@ -75,6 +79,62 @@ fn a_refusal_names_value_limit_and_remedy() {
         "{text}"
     );
     assert_eq!(scheduler.stats().waiting, 1);
+}
+
+#[test]
+fn images_that_no_step_can_have_are_refused() {
+    let limits = Limits {
+        max_image_bytes: 100,
+        max_forward_tokens: 300,
+        ..LIMITS
+    };
+    let mut scheduler = scheduler(Config::default(), limits);
+    let image = |start, tokens, bytes| Image {
+        start,
+        tokens,
+        bytes,
+    };
+    let cases = [
+        (
+            vec![image(0, 46, 7)],
+            "image 0 has 46 tokens and 7 bytes; a step takes images of 45 tokens and 100 bytes",
+        ),
+        (
+            vec![image(0, 4, 8), image(4, 4, 101)],
+            "image 1 has 4 tokens and 101 bytes",
+        ),
+        (
+            vec![image(3, 4, 8), image(6, 4, 8)],
+            "image 1 is not in the prompt after the one before it",
+        ),
+        (vec![image(58, 4, 8)], "image 0 is not in the prompt"),
+        (vec![image(5, 0, 8)], "image 0 is not in the prompt"),
+        (
+            vec![image(5, 30, 8)],
+            "log-probabilities of the prompt are asked for from token 34 on: with images they begin after the last of \
+             them, at token 35 or later",
+        ),
+    ];
+    for (images, words) in cases {
+        let mut arrival = Arrival::new(1, vec![1_000_000; 60], (), 5);
+        arrival.images = images.into();
+        arrival.logprobs = Some(Logprobs {
+            words: 2,
+            prompt_from: Some(34),
+        });
+        let text = refusal(&mut scheduler, arrival);
+        assert!(text.starts_with(words), "{text}");
+    }
+    // Tokens of images are names of what they show; those around them are the model's.
+    let mut arrival = Arrival::new(1, vec![1_000_000; 60], (), 5);
+    arrival.prompt[40..].fill(1);
+    arrival.prompt[..2].fill(1);
+    arrival.images = [image(2, 38, 9)].into();
+    arrival.prompt[41] = 1000;
+    let text = refusal(&mut scheduler, arrival.clone());
+    assert!(text.starts_with("token 1000 at 41 is not below"), "{text}");
+    arrival.prompt[41] = 999;
+    scheduler.submit(arrival).expect("it can be served");
 }
 
 #[test]

@@ -13,6 +13,7 @@ const LIMITS: Limits = Limits {
     max_forward_tokens: 4096,
     max_forward_requests: 64,
     max_page_refs: 4096,
+    max_image_bytes: 0,
     max_model_len: 4096,
     vocab_size: sim::rule::VOCAB,
     max_logprob_words: 1 << 16,

@@ -15,6 +15,7 @@ const LIMITS: Limits = Limits {
     max_forward_tokens: 1 << 20,
     max_forward_requests: 64,
     max_page_refs: 1 << 20,
+    max_image_bytes: 0,
     max_model_len: 1 << 20,
     vocab_size: 1 << 20,
     max_logprob_words: 1 << 16,

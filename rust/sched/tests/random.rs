@@ -28,6 +28,10 @@ fn ask() -> impl Strategy<Value = Event> {
             prop::option::weighted(0.1, 0_u16..3000),
         ),
     );
+    let images = prop_oneof![
+        3 => Just(Vec::new()),
+        1 => prop::collection::vec((0_u8..12, 1_u8..14), 1..4),
+    ];
     let flags = (
         prop::bool::weighted(0.2),
         prop::bool::weighted(0.3),
@@ -36,30 +40,33 @@ fn ask() -> impl Strategy<Value = Event> {
     );
     let logprobs = (0_u8..5, prop::option::of(0_u8..30));
     let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
-    (lengths, kinds, flags, logprobs).prop_map(|(lengths, kinds, flags, logprobs)| {
-        let (drafts, stops, strings, whole) = flags;
-        let (family, common, own, max_tokens, min_tokens) = lengths;
-        let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
-        Event::Submit(Box::new(Ask {
-            family,
-            common,
-            own,
-            max_tokens,
-            min_tokens: min_tokens.min(max_tokens),
-            samples,
-            salt,
-            priority,
-            routing_key,
-            session,
-            deadline,
-            admit_by,
-            drafts,
-            stops,
-            strings,
-            whole,
-            logprobs,
-        }))
-    })
+    (lengths, kinds, flags, images, logprobs).prop_map(
+        |(lengths, kinds, flags, images, logprobs)| {
+            let (drafts, stops, strings, whole) = flags;
+            let (family, common, own, max_tokens, min_tokens) = lengths;
+            let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
+            Event::Submit(Box::new(Ask {
+                family,
+                common,
+                own,
+                max_tokens,
+                min_tokens: min_tokens.min(max_tokens),
+                samples,
+                salt,
+                priority,
+                routing_key,
+                session,
+                deadline,
+                admit_by,
+                images,
+                drafts,
+                stops,
+                strings,
+                whole,
+                logprobs,
+            }))
+        },
+    )
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -147,6 +154,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 max_forward_tokens,
                 max_forward_requests,
                 max_page_refs,
+                max_image_bytes: 40,
                 max_model_len,
                 vocab_size: sim::rule::VOCAB,
                 max_logprob_words,
@@ -221,7 +229,7 @@ fn long() {
     let tally = tally.into_inner();
     eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 20);
+    assert_eq!(tally.0.len(), 21);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
 use pie_sched::{
-    Answer, Arrival, Config, Copies, Finish, Limits, Logprobs, Outputs, Refusal, Scheduler,
+    Answer, Arrival, Config, Copies, Finish, Image, Limits, Logprobs, Outputs, Refusal, Scheduler,
     StopRegexes, TokenBytes,
 };
 use regex::Regex;
@@ -63,6 +63,8 @@ pub struct Ask {
     pub session: Option<u8>,
     pub deadline: Option<u16>,
     pub admit_by: Option<u16>,
+    /// Tokens before each image, and of it.
+    pub images: Vec<(u8, u8)>,
     pub drafts: bool,
     pub stops: bool,
     pub strings: bool,
@@ -113,6 +115,18 @@ impl Ask {
         arrival.session = self.session.map(Into::into);
         arrival.deadline = self.deadline.map(|after| now + u64::from(after));
         arrival.admit_by = self.admit_by.map(|after| now + u64::from(after));
+        let mut at = 0;
+        let images = self.images.iter().map(|&(gap, tokens)| {
+            let (start, tokens) = (at + u32::from(gap), u32::from(tokens));
+            at = start + tokens;
+            Image {
+                start,
+                tokens,
+                bytes: 3 * tokens,
+            }
+        });
+        let len = arrival.prompt.len() as u32;
+        arrival.images = images.take_while(|image| image.end() <= len).collect();
         arrival.drafts = self.drafts;
         arrival.streams = !self.whole;
         let (words, prompt_from) = self.logprobs;
@@ -300,6 +314,16 @@ impl Sim {
                 return id;
             }
             Err(Refusal::QueueFull { .. }) => return id,
+            Err(Refusal::Image { tokens, bytes, .. }) => {
+                let most =
+                    limits.max_forward_tokens as i64 - limits.max_forward_requests as i64 + 1;
+                assert!(i64::from(tokens) > most.max(0) || bytes > limits.max_image_bytes);
+                return id;
+            }
+            Err(Refusal::ImageLogprobs { from, first }) => {
+                assert!(from < first && arrival.images.iter().any(|image| image.end() == first));
+                return id;
+            }
             Err(Refusal::Logprobs { words, limit }) => {
                 assert!(words > limit && limit == limits.max_logprob_words);
                 return id;
@@ -334,6 +358,28 @@ impl Sim {
         id
     }
 
+    /// A row has an image whole or nothing of it, and a step has no more of them than it may.
+    fn check_images(&mut self, frames: &[Frame]) {
+        let mut brought = Vec::new();
+        for frame in frames {
+            let arrival = &self.expected[&(frame.id, frame.sample)].arrival;
+            let (start, end) = (frame.start, frame.start + frame.tokens.len() as u32);
+            for image in &arrival.images {
+                let inside = image.start >= start && image.end() <= end;
+                assert!(
+                    inside || image.end() <= start || image.start >= end,
+                    "{image:?} in {frame:?}"
+                );
+                if inside {
+                    brought.push(image.bytes);
+                }
+            }
+        }
+        let bytes: u32 = brought.iter().sum();
+        assert!(bytes <= self.limits.max_image_bytes, "{brought:?}");
+        self.tally.add("images", brought.len() as u64);
+    }
+
     fn lay(&mut self) {
         let Some(step) = self.scheduler.step(self.now).expect("right books") else {
             return;
@@ -350,6 +396,7 @@ impl Sim {
             .map(|frame| (frame.id, frame.tokens.len()))
             .collect();
         self.driver.check(&frames);
+        self.check_images(&frames);
         let count = |kind: &dyn Fn(&&Frame) -> bool| frames.iter().filter(kind).count() as u64;
         self.tally.add("steps", 1);
         self.tally

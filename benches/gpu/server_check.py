@@ -1,0 +1,348 @@
+"""Compares `pie-sglang serve`, by both of its doors, with SGLang's own server.
+
+    python benches/gpu/server_check.py --shapes CONFIG_DIR --out DIR
+        [--loads 256,1,64,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
+        [--sides sglang,ours,gateway]
+
+The servers have the same flags and run at once on one GPU, each with a part of its memory. The
+loads of `sglang.bench_serving` alternate between them, so that a drift of the machine meets all.
+Weights are random, the tokenizer has a text for every token (`texts.py`). First some prompts are
+asked of each: greedy answers must have all tokens, and begin alike alone and at once.
+
+A load `N` is N streams at once, of 128 random tokens in and 256 out. `all` sends its requests at
+once. `prefix` is `generated-shared-prefix`: groups that share a system prompt of 1,024 tokens. What
+counts is the median of the repeats. Bars are ratios to SGLang's. The gateway is asked by
+`/v1/completions`, the others by `/generate`; loads of 256 streams and more come from several
+clients (`bench_clients.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import frame
+import msgspec
+import texts
+from bench_clients import COUNTS, Load
+from frame import Report
+from processes import Runner
+
+SIDES: Final = ("sglang", "ours", "gateway")
+"""SGLang's starts first: it takes longest."""
+PORTS: Final = {"ours": 31811, "sglang": 31911, "gateway": 31711}
+POOL: Final = 200_000
+"""Tokens of SGLang's pool: two times what the largest load needs."""
+MANY: Final = ("256", "all")
+"""Loads of several clients."""
+FIGURES: Final = ("output_throughput", "median_itl_ms", "median_ttft_ms", "p99_itl_ms")
+
+
+class Limits(NamedTuple):
+    """Bars of a model's size: ours over SGLang's."""
+
+    throughput: float
+    """Of tokens/s with all requests at once, at least."""
+    one: float = 0.6
+    """Of the median time between tokens, with one stream, at most."""
+    many: float = 0.8
+    """The same with 64 streams."""
+    prefix: float = 1.25
+    """Of tokens/s with shared prefixes, at least."""
+    gateway: float = 1.0
+    """Of tokens/s of the gateway with 256 streams, at least."""
+
+
+LIMITS: Final = {"small": Limits(1.3, gateway=2.5), "large": Limits(1.15)}
+
+
+def main() -> None:
+    """Starts the servers, checks them, and alternates the loads."""
+    arguments = parser().parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    for side in SIDES:
+        if is_ready(f"http://127.0.0.1:{PORTS[side]}"):
+            raise SystemExit(f"something serves at port {PORTS[side]} already")
+    with Report(__file__, arguments) as report, contextlib.ExitStack() as stack:
+        model = model_folder(arguments)
+        sides = arguments.sides.split(",")
+        started: dict[str, Served] = {}
+        signal.signal(signal.SIGTERM, lambda *_: give_up(started))
+        for side in sides:
+            log = arguments.out / f"{side}.log"
+            started[side] = stack.enter_context(server(side, arguments, model, log))
+        until = begin + arguments.start_s
+        urls = {}
+        for side, served in started.items():
+            try:
+                wait_ready(served, until)
+                differ = differing(side, served.url)
+            except (OSError, ValueError) as error:
+                # The others are compared without it.
+                print(f"{side}: {error}", flush=True)
+                report.hold(f"{side}: does not serve", 1, at_most=0)
+                continue
+            report.hold(f"{side}: answers that differ", differ, at_most=0)
+            urls[side] = served.url
+        took_s = time.monotonic() - begin
+        report.add(part="start", took_s=round(took_s, 1))
+        left_s = arguments.budget_s - took_s
+        runner = Runner(arguments.out / "server_check.log", left_s)
+        found = alternate(arguments, urls, model, runner, report)
+        report.hold("loads that failed", len(runner.failed), at_most=0)
+        compare(found, report, LIMITS.get(arguments.bars))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__ or "", "out", "shapes", "device")
+    made.add_argument("--loads", default="256,1,64,all,prefix", help="the first ones count most")
+    made.add_argument("--repeats", type=int, default=2)
+    made.add_argument("--bars", choices=[*LIMITS, "none"], default="small")
+    made.add_argument("--sides", default=",".join(SIDES), help="servers, in the order of starts")
+    made.add_argument("--backend", default="flashinfer", help="SGLang's attention backend")
+    made.add_argument("--share", type=float, default=0.25, help="of the memory for each of ours")
+    made.add_argument("--clients", type=int, default=4, help="of loads of 256 streams and more")
+    made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
+    made.add_argument("--flag", action="append", default=[], help="a flag for both, as one word")
+    made.add_argument("--budget-s", type=float, default=500.0, help="seconds for all of it")
+    made.add_argument("--start-s", type=float, default=240.0, help="seconds for the starts")
+    return made
+
+
+def model_folder(arguments: argparse.Namespace) -> Path:
+    """The shapes' folder, or one with a tokenizer, too."""
+    folder: Path = arguments.shapes
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    made = texts.make_tokenizer(arguments.out / "model", vocabulary)
+    return frame.model_folder(folder, made)
+
+
+class Served(NamedTuple):
+    """A server that was started."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def give_up(started: Mapping[str, Served]) -> None:
+    """Ends the servers, which are in sessions of their own, and this process."""
+    for served in started.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(served.process.pid, signal.SIGKILL)
+    sys.exit("ended by SIGTERM")
+
+
+@contextlib.contextmanager
+def server(side: str, arguments: argparse.Namespace, model: Path, log: Path) -> Iterator[Served]:
+    """A server that starts, in a session of its own."""
+    on_cpu = str(arguments.device) == "cpu"
+    port = PORTS[side]
+    flags: list[object] = ["--model-path", model, "--port", port]
+    flags += ["--device", "cpu" if on_cpu else "cuda", "--served-model-name", "m"]
+    if not (model / "model.safetensors").is_file():
+        flags += ["--load-format", "dummy"]
+    if not on_cpu:
+        # SGLang's share is of what is free once its weights are there, ours of what is free before:
+        # so each finds room, in whatever order they come to it.
+        share = 1 - arguments.share if side == "sglang" else arguments.share
+        flags += ["--mem-fraction-static", share, "--max-running-requests", 256]
+    flags += [word for flag in arguments.flag for word in flag.split()]
+    if side == "gateway":
+        command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front", "gateway"]
+    elif side == "ours" or on_cpu:
+        command = [sys.executable, "-m", "pie_driver_sglang", "serve"]
+        flags += ["--scheduler", "pie" if side == "ours" else "sglang"]
+    else:
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        flags += ["--attention-backend", arguments.backend, "--log-level", "warning"]
+        flags += ["--max-total-tokens", POOL]
+        flags += ["--cuda-graph-max-bs-decode", 256, "--disable-prefill-cuda-graph"]
+    words = [str(word) for word in (*command, *flags)]
+    print(f"--- {side}: {' '.join(words)}", flush=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield Served(f"http://127.0.0.1:{port}", process, log)
+    finally:
+        # SGLang's waits for requests that are given up; nothing is lost by ending both at once.
+        for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 1.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            time.sleep(patience)
+
+
+def is_ready(url: str) -> bool:
+    """Whether a server answers."""
+    with contextlib.suppress(urllib.error.URLError, OSError):
+        ask(url, "/health", limit_s=5.0)
+        return True
+    return False
+
+
+def wait_ready(served: Served, until: float) -> None:
+    """Waits until a server answers, but not for longer than to a time.
+
+    Raises:
+        TimeoutError: It does not, or has ended; with the end of its log.
+    """
+    while time.monotonic() < until and served.process.poll() is None:
+        if is_ready(served.url):
+            return
+        time.sleep(0.5)
+    text = served.log.read_text(errors="replace")[-3000:]
+    raise TimeoutError(f"{served.url} does not answer; its log ends:\n{text}")
+
+
+def ask(url: str, path: str, body: Any = None, limit_s: float = 120.0) -> bytes:
+    """What a server answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=limit_s) as answer:
+        found: bytes = answer.read()
+    return found
+
+
+def differing(side: str, url: str) -> int:
+    """How many of 16 greedy answers are too short, or begin otherwise when asked at once."""
+
+    def said(number: int) -> tuple[int, str]:
+        """How many tokens an answer has, and its first word."""
+        prompt = " ".join(str(1000 + 37 * number + at) for at in range(20))
+        if side == "gateway":
+            body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": 24}
+            body |= {"temperature": 0, "ignore_eos": True}
+            answer = json.loads(ask(url, "/v1/completions", body))
+            return answer["usage"]["completion_tokens"], answer["choices"][0]["text"][:2]
+        params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        answer = json.loads(ask(url, "/generate", {"text": prompt, "sampling_params": params}))
+        return answer["meta_info"]["completion_tokens"], answer["text"][:2]
+
+    numbers = range(16)
+    first = [said(number) for number in numbers]
+    with ThreadPoolExecutor(16) as pool:
+        at_once = list(pool.map(said, numbers))
+    # Sums of other batches round otherwise, so a later token may differ; the first must not.
+    pairs = zip(first, at_once, strict=True)
+    return sum(one != two or one[0] != 24 for one, two in pairs)
+
+
+def alternate(
+    arguments: argparse.Namespace,
+    urls: Mapping[str, str],
+    model: Path,
+    runner: Runner,
+    report: Report,
+) -> dict[tuple[str, str], list[dict[str, float]]]:
+    """Runs every load on one server after the other; returns the figures of each repeat."""
+    results = arguments.out / "results.jsonl"
+    results.unlink(missing_ok=True)
+    plan = [
+        Load(
+            name=load,
+            side=side,
+            url=url,
+            backend="sglang-oai" if side == "gateway" else "sglang",
+            count=max(2, round(COUNTS[load] * arguments.scale)),
+            clients=arguments.clients if load in MANY else 1,
+            seed=1 + repeat,
+            tokenizer=str(model),
+        )
+        for repeat in range(arguments.repeats)
+        for load in arguments.loads.split(",")
+        for side, url in urls.items()
+    ]
+    listed = arguments.out / "plan.json"
+    listed.write_bytes(msgspec.json.encode(plan))
+    environment = _player_environment(arguments.out)
+    player = [sys.executable, Path(__file__).with_name("bench_clients.py"), listed]
+    runner.run("loads", player, arguments.budget_s, environment)
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    lines = results.read_text().splitlines() if results.is_file() else []
+    for line in map(json.loads, lines):
+        report.add(**line)
+        found.setdefault((line["load"], line["side"]), []).append(line)
+    short = len(plan) - len(lines)
+    if short:
+        runner.failed.append(f"{short} of {len(plan)} loads")
+    for figures in (each for several in found.values() for each in several):
+        if figures["completed"] < figures["asked"]:
+            runner.failed.append(f"{figures['load']} {figures['side']}: not all completed")
+    return found
+
+
+def _player_environment(out: Path) -> dict[str, str]:
+    """With an empty module in the place of a package that random ids do not need."""
+    # `m` is no model of a hub's.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if find_spec("datasets") is None:
+        stubs = out / "stubs"
+        stubs.mkdir(exist_ok=True)
+        (stubs / "datasets.py").write_text("")
+        path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(stubs), *([path] if path else [])])
+    return environment
+
+
+def compare(
+    found: Mapping[tuple[str, str], Sequence[Mapping[str, float]]],
+    report: Report,
+    limits: Limits | None,
+) -> None:
+    """Holds the medians of our doors to SGLang's."""
+
+    def median(load: str, side: str, name: str) -> float:
+        return statistics.median(figures.get(name, 0.0) for figures in found[load, side])
+
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for load, side in found:
+        if side == "sglang" or (load, "sglang") not in found:
+            continue
+        over = {
+            name: round(median(load, side, name) / max(1e-9, median(load, "sglang", name)), 3)
+            for name in FIGURES
+        }
+        ratios[load, side] = over
+        report.add(load=load, side=f"{side} over sglang", **over)
+        print(f"{load} {side}: " + ", ".join(f"{name} {over[name]}" for name in FIGURES))
+    if limits is None:
+        return
+    for (load, side), over in ratios.items():
+        name = f"{load}, {side}"
+        report.hold(f"{name}: time to the first token", over["median_ttft_ms"], at_most=1.0)
+        if load in ("1", "64"):
+            most = limits.one if load == "1" else limits.many
+            report.hold(f"{name}: time between tokens", over["median_itl_ms"], at_most=most)
+        if load == "prefix" and side == "ours":
+            apart = median(load, side, "hit_rate_pct") - median(load, "sglang", "hit_rate_pct")
+            report.hold("prefix: hit rates, percent apart", abs(apart), at_most=1.0)
+        if load == "256" and side == "gateway":
+            report.hold(f"{name}: tokens/s", over["output_throughput"], at_least=limits.gateway)
+    for load, least in (("all", limits.throughput), ("prefix", limits.prefix)):
+        reached = [over["output_throughput"] for (of, _), over in ratios.items() if of == load]
+        if reached:
+            report.hold(f"{load}: tokens/s of the faster door", max(reached), at_least=least)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+//! Whether a request can be served at all.
+
+use crate::arrival::{Arrival, Ends, Image};
+use crate::error::Refusal;
+use crate::scheduler::Scheduler;
+
+/// Most sequences of one request.
+const MAX_SAMPLES: u32 = 1024;
+
+impl<S> Scheduler<S> {
+    /// Whether a request can be served at all. Returns how many tokens it may produce at most.
+    pub(crate) fn check(&self, arrival: &Arrival<S>) -> Result<u32, Refusal> {
+        let (id, prompt, ends) = (arrival.id, &arrival.prompt, &arrival.ends);
+        if self.requests.contains_key(&id) {
+            return Err(Refusal::Known { id });
+        }
+        if prompt.is_empty() {
+            return Err(Refusal::Empty);
+        }
+        self.check_images(arrival)?;
+        self.check_tokens(arrival)?;
+        if !(1..=MAX_SAMPLES).contains(&arrival.samples) {
+            return Err(Refusal::Samples {
+                samples: arrival.samples,
+                limit: MAX_SAMPLES,
+            });
+        }
+        let (min, max) = (ends.min_tokens, ends.max_tokens);
+        if min > max {
+            return Err(Refusal::MinTokens { min, max });
+        }
+        self.check_texts(ends)?;
+        let limit = self.limits.max_logprob_words;
+        match arrival.logprobs.map(|wanted| wanted.words) {
+            Some(words) if words > limit => return Err(Refusal::Logprobs { words, limit }),
+            _ => {}
+        }
+        let (limit, reason) = self.limits.longest();
+        if prompt.len() > limit as usize {
+            let tokens = prompt.len();
+            return Err(Refusal::TooLong {
+                tokens,
+                limit,
+                reason,
+            });
+        }
+        // The last token is given out and not stored.
+        Ok(limit - prompt.len() as u32 + 1)
+    }
+
+    fn check_tokens(&self, arrival: &Arrival<S>) -> Result<(), Refusal> {
+        let vocab = self.limits.vocab_size;
+        let mut from = 0;
+        let ends = arrival
+            .images
+            .iter()
+            .map(|image| (image.start as usize, image.end() as usize));
+        for (start, next) in ends.chain([(arrival.prompt.len(), 0)]) {
+            let text = &arrival.prompt[from..start];
+            if let Some(place) = text.iter().position(|&token| token >= vocab) {
+                let (token, at) = (text[place], from + place);
+                return Err(Refusal::Token { token, at, vocab });
+            }
+            from = next;
+        }
+        Ok(())
+    }
+
+    fn check_images(&self, arrival: &Arrival<S>) -> Result<(), Refusal> {
+        let (most_tokens, most_bytes) = (self.limits.image_tokens(), self.limits.max_image_bytes);
+        let mut free = 0;
+        for (index, &image) in arrival.images.iter().enumerate() {
+            let Image {
+                start,
+                tokens,
+                bytes,
+            } = image;
+            let end = u64::from(start) + u64::from(tokens);
+            if start < free || tokens == 0 || end > arrival.prompt.len() as u64 {
+                return Err(Refusal::ImagePlace { index });
+            }
+            if tokens > most_tokens || bytes > most_bytes {
+                return Err(Refusal::Image {
+                    index,
+                    tokens,
+                    bytes,
+                    most_tokens,
+                    most_bytes,
+                });
+            }
+            free = image.end();
+        }
+        let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
+        match from {
+            Some(from) if from < free => Err(Refusal::ImageLogprobs { from, first: free }),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_texts(&self, ends: &Ends) -> Result<(), Refusal> {
+        let strings = &ends.stop_strings;
+        let any = !strings.is_empty() || ends.stop_regexes.is_some();
+        let why = if strings.iter().any(|string| string.is_empty()) {
+            "one is empty"
+        } else if any && self.text.is_none() {
+            "this scheduler was made without them"
+        } else {
+            return Ok(());
+        };
+        Err(Refusal::StopString { why })
+    }
+}
