@@ -305,10 +305,11 @@ class TestGrammar:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_log_probabilities(self, client: Any, stream: bool) -> None:
-        answer = chat(client, "Hello", 4, logprobs=True, top_logprobs=3, stream=stream)
+        more = {"logprobs": True, "top_logprobs": 3, "extra_body": NO_THOUGHT, "stream": stream}
+        answer = chat(client, "Hello", 16, **more)
         choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
         content = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
-        assert len(content) == 4
+        assert len(content) == 16
         for entry in content:
             top = [one.logprob for one in entry.top_logprobs]
             # The best one is drawn.
