@@ -27,8 +27,8 @@ _PAIR_ROWS = 16
 FEWEST = 2
 """Rows up to which each program computes one pair, or outputs of one row."""
 _CUTS = {
-    ("up", True): Cut(4, 512, warps=2),
-    ("down", True): Cut(2, 256, warps=2),
+    ("up", True): Cut(2, 512, warps=1),
+    ("down", True): Cut(2, 256, warps=4),
     ("up", False): Cut(64, 128, stages=3),
     ("down", False): Cut(128, 64, stages=4),
 }

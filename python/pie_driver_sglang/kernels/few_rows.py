@@ -60,6 +60,7 @@ _MEASURED: dict[tuple[str, int, int, int], Cut] = {
     ("adds", 1, 4096, 4096): Cut(16, 512, parts=2),
     ("adds", 1, 4096, 14336): Cut(16, 512, parts=2),
     ("adds", 1, 5120, 5120): Cut(4, 512, warps=2),
+    ("adds", 1, 1024, 2048): Cut(4, 2048, warps=8),
     ("gated", 1, 3072, 1024): Cut(2, 512, warps=1),
     # Up to 16 rows.
     ("adds", 16, 4096, 4096): Cut(64, 256, parts=2, stages=3),
