@@ -13,12 +13,12 @@ WHEELS := target/wheels
 # A wheel needs maturin alone: without the environment it gets one of its own.
 BUILDER := target/builder
 MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
-CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
+CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suite benches/ngram_replay benches/peers benches/pie_load
 # Runs the ring's sources under loom: a workspace of its own, which builds where the product does.
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-python quick conformance bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -41,6 +41,7 @@ serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT
 
 # The environment, which waits for the network, and the wheel, whose end is one long link, come while the tests are built.
 test: ## Run every test
+	@test -e $(VENV)/.dependencies || tools/preflight "$(PYTHON)" . $(GIB)
 	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled
 	@$(MAKE) --no-print-directory test-rust test-python
 
@@ -86,6 +87,10 @@ gateway-cost: ## Measure the CPU time of a streamed token in the runtime and its
 
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
+
+grammar-suite: $(VENV)/.installed ## Time masks and compiling over the JSON schema test suite and a store of schemas next to xgrammar
+	@cargo build --quiet --release --manifest-path benches/Cargo.toml --target-dir target/bench --bin grammar_suite
+	@$(BIN)/python benches/grammar_suite/run.py target/bench/release/grammar_suite $(ARGS)
 
 TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more

@@ -6,12 +6,12 @@ import random
 
 import torch
 
-from pie_driver_sglang.kernels.page_copy import BLOCK, BufferRows, move
+from pie_driver_sglang.kernels.page_copy import COPY_BLOCK, BufferRows, move
 from pie_driver_sglang.srt import pool as pool_module
 from pie_driver_sglang.srt.pool import PagePools, page_bytes
 
 PAGES = 9
-WIDTHS = (3, 1, BLOCK + 5, 2)
+WIDTHS = (3, 1, COPY_BLOCK + 5, 2)
 
 
 def move_backwards(

@@ -187,7 +187,7 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     kernel = mock.Mock(wraps=lone_attend.attend_lone)
     with (
         # Halves of such heads are too small for a GPU.
-        mock.patch.object(lone_attend, "_DIMS", (8, 16, 32)),
+        mock.patch.object(lone_attend, "_DIMS", (8, 16, 32, 64, 128)),
         mock.patch.object(lone_attend, "attend_lone", kernel),
     ):
         found = expected.clone()

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import fp8_rounding
-from paged_model import MULTIPROCESSORS, STEPS, Contexts, decode
+from paged_model import MULTIPROCESSORS, STEPS, Contexts, alone, decode
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.srt import environment
@@ -134,6 +134,7 @@ def main() -> None:
         assert (accepted, reason) == (False, FROZEN_SCALES)
         # By SGLang's products, by those without scales, then by the driver's where rows are few.
         ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
+        ways.append(alone(server, engine, layers, expected))
         unscaled = mock.Mock(wraps=quantized.multiply_unscaled)
         with (
             mock.patch.object(quantized, "_multiplies", lambda linear: kind != "block"),

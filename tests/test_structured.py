@@ -88,6 +88,25 @@ def test_every_sample_fits_its_schema(engine: Engine) -> None:
     assert engine.get_server_info()["internal_states"][0]["forced_tokens"] > before
 
 
+def test_forced_text_is_not_drawn(engine: Engine) -> None:
+    """It is written as the tokenizer writes it, so that a step goes over all of it."""
+
+    def counts() -> tuple[int, int]:
+        state = engine.get_server_info()["internal_states"][0]
+        return state["forced_tokens"], state["steps"]
+
+    sentence = "The name of the function is parse_arguments, and it returns "
+    before = counts()
+    (answer,) = engine.generate(["It is"], [{"regex": sentence + "(True|None)", "temperature": 1}])
+    forced, steps = (new - old for new, old in zip(counts(), before, strict=True))
+    assert answer["text"] in {sentence + "True", sentence + "None"}
+    assert engine.tokenizer is not None
+    (written,) = engine.tokenizer.encode([answer["text"]])
+    assert answer["output_ids"][: len(written) - 1] == written[:-1]
+    assert forced >= len(written) - 3
+    assert steps <= 6, "one for each token that is drawn, and one for the prompt"
+
+
 def test_a_regex_an_ebnf_grammar_and_a_tag(engine: Engine) -> None:
     asked: list[dict[str, Any]] = [
         {"regex": "(cat|dog)s? [0-9]{2}"},

@@ -7,7 +7,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use pie_benches::report::Unit;
 use pie_benches::sched::Decodes;
 use pie_benches::timing::{self, Race, Samples};
-use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
+use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Stop, Wait};
 use pie_runtime::{FrameBuilder, Link, RuntimeError, Sampler, Turn};
 
 const CONTEXT: u32 = 2048;
@@ -48,6 +48,14 @@ fn sched(criterion: &mut Criterion) {
     });
 }
 
+struct StopOnDrop(Stop);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
 /// From an answer seen to the next request made, over a ring to a thread that answers at once.
 fn relay(criterion: &mut Criterion) {
     for requests in REQUESTS {
@@ -56,11 +64,13 @@ fn relay(criterion: &mut Criterion) {
         let mut config = ServerConfig::new(&name, [0; 8], Vec::new());
         config.layout = RegionLayout::new(2, 8 << 20, 1 << 16).expect("a region");
         let mut server = Server::create(&config, &ExitGuard::inert()).expect("a region");
-        let stop = server.stop();
+        let stop = StopOnDrop(server.stop_handle());
         let mut answer = vec![0; 1 << 16];
         let length = pie_wire::encode_fast_tokens(0, &vec![7; requests as usize], &mut answer);
         answer.truncate(length.expect("it fits"));
         thread::scope(|scope| {
+            // Its end, by a panic, too, ends the other thread.
+            let _stop = stop;
             scope.spawn(|| {
                 while let Ok(Some(lease)) = server.wait(wait) {
                     assert!(lease.reply(&answer).is_ok());
@@ -72,15 +82,15 @@ fn relay(criterion: &mut Criterion) {
             };
             let client = Client::open(&name, [0; 8], client).expect("the server's region");
             let row = format!("runtime/relay/{requests}x{CONTEXT}");
-            let turn = |operations, samples: &mut Samples| play(&client, requests, operations, samples);
+            let turn =
+                |operations, samples: &mut Samples| play(&client, requests, operations, samples);
             Race::new_turns(row, Unit::Us, turn).run(criterion);
-            stop.stop();
         });
     }
 }
 
 /// Sends so many frames of decodes, each laid out while the one before is computed.
-fn play(client: &Client, requests: u32, operations: u64, samples: &mut Samples) -> Duration {
+fn play<'c>(client: &'c Client, requests: u32, operations: u64, samples: &mut Samples) -> Duration {
     let sampler = Sampler::TopP {
         temperature: 0.6,
         p: 0.95,
@@ -97,17 +107,22 @@ fn play(client: &Client, requests: u32, operations: u64, samples: &mut Samples) 
         sampler: Some(&sampler),
         ..Turn::EMPTY
     };
-    let next = |link: &mut Link<'_>| {
+    let next = |link: &mut Link<'c>| {
         left = left.saturating_sub(1);
         let turns = (0..requests as usize).map(turn);
-        Ok(if left > 0 { Some(link.prepare(turns)?) } else { None })
+        Ok(if left > 0 {
+            Some(link.prepare(turns)?)
+        } else {
+            None
+        })
     };
     let done = |exchange: &pie_runtime::Exchange| {
         let took = Duration::from_nanos(exchange.client_ns);
         samples.record(took);
         total += took;
     };
-    link.relay::<RuntimeError>(next, done).expect("it is answered");
+    link.relay::<RuntimeError>(next, done)
+        .expect("it is answered");
     total
 }
 

@@ -8,7 +8,8 @@
 2. Random weights in each of the shapes, 64 contexts that decode, 256 of whose tokens count. Round
    trips of a step take turns: with nothing; with penalties, 50 biases, a mask of bits, five
    log-probabilities, filters, and all of it in every row; and with all of it in one row. The bars
-   hold the medians to multiples of the plain step. What SGLang's own sampling takes stands beside.
+   hold the medians to multiples of the plain step. What SGLang's own sampling takes is printed
+   with it.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Replicas:
         keywords |= {
             "vocabulary": tokenizer.vocabulary(),
             "special_tokens": tokenizer.special_tokens(),
+            "tokenizer_file": tokenizer.file,
             "eos_token_ids": sorted(ends),
             "kv_events": not keywords.get("disable_radix_cache", False),
             "replicas": 1,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import follow
-from pie_driver_sglang.kernels.logit_rows import BLOCK, capped, load_block, ordered, weight_of
+from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block, ordered, weight_of
 from pie_driver_sglang.kernels.types import SlotParams
 
 _COARSE = tl.constexpr(8)
@@ -98,7 +98,7 @@ def _count_coarse(
     pivots = _coarse_keys(largest, temperature, SHIFT)
     counts, weights = _count(
         logits + row * stride,
-        part * BLOCK,
+        part * LOGIT_BLOCK,
         vocab,
         pivots,
         largest,
@@ -134,17 +134,17 @@ def _refine(
     if tl.abs(largest) == float("inf"):
         return
     base = logits + row * stride
-    first = part * BLOCK
+    first = part * LOGIT_BLOCK
     out = fine + (row * parts + part) * 3 * _FINE + tl.arange(0, _FINE)
     room = candidates + row * 2 * _CANDIDATES
     if top_k < vocab:
-        low, high, _, held, passed, offset = _coarse_bracket(
+        low, high, _above, held, passed, offset = _coarse_bracket(
             coarse, row, part, parts, vocab, largest, temperature, top_k, False, PARTS, SHIFT
         )
         if held - passed <= _CANDIDATES:
-            _keep(base, first, first + BLOCK, vocab, low, high, room, offset, SHIFT)
+            _keep(base, first, first + LOGIT_BLOCK, vocab, low, high, room, offset, SHIFT)
         else:
-            counts, _ = _count(
+            counts, weights = _count(
                 base, first, vocab, _fine_keys(low, high), largest, temperature, cap,
                 _FINE, False, CAPPED, SHIFT,
             )  # fmt: skip
@@ -152,11 +152,21 @@ def _refine(
     if _is_wide(top_k, top_p, vocab):
         whole = whole_mass(tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED)
         goal = tl.abs(top_p) * whole
-        low, high, _, held, passed, offset = _coarse_bracket(
+        low, high, _above, held, passed, offset = _coarse_bracket(
             coarse, row, part, parts, vocab, largest, temperature, goal, True, PARTS, SHIFT
         )
         if held - passed <= _CANDIDATES:
-            _keep(base, first, first + BLOCK, vocab, low, high, room + _CANDIDATES, offset, SHIFT)
+            _keep(
+                base,
+                first,
+                first + LOGIT_BLOCK,
+                vocab,
+                low,
+                high,
+                room + _CANDIDATES,
+                offset,
+                SHIFT,
+            )
         else:
             counts, weights = _count(
                 base, first, vocab, _fine_keys(low, high), largest, temperature, cap,
@@ -218,7 +228,7 @@ def _count(
     largest = capped(largest, cap, CAPPED)
     counts = tl.zeros([COUNT, width], tl.float32)
     masses = tl.zeros([COUNT, width], tl.float32)
-    for start in range(first, first + BLOCK, width):
+    for start in range(first, first + LOGIT_BLOCK, width):
         offsets = start + tl.arange(0, width)
         inside = offsets < vocab
         x = tl.load(base + offsets, mask=inside, other=float("-inf")).to(tl.float32)
@@ -234,6 +244,7 @@ def _count(
 @triton.jit
 def _keep(base, first, end, vocab, low, high, room, offset, SHIFT: tl.constexpr):
     """Writes the keys from `low` to `high` of a part of a row, from place `offset` on."""
+    written = tl.full((), 0, tl.int32) + offset
     for start in range(first, tl.minimum(end, vocab), _WRITTEN):
         offsets = start + tl.arange(0, _WRITTEN)
         inside = offsets < vocab
@@ -242,9 +253,9 @@ def _keep(base, first, end, vocab, low, high, room, offset, SHIFT: tl.constexpr)
         wanted = (keys >= low) & (keys <= high) & inside
         found = tl.sum(wanted.to(tl.int32), 0)
         if found > 0:
-            places = offset + tl.cumsum(wanted.to(tl.int32), 0) - 1
+            places = written + tl.cumsum(wanted.to(tl.int32), 0) - 1
             tl.store(room + places, keys, mask=wanted & (places < _CANDIDATES))
-            offset += found
+            written += found
 
 
 @triton.jit
@@ -306,7 +317,7 @@ def _coarse_bracket(
     # The same of each block, whose counts rise with the keys' numbers, too.
     enough = (values >= goal)[None, :]
     lanes = tl.arange(0, PARTS)
-    sizes = tl.minimum(tl.maximum(vocab - lanes * BLOCK, 0), BLOCK).to(tl.float32)
+    sizes = tl.minimum(tl.maximum(vocab - lanes * LOGIT_BLOCK, 0), LOGIT_BLOCK).to(tl.float32)
     own_held = tl.min(tl.where(enough, by_block, sizes[:, None]), 1)
     own_passed = tl.max(tl.where(enough, 0.0, by_block), 1)
     offset = tl.sum(tl.where(lanes < part, own_held - own_passed, 0.0), 0)
@@ -339,7 +350,7 @@ def draw(
     edge = lowest - 1
     ties = vocab
     if top_k < vocab:
-        low, high, above, held, passed, _ = _coarse_bracket(
+        low, high, above, held, passed, _offset = _coarse_bracket(
             coarse, row, 0, parts, vocab, raw, temperature, top_k, False, PARTS, SHIFT
         )
         is_written = held - passed <= _CANDIDATES
@@ -359,7 +370,7 @@ def draw(
             inside = _mass(base, vocab, edge + 1, largest, scale, cap, CAPPED, SHIFT)
             whole = inside + ties * _weight_at(edge, largest, scale, cap, CAPPED, SHIFT)
         goal = tl.abs(top_p) * whole
-        low, high, mass, held, passed, _ = _coarse_bracket(
+        low, high, mass, held, passed, _offset = _coarse_bracket(
             coarse, row, 0, parts, vocab, raw, temperature, goal, True, PARTS, SHIFT
         )
         is_written = is_wide & (held - passed <= _CANDIDATES)
@@ -398,11 +409,11 @@ def _edge(
     """
     while (low < high) & (held - passed > _CANDIDATES):
         middle = _middle(low, high)
-        found = tl.zeros([BLOCK], tl.float32)
-        weights = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, vocab, BLOCK):
+        found = tl.zeros([LOGIT_BLOCK], tl.float32)
+        weights = tl.zeros([LOGIT_BLOCK], tl.float32)
+        for first in range(0, vocab, LOGIT_BLOCK):
             x = load_block(base, first, vocab)
-            kept = (ordered(x) >> SHIFT >= middle) & (first + tl.arange(0, BLOCK) < vocab)
+            kept = (ordered(x) >> SHIFT >= middle) & (first + tl.arange(0, LOGIT_BLOCK) < vocab)
             found += kept.to(tl.float32)
             if WEIGHED:
                 weights += tl.where(kept, weight_of(x, largest, scale, cap, CAPPED), 0.0)
@@ -450,8 +461,8 @@ def _mass(
     base, vocab, least, largest, scale, cap, CAPPED: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
     """The weight of all keys from `least` on."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, vocab, BLOCK):
+    total = tl.zeros([LOGIT_BLOCK], tl.float32)
+    for first in range(0, vocab, LOGIT_BLOCK):
         x = load_block(base, first, vocab)
         kept = ordered(x) >> SHIFT >= least
         total += tl.where(kept, weight_of(x, largest, scale, cap, CAPPED), 0.0)
@@ -481,21 +492,31 @@ def _invert(
     masses = tl.zeros([PARTS], tl.float32)
     before_ties = tl.zeros([PARTS], tl.int32)
     seen = 0
-    for first in range(0, vocab, BLOCK):
+    for first in range(0, vocab, LOGIT_BLOCK):
         weights, tied = _kept(
             base, first, vocab, edge, ties - seen, min_p, largest, scale, cap, CAPPED, SHIFT
         )
-        masses = tl.where(lanes == first // BLOCK, tl.sum(weights, 0), masses)
-        before_ties = tl.where(lanes == first // BLOCK, seen, before_ties)
+        masses = tl.where(lanes == first // LOGIT_BLOCK, tl.sum(weights, 0), masses)
+        before_ties = tl.where(lanes == first // LOGIT_BLOCK, seen, before_ties)
         seen += tied
     goal = uniform * tl.sum(masses, 0)
     part = first_beyond(masses, 0.0, goal)
     before = tl.sum(tl.where(lanes < part, masses, 0.0), 0)
     seen = tl.sum(tl.where(lanes == part, before_ties, 0), 0)
     weights, _ = _kept(
-        base, part * BLOCK, vocab, edge, ties - seen, min_p, largest, scale, cap, CAPPED, SHIFT
+        base,
+        part * LOGIT_BLOCK,
+        vocab,
+        edge,
+        ties - seen,
+        min_p,
+        largest,
+        scale,
+        cap,
+        CAPPED,
+        SHIFT,
     )
-    return part * BLOCK + first_beyond(weights, before, goal)
+    return part * LOGIT_BLOCK + first_beyond(weights, before, goal)
 
 
 @triton.jit
@@ -519,7 +540,7 @@ def _kept(
     """Weights of a block, 0 where dropped, and how many keys lie at the edge; `ties` may stay."""
     x = load_block(base, first, vocab)
     keys = ordered(x) >> SHIFT
-    inside = first + tl.arange(0, BLOCK) < vocab
+    inside = first + tl.arange(0, LOGIT_BLOCK) < vocab
     at_edge = ((keys == edge) & inside).to(tl.int32)
     tied = tl.sum(at_edge, 0)
     kept = (keys > edge) & inside

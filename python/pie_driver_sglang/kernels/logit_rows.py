@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(8192)
+LOGIT_BLOCK = tl.constexpr(8192)
 """Logits that a program reads at once."""
 
 
@@ -19,7 +19,7 @@ def ordered(x):
 @triton.jit
 def load_block(base, first, vocab):
     """A block of a row in float32; -inf beyond its end."""
-    offsets = first + tl.arange(0, BLOCK)
+    offsets = first + tl.arange(0, LOGIT_BLOCK)
     x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
     return x.to(tl.float32)
 

@@ -220,7 +220,7 @@ def _load_block(
     head_keys, head_values, places, token, end, key_stride, value_stride, pair, dims,
     BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Halves of stored keys, and values, from `token` to `end`; zeros behind it."""
+    """Halves of stored keys, and values, from `token` to `end`; zeros after it."""
     own = (token + tl.arange(0, BLOCK) < end)[:, None]
     keys = head_keys + places[:, None] * key_stride + pair[None, :]
     kx = tl.load(keys, mask=own, other=0.0)

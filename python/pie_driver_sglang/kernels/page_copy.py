@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+COPY_BLOCK = 1024
 """Elements that a program copies."""
 
 
@@ -67,9 +67,9 @@ def move(
         target: Buffers to write.
         target_rows: ``[pairs]`` int64, all different.
     """
-    grid = (len(source_rows), len(source.starts), triton.cdiv(source.widest, BLOCK))
+    grid = (len(source_rows), len(source.starts), triton.cdiv(source.widest, COPY_BLOCK))
     _move[grid](
         source.starts, source.strides, source_rows,
         target.starts, target.strides, target_rows, source.widths,
-        ELEMENT=tl.int64 if source.dtype == torch.int64 else tl.uint8, BLOCK=BLOCK,
+        ELEMENT=tl.int64 if source.dtype == torch.int64 else tl.uint8, BLOCK=COPY_BLOCK,
     )  # fmt: skip

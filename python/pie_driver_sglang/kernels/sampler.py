@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow
 from pie_driver_sglang.kernels.filters import draw, first_beyond, search, whole_mass
-from pie_driver_sglang.kernels.logit_rows import BLOCK, capped, load_block, weight_of
+from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block, weight_of
 from pie_driver_sglang.kernels.types import SlotParams
 
 _SURVEY_WARPS = 8
@@ -63,7 +63,7 @@ def sample_step(
         softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
     """
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, BLOCK.value)
+    parts = triton.cdiv(vocab, LOGIT_BLOCK.value)
     tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
     ids = logits.new_empty(rows, parts, dtype=torch.int32)
     params = SlotParams(*(field.contiguous() for field in params))
@@ -151,16 +151,16 @@ def _survey(
     temperature = tl.load(temperatures + row)
     if temperature < 0.0:
         return
-    x = load_block(logits + row * stride, part * BLOCK, vocab)
+    x = load_block(logits + row * stride, part * LOGIT_BLOCK, vocab)
     top = tl.max(x, 0)
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
         # NaN if one of the logits is NaN.
         mass = tl.sum(weight_of(x, capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
-        found = tl.where(mass == mass, part * BLOCK, -1)
+        found = tl.where(mass == mass, part * LOGIT_BLOCK, -1)
     else:
-        offsets = part * BLOCK + tl.arange(0, BLOCK)
+        offsets = part * LOGIT_BLOCK + tl.arange(0, LOGIT_BLOCK)
         at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
         found = tl.min(tl.where(x != x, -1, at_top), 0)
     place = row * tl.num_programs(1) + part
@@ -229,9 +229,9 @@ def _draw_any(
     part = first_beyond(mass, 0.0, goal)
     lanes = tl.arange(0, PARTS)
     before = tl.sum(tl.where(lanes < part, mass, 0.0), 0)
-    x = load_block(base, part * BLOCK, vocab)
+    x = load_block(base, part * LOGIT_BLOCK, vocab)
     weights = weight_of(x, largest, scale, cap, CAPPED)
-    return part * BLOCK + first_beyond(weights, before, goal)
+    return part * LOGIT_BLOCK + first_beyond(weights, before, goal)
 
 
 @triton.jit

@@ -297,6 +297,7 @@ class Engine:
             keywords["eos_token_ids"] = sorted(tokenizer.end_tokens)
             keywords["vocabulary"] = tokenizer.vocabulary()
             keywords["special_tokens"] = tokenizer.special_tokens()
+            keywords["tokenizer_file"] = tokenizer.file
         else:
             hf_config = load_hf_config(parsed.model)
             ends = hf_config.get("eos_token_id")

@@ -24,6 +24,7 @@ class ModelTokenizer:
 
     Attributes:
         end_tokens: The tokens that end a text, by the model's configuration.
+        file: Where it was read from.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +34,7 @@ class ModelTokenizer:
             ConfigError: It is missing or cannot be read.
         """
         package: Any = import_module("tokenizers")
-        path = folder / "tokenizer.json"
+        self.file = path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"there is no {quoted(str(path))}", _DOWNLOAD)
         try:

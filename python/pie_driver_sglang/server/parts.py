@@ -47,6 +47,7 @@ class Parts:
         if self._tokenizer is not None:
             keywords["vocabulary"] = self._tokenizer.vocabulary()
             keywords["special_tokens"] = self._tokenizer.special_tokens()
+            keywords["tokenizer_file"] = self._tokenizer.file
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
         self.runtime = _core.Runtime(**keywords)
         self.log = DriverLog(self.runtime)

@@ -56,7 +56,10 @@ impl Backend for Service {
 
 /// What depends on the model and on the server's flags.
 #[derive(Debug, Clone)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the server")]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a flag of the server"
+)]
 pub struct FrontSettings {
     /// The tokens that end a request, unless it ignores them.
     pub eos_tokens: Vec<u32>,

@@ -3,7 +3,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | `table` | where each field stands, by the installed classes; writing messages |
-//! | `request`, `unserved` | a request as it comes, and what is refused of it |
+//! | `request`, `value`, `unserved` | a request as it comes, and what is refused of it |
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open`, `output` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
@@ -19,6 +19,7 @@ mod session;
 mod table;
 mod times;
 mod unserved;
+mod value;
 
 pub use error::FrontError;
 pub use front::{Backend, Front, FrontSettings, Outgoing};

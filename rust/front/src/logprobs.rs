@@ -4,8 +4,8 @@ use pie_runtime::{Delta, LogprobParams, PlaceShape};
 use rmpv::ValueRef;
 
 use crate::error::FrontError;
-use crate::request::{flag, integer, token_ids};
 use crate::table::{array, float, nil, uint};
+use crate::value::{flag, integer, token_ids};
 
 /// Fields of a message. With a request that wants log-probabilities in it, all of them are lists, and empty for the others.
 pub(crate) const COLUMNS: [&str; 12] = [

@@ -1,7 +1,9 @@
 //! Grammars compiled in the background, once for each text.
 
 use std::fmt;
+use std::fs;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, TrySendError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::thread;
@@ -13,13 +15,19 @@ use lru::LruCache;
 use crate::error::GrammarError;
 use crate::grammar::{Grammar, JsonSpace};
 use crate::matcher::{Matcher, first_line};
+use crate::tokenizer::Tokenizer;
 use crate::vocabulary::Vocabulary;
+
+/// Most matchers of one grammar that are kept for other texts.
+const USED: usize = 16;
 
 /// What compiling may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Threads that compile, and as many that compute masks ahead.
+    /// Threads that compile.
     pub threads: NonZeroUsize,
+    /// Threads that compute masks ahead.
+    pub mask_threads: NonZeroUsize,
     /// Grammars that are kept; the one used longest ago gives way.
     pub kept: NonZeroUsize,
     /// Grammars that may wait to be compiled.
@@ -34,14 +42,28 @@ impl Default for Limits {
     fn default() -> Self {
         let cores = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         let four = NonZeroUsize::MIN.saturating_add(3);
+        let eight = NonZeroUsize::MIN.saturating_add(7);
         Self {
             threads: cores.min(four),
+            mask_threads: cores.min(eight),
             kept: NonZeroUsize::MIN.saturating_add(255),
             waiting: 1024,
             bytes: 1 << 20,
             time: Duration::from_secs(30),
         }
     }
+}
+
+/// How a [`Compiler`] does its work.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// What compiling may cost.
+    pub limits: Limits,
+    /// White space of JSON.
+    pub space: JsonSpace,
+    /// The model's `tokenizer.json`. It is read in the background, before the first grammar is compiled. One that
+    /// [cannot be used](Tokenizer::from_json) is as none: then only single tokens without alternative are jumped over.
+    pub tokenizer: Option<PathBuf>,
 }
 
 /// How far a grammar is.
@@ -60,6 +82,8 @@ pub enum Progress {
 pub struct Ready {
     /// Locked for the time of a clone.
     matcher: Mutex<Matcher>,
+    /// Matchers at the start again, which know more states of the grammar than a new one.
+    used: Mutex<Vec<Matcher>>,
     /// The first mask.
     pub(crate) mask: Box<[u32]>,
 }
@@ -67,7 +91,18 @@ pub struct Ready {
 impl Ready {
     /// A matcher at the start of a text.
     pub fn matcher(&self) -> Matcher {
-        lock(&self.matcher).clone()
+        let used = lock(&self.used).pop();
+        used.unwrap_or_else(|| lock(&self.matcher).clone())
+    }
+
+    /// Keeps a matcher for another text.
+    pub(crate) fn give_back(&self, mut matcher: Matcher) {
+        if matcher.reset() {
+            let mut used = lock(&self.used);
+            if used.len() < USED {
+                used.push(matcher);
+            }
+        }
     }
 }
 
@@ -149,12 +184,17 @@ type Task = Box<dyn FnOnce() + Send>;
 #[derive(Clone)]
 pub struct Compiler(Arc<Inner>);
 
+/// A model's tokens, ready to be followed.
+struct Model {
+    factory: ParserFactory,
+    vocabulary: Vocabulary,
+}
+
 struct Inner {
     vocabulary: Vocabulary,
-    space: JsonSpace,
-    limits: Limits,
+    settings: Arc<Settings>,
     /// Made by the first grammar: it looks at every token.
-    factory: Arc<OnceLock<Result<ParserFactory, String>>>,
+    model: Arc<OnceLock<Result<Model, String>>>,
     kept: Arc<Mutex<LruCache<Grammar, Pending>>>,
     compile: mpsc::SyncSender<Task>,
     ahead: Mutex<Sender<Task>>,
@@ -164,7 +204,7 @@ impl fmt::Debug for Compiler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Compiler")
             .field("vocabulary", &self.0.vocabulary)
-            .field("limits", &self.0.limits)
+            .field("settings", &self.0.settings)
             .finish_non_exhaustive()
     }
 }
@@ -175,28 +215,28 @@ impl Compiler {
     /// # Errors
     /// An I/O error if a thread cannot be started.
     pub fn new(vocabulary: Vocabulary, limits: Limits) -> std::io::Result<Self> {
-        Self::with_space(vocabulary, limits, JsonSpace::default())
+        let settings = Settings {
+            limits,
+            ..Settings::default()
+        };
+        Self::with_settings(vocabulary, settings)
     }
 
-    /// The same, for JSON with this white space.
+    /// The same with all settings.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn with_space(
-        vocabulary: Vocabulary,
-        limits: Limits,
-        space: JsonSpace,
-    ) -> std::io::Result<Self> {
+    pub fn with_settings(vocabulary: Vocabulary, settings: Settings) -> std::io::Result<Self> {
+        let limits = settings.limits;
         // No more than may wait are sent, so that sending never waits.
         let (compile, tasks) = mpsc::sync_channel(limits.waiting);
         start("pie-grammar", limits.threads, tasks)?;
         let (ahead, tasks) = mpsc::channel();
-        start("pie-masks", limits.threads, tasks)?;
+        start("pie-masks", limits.mask_threads, tasks)?;
         Ok(Self(Arc::new(Inner {
             vocabulary,
-            space,
-            limits,
-            factory: Arc::default(),
+            settings: Arc::new(settings),
+            model: Arc::default(),
             kept: Arc::new(Mutex::new(LruCache::new(limits.kept))),
             compile,
             ahead: Mutex::new(ahead),
@@ -217,10 +257,11 @@ impl Compiler {
         {
             return pending.clone();
         }
-        let limit = inner.limits.time;
+        let limits = inner.settings.limits;
+        let limit = limits.time;
         let (kind, bytes) = (grammar.kind(), grammar.bytes());
-        if bytes > inner.limits.bytes {
-            let limit_bytes = inner.limits.bytes;
+        if bytes > limits.bytes {
+            let limit_bytes = limits.bytes;
             let error = GrammarError::TooLong {
                 kind,
                 bytes,
@@ -229,12 +270,13 @@ impl Compiler {
             return Pending::new(grammar, limit, Progress::Failed(Arc::new(error)));
         }
         let pending = Pending::new(grammar, limit, Progress::Compiling);
-        let (factory, vocabulary) = (Arc::clone(&inner.factory), inner.vocabulary.clone());
-        let space = inner.space.clone();
+        let (model, vocabulary) = (Arc::clone(&inner.model), inner.vocabulary.clone());
+        let settings = Arc::clone(&inner.settings);
         let (text, own, all) = (grammar.clone(), pending.clone(), Arc::clone(&inner.kept));
         let task = Box::new(move || {
             if !is_abandoned(&own, &text, &all) {
-                own.settle(compile(&factory, &vocabulary, &space, &text));
+                let model = model.get_or_init(|| Model::new(vocabulary, &settings));
+                own.settle(compile(model, &settings.space, &text));
             }
         });
         match inner.compile.try_send(task) {
@@ -242,7 +284,7 @@ impl Compiler {
                 kept.put(grammar.clone(), pending.clone());
             }
             Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                let limit = inner.limits.waiting;
+                let limit = limits.waiting;
                 let waiting = limit;
                 pending.settle(Err(GrammarError::Busy { waiting, limit }));
             }
@@ -288,22 +330,37 @@ fn start(name: &str, threads: NonZeroUsize, tasks: Receiver<Task>) -> std::io::R
     Ok(())
 }
 
+impl Model {
+    fn new(vocabulary: Vocabulary, settings: &Settings) -> Result<Self, String> {
+        let read = |path: &PathBuf| Tokenizer::from_json(&fs::read(path).ok()?).ok();
+        let tokenizer = settings.tokenizer.as_ref().and_then(read);
+        let vocabulary = match tokenizer {
+            Some(tokenizer) => vocabulary.with_tokenizer(tokenizer),
+            None => vocabulary,
+        };
+        let mut factory = ParserFactory::new_simple(vocabulary.env())
+            .map_err(|error| first_line(&error.to_string()))?;
+        factory.quiet();
+        factory.limits_mut().verbose_errors = false;
+        Ok(Self {
+            factory,
+            vocabulary,
+        })
+    }
+}
+
 fn compile(
-    factory: &OnceLock<Result<ParserFactory, String>>,
-    vocabulary: &Vocabulary,
+    model: &Result<Model, String>,
     space: &JsonSpace,
     grammar: &Grammar,
 ) -> Result<Ready, GrammarError> {
     let kind = grammar.kind();
     let wrong = |reason| GrammarError::Wrong { kind, reason };
-    let made = factory.get_or_init(|| {
-        let mut factory = ParserFactory::new_simple(vocabulary.env())
-            .map_err(|error| first_line(&error.to_string()))?;
-        factory.quiet();
-        factory.limits_mut().verbose_errors = false;
-        Ok(factory)
-    });
-    let factory = made.as_ref().map_err(|error| wrong(error.clone()))?;
+    let model = model.as_ref().map_err(|error| wrong(error.clone()))?;
+    let Model {
+        factory,
+        vocabulary,
+    } = model;
     let parser = factory.create_parser(grammar.parse(vocabulary, space)?);
     let inner = llguidance::Matcher::new(parser);
     if let Some(error) = inner.get_error() {
@@ -318,7 +375,12 @@ fn compile(
         return Err(wrong("it allows no text".to_owned()));
     }
     let matcher = Mutex::new(matcher);
-    Ok(Ready { matcher, mask })
+    let used = Mutex::default();
+    Ok(Ready {
+        matcher,
+        used,
+        mask,
+    })
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

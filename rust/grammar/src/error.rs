@@ -53,6 +53,12 @@ pub enum GrammarError {
         /// Tokens of the vocabulary.
         size: usize,
     },
+    /// A `tokenizer.json` that does not say how texts become tokens.
+    #[error("the tokenizer cannot be used: {reason}")]
+    Tokenizer {
+        /// Why not.
+        reason: String,
+    },
     /// A token that the mask forbids.
     #[error("token {token} is not allowed here: draw by the mask")]
     Forbidden {
@@ -62,6 +68,9 @@ pub enum GrammarError {
     /// The matcher cannot go on; the text of the compiler says why.
     #[error("the grammar cannot be followed any further: {0}")]
     Matcher(String),
+    /// A panic of the matcher: a bug.
+    #[error("the grammar cannot be followed any further: its matcher is broken")]
+    Broken,
     /// A rollback over more tokens than were committed.
     #[error("{wanted} tokens cannot be taken back, {committed} were committed")]
     Rollback {

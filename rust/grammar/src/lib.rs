@@ -19,13 +19,15 @@ mod gbnf;
 mod grammar;
 mod matcher;
 mod tags;
+mod tokenizer;
 mod vocabulary;
 
-pub use compiler::{Compiler, Limits, Pending, Progress, Ready};
+pub use compiler::{Compiler, Limits, Pending, Progress, Ready, Settings};
 pub use error::GrammarError;
 pub use follower::{Follower, Next};
 pub use grammar::{Grammar, JsonSpace};
 pub use matcher::Matcher;
+pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;
 
 /// The README's example is a test.

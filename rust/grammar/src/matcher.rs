@@ -116,6 +116,22 @@ impl Matcher {
         Ok(())
     }
 
+    /// As [`commit`](Self::commit), for a token that was drawn by the mask: after one that was not it cannot go on.
+    pub(crate) fn advance(&mut self, token: u32) -> Result<(), GrammarError> {
+        if self.ended || self.vocabulary.ends().contains(&token) {
+            return self.commit(token);
+        }
+        self.inner.consume_token(token).map_err(matcher)?;
+        self.committed += 1;
+        Ok(())
+    }
+
+    /// Goes back to the start. Whether it can.
+    pub(crate) fn reset(&mut self) -> bool {
+        (self.committed, self.ended) = (0, false);
+        self.inner.reset().is_ok()
+    }
+
     /// Takes the last tokens back.
     ///
     /// # Errors
@@ -142,8 +158,9 @@ impl Matcher {
     /// Commits the tokens that have no alternative, until there is one, the text may end, or `most` are committed. They are added to
     /// `tokens`. `mask` is used as room, and is afterwards the mask of the next token.
     ///
-    /// A token is only taken when the mask has no other bit: so the text is the one that drawing by masks gives, whatever the
-    /// tokenizer.
+    /// A token is taken when the mask has no other bit: so the text is the one that drawing by masks gives. With the
+    /// [tokenizer](Vocabulary::with_tokenizer) text that the grammar forces is taken, too, as far as what follows cannot change its
+    /// tokens.
     ///
     /// # Errors
     /// Those of [`mask_into`](Self::mask_into) and [`commit`](Self::commit).
@@ -153,17 +170,34 @@ impl Matcher {
         mask: &mut [u32],
         tokens: &mut Vec<u32>,
     ) -> Result<(), GrammarError> {
-        self.mask_into(mask)?;
-        for _ in 0..most {
-            let Some(token) = only(mask).filter(|token| !self.vocabulary.ends().contains(token))
-            else {
-                break;
-            };
-            self.commit(token)?;
-            tokens.push(token);
+        let mut left = most;
+        loop {
+            left -= self.jump_text(left, tokens)?;
             self.mask_into(mask)?;
+            let forced = only(mask).filter(|token| !self.vocabulary.ends().contains(token));
+            match forced {
+                Some(token) if left > 0 => {
+                    self.advance(token)?;
+                    tokens.push(token);
+                    left -= 1;
+                }
+                _ => return Ok(()),
+            }
         }
-        Ok(())
+    }
+
+    /// Goes over the tokens of text that is forced. Returns how many.
+    fn jump_text(&mut self, most: usize, tokens: &mut Vec<u32>) -> Result<usize, GrammarError> {
+        if most == 0 || !self.vocabulary.is_canonical() || self.is_stopped() {
+            return Ok(0);
+        }
+        let forced = self.inner.compute_ff_tokens();
+        let forced = &forced[..forced.len().min(most)];
+        for &token in forced {
+            self.advance(token)?;
+        }
+        tokens.extend_from_slice(forced);
+        Ok(forced.len())
     }
 
     /// Whether the text may end here.

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 
 use crate::error::GrammarError;
+use crate::tokenizer::{Canonical, Tokenizer};
 
 /// The bytes of a model's tokens, and the tokens that end a text.
 #[derive(Clone)]
 pub struct Vocabulary {
     env: TokEnv,
+    canonical: bool,
     size: usize,
     ends: Arc<[u32]>,
 }
@@ -58,9 +60,27 @@ impl Vocabulary {
         let trie = TokTrie::from(&info, &words).with_eos_tokens(ends);
         Ok(Self {
             env: Arc::new(ApproximateTokEnv::new(trie)),
+            canonical: false,
             size,
             ends: ends.into(),
         })
+    }
+
+    /// The same with the tokenizer of the model. Then [`Matcher::jump`](crate::Matcher::jump) goes over every text that a grammar
+    /// forces, by the tokens that the model would write it with, and masks allow nothing else there.
+    #[must_use]
+    pub fn with_tokenizer(&self, tokenizer: Tokenizer) -> Self {
+        let trie = self.env.tok_trie().clone();
+        Self {
+            env: Arc::new(Canonical { trie, tokenizer }),
+            canonical: true,
+            ..self.clone()
+        }
+    }
+
+    /// Whether it has the tokenizer of the model.
+    pub fn is_canonical(&self) -> bool {
+        self.canonical
     }
 
     /// Tokens.

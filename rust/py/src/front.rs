@@ -63,7 +63,10 @@ impl Front {
         vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, times = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
-    #[expect(clippy::fn_params_excessive_bools, reason = "each is a flag of the server")]
+    #[expect(
+        clippy::fn_params_excessive_bools,
+        reason = "each is a flag of the server"
+    )]
     fn new(
         runtime: Py<Runtime>,
         classes: Vec<(String, Vec<Field>)>,

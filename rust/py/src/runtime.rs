@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, FigureReader, GrammarLimits, GrammarSettings, JsonSpace,
-    LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes, TraceEnd,
-    TraceSettings,
+    Arrival, CompilerSettings, Config, DriverSettings, Ends, FigureReader, GrammarSettings,
+    JsonSpace, LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes,
+    TraceEnd, TraceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -79,6 +79,7 @@ impl Runtime {
     ///     eos_token_ids: They end a request, unless it ignores them.
     ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
+    ///     tokenizer_file: The `tokenizer.json`; with it text that a grammar forces is not drawn.
     ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
     ///     constrained_json_disable_any_whitespace: There is none.
     ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
@@ -103,6 +104,7 @@ impl Runtime {
         enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
+        tokenizer_file = None,
         constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
         running_limit_s = None, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
@@ -141,6 +143,7 @@ impl Runtime {
         eos_token_ids: Vec<u32>,
         vocabulary: Option<Vec<Vec<u8>>>,
         special_tokens: Vec<(u32, String)>,
+        tokenizer_file: Option<PathBuf>,
         constrained_json_whitespace_pattern: Option<String>,
         constrained_json_disable_any_whitespace: bool,
         waiting_limit_s: Option<f64>,
@@ -197,11 +200,14 @@ impl Runtime {
                 tokens,
                 special: special_tokens,
                 ends: eos_token_ids.clone(),
-                space: JsonSpace {
-                    fixed: constrained_json_disable_any_whitespace,
-                    pattern: constrained_json_whitespace_pattern,
+                compiler: CompilerSettings {
+                    space: JsonSpace {
+                        fixed: constrained_json_disable_any_whitespace,
+                        pattern: constrained_json_whitespace_pattern,
+                    },
+                    tokenizer: tokenizer_file,
+                    ..CompilerSettings::default()
                 },
-                limits: GrammarLimits::default(),
             }),
             waiting_limit: limit("waiting_limit_s", waiting_limit_s)?,
             max_restarts,

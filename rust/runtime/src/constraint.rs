@@ -1,6 +1,7 @@
 //! Grammars as the scheduler's constraints.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use pie_grammar::{Compiler, Follower, Grammar, Pending, Progress, Ready};
 use pie_sched::{Begun, Constrain, Constraint};
@@ -86,11 +87,15 @@ impl Constraint for Following {
         self.0.take(&[token], most as usize)
     }
 
+    fn prepare(&mut self, budget: &mut Duration) -> bool {
+        self.0.prepare(budget)
+    }
+
     fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
         let next = self.0.following().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         mask.clear();
-        mask.extend_from_slice(next.mask);
+        mask.extend_from_slice(&next.mask);
         Ok(())
     }
 }
@@ -117,6 +122,11 @@ impl Constraint for Thinking {
             self.last.remove(0);
         }
         false
+    }
+
+    fn prepare(&mut self, budget: &mut Duration) -> bool {
+        let binds = self.binds.as_mut();
+        binds.is_none_or(|binds| binds.prepare(budget))
     }
 
     fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {

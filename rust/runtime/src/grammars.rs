@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_grammar::{Compiler, Grammar, GrammarError, JsonSpace, Limits, Vocabulary};
+use pie_grammar::{Compiler, Grammar, GrammarError, Settings as CompilerSettings, Vocabulary};
 use pie_sched::Constrain;
 
 use crate::constraint::GrammarConstraint;
@@ -17,10 +17,8 @@ pub struct GrammarSettings {
     pub special: Vec<(u32, String)>,
     /// The tokens that end a text.
     pub ends: Vec<u32>,
-    /// White space of JSON.
-    pub space: JsonSpace,
-    /// What compiling may cost.
-    pub limits: Limits,
+    /// What compiling may cost, white space of JSON, and how the model writes a text by its tokens.
+    pub compiler: CompilerSettings,
 }
 
 impl fmt::Debug for GrammarSettings {
@@ -28,7 +26,7 @@ impl fmt::Debug for GrammarSettings {
         f.debug_struct("GrammarSettings")
             .field("tokens", &self.tokens.len())
             .field("ends", &self.ends)
-            .field("limits", &self.limits)
+            .field("compiler", &self.compiler)
             .finish_non_exhaustive()
     }
 }
@@ -82,7 +80,7 @@ impl Grammars {
         }
         let settings = self.settings.as_ref().ok_or(Unbindable::NoTokenizer)?;
         let vocabulary = Vocabulary::new(&settings.tokens, &settings.special, &settings.ends)?;
-        let made = Compiler::with_space(vocabulary, settings.limits, settings.space.clone());
+        let made = Compiler::with_settings(vocabulary, settings.compiler.clone());
         let made = made.map_err(|error| Unbindable::Thread(error.to_string()))?;
         Ok(compiler.insert(made).clone())
     }

@@ -51,7 +51,8 @@ pub use log::LogSink;
 pub use logprobs::LogprobParams;
 pub use outbox::{Batch, Delta, End};
 pub use pie_grammar::{
-    Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits, Vocabulary,
+    Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits,
+    Settings as CompilerSettings, Vocabulary,
 };
 pub use pie_sched::{
     Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, Policy, Refusal, Stats,

@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Binds the sequences of a request. The request stays in the queue until it is ready, and others go past it.
 pub trait Constrain: Debug + Send + Sync {
@@ -28,6 +29,13 @@ pub enum Begun {
 pub trait Constraint: Debug + Send {
     /// Goes on by a token that was drawn. Returns whether the token ends the sequence; if not, `most` tokens may follow.
     fn take(&mut self, token: u32, most: u32) -> bool;
+
+    /// Whether [`next`](Self::next) would answer at once. May wait for it, or work on it, no longer than `budget`, and takes off what
+    /// that took. Where it says no, the sequence is left out of a step that others are in.
+    fn prepare(&mut self, budget: &mut Duration) -> bool {
+        let _ = budget;
+        true
+    }
 
     /// Adds the tokens that come next because they have no alternative to `forced`, and goes on by them. Then writes which tokens may
     /// be drawn: bit `i` of word `w` allows token `32 w + i`, and what is beyond the words is not allowed; no words allow every
@@ -64,6 +72,21 @@ impl Bond {
             Self::Bound { mask, .. } if !mask.is_empty() => Some(mask),
             Self::Free | Self::Asked | Self::Bound { .. } => None,
         }
+    }
+
+    /// Whether what may come next is known, or will be within the budget.
+    pub(crate) fn prepare(&mut self, budget: &mut Duration) -> bool {
+        match self {
+            Self::Bound {
+                constraint, fresh, ..
+            } => *fresh || constraint.prepare(budget),
+            Self::Free | Self::Asked => true,
+        }
+    }
+
+    /// Whether what may come next was not asked for since the last token.
+    pub(crate) fn is_late(&self) -> bool {
+        matches!(self, Self::Bound { fresh: false, .. })
     }
 
     /// Goes on by a token that was drawn. Whether it ends the sequence.

@@ -2,11 +2,15 @@
 
 use std::mem;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::constraint::{Begun, Bond};
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
 use crate::sequence::State;
+
+/// How long a step waits for the masks of bound sequences, while sequences that are not bound decode.
+const MASK_WAIT: Duration = Duration::from_micros(500);
 
 /// What keeps a sequence from being laid out.
 enum Obstacle {
@@ -22,12 +26,36 @@ impl<S> Scheduler<S> {
         waiting.any(|sequence| matches!(sequence.bond, Bond::Asked))
     }
 
-    /// Asks for the next tokens of all bound sequences that run and whose tokens are known.
+    /// Asks for the next tokens of the bound sequences that run and whose tokens are known. Where others are there that decode, these
+    /// wait no longer than [`MASK_WAIT`]; then the rest is late.
     pub(crate) fn follow_running(&mut self) {
+        let free = |&slot: &usize| {
+            let sequence = &self.sequences[slot];
+            sequence.bond.is_free() && sequence.decodes()
+        };
+        let others = self.running.iter().any(free);
+        let mut budget = MASK_WAIT;
         for at in 0..self.running.len() {
-            self.follow(self.running[at]);
+            let slot = self.running[at];
+            let sequence = &mut self.sequences[slot];
+            if others && sequence.pending == 0 && !sequence.bond.prepare(&mut budget) {
+                self.counts.late_rows += 1;
+                continue;
+            }
+            self.follow(slot);
         }
         self.sweep();
+    }
+
+    /// Asks for those that were late, where nothing else could be laid out. Whether there were any.
+    pub(crate) fn follow_late(&mut self) -> bool {
+        let mut late = self.running.clone();
+        late.retain(|&slot| self.sequences[slot].is_late());
+        for &slot in &late {
+            self.follow(slot);
+        }
+        self.sweep();
+        !late.is_empty()
     }
 
     /// Asks what may come next, takes what has no alternative, and gives it out. Whether the sequence can be laid out: its

@@ -132,6 +132,10 @@ impl<S> Scheduler<S> {
         if prompts_first {
             self.place_decodes(plan);
         }
+        if plan.is_empty() && self.flights.is_empty() && self.follow_late() {
+            self.place_decodes(plan);
+            self.place_prompts(plan);
+        }
         if plan.is_empty() && self.flights.is_empty() {
             self.force(plan);
         }
@@ -229,7 +233,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.plans || !sequence.decodes() {
+            if sequence.step == self.plans || !sequence.decodes() || sequence.is_late() {
                 continue;
             }
             let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
@@ -266,7 +270,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.plans || !sequence.prefills() {
+            if sequence.step == self.plans || !sequence.prefills() || sequence.is_late() {
                 continue;
             }
             let placed = self.place_chunk(plan, slot);

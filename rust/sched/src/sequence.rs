@@ -185,6 +185,11 @@ impl<S> Sequence<S> {
         self.uncomputed() == 1 && (self.remaining() > 0 || self.produced() == 0)
     }
 
+    /// Whether it is bound, and what may come next was not known in time.
+    pub(crate) fn is_late(&self) -> bool {
+        self.pending == 0 && self.bond.is_late()
+    }
+
     /// Whether there is more than its last token to compute.
     pub(crate) fn prefills(&self) -> bool {
         self.uncomputed() > 1

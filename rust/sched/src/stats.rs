@@ -37,6 +37,8 @@ pub struct Stats {
     pub output_tokens: u64,
     /// Tokens of constraints that were not drawn, because they had no alternative.
     pub forced_tokens: u64,
+    /// Rows that were left out of a step because a constraint was not ready in time.
+    pub late_rows: u64,
     /// Drafts verified.
     pub drafts: u64,
     /// Drafts that came true.

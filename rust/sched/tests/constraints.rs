@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use pie_sched::{
     Answer, Arrival, Begun, Config, Constrain, Constraint, Finish, Limits, Outputs, Scheduler,
@@ -18,14 +19,21 @@ struct Path {
     sets: Vec<Vec<u32>>,
     ready: AtomicBool,
     broken_at: Option<usize>,
+    /// How often it is not prepared after each token.
+    late: u32,
 }
 
 impl Path {
     fn new(sets: &[&[u32]]) -> Arc<Self> {
+        Self::late(sets, 0)
+    }
+
+    fn late(sets: &[&[u32]], late: u32) -> Arc<Self> {
         Arc::new(Self {
             sets: sets.iter().map(|set| set.to_vec()).collect(),
             ready: AtomicBool::new(true),
             broken_at: None,
+            late,
         })
     }
 }
@@ -38,6 +46,9 @@ struct Walker {
     at: usize,
     most: usize,
     asked: bool,
+    late: u32,
+    /// Calls until it is prepared.
+    left: u32,
 }
 
 /// So that a test keeps the path and the arrival has it, too.
@@ -58,6 +69,8 @@ impl Constrain for Shared {
             at: 0,
             most: most as usize,
             asked: false,
+            late: self.0.late,
+            left: 0,
         }))
     }
 
@@ -70,6 +83,7 @@ impl Constraint for Walker {
     fn take(&mut self, token: u32, most: u32) -> bool {
         assert!(self.asked, "a token that was not asked for");
         self.asked = false;
+        self.left = self.late;
         self.most = most as usize;
         if token == END {
             assert_eq!(self.at, self.sets.len(), "an end too early");
@@ -82,6 +96,11 @@ impl Constraint for Walker {
         );
         self.at += 1;
         false
+    }
+
+    fn prepare(&mut self, _: &mut Duration) -> bool {
+        self.left = self.left.saturating_sub(1);
+        self.left == 0
     }
 
     fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
@@ -307,7 +326,7 @@ proptest! {
         let mut wanted = BTreeMap::new();
         for (id, &(binds, length, samples, from)) in (0..).zip(&requests) {
             let prompt: Vec<u32> = (0..length as u32).map(|at| (at * 7 + id as u32) % 90).collect();
-            let path = Path::new(&SETS[from..]);
+            let path = Path::late(&SETS[from..], from as u32 % 4);
             let mut arrival = bound(id, prompt.clone(), &path, samples);
             if !binds {
                 arrival.constraint = None;
@@ -393,12 +412,40 @@ fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
 }
 
 #[test]
+fn who_is_not_bound_does_not_wait_for_slow_masks() {
+    let free = |world: &mut World| {
+        let arrival = Arrival::new(2, vec![2], (), 12);
+        world.scheduler.submit(arrival).unwrap();
+    };
+    let choices = [SETS[2]; 6];
+    for (late, steps) in [(0, 0), (4, 18)] {
+        let path = Path::late(&choices, late);
+        let mut world = World::new(60);
+        world.scheduler.submit(bound(1, vec![1], &path, 1)).unwrap();
+        free(&mut world);
+        // As many steps as it has tokens: none is without it.
+        for _ in 0..12 {
+            assert!(world.step());
+            world.answer();
+        }
+        assert_eq!(world.said[&(2, 0)].0, expected(&[2], None, 12));
+        assert!(late == 0 || world.said[&(1, 0)].1.is_none());
+        // Alone it is waited for.
+        world.run();
+        assert_eq!(world.said[&(1, 0)].0, expected(&[1], Some(&path), 50));
+        assert!(world.scheduler.stats().late_rows <= steps);
+        assert_eq!(world.scheduler.stats().late_rows > 0, late > 0);
+    }
+}
+
+#[test]
 fn a_constraint_that_fails_ends_its_sequences_with_the_reason() {
     let mut world = World::new(60);
     let broken = Arc::new(Path {
         sets: SETS.iter().map(|set| set.to_vec()).collect(),
         ready: AtomicBool::new(true),
         broken_at: Some(3),
+        late: 0,
     });
     world
         .scheduler

@@ -1,4 +1,4 @@
-//! Messages as SGLang's front end sends them, and a runtime that computes nothing.
+//! Messages as the server's front end sends them, and a runtime that computes nothing.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Log-probabilities by both contracts: every row is what the driver has said of it.
 
 use pie_gateway::Contract;
-use pie_gateway::contract::sglang::generate_response::Response;
 use pie_gateway::contract::sglang;
+use pie_gateway::contract::sglang::generate_response::Response;
 use pie_runtime::PlaceShape;
 
 use crate::bench::{self, Bench, collect_one, expected, prompt, run};
@@ -43,7 +43,7 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         let wanted = places(&text, prompt.len(), 3, &[]);
         assert_eq!(found.token_ids, story.tokens);
         for (at, (own, ids, values, _)) in wanted.iter().enumerate() {
-            assert_eq!(found.token_logprobs[at], *own);
+            assert_eq!(found.token_logprobs[at].to_bits(), own.to_bits());
             assert_eq!(found.top_logprobs[at].token_ids, *ids);
             assert_eq!(found.top_logprobs[at].values, *values);
         }
@@ -51,9 +51,8 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         assert_eq!(found.token_ids, prompt);
         assert_eq!(found.token_logprobs[0].value, None);
         assert!(found.top_logprobs[0].token_ids.is_empty());
-        for (at, (own, ids, values, _)) in places(&text[..prompt.len()], 1, 3, &[])
-            .iter()
-            .enumerate()
+        for (at, (own, ids, values, _)) in
+            places(&text[..prompt.len()], 1, 3, &[]).iter().enumerate()
         {
             assert_eq!(found.token_logprobs[at + 1].value, Some(*own));
             assert_eq!(found.top_logprobs[at + 1].token_ids, ids[..1]);
@@ -68,7 +67,10 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         assert!(story.end().input_logprobs.is_some());
         asked.sampling_params.as_mut().unwrap().prompt_logprobs = Some(-1);
         let refused = client.generate(asked).await.unwrap_err();
-        assert!(refused.message().contains("`prompt_logprobs` is -1"), "{refused}");
+        assert!(
+            refused.message().contains("`prompt_logprobs` is -1"),
+            "{refused}"
+        );
     });
 }
 
@@ -141,7 +143,12 @@ fn rows_of(found: &sglang::OutputLogProbs) -> Vec<Place> {
     rows.map(|(at, &own)| {
         let (top, given) = (&found.top_logprobs[at], &found.token_ids_logprobs[at]);
         assert_eq!(given.token_ids, [4, 9]);
-        (own, top.token_ids.clone(), top.values.clone(), given.values.clone())
+        (
+            own,
+            top.token_ids.clone(),
+            top.values.clone(),
+            given.values.clone(),
+        )
     })
     .collect()
 }

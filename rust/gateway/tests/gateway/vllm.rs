@@ -243,8 +243,7 @@ fn a_grammar_binds_and_a_wrong_one_is_refused() {
                 tokens: crate::bench::vocabulary().into(),
                 special: vec![(0, "<end>".to_owned())],
                 ends: vec![0],
-                space: pie_runtime::JsonSpace::default(),
-                limits: pie_runtime::GrammarLimits::default(),
+                compiler: pie_runtime::CompilerSettings::default(),
             });
             door.model.eos_tokens = vec![0];
         });
