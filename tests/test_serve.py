@@ -22,7 +22,6 @@ from serve_control import TestRefusals as TestRefusals
 from serve_control import (
     test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
 )
-from serve_flood import TestFlood as TestFlood
 from serve_logprobs import TestLogprobs as TestLogprobs
 from serve_logprobs import reference as reference
 from serve_logprobs import tokenizer as tokenizer
