@@ -15,14 +15,14 @@ fn words() -> Vec<Vec<u8>> {
     ByteTokenizer::from_file(file()).unwrap().token_bytes()
 }
 
-fn start(tokenizer: Option<PathBuf>, grammar: Grammar) -> Matcher {
+fn start(tokenizer: Option<PathBuf>, grammar: &Grammar) -> Matcher {
     let vocabulary = Vocabulary::new(&words(), &[], &[0]).unwrap();
     let settings = Settings {
         tokenizer,
         ..Settings::default()
     };
     let compiler = Compiler::with_settings(vocabulary, settings).unwrap();
-    compiler.compile(&grammar).wait().unwrap()
+    compiler.compile(grammar).wait().unwrap()
 }
 
 fn mask(matcher: &mut Matcher) -> Vec<u32> {
@@ -47,7 +47,7 @@ fn forced_text_is_written_as_the_model_writes_it() {
         assert_eq!(room, mask(&mut matcher));
         tokens
     };
-    let tokens = jump(start(Some(file()), grammar()));
+    let tokens = jump(start(Some(file()), &grammar()));
     let tokenizer = ByteTokenizer::from_file(file()).unwrap();
     for end in ["True", "None"] {
         let text = format!("{sentence}{end}");
@@ -67,7 +67,7 @@ fn forced_text_is_written_as_the_model_writes_it() {
     );
     // A file that is no tokenizer is as none. Then every way to write the text is left.
     for without in [None, Some(file().with_file_name("config.json"))] {
-        assert!(jump(start(without, grammar())).is_empty());
+        assert!(jump(start(without, &grammar())).is_empty());
     }
 }
 
@@ -75,7 +75,7 @@ fn forced_text_is_written_as_the_model_writes_it() {
 #[test]
 fn jumps_go_where_masks_go() {
     let validator = jsonschema::validator_for(&serde_json::from_str(SCHEMA).unwrap()).unwrap();
-    let first = start(Some(file()), Grammar::JsonSchema(SCHEMA.into()));
+    let first = start(Some(file()), &Grammar::JsonSchema(SCHEMA.into()));
     let words = words();
     let mut random = fastrand::Rng::with_seed(3);
     for _ in 0..20 {
