@@ -315,8 +315,9 @@ impl Sim {
             }
             Err(Refusal::QueueFull { .. }) => return id,
             Err(Refusal::Image { tokens, bytes, .. }) => {
-                let most =
-                    limits.max_forward_tokens as i64 - limits.max_forward_requests as i64 + 1;
+                let most = i64::from(limits.max_forward_tokens)
+                    - i64::from(limits.max_forward_requests)
+                    + 1;
                 assert!(i64::from(tokens) > most.max(0) || bytes > limits.max_image_bytes);
                 return id;
             }
