@@ -458,7 +458,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     for cap in (None, 30.0):
         sample = functools.partial(sampler.sample_step, logits, params, results, step, cap)
         kernels = recorded(sample)
-        names = ["_survey", "_count_coarse", "_refine", "_sample_rows"]
+        names = ["_survey", "_count_coarse", "_count_fine", "_sample_rows"]
         assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             check_order(kernel)

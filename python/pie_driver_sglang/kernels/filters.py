@@ -1,14 +1,11 @@
 """Top-k and top-p of a row without sorting: the search for the least logit that is kept.
 
 Kept are all logits above an edge and, of those equal to it, the ones with the lowest ids. The edge
-is found exactly, as an integer that sorts like the logits, in three parts:
-
-1. Many programs for each row count, for 8 keys, the logits from each key on, and add their weights
-   up. The edge is between two of these keys.
-2. The same programs write the logits between the two next to each other. If there are too many,
-   they count again for 16 keys between the two.
-3. The row's own program halves what it holds in registers. A row whose logits lie so close that
-   there still are too many goes on halving over the whole row first.
+is found exactly, as an integer that sorts like the logits. The search has three parts. Many
+programs for each row count, for 16 keys, the logits from each key on, and add their weights up; the
+edge is between two of these keys. They do it again for 16 keys between the two. Then the row's own
+program gathers the few logits that are left, and halves what it holds in registers. A row whose
+logits lie so close that there are too many of them goes on halving over the whole row first.
 
 All sums are in a fixed order: a row's result does not depend on the rest of the batch.
 """
@@ -25,32 +22,25 @@ from pie_driver_sglang.kernels.chained import follow
 from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block, ordered, weight_of
 from pie_driver_sglang.kernels.types import SlotParams
 
-_COARSE = tl.constexpr(8)
-"""Keys of the first part."""
-_FINE = tl.constexpr(16)
-_CANDIDATES = tl.constexpr(4096)
+_PIVOTS = tl.constexpr(16)
+_CANDIDATES = tl.constexpr(2048)
 """Logits that the last part of the search holds."""
-_DEPTH = tl.constexpr(0.32)
+_DEPTH = tl.constexpr(0.08)
 """How far below the largest logit the first of the keys is, in temperatures."""
-_TILE = tl.constexpr(4096)
-"""Comparisons that a program of the first two parts makes at once."""
-_WRITTEN = tl.constexpr(2048)
-"""Logits that it looks through at once for candidates."""
-_WARPS = 4
-"""Few, so that several programs run at once on a multiprocessor, and idle ones end soon."""
+_WARPS = 8
 
 
 class Search(NamedTuple):
-    """What the first two parts have found; nothing of rows without top-k and top-p."""
+    """What the first two parts have found, and room for the last one."""
 
     coarse: torch.Tensor
-    """``[rows, blocks, 2, 8]`` float32: of a block of a row how many logits there are from each of
-    8 keys on, and their weight."""
+    """``[rows, blocks, 2, 16]`` float32: of a block of a row how many logits there are from each of
+    16 keys on, and their weight. Nothing of rows without top-k and top-p."""
     fine: torch.Tensor
     """``[rows, blocks, 3, 16]`` float32: the same between two of the keys, counts for top-k, and
-    counts and weights for top-p; for rows with too many candidates."""
+    counts and weights for top-p."""
     candidates: torch.Tensor
-    """``[rows, 2, 4096]`` int32: the keys between which the edges of top-k and of top-p lie."""
+    """``[rows, 2048]`` int32."""
 
 
 def search(
@@ -70,20 +60,23 @@ def search(
         how: Further arguments of the kernels.
     """
     rows, parts = tops.shape
-    coarse = tops.new_empty(rows, parts, 2, _COARSE.value)
-    fine = tops.new_empty(rows, parts, 3, _FINE.value)
-    candidates = tops.new_empty(rows, 2, _CANDIDATES.value, dtype=torch.int32)
-    asked = (params.temperatures, params.top_ks, params.top_ps)
-    how = {"PARTS": triton.next_power_of_2(parts), "num_warps": _WARPS, **how}
-    where = (logits, logits.stride(0), logits.shape[1], tops)
-    _count_coarse[(rows, parts)](*where, *asked, coarse, **how)
-    _refine[(rows, parts)](*where, masses, *asked, coarse, fine, candidates, **how)
+    coarse, fine = (
+        tops.new_empty(rows, parts, kinds, _PIVOTS.value, dtype=torch.float32) for kinds in (2, 3)
+    )
+    candidates = tops.new_empty(rows, _CANDIDATES.value, dtype=torch.int32)
+    kernels = ((_count_coarse, (coarse,)), (_count_fine, (coarse, fine)))
+    for kernel, out in kernels:
+        kernel[(rows, parts)](
+            logits, logits.stride(0), logits.shape[1], tops, masses,
+            params.temperatures, params.top_ks, params.top_ps, *out,
+            PARTS=triton.next_power_of_2(parts), **how, num_warps=_WARPS,
+        )  # fmt: skip
     return Search(coarse, fine, candidates)
 
 
 @triton.jit
 def _count_coarse(
-    logits, stride, vocab, tops, temperatures, top_ks, top_ps, coarse, cap,
+    logits, stride, vocab, tops, masses, temperatures, top_ks, top_ps, coarse, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -96,28 +89,18 @@ def _count_coarse(
     parts = tl.num_programs(1)
     largest = _largest(tops, row, parts, PARTS)
     pivots = _coarse_keys(largest, temperature, SHIFT)
+    x = load_block(logits + row * stride, part * LOGIT_BLOCK, vocab)
     counts, weights = _count(
-        logits + row * stride,
-        part * LOGIT_BLOCK,
-        vocab,
-        pivots,
-        largest,
-        temperature,
-        cap,
-        _COARSE,
-        True,
-        CAPPED,
-        SHIFT,
+        x, part * LOGIT_BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT
     )
-    out = coarse + (row * parts + part) * 2 * _COARSE + tl.arange(0, _COARSE)
+    out = coarse + (row * parts + part) * 2 * _PIVOTS + tl.arange(0, _PIVOTS)
     tl.store(out, counts)
-    tl.store(out + _COARSE, weights)
+    tl.store(out + _PIVOTS, weights)
 
 
 @triton.jit
-def _refine(
-    logits, stride, vocab, tops, masses, temperatures, top_ks, top_ps,
-    coarse, fine, candidates, cap,
+def _count_fine(
+    logits, stride, vocab, tops, masses, temperatures, top_ks, top_ps, coarse, fine, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -133,47 +116,28 @@ def _refine(
     largest = _largest(tops, row, parts, PARTS)
     if tl.abs(largest) == float("inf"):
         return
-    base = logits + row * stride
-    first = part * LOGIT_BLOCK
-    out = fine + (row * parts + part) * 3 * _FINE + tl.arange(0, _FINE)
-    room = candidates + row * 2 * _CANDIDATES
+    x = load_block(logits + row * stride, part * LOGIT_BLOCK, vocab)
+    out = fine + (row * parts + part) * 3 * _PIVOTS + tl.arange(0, _PIVOTS)
     if top_k < vocab:
-        low, high, _above, held, passed, offset = _coarse_bracket(
-            coarse, row, part, parts, vocab, largest, temperature, top_k, False, PARTS, SHIFT
+        low, high, _, _, _ = _coarse_of_count(
+            coarse, row, parts, vocab, largest, temperature, top_k, PARTS, SHIFT
         )
-        if held - passed <= _CANDIDATES:
-            _keep(base, first, first + LOGIT_BLOCK, vocab, low, high, room, offset, SHIFT)
-        else:
-            counts, weights = _count(
-                base, first, vocab, _fine_keys(low, high), largest, temperature, cap,
-                _FINE, False, CAPPED, SHIFT,
-            )  # fmt: skip
-            tl.store(out, counts)
+        pivots = _fine_keys(low, high)
+        counts, _ = _count(
+            x, part * LOGIT_BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT
+        )
+        tl.store(out, counts)
     if _is_wide(top_k, top_p, vocab):
         whole = whole_mass(tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED)
-        goal = tl.abs(top_p) * whole
-        low, high, _above, held, passed, offset = _coarse_bracket(
-            coarse, row, part, parts, vocab, largest, temperature, goal, True, PARTS, SHIFT
+        low, high, _, _, _ = _coarse_of_mass(
+            coarse, row, parts, vocab, largest, temperature, tl.abs(top_p) * whole, PARTS, SHIFT
         )
-        if held - passed <= _CANDIDATES:
-            _keep(
-                base,
-                first,
-                first + LOGIT_BLOCK,
-                vocab,
-                low,
-                high,
-                room + _CANDIDATES,
-                offset,
-                SHIFT,
-            )
-        else:
-            counts, weights = _count(
-                base, first, vocab, _fine_keys(low, high), largest, temperature, cap,
-                _FINE, True, CAPPED, SHIFT,
-            )  # fmt: skip
-            tl.store(out + _FINE, counts)
-            tl.store(out + 2 * _FINE, weights)
+        pivots = _fine_keys(low, high)
+        counts, weights = _count(
+            x, part * LOGIT_BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT
+        )
+        tl.store(out + _PIVOTS, counts)
+        tl.store(out + 2 * _PIVOTS, weights)
 
 
 @triton.jit
@@ -205,7 +169,7 @@ def whole_mass(
 @triton.jit
 def _coarse_keys(largest, temperature, SHIFT: tl.constexpr):
     """Keys that fall, by ever larger steps."""
-    number = (tl.arange(0, _COARSE) + 1).to(tl.float32)
+    number = (tl.arange(0, _PIVOTS) + 1).to(tl.float32)
     return ordered(largest - temperature * _DEPTH * number * number) >> SHIFT
 
 
@@ -213,62 +177,40 @@ def _coarse_keys(largest, temperature, SHIFT: tl.constexpr):
 def _fine_keys(low, high):
     """Keys that fall by equal steps, the last of which is `low`."""
     first = low.to(tl.int64)
-    steps = (tl.arange(0, _FINE) * -1 + _FINE - 1).to(tl.int64)
-    return (first + (high.to(tl.int64) - first + 1) * steps // _FINE).to(tl.int32)
+    steps = (tl.arange(0, _PIVOTS) * -1 + _PIVOTS - 1).to(tl.int64)
+    return (first + (high.to(tl.int64) - first + 1) * steps // _PIVOTS).to(tl.int32)
 
 
 @triton.jit
 def _count(
-    base, first, vocab, pivots, largest, temperature, cap,
-    COUNT: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr,
+    x, first, vocab, pivots, largest, temperature, cap, CAPPED: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
     """Of a block, for each pivot how many keys there are from it on, and their weight."""
-    width: tl.constexpr = _TILE // COUNT
+    keys = ordered(x) >> SHIFT
+    inside = first + tl.arange(0, LOGIT_BLOCK) < vocab
     scale = 1.4426950408889634 / temperature
-    largest = capped(largest, cap, CAPPED)
-    counts = tl.zeros([COUNT, width], tl.float32)
-    masses = tl.zeros([COUNT, width], tl.float32)
-    for start in range(first, first + LOGIT_BLOCK, width):
-        offsets = start + tl.arange(0, width)
-        inside = offsets < vocab
-        x = tl.load(base + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        keys = ordered(x) >> SHIFT
-        kept = (keys[None, :] >= pivots[:, None]) & inside[None, :]
-        counts += kept.to(tl.float32)
-        if WEIGHED:
-            weights = weight_of(x, largest, scale, cap, CAPPED)
-            masses += tl.where(kept, weights[None, :], 0.0)
-    return tl.sum(counts, 1), tl.sum(masses, 1)
+    weights = weight_of(x, capped(largest, cap, CAPPED), scale, cap, CAPPED)
+    lanes = tl.arange(0, _PIVOTS)
+    counts = tl.zeros([_PIVOTS], tl.float32)
+    masses = tl.zeros([_PIVOTS], tl.float32)
+    for number in tl.static_range(_PIVOTS):
+        pivot = tl.sum(tl.where(lanes == number, pivots, 0), 0)
+        kept = (keys >= pivot) & inside
+        count = tl.sum(kept.to(tl.int32), 0).to(tl.float32)
+        mass = tl.sum(tl.where(kept, weights, 0.0), 0)
+        counts = tl.where(lanes == number, count, counts)
+        masses = tl.where(lanes == number, mass, masses)
+    return counts, masses
 
 
 @triton.jit
-def _keep(base, first, end, vocab, low, high, room, offset, SHIFT: tl.constexpr):
-    """Writes the keys from `low` to `high` of a part of a row, from place `offset` on."""
-    written = tl.full((), 0, tl.int32) + offset
-    for start in range(first, tl.minimum(end, vocab), _WRITTEN):
-        offsets = start + tl.arange(0, _WRITTEN)
-        inside = offsets < vocab
-        x = tl.load(base + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        keys = ordered(x) >> SHIFT
-        wanted = (keys >= low) & (keys <= high) & inside
-        found = tl.sum(wanted.to(tl.int32), 0)
-        if found > 0:
-            places = written + tl.cumsum(wanted.to(tl.int32), 0) - 1
-            tl.store(room + places, keys, mask=wanted & (places < _CANDIDATES))
-            written += found
-
-
-@triton.jit
-def _of_blocks(
-    stats, row, parts, COUNT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Numbers of one kind, ``[PARTS, COUNT]``."""
+def _summed(stats, row, parts, KINDS: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr):
+    """A kind of numbers for all pivots, over all blocks of a row."""
     lanes = tl.arange(0, PARTS)
-    places = ((row * parts + lanes) * KINDS + KIND) * COUNT
-    pointers = stats + places[:, None] + tl.arange(0, COUNT)[None, :]
-    known = (lanes < parts)[:, None] & (tl.arange(0, COUNT) >= 0)[None, :]
-    return tl.load(pointers, mask=known, other=0.0)
+    places = ((row * parts + lanes) * KINDS + KIND) * _PIVOTS
+    known = (lanes < parts)[:, None] & (tl.arange(0, _PIVOTS) >= 0)[None, :]
+    pointers = stats + places[:, None] + tl.arange(0, _PIVOTS)[None, :]
+    return tl.sum(tl.load(pointers, mask=known, other=0.0), 0)
 
 
 @triton.jit
@@ -299,29 +241,24 @@ def _bracket(values, counts, keys, goal, low, high, above, held, passed):
 
 
 @triton.jit
-def _coarse_bracket(
-    coarse, row, part, parts, vocab, largest, temperature, goal,
-    WEIGHED: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
+def _coarse_of_count(
+    coarse, row, parts, vocab, largest, temperature, count, PARTS: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
-    """What :func:`_bracket` returns, and how many of these keys the blocks before `part` have."""
     keys = _coarse_keys(largest, temperature, SHIFT)
-    by_block = _of_blocks(coarse, row, parts, _COARSE, 2, 0, PARTS)
-    counts = tl.sum(by_block, 0)
-    values = counts
-    if WEIGHED:
-        values = tl.sum(_of_blocks(coarse, row, parts, _COARSE, 2, 1, PARTS), 0)
+    counts = _summed(coarse, row, parts, 2, 0, PARTS)
     lowest, highest = _limits(largest, SHIFT)
-    low, high, above, held, passed = _bracket(
-        values, counts, keys, goal, lowest, highest, 0.0, vocab * 1.0, 0.0
-    )
-    # The same of each block, whose counts rise with the keys' numbers, too.
-    enough = (values >= goal)[None, :]
-    lanes = tl.arange(0, PARTS)
-    sizes = tl.minimum(tl.maximum(vocab - lanes * LOGIT_BLOCK, 0), LOGIT_BLOCK).to(tl.float32)
-    own_held = tl.min(tl.where(enough, by_block, sizes[:, None]), 1)
-    own_passed = tl.max(tl.where(enough, 0.0, by_block), 1)
-    offset = tl.sum(tl.where(lanes < part, own_held - own_passed, 0.0), 0)
-    return low, high, above, held, passed, offset.to(tl.int32)
+    return _bracket(counts, counts, keys, count, lowest, highest, 0.0, vocab * 1.0, 0.0)
+
+
+@triton.jit
+def _coarse_of_mass(
+    coarse, row, parts, vocab, largest, temperature, goal, PARTS: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    keys = _coarse_keys(largest, temperature, SHIFT)
+    counts = _summed(coarse, row, parts, 2, 0, PARTS)
+    masses = _summed(coarse, row, parts, 2, 1, PARTS)
+    lowest, highest = _limits(largest, SHIFT)
+    return _bracket(masses, counts, keys, goal, lowest, highest, 0.0, vocab * 1.0, 0.0)
 
 
 @triton.jit
@@ -345,22 +282,20 @@ def draw(
     raw = largest
     largest = capped(largest, cap, CAPPED)
     scale = 1.4426950408889634 / temperature
-    room = candidates + row * 2 * _CANDIDATES
+    room = candidates + row * _CANDIDATES
     # Kept are keys above the edge, and the first `ties` ids at the edge.
     edge = lowest - 1
     ties = vocab
     if top_k < vocab:
-        low, high, above, held, passed, _offset = _coarse_bracket(
-            coarse, row, 0, parts, vocab, raw, temperature, top_k, False, PARTS, SHIFT
+        low, high, above, held, passed = _coarse_of_count(
+            coarse, row, parts, vocab, raw, temperature, top_k, PARTS, SHIFT
         )
-        is_written = held - passed <= _CANDIDATES
-        if not is_written:
-            counts = tl.sum(_of_blocks(fine, row, parts, _FINE, 3, 0, PARTS), 0)
-            low, high, above, held, passed = _bracket(
-                counts, counts, _fine_keys(low, high), top_k, low, high, above, held, passed
-            )
+        counts = _summed(fine, row, parts, 3, 0, PARTS)
+        low, high, above, held, passed = _bracket(
+            counts, counts, _fine_keys(low, high), top_k, low, high, above, held, passed
+        )
         edge, above = _edge(
-            base, vocab, room, is_written, low, high, above, held, passed, top_k * 1.0,
+            base, vocab, room, low, high, above, held, passed, top_k * 1.0,
             largest, scale, cap, False, CAPPED, SHIFT,
         )  # fmt: skip
         ties = top_k - above.to(tl.int32)
@@ -370,20 +305,19 @@ def draw(
             inside = _mass(base, vocab, edge + 1, largest, scale, cap, CAPPED, SHIFT)
             whole = inside + ties * _weight_at(edge, largest, scale, cap, CAPPED, SHIFT)
         goal = tl.abs(top_p) * whole
-        low, high, mass, held, passed, _offset = _coarse_bracket(
-            coarse, row, 0, parts, vocab, raw, temperature, goal, True, PARTS, SHIFT
+        low, high, mass, held, passed = _coarse_of_mass(
+            coarse, row, parts, vocab, raw, temperature, goal, PARTS, SHIFT
         )
-        is_written = is_wide & (held - passed <= _CANDIDATES)
-        if is_wide & (held - passed > _CANDIDATES):
-            counts = tl.sum(_of_blocks(fine, row, parts, _FINE, 3, 1, PARTS), 0)
-            masses = tl.sum(_of_blocks(fine, row, parts, _FINE, 3, 2, PARTS), 0)
+        if is_wide:
+            counts = _summed(fine, row, parts, 3, 1, PARTS)
+            masses = _summed(fine, row, parts, 3, 2, PARTS)
             low, high, mass, held, passed = _bracket(
                 masses, counts, _fine_keys(low, high), goal, low, high, mass, held, passed
             )
         # Below the edge of top-k it changes nothing.
         if high >= edge:
             share_edge, mass = _edge(
-                base, vocab, room + _CANDIDATES, is_written, low, high, mass, held, passed, goal,
+                base, vocab, room, low, high, mass, held, passed, goal,
                 largest, scale, cap, True, CAPPED, SHIFT,
             )  # fmt: skip
             if share_edge >= edge:
@@ -399,13 +333,13 @@ def draw(
 
 @triton.jit
 def _edge(
-    base, vocab, room, is_written, low, high, above, held, passed, goal, largest, scale, cap,
+    base, vocab, room, low, high, above, held, passed, goal, largest, scale, cap,
     WEIGHED: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The largest key at and above which there is as much as `goal`, and how much is above it.
 
-    What is counted are keys, or with `WEIGHED` their weights. `is_written` says whether the keys
-    from `low` to `high` are in `room`. The other arguments are those of :func:`_bracket`.
+    What is counted are keys, or with `WEIGHED` their weights. The other arguments are those of
+    :func:`_bracket`.
     """
     while (low < high) & (held - passed > _CANDIDATES):
         middle = _middle(low, high)
@@ -428,16 +362,12 @@ def _edge(
         held = tl.where(enough, count, held)
         passed = tl.where(enough, passed, count)
     if low < high:
-        if not is_written:
-            _keep(base, 0, vocab, vocab, low, high, room, 0, SHIFT)
-            # The program's other threads read it.
-            tl.debug_barrier()
-        lanes = tl.arange(0, _CANDIDATES)
-        keys = tl.load(room + lanes, mask=lanes < (held - passed).to(tl.int32), other=-0x80000000)
-        shares = (keys >= low).to(tl.float32)
+        keys = _gathered(base, vocab, room, low, high, SHIFT)
+        kept = keys >= low
+        shares = kept.to(tl.float32)
         if WEIGHED:
             weights = _weight_at(keys, largest, scale, cap, CAPPED, SHIFT)
-            shares = tl.where(keys >= low, weights, 0.0)
+            shares = tl.where(kept, weights, 0.0)
         beyond = above
         while low < high:
             middle = _middle(low, high)
@@ -447,6 +377,26 @@ def _edge(
             high = tl.where(enough, high, middle - 1)
             above = tl.where(enough, above, total)
     return low, above
+
+
+@triton.jit
+def _gathered(base, vocab, room, low, high, SHIFT: tl.constexpr):
+    """The keys from `low` to `high`, no more than there are candidates, and smaller ones."""
+    written = 0
+    # What an earlier search has left there was read.
+    tl.debug_barrier()
+    for first in range(0, vocab, LOGIT_BLOCK):
+        keys = ordered(load_block(base, first, vocab)) >> SHIFT
+        inside = first + tl.arange(0, LOGIT_BLOCK) < vocab
+        wanted = (keys >= low) & (keys <= high) & inside
+        found = tl.sum(wanted.to(tl.int32), 0)
+        if found > 0:
+            places = written + tl.cumsum(wanted.to(tl.int32), 0) - 1
+            tl.store(room + places, keys, mask=wanted & (places < _CANDIDATES))
+            written += found
+    tl.debug_barrier()
+    lanes = tl.arange(0, _CANDIDATES)
+    return tl.load(room + lanes, mask=lanes < written, other=-0x80000000)
 
 
 @triton.jit
@@ -545,9 +495,6 @@ def _kept(
     tied = tl.sum(at_edge, 0)
     kept = (keys > edge) & inside
     if tied > 0:
-        if tied <= ties:
-            kept |= at_edge > 0
-        elif ties > 0:
-            kept |= (at_edge > 0) & (tl.cumsum(at_edge, 0) <= ties)
+        kept |= (at_edge > 0) & (tl.cumsum(at_edge, 0) <= ties)
     weights = weight_of(x, largest, scale, cap, CAPPED)
     return tl.where(kept & (weights >= min_p), weights, 0.0), tied

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -63,6 +63,9 @@ class PagedDecode(AttentionBackend):
 
     # Lengths are read on the device only.
     needs_cpu_seq_lens = False
+
+    lone: ClassVar[bool] = False
+    """A row alone attends by one kernel. Off: its present form was not compared on a GPU."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
@@ -147,7 +150,7 @@ class PagedDecode(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor | None:
-        """The whole attention of a decode of one row; None if the kernel does not know it.
+        """The whole attention of a decode of one row; None if the kernel is off or cannot.
 
         Args:
             qkv: ``[1, heads]``: the product of queries, keys and values.
@@ -160,6 +163,7 @@ class PagedDecode(AttentionBackend):
             raise RuntimeError("a decode whose metadata was not made")
         rows, shares = self._step
         plain = layer.sliding_window_size in (None, -1) and not layer.logit_cap
+        plain = plain and self.lone
         if len(qkv) != 1 or rows.prefixes is not None or not plain or not lone_attend.takes(heads):
             return None
         row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions,
