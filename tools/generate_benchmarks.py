@@ -367,6 +367,7 @@ def engine(results: Results) -> list[str]:
         for part, name in (
             ("ring", "frames through the ring"),
             ("engine", "`Engine` of this driver"),
+            ("text", "the same, texts in and out"),
             ("sglang", "`Engine` of SGLang"),
         )
         if part in last
@@ -375,6 +376,7 @@ def engine(results: Results) -> list[str]:
         "The same workload through `pie_driver_sglang.Engine`, third repeats.",
         table(["engine", "output tokens/s"], speeds),
         bars(record),
+        *([record["note"]] if record.get("note") else []),
         source(record),
     ]
 

@@ -294,6 +294,11 @@ def check_loads(shapes: Path, device: str, report: Report) -> None:
         text = f"{len(times)} steps, p50 {middle:.0f} us, longest {worst:.0f} us"
         print(f"    {name}: {text}, {late} of more than twice the p50")
     print(f"    the adapter has {size:.0f} MB")
+    report.hold(
+        "longest step while an adapter is read / p50",
+        max(during) / statistics.median(during),
+        at_most=3,
+    )
 
 
 def _steps(client: Client, most: int, over: Callable[[], bool]) -> list[float]:
