@@ -559,20 +559,22 @@ def render(results: Results) -> str:
     made = [
         (title, make(results)) for title, (path, make) in SECTIONS.items() if has(results, path)
     ]
-    made += other_records(results)
+    others = other_records(results)
     versions = results.get("h200", {}).get("versions", "in the records")
     parts = [
         HEADER.replace("VERSIONS", versions),
-        "Tables: " + " · ".join(link(title) for title, _ in made) + "\n",
+        "Tables: " + links(made),
+        "Bars of other checks: " + links(others) if others else "",
     ]
-    for title, texts in made:
+    for title, texts in made + others:
         parts.append(f"## {title}\n\n" + "\n\n".join(texts) + "\n")
     return "\n".join(parts)
 
 
-def link(title: str) -> str:
-    """A link to a section."""
-    return f"[{title}](#{title.lower().replace(' ', '-')})"
+def links(made: Sequence[tuple[str, list[str]]]) -> str:
+    """Links to sections, in a line."""
+    titles = [title for title, _ in made]
+    return " · ".join(f"[{each}](#{each.lower().replace(' ', '-')})" for each in titles) + "\n"
 
 
 def main() -> None:
