@@ -130,9 +130,9 @@ class TestLogprobs:
         [prompt] = tokenizer.encode([PROMPT])
         likely = tokenizer.decode(reference.greedy(prompt, 4)[0])
 
-        def choose(state: Any) -> None:
-            state += PROMPT
-            state += sglang.gen("answer", choices=[" zebra zebra", likely], temperature=0)
+        def choose(s: Any) -> None:
+            s += PROMPT
+            s += sglang.gen("answer", choices=[" zebra zebra", likely], temperature=0)
 
         backend = sglang.RuntimeEndpoint(server.url)
         assert sglang.function(choose).run(backend=backend)["answer"] == likely

@@ -305,7 +305,7 @@ def test_wrong_values_cost_their_request_alone(
 def test_an_extension_of_other_requests_is_refused(llama_driver: drivers.Driver) -> None:
     request = rc.Context([4, 5, 6], [0]).request
     frame = _core.encode_forward([request(), request(extension=Extension(presence_penalty=1.0))])
-    row = len(frame) - 16 - 80
+    row = len(frame) - 16 - 88
     assert frame[row : row + 4] == (1).to_bytes(4, "little")
     client = llama_driver.client()
     for number, status in ((1, None), (9, 2)):

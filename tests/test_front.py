@@ -150,7 +150,6 @@ def test_outputs_are_messages_of_sglang(
         ({"params": {"repetition_penalty": 2.25}}, "repetition_penalty is 2.25"),
         ({"params": {"logit_bias": {"1000": 1.0}}}, "token 1000 of `logit_bias`"),
         ({"params": {"min_p": 1.5, "top_k": 5}}, "min_p"),
-        ({"fields": {"return_logprob": True}}, "`return_logprob`"),
         ({"fields": {"return_hidden_states": "last"}}, "`return_hidden_states`"),
         ({"fields": {"lora_id": "ab"}}, "the adapter `ab` is not loaded"),
         ({"fields": {"input_ids": None, "input_embeds": [[0.5]]}}, "`input_embeds`"),

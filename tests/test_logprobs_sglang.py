@@ -47,7 +47,8 @@ class Row(NamedTuple):
 ROWS = st.lists(
     st.builds(
         Row,
-        temperature=st.sampled_from([0.0]) | st.floats(0.125, 2.0, width=32),
+        # Colder, probabilities underflow in SGLang, which takes their logarithms; ours do not.
+        temperature=st.sampled_from([0.0]) | st.floats(0.5, 2.0, width=32),
         top=st.integers(0, VOCAB),
         given=st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
         token=st.integers(0, VOCAB - 1),

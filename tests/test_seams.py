@@ -28,6 +28,7 @@ FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
     # Of torch, not of SGLang.
     "srt/load_trace.py": {"_schema", "_cdata"},
+    "kernels/quantize.py": {"_scaled_mm"},
 }
 """Private attributes of others, by file."""
 OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
