@@ -298,7 +298,7 @@ def _player_environment(out: Path) -> dict[str, str]:
     if find_spec("datasets") is None:
         stubs = out / "stubs"
         stubs.mkdir(exist_ok=True)
-        (stubs / "datasets.py").write_text("")
+        (stubs / "datasets.py").write_text("load_dataset = None\n")
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(stubs), *([path] if path else [])])
     return environment
