@@ -117,14 +117,14 @@ def throughput(results: Results) -> list[str]:
         ),
     ]
     peer = results.get("mini-sglang")
-    beside = [] if peer is None else ["Mini-SGLang on the same workload:", *mini_sglang(peer)]
+    others = [] if peer is None else ["Mini-SGLang on the same workload:", *mini_sglang(peer)]
     return [
         "256 requests at once, prompts and outputs of 100 to 1,024 tokens, 133,966 output tokens, "
         "temperature 0.6, shape of Qwen3-0.6B.",
         table(["engine", "output tokens/s", "ours / theirs"], rows),
         picture("load", "Output tokens per second"),
         source(record, whole),
-        *beside,
+        *others,
     ]
 
 

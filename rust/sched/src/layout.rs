@@ -146,11 +146,11 @@ impl<S> Scheduler<S> {
         let decodes = self.limits.max_forward_tokens - plan.tokens;
         if self.streaming == 0 {
             let most = self.pace.without_streams();
-            let beside = most.saturating_sub(decodes).max(MIN_PROMPT);
-            plan.prompt = most.min(beside).min(plan.tokens);
+            let left = most.saturating_sub(decodes).max(MIN_PROMPT);
+            plan.prompt = most.min(left).min(plan.tokens);
             return;
         }
-        let beside = self.config.chunk_tokens.saturating_sub(decodes);
+        let left = self.config.chunk_tokens.saturating_sub(decodes);
         let streams = |&slot: &usize| {
             let sequence = &self.sequences[slot];
             sequence.streams && sequence.decodes()
@@ -158,7 +158,7 @@ impl<S> Scheduler<S> {
         let streams =
             plan.flight.load.streams || decodes_follow && self.running.iter().any(streams);
         let budget = self.pace.budget(streams);
-        plan.prompt = budget.min(beside.max(MIN_PROMPT)).min(plan.tokens);
+        plan.prompt = budget.min(left.max(MIN_PROMPT)).min(plan.tokens);
     }
 
     /// Retracts requests until the others can decode.

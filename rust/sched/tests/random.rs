@@ -179,7 +179,7 @@ proptest! {
 
 type Case = (Config, Limits, u64, Vec<Event>);
 
-/// Plays a case. One that fails is made as small as it can be, and told.
+/// Plays a case. One that fails is made as small as it can be, and printed.
 fn play<T: ValueTree<Value = Case>>(
     runner: &mut TestRunner,
     case: T,

@@ -141,7 +141,7 @@ proptest! {
                         said.prompt_logprobs = PROMPT_WORDS.to_vec();
                     }
                     let woken = mailbox.put(said);
-                    // One that waits is told once, and only if there is something.
+                    // One that waits is woken once, and only if there is something.
                     prop_assert!(woken.is_none() || waits);
                     waits &= woken.is_none();
                     if let Some(model) = models.get_mut(sample as usize)
@@ -189,7 +189,7 @@ fn a_waiting_client_is_woken_by_what_it_gets() {
     assert!(mailbox.put(delta(1, vec![], Some(End::Length))).is_some());
     assert!(
         mailbox.put(delta(0, vec![3], None)).is_none(),
-        "it was told"
+        "the end has woken it"
     );
     // In the order in which they came to be.
     let Poll::Ready(Some(Part::End { sample: 1, .. })) = mailbox.take(&mut context) else {
