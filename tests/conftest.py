@@ -62,6 +62,33 @@ def llama_driver(
 
 
 @pytest.fixture(scope="session")
+def spread_driver(
+    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[drivers.Driver]:
+    """The same with two ranks."""
+    folder = tmp_path_factory.mktemp("spread-driver")
+    with drivers.fork(drivers.write_config(folder, llama_snapshot, **drivers.spread(2))) as driver:
+        yield driver
+    assert driver.stop() == 0
+
+
+@pytest.fixture(params=["llama_driver", "spread_driver"], ids=["tp1", "tp2"])
+def each_driver(request: pytest.FixtureRequest) -> drivers.Driver:
+    """A driver with one process, or with two."""
+    found: drivers.Driver = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="session")
+def reference(llama_snapshot: Path) -> Any:
+    """The tiny Llama model by transformers."""
+    from reference import Reference
+
+    drivers.start_fork_server()
+    return Reference(llama_snapshot)
+
+
+@pytest.fixture(scope="session")
 def spawned_driver(
     llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[drivers.Driver]:

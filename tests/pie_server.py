@@ -42,26 +42,35 @@ def running(
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
     [port] = free_ports(1)
+    words = ["--model-path", str(model), "--device", device, "--port", str(port), *flags]
+    with serving(folder, *words) as process:
+        yield Server(f"http://127.0.0.1:{port}", folder / "log"), process
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *words: str, end_s: float = 60) -> Iterator[subprocess.Popen[bytes]]:
+    """`pie-sglang serve` with these words, once it serves, its output in `log`; ended by SIGTERM.
+
+    Nothing is left of it after `end_s`: no process, no region, no file besides its output.
+    """
     log = folder / "log"
-    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--model-path", str(model)]
-    command += ["--device", device, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve", *words]
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    server = Server(f"http://127.0.0.1:{port}", log)
     try:
         wait_until(
             lambda: b"curl" in log.read_bytes() or process.poll() is not None, START_S, "start"
         )
         assert process.poll() is None
         family = psutil.Process(process.pid).children(recursive=True)
-        assert any(word in " ".join(p.cmdline()) for p in family for word in ("--config",))
-        yield server, process
+        assert any("--config" in " ".join(each.cmdline()) for each in family)
+        yield process
         family += psutil.Process(process.pid).children(recursive=True)
         names = regions(folder)
-        assert names & shared_memory(), "the driver's region is there while it serves"
+        assert names & shared_memory(), "the drivers' regions are there while they serve"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(end_s) == 0
         assert psutil.wait_procs(family, 10)[1] == []
         assert not names & shared_memory()
         assert [path.name for path in folder.iterdir()] == ["log"]

@@ -6,8 +6,7 @@ Expected are the tokens of a naive loop over transformers' logits, which counts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -75,27 +74,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(llama_snapshot: Path) -> Reference:
-    drivers.start_fork_server()
-    return Reference(llama_snapshot)
-
-
-@pytest.fixture(scope="module")
-def spread_driver(
-    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[drivers.Driver]:
-    folder = tmp_path_factory.mktemp("extension")
-    with drivers.fork(drivers.write_config(folder, llama_snapshot, **drivers.spread(2))) as driver:
-        yield driver
-    assert driver.stop() == 0
-
-
-@pytest.fixture(params=["llama_driver", "spread_driver"], ids=["tp1", "tp2"])
-def client(request: pytest.FixtureRequest) -> _core.Client:
-    """Of a driver with one process, or with two."""
-    found: drivers.Driver = request.getfixturevalue(request.param)
-    return found.client()
+@pytest.fixture
+def client(each_driver: drivers.Driver) -> _core.Client:
+    return each_driver.client()
 
 
 @pytest.fixture(params=[False, True], ids=["graph_path", "python"])

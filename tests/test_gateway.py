@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_server import START_S, serving, wait_until
 from reference import GAP, Reference
 from sglang_server import Server, free_ports
 from tiny_models import POCKET
@@ -33,7 +32,6 @@ pytest.importorskip("smg")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-START_S: Final = 400.0
 PROMPT: Final = "def f(x):"
 SCHEMA: Final = {
     "type": "object",
@@ -53,13 +51,6 @@ TOOL: Final = {
     },
 }
 NO_THOUGHT: Final = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-def wait_until(done: Callable[[], bool], seconds: float, what: str) -> None:
-    until = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until, what
-        time.sleep(0.05)
 
 
 class Door(Server):
@@ -93,45 +84,12 @@ class Door(Server):
 def running(folder: Path, *flags: str) -> Iterator[Door]:
     """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
     port, metrics = free_ports(2)
-    log = folder / "log"
-    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front", "gateway"]
-    command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
-    command += ["--port", str(port), "--prometheus-port", str(metrics), *flags]
-    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    door = Door(f"http://127.0.0.1:{port}", log)
-    door.process, door.metrics = psutil.Process(process.pid), metrics
-    try:
-        wait_until(
-            lambda: b"curl" in log.read_bytes() or process.poll() is not None, START_S, "start"
-        )
-        assert process.poll() is None
-        family = door.process.children(recursive=True)
-        regions = {path.name for path in Path("/dev/shm").iterdir()} & names(folder)
-        assert regions, "the drivers' regions are there while they serve"
+    words = ["--front", "gateway", "--model-path", str(POCKET), "--served-model-name", "pocket"]
+    words += ["--device", "cpu", "--port", str(port), "--prometheus-port", str(metrics), *flags]
+    with serving(folder, *words, end_s=90) as process:
+        door = Door(f"http://127.0.0.1:{port}", folder / "log")
+        door.process, door.metrics = psutil.Process(process.pid), metrics
         yield door
-        family += door.process.children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(90) == 0
-        assert psutil.wait_procs(family, 10)[1] == []
-        assert not {path.name for path in Path("/dev/shm").iterdir()} & regions
-        assert [path.name for path in folder.iterdir()] == ["log"]
-    except BaseException:
-        sys.stderr.write(log.read_text(errors="replace")[-6000:])
-        raise
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def names(folder: Path) -> set[str]:
-    """The regions of the drivers whose configurations are in a folder."""
-    found = [re.findall(r"group_id = (\d+)", path.read_text()) for path in folder.rglob("*.toml")]
-    return {f"pie_shmem_g{group}" for groups in found for group in groups}
 
 
 @pytest.fixture(scope="module")

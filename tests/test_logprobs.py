@@ -6,8 +6,7 @@ Expected is what transformers' logits give, after penalties and biases for token
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -76,27 +75,9 @@ WANTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(llama_snapshot: Path) -> Reference:
-    drivers.start_fork_server()
-    return Reference(llama_snapshot)
-
-
-@pytest.fixture(scope="module")
-def spread_driver(
-    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[drivers.Driver]:
-    folder = tmp_path_factory.mktemp("logprobs")
-    with drivers.fork(drivers.write_config(folder, llama_snapshot, **drivers.spread(2))) as driver:
-        yield driver
-    assert driver.stop() == 0
-
-
-@pytest.fixture(params=["llama_driver", "spread_driver"], ids=["tp1", "tp2"])
-def client(request: pytest.FixtureRequest) -> _core.Client:
-    """Of a driver with one process, or with two."""
-    found: drivers.Driver = request.getfixturevalue(request.param)
-    return found.client()
+@pytest.fixture
+def client(each_driver: drivers.Driver) -> _core.Client:
+    return each_driver.client()
 
 
 @pytest.fixture(params=[False, True], ids=["graph_path", "python"])

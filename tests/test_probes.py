@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -23,32 +22,9 @@ PAGE = 16
 UNBOUNDED = 2**32 - 1
 
 
-@pytest.fixture(scope="module")
-def reference(llama_snapshot: Path) -> Reference:
-    drivers.start_fork_server()
-    return Reference(llama_snapshot)
-
-
-@pytest.fixture(scope="module")
-def spread_driver(
-    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[drivers.Driver]:
-    folder = tmp_path_factory.mktemp("probes")
-    with drivers.fork(drivers.write_config(folder, llama_snapshot, **drivers.spread(2))) as driver:
-        yield driver
-    assert driver.stop() == 0
-
-
-@pytest.fixture(params=["llama_driver", "spread_driver"], ids=["tp1", "tp2"])
-def driver(request: pytest.FixtureRequest) -> drivers.Driver:
-    """A driver with one process, or with two."""
-    found: drivers.Driver = request.getfixturevalue(request.param)
-    return found
-
-
 @pytest.fixture
-def client(driver: drivers.Driver) -> _core.Client:
-    return driver.client()
+def client(each_driver: drivers.Driver) -> _core.Client:
+    return each_driver.client()
 
 
 def prompt(reference: Reference, length: int, *seed: object) -> list[int]:
@@ -215,7 +191,7 @@ class TestProbes:
         assert_close(reply.logprobs[0][0], row_of(reference, tokens, 0).log_softmax(-1)[[3]])
 
     def test_a_response_that_cannot_fit_empties_the_largest_request(
-        self, driver: drivers.Driver, client: _core.Client, reference: Reference
+        self, each_driver: drivers.Driver, client: _core.Client, reference: Reference
     ) -> None:
         tokens = prompt(reference, 3, "large")
         rows = [(2, Sampler.raw_logits())] * 4000
@@ -224,7 +200,7 @@ class TestProbes:
         assert [len(entries) for entries in reply.logits] == [0, 0]
         assert len(reply.entropies[1]) == len(reply.tokens[1]) == 1
         assert client.forward([small]).tokens == [reply.tokens[1]]
-        driver.logged("do not fit the response")
+        each_driver.logged("do not fit the response")
 
 
 def repr_close(ours: object, theirs: object) -> bool:
