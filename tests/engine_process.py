@@ -110,7 +110,7 @@ def stage_graphs(config_path: str, connection: Connection, stderr: str) -> None:
 
     found = []
     for staged in (small, large):
-        steps._blank(staged)
+        steps.stage_blank(staged)
         found.append({graph.rows: refusal(graph) for graph in (small, large)})
     with connection:
         connection.send(found)

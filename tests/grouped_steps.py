@@ -68,7 +68,7 @@ class Recorder:
     """Steps whose logits and graphs are kept."""
 
     def __init__(self, engine: Any) -> None:
-        from pie_driver_sglang.srt.steps import CpuSteps
+        from pie_driver_sglang.srt.cpu_steps import CpuSteps
 
         self.graphs: list[int] = []
         self.logits: list[Any] = []

@@ -179,7 +179,7 @@ def capture_on_a_host(enabled: bool) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from pie_driver_sglang.srt import steps
+    from pie_driver_sglang.srt import cuda_steps, steps
 
     seen: list[bool] = []
 
@@ -191,14 +191,14 @@ def capture_on_a_host(enabled: bool) -> None:
         raise RuntimeError("no capture")
 
     steps.GraphRunner.__init__ = begin  # type: ignore[method-assign, assignment]
-    steps.CudaSteps._capture_all = capture  # type: ignore[method-assign]
+    cuda_steps.CudaSteps._capture_all = capture  # type: ignore[method-assign]
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []
     torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
     engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
-        steps.CudaSteps(engine, [1], 1)
+        cuda_steps.CudaSteps(engine, [1], 1)
     assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
 
 

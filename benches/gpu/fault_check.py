@@ -86,7 +86,7 @@ if __name__ == "__main__":
     guard = _core.ExitGuard()
     for target, arguments in (
         (patch, ("sglang_engine", ("SglangEngine", "forward"), counted)),
-        (patch, ("steps", ("CudaSteps", "_capture_all"), crowded)),
+        (patch, ("cuda_steps", ("CudaSteps", "_capture_all"), crowded)),
         (fault, ()),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()

@@ -116,10 +116,10 @@ def check_fields(arguments: argparse.Namespace) -> None:
 
 def check_staged(arguments: argparse.Namespace) -> None:
     """Launches the larger graph over rows that it may compute."""
-    from pie_driver_sglang.srt.steps import _blank
+    from pie_driver_sglang.srt.steps import stage_blank
 
     _, steps = serve_here(arguments)
-    _blank(larger(steps, arguments))
+    stage_blank(larger(steps, arguments))
     if arguments.device == "cpu":
         steps.run(steps._graphs.index(larger(steps, arguments)))
     else:

@@ -58,7 +58,7 @@ class Steps:
         """Prints a line for each length."""
         from pie_driver_sglang.kernels import paged_splits
         from pie_driver_sglang.srt import dense
-        from pie_driver_sglang.srt.steps import CudaSteps
+        from pie_driver_sglang.srt.cuda_steps import CudaSteps
 
         usual, changed = paged_splits.split_tuning, dict(way)
         few_rows = changed.pop("few_rows", dense._FEW_ROWS)

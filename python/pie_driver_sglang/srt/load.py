@@ -23,6 +23,8 @@ from pie_driver_sglang.ranks.types import ALONE, Rank
 from pie_driver_sglang.srt import groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
+from pie_driver_sglang.srt.cpu_steps import CpuSteps
+from pie_driver_sglang.srt.cuda_steps import CudaSteps
 from pie_driver_sglang.srt.dense import DenseLayers
 from pie_driver_sglang.srt.images import find_vision
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
@@ -31,7 +33,7 @@ from pie_driver_sglang.srt.seams.model import resolved
 from pie_driver_sglang.srt.seams.pools import paged
 from pie_driver_sglang.srt.sglang_engine import SglangEngine
 from pie_driver_sglang.srt.state import StatePool
-from pie_driver_sglang.srt.steps import CpuSteps, CudaSteps, GraphRunner
+from pie_driver_sglang.srt.steps import GraphRunner
 
 logger = logging.getLogger(__name__)
 
