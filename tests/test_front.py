@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
+import signal
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -171,16 +175,23 @@ def test_one_message_answers_a_batch(front: _core.Front, seams: Any) -> None:
     assert (found.rids, found.http_worker_ipcs) == (["a", "b", "c"], [None, "w", None])
 
 
-def test_times_are_objects_of_sglang(gone: _core.Runtime, seams: Any) -> None:
-    from sglang.srt.managers.io_struct import unwrap_from_pickle
+def test_times_are_objects_of_sglang(
+    gone: _core.Runtime, seams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.observability import req_time_stats
 
     from pie_driver_sglang.server.seams.metrics import clock_s, times_template
 
-    pickle, places = times_template()
+    req_time_stats.calibrate_time_diff()
+    with monkeypatch.context() as patch:
+        # Since then the time of day was set back by a minute.
+        lead = req_time_stats.global_diff_realtime_monotonic
+        patch.setattr(req_time_stats, "global_diff_realtime_monotonic", lead + 60)
+        template, places = times_template()
     began = clock_s()
-    timed = make(gone, seams, times=(began, pickle, places))
+    timed = make(gone, seams, times=(began, template, places))
     found = answer(timed, seams, request(rid="a"), request(rid="b", params={"min_p": 2.0}))
-    stats = unwrap_from_pickle(found.time_stats)
+    stats = pickle.loads(found.time_stats.data)
     assert [type(each).__name__ for each in stats] == ["SchedulerReqTimeStats"] * 2
     for each in stats:
         # On the clock of the process that reads them; nothing was computed.
@@ -189,7 +200,7 @@ def test_times_are_objects_of_sglang(gone: _core.Runtime, seams: Any) -> None:
         assert "prefill_finished_time" not in each.convert_to_output_meta_info()
     assert timed.take_waits() == []
     with pytest.raises(ValueError, match="not all inside of the pickle"):
-        make(gone, seams, times=(began, pickle, (0, 0, len(pickle) - 7)))
+        make(gone, seams, times=(began, template, (0, 0, 0, len(template) - 7)))
 
 
 def test_messages_about_other_things_come_back(front: _core.Front, seams: Any) -> None:
@@ -327,3 +338,45 @@ class Idle:
         names = ("running", "waiting", "pages_total", "pages_free", "pages_cached", "steps")
         more = ("prompt_tokens", "cached_tokens", "output_tokens")
         return dict.fromkeys((*names, *more), 0)
+
+
+class TestProcesses:
+    """What SGLang's server starts beside itself."""
+
+    def test_they_are_forked_on_the_cpu(self, seams: Any) -> None:
+        from sglang.srt.entrypoints import engine
+
+        from pie_driver_sglang.server.seams import forking
+
+        own = multiprocessing.get_start_method()
+        with forking.forks("cuda"):
+            assert engine.mp is multiprocessing
+        halted = threading.Event()
+        thread = threading.Thread(target=halted.wait)
+        thread.start()
+        with forking.forks("cpu"):
+            assert engine.mp is multiprocessing, "a thread may hold a lock"
+        halted.set()
+        thread.join()
+        with mock.patch("threading.active_count", return_value=1), forking.forks("cpu"):
+            assert engine.mp.get_start_method() == "fork"
+            # As SGLang does, for everything else that it starts.
+            engine.mp.set_start_method("spawn", force=True)
+            assert multiprocessing.get_start_method() == "spawn"
+        multiprocessing.set_start_method(own, force=True)
+        assert engine.mp is multiprocessing
+
+    def test_they_have_signals_of_their_own(self, seams: Any) -> None:
+        from pie_driver_sglang.server.seams import forking
+
+        numbers = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.getsignal(number) for number in numbers}
+        found: list[Any] = []
+        try:
+            for number in numbers:
+                signal.signal(number, lambda *_: None)
+            forking.run_afresh(found.extend, map(signal.getsignal, numbers))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        assert found == [signal.SIG_DFL] * 3 + [signal.default_int_handler]

@@ -161,7 +161,7 @@ def _of_replica(runtime: dict[str, Any], replica: int | None) -> dict[str, Any]:
     return {**runtime, "devices": devices, "replicas": 1}
 
 
-def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int]] | None:
+def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | None:
     """What writes the times of requests, where the front end makes metrics of them."""
     if not settings.enable_metrics:
         return None

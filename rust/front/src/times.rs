@@ -3,7 +3,7 @@
 //! In a message these objects are pickled. Python pickles one at the start, and this crate puts the times of each request into
 //! copies of it.
 
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::open::Open;
 
@@ -18,12 +18,14 @@ pub struct TimesTemplate {
     pub admitted: usize,
     /// Where the time stands at which its prompt was computed.
     pub computed: usize,
+    /// Where it stands by how much the time of day is ahead of the clock of the other three.
+    pub ahead: usize,
 }
 
 impl TimesTemplate {
     /// Whether all places are inside of it.
     pub fn is_whole(&self) -> bool {
-        let places = [self.queued, self.admitted, self.computed];
+        let places = [self.queued, self.admitted, self.computed, self.ahead];
         let end = self.pickle.len().saturating_sub(size_of::<f64>());
         self.pickle.len() >= size_of::<f64>() && places.iter().all(|&place| place <= end)
     }
@@ -40,6 +42,9 @@ pub struct TimeStats {
     pub template: TimesTemplate,
 }
 
+/// What has not happened: SGLang takes times above 0 for some, and moves them by how far two processes' clocks are apart.
+const NEVER: f64 = -1e9;
+
 /// Opcodes of pickle: protocol 2, an empty list, a mark; and what ends a list and the pickle.
 const HEAD: &[u8] = b"\x80\x02](";
 const TAIL: &[u8] = b"e.";
@@ -48,17 +53,19 @@ impl TimeStats {
     /// A pickled list with the times of each request.
     pub(crate) fn encode<'o>(&self, requests: impl Iterator<Item = &'o Open>) -> Vec<u8> {
         let mut bytes = HEAD.to_vec();
+        let ahead = self.ahead();
         for open in requests {
             let start = bytes.len();
             bytes.extend_from_slice(&self.template.pickle);
             let queued = self.at(open.received);
             // What never ran has waited for nothing.
             let admitted = open.admitted.map_or(queued, |us| self.after(us));
-            let computed = open.computed.map_or(0.0, |at| self.at(at));
+            let computed = open.computed.map_or(NEVER, |at| self.at(at));
             for (place, time) in [
                 (self.template.queued, queued),
                 (self.template.admitted, admitted),
                 (self.template.computed, computed),
+                (self.template.ahead, ahead),
             ] {
                 let place = start + place;
                 bytes[place..place + size_of::<f64>()].copy_from_slice(&time.to_be_bytes());
@@ -80,6 +87,12 @@ impl TimeStats {
     fn at(&self, moment: Instant) -> f64 {
         let since = moment.saturating_duration_since(self.began);
         self.began_s + since.as_secs_f64()
+    }
+
+    /// How far the time of day is ahead of the front end's clock: as of now, for it may be set at any time.
+    fn ahead(&self) -> f64 {
+        let day = SystemTime::now().duration_since(UNIX_EPOCH);
+        day.unwrap_or_default().as_secs_f64() - self.at(Instant::now())
     }
 
     fn after(&self, us: u64) -> f64 {

@@ -12,8 +12,8 @@ use crate::runtime::{Runtime, seconds, wait};
 
 /// A field of a message class: its name, and its default as msgpack.
 type Field = (String, Option<Vec<u8>>);
-/// A clock, a pickle, and three places in it.
-type Times = (f64, Vec<u8>, (usize, usize, usize));
+/// A clock, a pickle, and four places in it.
+type Times = (f64, Vec<u8>, (usize, usize, usize, usize));
 /// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests.
 type Messages<'py> = (
     Vec<Bound<'py, PyBytes>>,
@@ -53,7 +53,8 @@ impl Front {
     ///     dp_rank: Which of several replicas this is.
     ///     times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
     ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
-    ///         wait, was admitted, and had its first token.
+    ///         wait, was admitted, and had its first token, and by how much
+    ///         the time of day is ahead of that clock.
     ///
     /// Raises:
     ///     FrontEndError: The classes are not those of a version of SGLang that is served.
@@ -217,12 +218,13 @@ impl Front {
 }
 
 fn time_stats((now_s, pickle, places): Times, began: Instant) -> PyResult<TimeStats> {
-    let (queued, admitted, computed) = places;
+    let (queued, admitted, computed, ahead) = places;
     let template = TimesTemplate {
         pickle,
         queued,
         admitted,
         computed,
+        ahead,
     };
     if !template.is_whole() {
         return Err(PyValueError::new_err(format!(

@@ -16,8 +16,9 @@ from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 FIGURE_PREFIX: Final = "sglang:"
 """How the names of the scheduler's metrics begin."""
 
-TimesTemplate = tuple[bytes, tuple[int, int, int]]
-"""A pickled object without the opcodes around it, and where its three times lie."""
+TimesTemplate = tuple[bytes, tuple[int, int, int, int]]
+"""A pickled object without the opcodes around it, and where its three times lie and the lead of the
+time of day over their clock."""
 
 _HEAD: Final = 2
 """Bytes of a pickle in front of its object: the protocol."""
@@ -109,14 +110,15 @@ def times_template() -> TimesTemplate:
     data = buffer.getvalue()
     # In front the protocol, at the end the opcode that ends a pickle.
     body = data[_HEAD:-1]
-    numbers = [struct.pack(">d", mark) for mark in marks]
+    lead = req_time_stats.global_diff_realtime_monotonic
+    numbers = [struct.pack(">d", number) for number in (*marks, lead)]
     if any(body.count(number) != 1 for number in numbers):
         raise RuntimeError(
-            "SGLang's SchedulerReqTimeStats is not pickled with one number for each time: install "
-            "the version that this package names"
+            "SGLang's SchedulerReqTimeStats is not pickled with one number for each time and "
+            "clock: install the version that this package names"
         )
-    first, second, third = (body.index(number) for number in numbers)
-    return body, (first, second, third)
+    first, second, third, fourth = (body.index(number) for number in numbers)
+    return body, (first, second, third, fourth)
 
 
 def clock_s() -> float:
