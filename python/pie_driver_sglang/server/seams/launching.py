@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from fastapi import HTTPException
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -19,6 +21,7 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.server import refusals
+from pie_driver_sglang.server.seams import forking
 
 Scheduler = Callable[..., None]
 """What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
@@ -59,12 +62,16 @@ def launch(
     kind = PieManager if is_ours else StatusManager
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
     try:
-        launch_server(
-            arguments,
-            init_tokenizer_manager_func=manager,
-            run_scheduler_process_func=scheduler,
-            launch_callback=ready,
-        )
+        with forking.forks(arguments.device) if is_ours else contextlib.nullcontext():
+            launch_server(
+                arguments,
+                init_tokenizer_manager_func=manager,
+                run_scheduler_process_func=functools.partial(forking.run_afresh, scheduler),
+                run_detokenizer_process_func=functools.partial(
+                    forking.run_afresh, run_detokenizer_process
+                ),
+                launch_callback=ready,
+            )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
