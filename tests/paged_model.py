@@ -26,7 +26,9 @@ from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.srt import environment
 
 LENGTHS = (1, 16, 17, 45, 100)
-STEPS = 3
+STEPS = 2
+DRAWN = 3
+"""Tokens of a context after its prompt. Others would make others of quantized rows ties."""
 TOLERANCE = 1e-4
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Of which model types decodes are few kernels."""
@@ -42,7 +44,7 @@ class Contexts:
     ) -> None:
         draw = random.Random(11)
         self._numbers = range(len(LENGTHS)) if only is None else [only]
-        self._tokens = [[draw.randrange(vocab) for _ in range(n + STEPS)] for n in LENGTHS]
+        self._tokens = [[draw.randrange(vocab) for _ in range(n + DRAWN)] for n in LENGTHS]
         self._page_size = page_size
         pages = list(range(first_page, first_page + 64))
         draw.shuffle(pages)
