@@ -314,7 +314,7 @@ class Start:
 
     def wait_until_ready(self) -> None:
         """Waits for the handshake."""
-        eventually(lambda: len(self.lines()) == 2, "the handshake", 60.0)
+        eventually(lambda: len(self.lines()) == 2, "the handshake", drivers.START_TIMEOUT_S)
 
     def client(self) -> _core.Client:
         """A client of the region."""

@@ -44,6 +44,8 @@ class TestPrograms:
         @language.function
         def program(s: Any) -> None:
             s += ENTRY
+            # A fork has its text computed first, if the program's own thread has taken it by then.
+            s.sync()
             branches = s.fork(4)
             for number, branch in enumerate(branches):
                 branch += f"def function_{number}("

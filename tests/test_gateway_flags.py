@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -52,9 +54,11 @@ def test_sglang_reads_the_same_words_alike() -> None:
     """Of every flag that this door takes: a value that SGLang's own parser accepts."""
     from pie_driver_sglang.server.seams import environment
 
-    environment.prepare_server((), on_cpu=True)
-    with environment.importing_server():
-        from pie_driver_sglang.server.seams import launching
+    # The process keeps none of the server's variables.
+    with mock.patch.dict(os.environ):
+        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with environment.importing_server():
+            from pie_driver_sglang.server.seams import launching
     tried = 0
     for name, field in SERVER_ARGS.items():
         if "table" in field.type or field.type == "any":

@@ -356,7 +356,7 @@ class TestParentDeath:
         with rc.adopting_orphans():
             arguments = (str(config), *map(str, files))
             parent = drivers.fork_call(rc.drive_in_child, arguments)
-            rc.eventually(lambda: b"ready" in files[0].read_bytes(), "the handshake", 60.0)
+            rc.eventually(lambda: b"ready" in files[0].read_bytes(), "the handshake", 180.0)
             driver = int(files[3].read_text())
             os.kill(parent.pid, signal.SIGKILL)
             assert parent.wait(10.0) == -signal.SIGKILL

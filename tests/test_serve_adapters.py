@@ -137,11 +137,17 @@ def test_the_least_recently_used_one_leaves_and_is_read_again(served: Served) ->
     assert served.unload("mlp-2")[0] == 200
 
 
-def test_an_adapter_may_come_as_tensors(served: Served) -> None:
+def test_an_adapter_may_come_as_tensors(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
     from sglang.srt.utils import MultiprocessingSerializer
+    from torch.multiprocessing import reductions
 
+    # A worker of SGLang's in this process, which another test may have made, has it look for
+    # the GPU in what is sent, whatever holds the tensor; a client of the server has none.
+    unpatched = getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)
+    monkeypatch.setattr(reductions, "reduce_tensor", unpatched)
+    reductions.init_reductions()
     folder = served.made["mlp"].adapter
     tensors = load_file(folder / "adapter_model.safetensors")
     strategy = torch.multiprocessing.get_sharing_strategy()
