@@ -170,6 +170,7 @@ class Control:
             "memory_usage": {"token_capacity": counts["max_total_num_tokens"]},
             "effective_max_running_requests_per_dp": counts["max_running_requests"],
             "scheduler": "pie",
+            "open_requests": self._front.open_requests,
             **self._facts,
             **self._runtime.stats(),
         }
