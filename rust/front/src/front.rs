@@ -7,10 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Constrain, Delta, Draw, End, Ends, Grammar, Refusal, Rejected, Service, Unbindable,
+    Arrival, Constrain, Delta, Draw, End, Ends, Grammar, Pictures, Refusal, Rejected, Service,
+    Unbindable,
 };
 
 use crate::error::{FrontError, one_line};
+use crate::media;
 use crate::open::{Open, Pace};
 use crate::output::{Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
@@ -34,6 +36,13 @@ pub trait Backend {
     fn abort(&self, request: u64);
     /// Lets go of what it keeps for a session, by [`Arrival::session`].
     fn end_session(&self, session: u64);
+    /// The images of a request, from its pickled `MultimodalProcessorOutput`. By default none are taken.
+    ///
+    /// # Errors
+    /// Why they cannot be served, for the client.
+    fn pictures(&self, _media: &[u8]) -> Result<Pictures, String> {
+        Err(media::NOT_SERVED.to_owned())
+    }
 }
 
 impl Backend for Service {
@@ -331,7 +340,8 @@ impl Front {
             let longest = settings.max_prompt_tokens as usize;
             request.prompt.truncate(longest);
         }
-        let refusal = request.refusal.take().or_else(|| self.unfit(&request));
+        let mut refusal = request.refusal.take().or_else(|| self.unfit(&request));
+        let pictures = media::open(backend, &mut request, &mut refusal);
         let unwanted = settings.refuses_priority && request.priority.is_some();
         let ends = self.ends(&request);
         let (priority, routing_key) = (request.priority, request.routing_key.take());
@@ -376,6 +386,10 @@ impl Front {
         };
         if let Some(params) = logprobs {
             params.ask(&mut arrival);
+        }
+        if let Some(pictures) = pictures {
+            open.image_tokens = pictures.tokens();
+            pictures.attach(&mut arrival);
         }
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut state = self.lock();

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `table` | where each field stands, by the installed classes; writing messages |
 //! | `request`, `value`, `unserved` | a request as it comes, and what is refused of it |
+//! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open`, `output` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
@@ -12,6 +13,7 @@
 mod error;
 mod front;
 mod logprobs;
+mod media;
 mod open;
 mod output;
 mod request;

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::from_front;
+use crate::pictures::ServiceWithImages;
 use crate::runtime::{Runtime, seconds, wait};
 
 /// A field of a message class: its name, and its default as msgpack.
@@ -28,6 +29,7 @@ type Messages<'py> = (
 pub(crate) struct Front {
     front: pie_front::Front,
     runtime: Py<Runtime>,
+    read_images: Option<Py<PyAny>>,
 }
 
 #[pymethods]
@@ -51,6 +53,10 @@ impl Front {
     ///     original_logprobs: Log-probabilities are those before the temperature.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
+    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+    ///         number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
+    ///         the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with what
+    ///         the client is told. None: images are refused.
     ///     times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
     ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
     ///         wait, was admitted, and had its first token, and by how much
@@ -61,7 +67,7 @@ impl Front {
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
-        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, times = None
+        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, read_images = None, times = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[expect(
@@ -84,6 +90,7 @@ impl Front {
         original_logprobs: bool,
         bos_token_id: Option<u32>,
         dp_rank: Option<u32>,
+        read_images: Option<Py<PyAny>>,
         times: Option<Times>,
     ) -> PyResult<Self> {
         let field = |(name, default): Field| MessageField { name, default };
@@ -111,7 +118,11 @@ impl Front {
                 .transpose()?,
         };
         let front = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
-        Ok(Self { front, runtime })
+        Ok(Self {
+            front,
+            runtime,
+            read_images,
+        })
     }
 
     /// Takes messages of the tokenizer manager.
@@ -127,9 +138,13 @@ impl Front {
         py: Python<'py>,
         messages: Vec<Bound<'py, PyBytes>>,
     ) -> PyResult<Messages<'py>> {
-        let service = &*self.runtime.get().service;
+        let backend = ServiceWithImages {
+            service: &self.runtime.get().service,
+            py,
+            read_images: self.read_images.as_ref(),
+        };
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
-        let outgoing = self.front.receive(service, bytes);
+        let outgoing = self.front.receive(&backend, bytes);
         let outgoing = outgoing.map_err(|error| from_front(&error))?;
         let mut messages = messages;
         let mut place = 0..;

@@ -1,6 +1,10 @@
 //! From the parameters that users know to what the driver is asked.
 
+use std::sync::Arc;
+
 use pie_wire::{CombinedSampler, Penalties, RequestExtension, Sampler};
+
+use crate::picture::Pictures;
 
 /// How tokens are drawn; names and meanings are `SGLang`'s.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,13 +45,15 @@ impl Default for Sampling {
     }
 }
 
-/// How the rows of a request draw.
+/// What the rows of a request bring along, and how they draw.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Draw {
     /// Of the Pie protocol; what it cannot say is in the extension.
     pub sampler: Sampler,
     /// What it asks for beyond that protocol.
     pub extension: Option<Box<RequestExtension>>,
+    /// The images of its prompt.
+    pub pictures: Option<Arc<Pictures>>,
 }
 
 impl From<Sampler> for Draw {
@@ -55,6 +61,7 @@ impl From<Sampler> for Draw {
         Self {
             sampler,
             extension: None,
+            pictures: None,
         }
     }
 }
@@ -103,6 +110,7 @@ impl Sampling {
         Ok(Draw {
             sampler,
             extension: asks.then(|| Box::new(extension)),
+            pictures: None,
         })
     }
 
@@ -304,7 +312,9 @@ mod tests {
             logit_bias: vec![(3, -1.0)],
             ..plain()
         };
-        let Draw { sampler, extension } = sampling.draw().unwrap();
+        let Draw {
+            sampler, extension, ..
+        } = sampling.draw().unwrap();
         let extension = extension.unwrap();
         assert_eq!(sampler, GREEDY);
         assert_eq!(

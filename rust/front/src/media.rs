@@ -1,0 +1,56 @@
+//! What a request brings besides tokens.
+
+use pie_runtime::Pictures;
+use rmpv::ValueRef;
+
+use crate::error::FrontError;
+use crate::front::Backend;
+use crate::request::GenerateRequest;
+use crate::value::wrong;
+
+/// Why a backend that reads no media takes none.
+pub(crate) const NOT_SERVED: &str = "the parameter `mm_inputs` is not served by this server's scheduler: it takes images, of models with \
+     images, and no audio or video. Remove it, or start the server with `--scheduler sglang`";
+const IN_SESSION: &str = "images in a session are not served by this server's scheduler: send the whole conversation in one request, or \
+     start the server with `--scheduler sglang`";
+
+/// The pickle in `SGLang`'s `["PickleWrapper", bytes]`; `None` where there is none.
+pub(crate) fn pickle(
+    field: &'static str,
+    value: &ValueRef<'_>,
+) -> Result<Option<Box<[u8]>>, FrontError> {
+    match value {
+        ValueRef::Nil => Ok(None),
+        ValueRef::Array(parts) => match &parts[..] {
+            [ValueRef::String(tag), ValueRef::Binary(pickle)]
+                if tag.as_str() == Some("PickleWrapper") =>
+            {
+                Ok(Some((*pickle).into()))
+            }
+            _ => Err(wrong(field, value, "a pickle")),
+        },
+        other => Err(wrong(field, other, "a pickle")),
+    }
+}
+
+/// The images of a request; what is wrong with them is its refusal.
+pub(crate) fn open(
+    backend: &impl Backend,
+    request: &mut GenerateRequest,
+    refusal: &mut Option<String>,
+) -> Option<Pictures> {
+    let media = request.media.take()?;
+    // Also of a request that is refused: reading them frees the shared memory that they came in.
+    let pictures = match backend.pictures(&media) {
+        Ok(pictures) if pictures.is_empty() => return None,
+        Ok(_) if request.session.is_some() => Err(IN_SESSION.to_owned()),
+        other => other,
+    };
+    match pictures {
+        Ok(pictures) => Some(pictures),
+        Err(reason) => {
+            refusal.get_or_insert(reason);
+            None
+        }
+    }
+}
