@@ -140,7 +140,12 @@ def server(snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_one_image_and_two(server: Server, reference: Reference) -> None:
     first, second = picture(3, 5, 1), picture(4, 2, 2)
-    for parts in ([first, WORDS], ["Look: ", first], ["a", second, "b", first, "c"], [first, first]):
+    for parts in (
+        [first, WORDS],
+        ["Look: ", first],
+        ["a", second, "b", first, "c"],
+        [first, first],
+    ):
         asked = message(*parts)
         images = [each for each in parts if isinstance(each, Image.Image)]
         tokens, usage = chat(server, asked)

@@ -1,4 +1,4 @@
-"""The small model with images, with the files that a server needs: tokenizer, chat template, processor."""
+"""The small model with images, and what a server needs of it: tokenizer, template, processor."""
 
 from __future__ import annotations
 

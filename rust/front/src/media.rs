@@ -3,14 +3,11 @@
 use pie_runtime::Pictures;
 use rmpv::ValueRef;
 
+use crate::backend::Backend;
 use crate::error::FrontError;
-use crate::front::Backend;
 use crate::request::GenerateRequest;
 use crate::value::wrong;
 
-/// Why a backend that reads no media takes none.
-pub(crate) const NOT_SERVED: &str = "the parameter `mm_inputs` is not served by this server's scheduler: it takes images, of models with \
-     images, and no audio or video. Remove it, or start the server with `--scheduler sglang`";
 const IN_SESSION: &str = "images in a session are not served by this server's scheduler: send the whole conversation in one request, or \
      start the server with `--scheduler sglang`";
 

@@ -6,11 +6,11 @@ use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes};
 use rmpv::ValueRef;
 
 use crate::error::{FrontError, one_line};
-use crate::{logprobs, media};
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
 use crate::value::{flag, integer, optional_text, texts, token_ids, wrong};
+use crate::{logprobs, media};
 
 /// `TokenizedGenerateReqInput`, as far as it is served.
 #[derive(Debug, Clone, PartialEq)]

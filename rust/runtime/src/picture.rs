@@ -1,12 +1,9 @@
 //! The images of a prompt, as the driver takes them.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use pie_sched::{Arrival, Image};
+use pie_sched::Image;
 use sha2::{Digest, Sha256};
-
-use crate::sampling::Draw;
 
 /// Image tokens have names from here on; those of a vocabulary are below.
 const FIRST_NAME: u32 = 1 << 31;
@@ -146,8 +143,9 @@ impl Picture {
         let (words, _) = self.digest.as_chunks::<4>();
         let word = |at: usize| u32::from_le_bytes(words[at % words.len()]);
         // After one round of the digest its words come again, moved on by an odd number, so that no run repeats.
-        (0..self.tokens as usize)
-            .map(move |at| word(at).wrapping_add((at as u32).wrapping_mul(0x9e37_79b1)) | FIRST_NAME)
+        (0..self.tokens as usize).map(move |at| {
+            word(at).wrapping_add((at as u32).wrapping_mul(0x9e37_79b1)) | FIRST_NAME
+        })
     }
 }
 
@@ -167,7 +165,7 @@ impl std::fmt::Debug for Picture {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pictures {
     pictures: Box<[Picture]>,
-    /// Of each, how far positions lag behind places after it.
+    /// By how much positions after each are smaller than places.
     lags: Box<[u32]>,
 }
 
@@ -209,7 +207,7 @@ impl Pictures {
     }
 
     /// Where the images are, for a scheduler.
-    fn images(&self) -> Box<[Image]> {
+    pub(crate) fn images(&self) -> Box<[Image]> {
         let image = |picture: &Picture| Image {
             start: picture.start,
             tokens: picture.tokens,
@@ -228,16 +226,9 @@ impl Pictures {
         self.pictures.iter().map(|picture| picture.tokens).sum()
     }
 
-    /// Makes them the images of a request, whose prompt has their tokens.
-    pub fn attach(self, arrival: &mut Arrival<Draw>) {
-        self.name(&mut arrival.prompt);
-        arrival.images = self.images();
-        arrival.sampling.pictures = Some(Arc::new(self));
-    }
-
     /// Gives the tokens of the images the names of what they show, so that a prefix index tells images apart. Images outside of
     /// the prompt are left out.
-    fn name(&self, prompt: &mut [u32]) {
+    pub(crate) fn name(&self, prompt: &mut [u32]) {
         for picture in &self.pictures {
             let places = picture.start as usize..picture.end() as usize;
             let tokens = prompt.get_mut(places).unwrap_or_default();
@@ -256,7 +247,7 @@ impl Pictures {
         &self.pictures[before(places.start)..before(places.end)]
     }
 
-    /// How far the position of a token of text lags behind its place.
+    /// By how much the position of a token of text is smaller than its place.
     pub(crate) fn lag(&self, place: u32) -> u32 {
         let before = self
             .pictures

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use pie_sched::Arrival;
 use pie_wire::{CombinedSampler, Penalties, RequestExtension, Sampler};
 
 use crate::picture::Pictures;
@@ -54,6 +55,15 @@ pub struct Draw {
     pub extension: Option<Box<RequestExtension>>,
     /// The images of its prompt.
     pub pictures: Option<Arc<Pictures>>,
+}
+
+impl Draw {
+    /// Gives a request its images, whose tokens its prompt has.
+    pub fn attach(pictures: Pictures, arrival: &mut Arrival<Self>) {
+        pictures.name(&mut arrival.prompt);
+        arrival.images = pictures.images();
+        arrival.sampling.pictures = Some(Arc::new(pictures));
+    }
 }
 
 impl From<Sampler> for Draw {

@@ -14,8 +14,6 @@ pub(crate) struct Kept {
     pub(crate) aborted: RefCell<Vec<u64>>,
     pub(crate) bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
     pub(crate) ended_sessions: RefCell<Vec<u64>>,
-    /// Pickles of images.
-    pub(crate) read: RefCell<Vec<Vec<u8>>>,
 }
 
 impl Backend for Kept {

@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::frame::{FrameBuilder, Turn};
+use crate::sampling::Draw;
+use pie_sched::Arrival;
 use pie_wire::{ForwardRequest, Payload, Sampler};
 use proptest::prelude::*;
 
@@ -38,9 +40,7 @@ impl Naive {
                     for place in 0..height * width {
                         let (row, column) = (place / width, place % width);
                         let first = naive.next;
-                        naive
-                            .positions
-                            .push([first, first + row, first + column]);
+                        naive.positions.push([first, first + row, first + column]);
                     }
                     naive.next += height.max(width);
                 }
@@ -72,7 +72,10 @@ fn decoded(bytes: &[u8]) -> ForwardRequest {
     let mut words = vec![0u64; bytes.len().div_ceil(8)];
     let aligned = as_bytes(&mut words);
     aligned[..bytes.len()].copy_from_slice(bytes);
-    match pie_wire::decode_request(&aligned[..bytes.len()]).unwrap().payload {
+    match pie_wire::decode_request(&aligned[..bytes.len()])
+        .unwrap()
+        .payload
+    {
         Payload::Forward(body) => body,
         other => panic!("{other:?}"),
     }
@@ -172,7 +175,11 @@ fn picture(start: u32, tokens: u32, grid: [u32; 3], pixel: u8, axes: &[u32]) -> 
 
 #[test]
 fn names_say_what_an_image_shows_and_not_where() {
-    let names = |start, grid, pixel| picture(start, 24, grid, pixel, &[]).names().collect::<Vec<_>>();
+    let names = |start, grid, pixel| {
+        picture(start, 24, grid, pixel, &[])
+            .names()
+            .collect::<Vec<_>>()
+    };
     let first = names(3, [1, 8, 12], 1);
     assert_eq!(first, names(70, [1, 8, 12], 1));
     // One colour in another shape has the same pixels.
@@ -215,7 +222,7 @@ fn a_request_takes_its_images_along() {
     let mut arrival = Arrival::new(0, vec![5; 8], Draw::from(sampler), 1);
     let pictures = Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])]).unwrap();
     assert_eq!(pictures.tokens(), 3);
-    pictures.attach(&mut arrival);
+    Draw::attach(pictures, &mut arrival);
     let image = Image {
         start: 2,
         tokens: 3,
@@ -226,8 +233,7 @@ fn a_request_takes_its_images_along() {
     assert!(arrival.prompt[2..5].iter().all(|&name| name >= FIRST_NAME));
     // A prompt that was cut keeps what it has.
     let mut short = Arrival::new(0, vec![5; 4], Draw::from(Sampler::RawLogits), 1);
-    Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])])
-        .unwrap()
-        .attach(&mut short);
+    let pictures = Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])]).unwrap();
+    Draw::attach(pictures, &mut short);
     assert_eq!(short.prompt, [5; 4]);
 }
