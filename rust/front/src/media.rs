@@ -1,34 +1,12 @@
 //! What a request brings besides tokens.
 
 use pie_runtime::Pictures;
-use rmpv::ValueRef;
 
 use crate::backend::Backend;
-use crate::error::FrontError;
 use crate::request::GenerateRequest;
-use crate::value::wrong;
 
 const IN_SESSION: &str = "images in a session are not served by this server's scheduler: send the whole conversation in one request, or \
      start the server with `--scheduler sglang`";
-
-/// The pickle in `SGLang`'s `["PickleWrapper", bytes]`; `None` where there is none.
-pub(crate) fn pickle(
-    field: &'static str,
-    value: &ValueRef<'_>,
-) -> Result<Option<Box<[u8]>>, FrontError> {
-    match value {
-        ValueRef::Nil => Ok(None),
-        ValueRef::Array(parts) => match &parts[..] {
-            [ValueRef::String(tag), ValueRef::Binary(pickle)]
-                if tag.as_str() == Some("PickleWrapper") =>
-            {
-                Ok(Some((*pickle).into()))
-            }
-            _ => Err(wrong(field, value, "a pickle")),
-        },
-        other => Err(wrong(field, other, "a pickle")),
-    }
-}
 
 /// The images of a request; what is wrong with them is its refusal.
 pub(crate) fn open(

@@ -6,11 +6,11 @@ use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes};
 use rmpv::ValueRef;
 
 use crate::error::{FrontError, one_line};
+use crate::logprobs;
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
-use crate::value::{flag, integer, optional_text, texts, token_ids, wrong};
-use crate::{logprobs, media};
+use crate::value::{flag, integer, optional_text, pickle, texts, token_ids, wrong};
 
 /// `TokenizedGenerateReqInput`, as far as it is served.
 #[derive(Debug, Clone, PartialEq)]
@@ -244,7 +244,7 @@ impl Decoder {
             extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
             adapter: optional_text("lora_id", fields.get(at.lora_id))?,
             session: self.session(fields.get(at.session_params))?,
-            media: media::pickle("mm_inputs", fields.get(at.mm_inputs))?,
+            media: pickle("mm_inputs", fields.get(at.mm_inputs))?,
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
             logprobs: logprobs::asked(asked, self.original_logprobs, &mut refusal)?,
             params: self.params(params, &mut refusal)?,
