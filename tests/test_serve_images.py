@@ -145,6 +145,8 @@ def test_one_image_and_two(server: Server, reference: Reference) -> None:
         ["Look: ", first],
         ["a", second, "b", first, "c"],
         [first, first],
+        # More than one step of the driver takes.
+        [picture(5, 6, 3), picture(6, 5, 4)],
     ):
         asked = message(*parts)
         images = [each for each in parts if isinstance(each, Image.Image)]
