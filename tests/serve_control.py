@@ -70,6 +70,17 @@ class TestRefusals:
         status, text = refusal(server, {"text": "x", "return_hidden_states": True})
         assert (status, "hidden states" in text) == (400, True), text
 
+    def test_a_text_model_is_shown_nothing(self, server: Server) -> None:
+        url = "data:image/png;base64,AAAA"
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        chat = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/generate", {"text": "x", "image_data": [url]}),
+        ):
+            status, text = refusal(server, body, path)
+            assert (status, "Model only supports text input" in text) == (400, True), text
+
 
 def test_server_info_has_the_resolved_arguments(server: Server) -> None:
     found = state(server)

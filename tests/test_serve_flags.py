@@ -33,8 +33,13 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
                 "media",
                 "disaggregation",
             ) or name in (
+                "disable_fast_image_processor",
                 "dp_size",
+                "limit_mm_data_per_request",
                 "load_balance_method",
+                "mm_io_worker_num",
+                "mm_process_config",
+                "mm_processor_worker_num",
                 "nccl_port",
                 "tp_size",
             )
@@ -51,6 +56,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("grammar_backend", "outlines", "by llguidance"),
         ("is_embedding", True, "causal language models"),
         ("lora_paths", ["a=/nowhere"], "adapter 'a' is not at"),
+        ("mm_feature_transport", "cuda_ipc", "host's memory"),
         ("nnodes", 2, "--tp-size"),
         ("disaggregation_mode", "prefill", "one driver"),
         ("speculative_algorithm", "EAGLE", "n-grams only"),
@@ -75,6 +81,7 @@ def test_what_ours_starts_with() -> None:
         max_running_requests=7,
         watchdog_timeout=33.0,
         page_size=32,
+        mm_feature_transport="cpu",
     )
     runtime = plan.runtime
     assert (runtime["schedule_policy"], runtime["max_running_requests"]) == ("lpm", 7)

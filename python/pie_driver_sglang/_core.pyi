@@ -617,7 +617,7 @@ class Front:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None) -> Front:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None) -> Front:
         """
         A front end without requests.
 
@@ -638,6 +638,10 @@ class Front:
             original_logprobs: Log-probabilities are those before the temperature.
             probe_prefix: How the names of SGLang's health probes begin.
             dp_rank: Which of several replicas this is.
+            read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+                number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
+                the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
+                the answer to the client. None: images are refused.
             times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
                 `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
                 wait, was admitted, and had its first token, and by how much
@@ -1771,7 +1775,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, max_image_bytes: SupportsIndex = 0, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1802,6 +1806,7 @@ class Runtime:
             priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
                 ones; None for never.
             max_total_pages: Use no more KV pages than this of what a driver has.
+            max_image_bytes: Most bytes that the images of a step bring, their pixels and positions; 0: images are refused.
             eos_token_ids: They end a request, unless it ignores them.
             vocabulary: What each token adds to a text, as bytes; needed for stop strings.
             special_tokens: Tokens without text, with their names, which grammars may use.

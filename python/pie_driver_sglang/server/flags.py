@@ -19,6 +19,8 @@ OWN_FLAGS: Final = """\
 
 #: The flag that says how long a step may take.
 WATCHDOG: Final = "watchdog_timeout"
+#: The flag by which SGLang's processor hands pixels on, with the value that our scheduler reads.
+TRANSPORT: Final = ("mm_feature_transport", "cpu")
 #: Owners whose flags SGLang's front end serves by itself.
 _FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
 #: Flags of other owners that say nothing to a scheduler.
@@ -26,8 +28,13 @@ _FRONT: Final = frozenset(
     {
         "abort_on_priority_when_disabled",
         "default_priority_value",
+        "disable_fast_image_processor",
         "gc_threshold",
+        "limit_mm_data_per_request",
         "load_balance_method",
+        "mm_io_worker_num",
+        "mm_process_config",
+        "mm_processor_worker_num",
         "nccl_port",
         "sleep_on_idle",
         WATCHDOG,
@@ -67,6 +74,7 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "kv_events_config": "events of the prefix index are not published yet",
         "lora_eviction_policy": "slots go to the adapter that was not used for longest",
         "max_lora_chunk_size": _ADAPTERS,
+        "mm_feature_transport": "pixels go to the driver by way of the host's memory",
         "msprobe_dump_config": "it hooks into SGLang's own runner",
         "return_hidden_states_mode": "hidden states stay in the driver",
         "sidecar": "it takes another front end",
@@ -84,7 +92,7 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "disaggregation": "prefill and decode run in one driver",
         "graphs_off": "`--disable-cuda-graph` is for all of its graphs",
         "graphs": "the driver sizes its CUDA graphs itself",
-        "media": "images, audio and video are not served",
+        "media": "the driver encodes images by its own means",
         "parallel": "models are spread by `--tp-size` alone",
         "pool": "the driver lays out its KV pages itself",
         "prefix_cache": "the runtime has a prefix index of its own",
@@ -116,6 +124,8 @@ def unserved_flag(given: Mapping[str, Any]) -> str | None:
     """
     served = {*SCHEDULER, *READ, *valid_names(), *RENAMED, *_FRONT} - _REASONS.keys()
     for name in sorted(given):
+        if (name, given[name]) == TRANSPORT:
+            continue
         reason = _REASONS.get(name)
         field = SERVER_ARGS.get(name)
         owner = field.owner if field is not None else None

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.cli.plan import parse_option
+from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.offline.arguments import find_snapshot, has_gpu, parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
-from pie_driver_sglang.server.flags import WATCHDOG, served_arguments, unserved_flag
+from pie_driver_sglang.server.flags import TRANSPORT, WATCHDOG, served_arguments, unserved_flag
 from pie_driver_sglang.server.seams import environment
 
 SCHEDULERS: Final = ("auto", "pie", "sglang")
@@ -96,6 +97,9 @@ def _serve(own: OwnArguments) -> None:
         from pie_driver_sglang.server.seams import launching
 
     given = launching.given_flags(own.words)
+    if takes_images({"architectures": architectures}):
+        # SGLang serves the images of such a model with the flag and without it.
+        given.pop("enable_multimodal", None)
     plan, reason = choose_scheduler(own, given)
     if plan is None:
         words = [*own.words, *environment.with_prefix_index(given)]
@@ -105,7 +109,9 @@ def _serve(own: OwnArguments) -> None:
     else:
         from pie_driver_sglang.server.process import run_scheduler
 
-        arguments = launching.parse_flags(own.words)
+        flag, value = TRANSPORT
+        words = [*own.words, f"--{flag.replace('_', '-')}", value]
+        arguments = launching.parse_flags(words)
         scheduler = functools.partial(run_scheduler, plan)
     ready = functools.partial(_ready, arguments)
     launching.launch(arguments, scheduler, ready, is_ours=plan is not None)

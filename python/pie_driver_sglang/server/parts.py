@@ -6,14 +6,20 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.config.arch import image_token_bytes
+from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.driver_log import DriverLog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pie_driver_sglang.server.adapters import ServerAdapters
     from pie_driver_sglang.server.metrics import MetricsThread
+    from pie_driver_sglang.server.seams.images import ReadImage
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,8 @@ class Parts:
             keywords["special_tokens"] = self._tokenizer.special_tokens()
             keywords["tokenizer_file"] = self._tokenizer.file
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
+        keywords["max_image_bytes"] = _image_bytes(plan)
+        self._takes_images = keywords["max_image_bytes"] > 0
         self.runtime = _core.Runtime(**keywords)
         self.log = DriverLog(self.runtime)
 
@@ -109,8 +117,17 @@ class Parts:
             probe_prefix=messages.PROBE_PREFIX,
             bos_token_id=None if tokenizer is None else tokenizer.begin_token,
             dp_rank=self._given.replica,
+            read_images=self._read_images(),
             times=_times(settings),
         )
+
+    def _read_images(self) -> Callable[[bytes], list[ReadImage]] | None:
+        """What reads the images of requests; None for a model without them."""
+        if not self._takes_images:
+            return None
+        from pie_driver_sglang.server.seams.images import read_images
+
+        return read_images
 
     def adapters(self, front: _core.Front) -> ServerAdapters:
         """The adapters, those of `--lora-paths` loaded.
@@ -161,6 +178,12 @@ def _of_replica(runtime: dict[str, Any], replica: int | None) -> dict[str, Any]:
     return {**runtime, "devices": devices, "replicas": 1}
 
 
+def _image_bytes(plan: EngineArguments) -> int:
+    """Most bytes that the images of a step bring: as the driver has room for; 0 for none."""
+    options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
+    return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
+
+
 def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | None:
     """What writes the times of requests, where the front end makes metrics of them."""
     if not settings.enable_metrics:
@@ -173,8 +196,6 @@ def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | No
 
 def _end_tokens(plan: EngineArguments, tokenizer: ModelTokenizer | None) -> set[int]:
     if tokenizer is None:
-        from pie_driver_sglang.config.hf_config import load_hf_config
-
         ends = load_hf_config(plan.model).get("eos_token_id")
         return {end for end in (ends if isinstance(ends, list) else [ends]) if end is not None}
     others = (tokenizer.token(text) for text in _OTHER_ENDS)

@@ -60,6 +60,11 @@ CALLS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+def why_no_medium(what: str, why: str = "the driver takes images, no audio or video") -> str:
+    """Why what a request brings besides text is not served, for the client."""
+    return f"{what} is not served by this server's scheduler: {why}; remove it, or {INSTEAD}"
+
+
 def why_not_served(message: str) -> str:
     """Why a message is not served, for the client."""
     return f"not served: {MESSAGES.get(message, _OTHER)}; {INSTEAD}"

@@ -6,53 +6,17 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_runtime::{
-    Arrival, Constrain, Delta, Draw, End, Ends, Grammar, Refusal, Rejected, Service, Unbindable,
-};
+use pie_runtime::{Arrival, Constrain, Delta, Draw, End, Ends, Refusal, Unbindable};
 
+use crate::backend::Backend;
 use crate::error::{FrontError, one_line};
+use crate::media;
 use crate::open::{Open, Pace};
 use crate::output::{Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
 use crate::session::{Begun, Sessions};
 use crate::table::{MessageClass, Template};
 use crate::times::TimeStats;
-
-/// Who computes the requests.
-pub trait Backend {
-    /// Takes a request, and returns its id at once.
-    ///
-    /// # Errors
-    /// [`Rejected`].
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected>;
-    /// What binds a request to a grammar, from its start on or after some tokens.
-    ///
-    /// # Errors
-    /// [`Unbindable`].
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
-    /// Ends a request; one that has ended is ignored.
-    fn abort(&self, request: u64);
-    /// Lets go of what it keeps for a session, by [`Arrival::session`].
-    fn end_session(&self, session: u64);
-}
-
-impl Backend for Service {
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
-        Self::submit(self, arrival, None)
-    }
-
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
-        Self::bind(self, grammar, after)
-    }
-
-    fn abort(&self, request: u64) {
-        Self::abort(self, request);
-    }
-
-    fn end_session(&self, session: u64) {
-        Self::end_session(self, session);
-    }
-}
 
 /// What depends on the model and on the server's flags.
 #[derive(Debug, Clone)]
@@ -331,7 +295,8 @@ impl Front {
             let longest = settings.max_prompt_tokens as usize;
             request.prompt.truncate(longest);
         }
-        let refusal = request.refusal.take().or_else(|| self.unfit(&request));
+        let mut refusal = request.refusal.take().or_else(|| self.unfit(&request));
+        let pictures = media::open(backend, &mut request, &mut refusal);
         let unwanted = settings.refuses_priority && request.priority.is_some();
         let ends = self.ends(&request);
         let (priority, routing_key) = (request.priority, request.routing_key.take());
@@ -376,6 +341,10 @@ impl Front {
         };
         if let Some(params) = logprobs {
             params.ask(&mut arrival);
+        }
+        if let Some(pictures) = pictures {
+            open.image_tokens = pictures.tokens();
+            Draw::attach(pictures, &mut arrival);
         }
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut state = self.lock();

@@ -4,14 +4,18 @@
 //! |---|---|
 //! | `table` | where each field stands, by the installed classes; writing messages |
 //! | `request`, `value`, `unserved` | a request as it comes, and what is refused of it |
+//! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open`, `output` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
+//! | `backend` | who computes the requests |
 //! | `front` | all requests of a front end, over a [`Backend`] |
 
+mod backend;
 mod error;
 mod front;
 mod logprobs;
+mod media;
 mod open;
 mod output;
 mod request;
@@ -21,8 +25,9 @@ mod times;
 mod unserved;
 mod value;
 
+pub use backend::Backend;
 pub use error::FrontError;
-pub use front::{Backend, Front, FrontSettings, Outgoing};
+pub use front::{Front, FrontSettings, Outgoing};
 pub use request::{Decoder, GenerateRequest, Incoming, Params, TextParams};
 pub use session::SessionParams;
 pub use table::{MessageClass, MessageField};

@@ -25,6 +25,8 @@ pub(crate) struct Open {
     /// How many of them there are.
     pub(crate) surrounding: u32,
     pub(crate) prompt_tokens: u32,
+    /// Those of them that are images'.
+    pub(crate) image_tokens: u32,
     pub(crate) cached_tokens: u32,
     /// Those of them that came from the host.
     pub(crate) loaded_tokens: u32,
@@ -91,6 +93,7 @@ impl Open {
             surrounding: window.len() as u32,
             window,
             prompt_tokens: prompt.len() as u32,
+            image_tokens: 0,
             cached_tokens: 0,
             loaded_tokens: 0,
             received: Instant::now(),
@@ -185,6 +188,7 @@ mod tests {
 
     fn request(stream: bool, stream_interval: Option<u32>) -> GenerateRequest {
         GenerateRequest {
+            media: None,
             rid: "a".into(),
             worker: None,
             prompt: (0..9).collect(),

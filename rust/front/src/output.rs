@@ -155,6 +155,9 @@ impl OutputEncoder {
                     tiers(bytes, entry.open);
                 }
             }),
+            "image_tokens" if entries.iter().any(|entry| entry.open.image_tokens > 0) => {
+                list(&|entry, bytes| uint(bytes, entry.open.image_tokens.into()));
+            }
             "time_stats" => match &self.times {
                 Some(times) => {
                     array(bytes, 2);

@@ -10,7 +10,7 @@ use crate::logprobs;
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
-use crate::value::{flag, integer, optional_text, texts, token_ids, wrong};
+use crate::value::{flag, integer, optional_text, pickle, texts, token_ids, wrong};
 
 /// `TokenizedGenerateReqInput`, as far as it is served.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,6 +33,8 @@ pub struct GenerateRequest {
     pub adapter: Option<String>,
     /// The session in which it goes on.
     pub session: Option<SessionParams>,
+    /// Images, audio or video: a pickled `MultimodalProcessorOutput`.
+    pub media: Option<Box<[u8]>>,
     /// Whether the model thinks first: tokens up to the end of it are counted.
     pub reasons: bool,
     /// Which log-probabilities it wants.
@@ -114,7 +116,7 @@ places! {
     /// Where the fields of a request stand.
     RequestPlaces of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
-        return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params,
+        return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params, mm_inputs,
     }
 }
 places! { SessionPlaces of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
@@ -242,6 +244,7 @@ impl Decoder {
             extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
             adapter: optional_text("lora_id", fields.get(at.lora_id))?,
             session: self.session(fields.get(at.session_params))?,
+            media: pickle("mm_inputs", fields.get(at.mm_inputs))?,
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
             logprobs: logprobs::asked(asked, self.original_logprobs, &mut refusal)?,
             params: self.params(params, &mut refusal)?,

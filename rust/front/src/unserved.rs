@@ -7,7 +7,6 @@ use crate::table::Fields;
 /// Fields of `TokenizedGenerateReqInput`, and why another value than the neutral one is refused.
 pub(crate) const REQUEST: &[(&str, &str)] = &[
     ("input_embeds", "the driver takes tokens"),
-    ("mm_inputs", "images, audio and video are not served"),
     ("return_sampling_mask", "the driver does not return it"),
     ("return_hidden_states", "hidden states stay in the driver"),
     ("return_routed_experts", "the driver does not return them"),

@@ -53,6 +53,25 @@ pub(crate) fn optional_text(
     }
 }
 
+/// The pickle in `SGLang`'s `["PickleWrapper", bytes]`; `None` where there is none.
+pub(crate) fn pickle(
+    field: &'static str,
+    value: &ValueRef<'_>,
+) -> Result<Option<Box<[u8]>>, FrontError> {
+    match value {
+        ValueRef::Nil => Ok(None),
+        ValueRef::Array(parts) => match &parts[..] {
+            [ValueRef::String(tag), ValueRef::Binary(pickle)]
+                if tag.as_str() == Some("PickleWrapper") =>
+            {
+                Ok(Some((*pickle).into()))
+            }
+            _ => Err(wrong(field, value, "a pickle")),
+        },
+        other => Err(wrong(field, other, "a pickle")),
+    }
+}
+
 pub(crate) fn flag(field: &'static str, value: &ValueRef<'_>) -> Result<bool, FrontError> {
     match value {
         ValueRef::Nil => Ok(false),

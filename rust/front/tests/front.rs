@@ -2,8 +2,14 @@
 
 mod support;
 
-use pie_front::{Front, FrontSettings, MessageClass, MessageField};
-use pie_runtime::{Delta, End, Grammar, Refusal, Sampler};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
+use pie_runtime::{
+    Arrival, Constrain, Delta, Draw, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler,
+    Unbindable,
+};
 use proptest::prelude::*;
 use rmpv::Value;
 
@@ -564,4 +570,96 @@ fn a_grammar_binds_after_the_thinking_of_requests_that_think() {
     let grammar = Grammar::JsonSchema("{}".into());
     let expected = [(grammar.clone(), vec![]), (grammar, vec![60, 61])];
     assert_eq!(*kept.bound.borrow(), expected);
+}
+
+/// A runtime that takes the images of one pickle, and counts those that it reads.
+#[derive(Default)]
+struct Sees(Kept, RefCell<usize>);
+
+impl Backend for Sees {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+        self.0.submit(arrival)
+    }
+
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        self.0.bind(grammar, after)
+    }
+
+    fn abort(&self, request: u64) {
+        self.0.abort(request);
+    }
+
+    fn end_session(&self, session: u64) {
+        self.0.end_session(session);
+    }
+
+    fn pictures(&self, media: &[u8]) -> Result<Pictures, String> {
+        *self.1.borrow_mut() += 1;
+        match media {
+            b"image" => {
+                let pixels = vec![1; 16].into();
+                let picture = Picture::new(1, 3, [1, 2, 6], pixels, Box::default());
+                Ok(Pictures::new(vec![picture.unwrap()]).unwrap())
+            }
+            b"nothing" => Ok(Pictures::new(Vec::new()).unwrap()),
+            _ => Err("`video_data` is not served".to_owned()),
+        }
+    }
+}
+
+fn media(pickle: &[u8]) -> (&'static str, Value) {
+    let wrapper = ["PickleWrapper".into(), Value::Binary(pickle.into())];
+    ("mm_inputs", Value::Array(wrapper.into()))
+}
+
+#[test]
+fn images_reach_the_runtime_by_other_names_than_tokens() {
+    let (front, sees) = (front(), Sees::default());
+    let request = generate("a", &[10, 296, 296, 296, 11], &[media(b"image")], &[]);
+    let sent = front.receive(&sees, [&encoded(&request)[..]]).unwrap();
+    assert_eq!(sent, pie_front::Outgoing::default());
+    let arrival = sees.0.arrivals.borrow()[0].clone();
+    assert_eq!((arrival.prompt[0], arrival.prompt[4]), (10, 11));
+    assert!(arrival.prompt[1..4].iter().all(|&name| name >= 1 << 31));
+    assert_eq!((arrival.images[0].start, arrival.images[0].tokens), (1, 3));
+    assert!(arrival.sampling.pictures.is_some());
+    let first = front.outputs(&[delta(0, &[40], Some(End::Length))]);
+    let bytes = &first.to_detokenizer[0];
+    // The text around is the client's.
+    assert_eq!(
+        field(bytes, "decode_ids"),
+        [ids(&[10, 296, 296, 296, 11, 40])]
+    );
+    assert_eq!(field(bytes, "image_tokens"), [3.into()]);
+
+    let plain = generate("b", &[10, 11], &[media(b"nothing")], &[]);
+    front.receive(&sees, [&encoded(&plain)[..]]).unwrap();
+    let arrival = sees.0.arrivals.borrow()[1].clone();
+    assert!(arrival.images.is_empty() && arrival.sampling.pictures.is_none());
+}
+
+#[test]
+fn what_is_no_image_is_refused_and_let_go() {
+    let session = ("session_params", Value::Array(vec!["s".into()]));
+    for (more, words) in [
+        (vec![media(b"video")], "`video_data` is not served"),
+        (vec![media(b"image"), session], "session"),
+        // It is read all the same, for it lies in memory that others see.
+        (
+            vec![media(b"image"), ("return_hidden_states", true.into())],
+            "return_hidden_states",
+        ),
+    ] {
+        let (front, sees) = (front(), Sees::default());
+        front.open_session("s", false, None);
+        let request = generate("a", &[10, 296, 296, 296, 11], &more, &[]);
+        let sent = front.receive(&sees, [&encoded(&request)[..]]).unwrap();
+        let told = field(&sent.to_detokenizer[0], "finished_reasons")[0].to_string();
+        assert!(told.contains(words), "{told}");
+        assert!(told.contains("400"), "{told}");
+        assert_eq!(*sees.1.borrow(), 1);
+        assert!(sees.0.arrivals.borrow().is_empty());
+    }
+    let told = refusal(&generate("a", &[1], &[media(b"image")], &[]));
+    assert!(told.contains("`mm_inputs` is not served"), "{told}");
 }

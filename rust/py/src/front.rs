@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::from_front;
+use crate::pictures::ServiceWithImages;
 use crate::runtime::{Runtime, seconds, wait};
 
 /// A field of a message class: its name, and its default as msgpack.
@@ -26,8 +27,9 @@ type Messages<'py> = (
 /// `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Front {
-    front: pie_front::Front,
+    inner: pie_front::Front,
     runtime: Py<Runtime>,
+    read_images: Option<Py<PyAny>>,
 }
 
 #[pymethods]
@@ -51,6 +53,10 @@ impl Front {
     ///     original_logprobs: Log-probabilities are those before the temperature.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
+    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+    ///         number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
+    ///         the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
+    ///         the answer to the client. None: images are refused.
     ///     times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
     ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
     ///         wait, was admitted, and had its first token, and by how much
@@ -61,7 +67,7 @@ impl Front {
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
-        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, times = None
+        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, read_images = None, times = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[expect(
@@ -84,6 +90,7 @@ impl Front {
         original_logprobs: bool,
         bos_token_id: Option<u32>,
         dp_rank: Option<u32>,
+        read_images: Option<Py<PyAny>>,
         times: Option<Times>,
     ) -> PyResult<Self> {
         let field = |(name, default): Field| MessageField { name, default };
@@ -110,8 +117,12 @@ impl Front {
                 .map(|times| time_stats(times, runtime.get().service.began()))
                 .transpose()?,
         };
-        let front = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
-        Ok(Self { front, runtime })
+        let inner = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
+        Ok(Self {
+            inner,
+            runtime,
+            read_images,
+        })
     }
 
     /// Takes messages of the tokenizer manager.
@@ -127,9 +138,13 @@ impl Front {
         py: Python<'py>,
         messages: Vec<Bound<'py, PyBytes>>,
     ) -> PyResult<Messages<'py>> {
-        let service = &*self.runtime.get().service;
+        let backend = ServiceWithImages {
+            service: &self.runtime.get().service,
+            py,
+            read_images: self.read_images.as_ref(),
+        };
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
-        let outgoing = self.front.receive(service, bytes);
+        let outgoing = self.inner.receive(&backend, bytes);
         let outgoing = outgoing.map_err(|error| from_front(&error))?;
         let mut messages = messages;
         let mut place = 0..;
@@ -143,7 +158,7 @@ impl Front {
         let service = &self.runtime.get().service;
         let outgoing = wait(py, timeout_s, |slice| {
             let deltas = service.poll(slice);
-            let found = self.front.outputs(&deltas);
+            let found = self.inner.outputs(&deltas);
             (!deltas.is_empty() || service.is_stopped()).then_some(found)
         })?;
         let outgoing = outgoing.unwrap_or_default();
@@ -160,7 +175,7 @@ impl Front {
     ///     name: The tokenizer manager's `lora_id`.
     ///     adapter_id: Of `Runtime.load_adapter`.
     fn set_adapter(&self, name: &str, adapter_id: Option<u64>) {
-        self.front.set_adapter(name, adapter_id);
+        self.inner.set_adapter(name, adapter_id);
     }
 
     /// Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
@@ -178,42 +193,42 @@ impl Front {
     ) -> PyResult<bool> {
         let patience = timeout_s.map(|limit| seconds("timeout_s", limit));
         Ok(self
-            .front
+            .inner
             .open_session(session_id, streaming, patience.transpose()?))
     }
 
     /// Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
     fn close_session(&self, session_id: &str) {
-        self.front
+        self.inner
             .close_session(&*self.runtime.get().service, session_id);
     }
 
     /// Closes the sessions that had no request for longer than they allow.
     fn reap_sessions(&self) {
-        self.front.reap_sessions(&*self.runtime.get().service);
+        self.inner.reap_sessions(&*self.runtime.get().service);
     }
 
     /// Sessions that are open.
     #[getter]
     fn open_sessions(&self) -> usize {
-        self.front.open_sessions()
+        self.inner.open_sessions()
     }
 
     /// Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
     /// to the token; nothing without `times`.
     fn take_waits(&self) -> Vec<(f64, f64)> {
-        self.front.take_waits()
+        self.inner.take_waits()
     }
 
     /// Requests that have not ended.
     #[getter]
     fn open_requests(&self) -> usize {
-        self.front.open_requests()
+        self.inner.open_requests()
     }
 
     /// Whether nothing is computed for now; health probes are answered all the same.
     fn set_paused(&self, paused: bool) {
-        self.front.set_paused(paused);
+        self.inner.set_paused(paused);
     }
 }
 

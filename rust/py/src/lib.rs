@@ -21,6 +21,7 @@ mod load;
 mod pages;
 mod pass;
 mod patterns;
+mod pictures;
 mod places;
 mod planner;
 mod radix;

@@ -76,6 +76,7 @@ impl Runtime {
     ///     priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
     ///         ones; None for never.
     ///     max_total_pages: Use no more KV pages than this of what a driver has.
+    ///     max_image_bytes: Most bytes that the images of a step bring, their pixels and positions; 0: images are refused.
     ///     eos_token_ids: They end a request, unless it ignores them.
     ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
@@ -103,7 +104,7 @@ impl Runtime {
         max_step_ms = 250.0, radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false,
         enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
-        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
+        max_total_pages = None, max_image_bytes = 0, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
         tokenizer_file = None,
         constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
         running_limit_s = None, max_restarts = 3,
@@ -140,6 +141,7 @@ impl Runtime {
         schedule_low_priority_values_first: bool,
         priority_scheduling_preemption_threshold: Option<i32>,
         max_total_pages: Option<u32>,
+        max_image_bytes: u32,
         eos_token_ids: Vec<u32>,
         vocabulary: Option<Vec<Vec<u8>>>,
         special_tokens: Vec<(u32, String)>,
@@ -193,6 +195,7 @@ impl Runtime {
             drivers,
             scheduler,
             max_pages: at_least_one("max_total_pages", max_total_pages)?,
+            max_image_bytes,
             text: text
                 .as_ref()
                 .map(|bytes| with_special(bytes, &special_tokens) as _),

@@ -9,6 +9,7 @@ use pie_wire::{
 
 use crate::answer::{Asked, Scored};
 use crate::mask::{all_but, only};
+use crate::picture::Pictures;
 
 /// What one context brings to a frame.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +20,7 @@ pub struct Turn<'a> {
     pub tokens: &'a [u32],
     /// The request of the frame before whose last token is the input; `tokens` only keeps its place.
     pub awaits: Option<usize>,
-    /// Position, and KV index, of the first token.
+    /// KV index of the first token; its position, too, without images.
     pub start: u32,
     /// After the tokens, to be verified.
     pub drafts: &'a [u32],
@@ -37,6 +38,8 @@ pub struct Turn<'a> {
     pub mask: Option<&'a [u32]>,
     /// What it asks for beyond the Pie protocol.
     pub extension: Option<Extended<'a>>,
+    /// The images of its prompt, by their places there; the tokens have no part of one.
+    pub pictures: Option<&'a Pictures>,
 }
 
 /// What a context asks for beyond the Pie protocol.
@@ -69,11 +72,18 @@ impl Turn<'_> {
         forbidden: &[],
         mask: None,
         extension: None,
+        pictures: None,
     };
 
-    /// Position after the last token.
+    /// KV index after the last token.
     pub const fn end(&self) -> u32 {
         self.start + self.tokens.len() as u32
+    }
+
+    /// Position after the last token.
+    fn next_position(&self) -> u32 {
+        let lag = self.pictures.map_or(0, |pictures| pictures.lag(self.end()));
+        self.end() - lag
     }
 }
 
@@ -187,7 +197,7 @@ impl Outline {
             self.drafting.push(Drafting {
                 drafts_end: self.drafts.len(),
                 wants: turn.wants_drafts,
-                end: turn.end(),
+                end: turn.next_position(),
             });
         }
     }
@@ -334,19 +344,23 @@ fn clear(body: &mut ForwardRequest) {
         indptr.clear();
         indptr.push(0);
     }
+    pictures::clear(body);
 }
 
 fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks: bool) {
-    let positions = turn.start..turn.end();
+    let places = turn.start..turn.end();
     body.token_ids.extend(turn.tokens);
-    body.position_ids.extend(positions.clone());
+    match turn.pictures {
+        None => body.position_ids.extend(places.clone()),
+        Some(pictures) => pictures::append(body, pictures, places.clone()),
+    }
     body.kv_page_indices.extend(turn.pages);
     body.kv_last_page_lens
         .push((turn.end() - 1) % page_size + 1);
     if with_masks {
-        body.masks.extend(positions.map(|position| Brle {
-            buffer: vec![0, position + 1],
-            total_size: u64::from(position) + 1,
+        body.masks.extend(places.map(|place| Brle {
+            buffer: vec![0, place + 1],
+            total_size: u64::from(place) + 1,
         }));
     }
     if let Some(sampler) = turn.sampler {
@@ -363,8 +377,9 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
         ..AdapterBinding::NONE
     });
     body.spec_token_ids.extend(turn.drafts);
+    let next = turn.next_position();
     body.spec_position_ids
-        .extend(turn.end()..turn.end() + turn.drafts.len() as u32);
+        .extend(next..next + turn.drafts.len() as u32);
     body.output_spec_flags.push(turn.wants_drafts);
     body.context_ids.push(turn.context_id);
     let ends = [
@@ -375,7 +390,7 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
         body.samplers.len(),
         body.logit_masks.len(),
         body.spec_token_ids.len(),
-        0,
+        body.image_anchor_rows.len(),
         0,
     ];
     for (indptr, end) in indptrs(body).into_iter().zip(ends) {
@@ -398,5 +413,6 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
     ]
 }
 
+mod pictures;
 #[cfg(test)]
 mod tests;

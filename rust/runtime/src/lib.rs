@@ -5,6 +5,7 @@
 //! | `settings`, `group` | what a driver is started with, and the number that names its region |
 //! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
 //! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
+//! | `picture` | the images of a prompt: their names, positions, pixels |
 //! | `constraint`, `grammars` | grammars as the scheduler's constraints |
 //! | `sampling` | from the parameters that users know to the samplers that the driver has |
 //! | `trace` | steps as a file for a trace viewer, on request |
@@ -25,6 +26,7 @@ mod log;
 mod logprobs;
 mod mask;
 mod outbox;
+mod picture;
 mod process;
 mod relay;
 mod replica;
@@ -50,6 +52,7 @@ pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
 pub use logprobs::LogprobParams;
 pub use outbox::{Batch, Delta, End};
+pub use picture::{Picture, PictureError, Pictures};
 pub use pie_grammar::{
     Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits,
     Settings as CompilerSettings, Vocabulary,

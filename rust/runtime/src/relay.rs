@@ -275,5 +275,6 @@ pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
         forbidden: row.forbidden,
         mask: row.mask,
         extension,
+        pictures: row.asked.pictures.as_deref(),
     }
 }

@@ -1,6 +1,11 @@
 //! From the parameters that users know to what the driver is asked.
 
+use std::sync::Arc;
+
+use pie_sched::Arrival;
 use pie_wire::{CombinedSampler, Penalties, RequestExtension, Sampler};
+
+use crate::picture::Pictures;
 
 /// How tokens are drawn; names and meanings are `SGLang`'s.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,13 +46,24 @@ impl Default for Sampling {
     }
 }
 
-/// How the rows of a request draw.
+/// What the rows of a request bring along, and how they draw.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Draw {
     /// Of the Pie protocol; what it cannot say is in the extension.
     pub sampler: Sampler,
     /// What it asks for beyond that protocol.
     pub extension: Option<Box<RequestExtension>>,
+    /// The images of its prompt.
+    pub pictures: Option<Arc<Pictures>>,
+}
+
+impl Draw {
+    /// Gives a request its images, whose tokens its prompt has.
+    pub fn attach(pictures: Pictures, arrival: &mut Arrival<Self>) {
+        pictures.name(&mut arrival.prompt);
+        arrival.images = pictures.images();
+        arrival.sampling.pictures = Some(Arc::new(pictures));
+    }
 }
 
 impl From<Sampler> for Draw {
@@ -55,6 +71,7 @@ impl From<Sampler> for Draw {
         Self {
             sampler,
             extension: None,
+            pictures: None,
         }
     }
 }
@@ -103,6 +120,7 @@ impl Sampling {
         Ok(Draw {
             sampler,
             extension: asks.then(|| Box::new(extension)),
+            pictures: None,
         })
     }
 
@@ -304,7 +322,9 @@ mod tests {
             logit_bias: vec![(3, -1.0)],
             ..plain()
         };
-        let Draw { sampler, extension } = sampling.draw().unwrap();
+        let Draw {
+            sampler, extension, ..
+        } = sampling.draw().unwrap();
         let extension = extension.unwrap();
         assert_eq!(sampler, GREEDY);
         assert_eq!(

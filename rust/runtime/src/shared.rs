@@ -27,6 +27,8 @@ pub struct ServiceSettings {
     pub scheduler: Config,
     /// Most pages of KV to use of what a driver has.
     pub max_pages: Option<u32>,
+    /// Most bytes that the images of a step bring; 0: images are refused.
+    pub max_image_bytes: u32,
     /// The bytes of tokens, for stop strings.
     pub text: Option<Arc<dyn TokenBytes>>,
     /// What grammars are compiled with; without it requests cannot be bound.
@@ -58,6 +60,7 @@ impl ServiceSettings {
                 ..Config::default()
             },
             max_pages: None,
+            max_image_bytes: 0,
             text: None,
             grammars: None,
             waiting_limit: None,

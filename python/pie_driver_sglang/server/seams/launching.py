@@ -15,6 +15,8 @@ from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.multimodal.mm_utils import has_valid_data
+from sglang.srt.multimodal.processors import base_processor
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
@@ -83,6 +85,13 @@ class StatusManager(TokenizerManager):
     error: a stream that fails would end like one that was stopped.
     """
 
+    def __init__(self, server_args: ServerArgs, *arguments: Any, **keywords: Any) -> None:
+        """Takes what SGLang's manager takes."""
+        if server_args.device == "cpu":
+            # Or processors of images ask for CUDA.
+            base_processor._is_cpu = True
+        super().__init__(server_args, *arguments, **keywords)
+
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         for reason in recv_obj.finished_reasons:
             _name_status(reason)
@@ -95,6 +104,18 @@ class StatusManager(TokenizerManager):
 
 class PieManager(StatusManager):
     """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
+
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        # SGLang would leave out what a model cannot see, except in chats.
+        if self.mm_processor is None and obj.contains_mm_input():
+            raise ValueError("Model only supports text input; received images, audio or video.")
+        return await super()._tokenize_one_request(obj)
+
+    def _validate_mm_limits(self, obj: Any) -> None:
+        for name in ("audio_data", "video_data"):
+            if has_valid_data(getattr(obj, name)):
+                raise ValueError(refusals.why_no_medium(f"`{name}`"))
+        super()._validate_mm_limits(obj)
 
     async def _execute_profile(self, req: Any) -> Any:
         result = (await self.profile_communicator(req))[0]

@@ -43,6 +43,7 @@ pub(crate) const REQUEST: &[&str] = &[
     "http_worker_ipc",
     "input_text",
     "input_ids",
+    "mm_inputs",
     "sampling_params",
     "return_logprob",
     "logprob_start_len",
@@ -57,6 +58,7 @@ pub(crate) const REQUEST: &[&str] = &[
     "priority",
     "extra_key",
     "time_stats",
+    "return_hidden_states",
 ];
 pub(crate) const PARAMS: &[&str] = &[
     "max_new_tokens",
@@ -121,6 +123,7 @@ pub(crate) const OUTPUT: &[&str] = &[
     "placeholder_tokens_idx",
     "placeholder_tokens_val",
     "retraction_counts",
+    "image_tokens",
 ];
 
 pub(crate) fn class(name: &str, fields: &[&str], optional: &[&str]) -> MessageClass {
@@ -147,7 +150,7 @@ pub(crate) fn classes() -> Vec<MessageClass> {
         class(
             "BatchTokenIDOutput",
             OUTPUT,
-            &["http_worker_ipcs", "retraction_counts"],
+            &["http_worker_ipcs", "retraction_counts", "image_tokens"],
         ),
         class(
             "HealthCheckOutput",

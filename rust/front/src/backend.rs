@@ -1,0 +1,52 @@
+//! What a front end needs from the runtime.
+
+use std::sync::Arc;
+
+use pie_runtime::{Arrival, Constrain, Draw, Grammar, Pictures, Rejected, Service, Unbindable};
+
+/// Why a backend that reads no media takes none.
+const NOT_SERVED: &str = "the parameter `mm_inputs` is not served by this server's scheduler: it takes images, of models with \
+     images, and no audio or video. Remove it, or start the server with `--scheduler sglang`";
+
+/// Who computes the requests.
+pub trait Backend {
+    /// Takes a request, and returns its id at once.
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected>;
+    /// What binds a request to a grammar, from its start on or after some tokens.
+    ///
+    /// # Errors
+    /// [`Unbindable`].
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
+    /// Ends a request; one that has ended is ignored.
+    fn abort(&self, request: u64);
+    /// Lets go of what it keeps for a session, by [`Arrival::session`].
+    fn end_session(&self, session: u64);
+    /// The images of a request, from its pickled `MultimodalProcessorOutput`. By default none are taken.
+    ///
+    /// # Errors
+    /// Why they cannot be served, for the client.
+    fn pictures(&self, _media: &[u8]) -> Result<Pictures, String> {
+        Err(NOT_SERVED.to_owned())
+    }
+}
+
+impl Backend for Service {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+        Self::submit(self, arrival, None)
+    }
+
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        Self::bind(self, grammar, after)
+    }
+
+    fn abort(&self, request: u64) {
+        Self::abort(self, request);
+    }
+
+    fn end_session(&self, session: u64) {
+        Self::end_session(self, session);
+    }
+}

@@ -1,0 +1,68 @@
+//! A service of requests whose images Python reads.
+
+use std::sync::Arc;
+
+use pie_front::Backend;
+use pie_runtime::{
+    Arrival, Constrain, Draw, Grammar, Picture, Pictures, Rejected, Service, Unbindable,
+};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Requests go to the service; images are read by a callable of Python first.
+pub(crate) struct ServiceWithImages<'a, 'py> {
+    pub(crate) service: &'a Service,
+    pub(crate) py: Python<'py>,
+    pub(crate) read_images: Option<&'a Py<PyAny>>,
+}
+
+/// First token, tokens, grid, pixels, rotary positions.
+type Read<'py> = (
+    u32,
+    u32,
+    (u32, u32, u32),
+    Bound<'py, PyBytes>,
+    Bound<'py, PyBytes>,
+);
+
+impl Backend for ServiceWithImages<'_, '_> {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+        self.service.submit(arrival, None)
+    }
+
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        self.service.bind(grammar, after)
+    }
+
+    fn abort(&self, request: u64) {
+        self.service.abort(request);
+    }
+
+    fn end_session(&self, session: u64) {
+        self.service.end_session(session);
+    }
+
+    fn pictures(&self, media: &[u8]) -> Result<Pictures, String> {
+        let Some(read_images) = self.read_images else {
+            return Backend::pictures(self.service, media);
+        };
+        let read = read_images.call1(self.py, (PyBytes::new(self.py, media),));
+        let read = read.and_then(|read| read.extract::<Vec<Read<'_>>>(self.py));
+        let read = read.map_err(|error| error.value(self.py).to_string())?;
+        let mut pictures = Vec::with_capacity(read.len());
+        for (number, (start, tokens, (time, height, width), pixels, axes)) in
+            read.into_iter().enumerate()
+        {
+            let (axes, _) = axes.as_bytes().as_chunks::<4>();
+            let axes = axes.iter().map(|axis| u32::from_le_bytes(*axis)).collect();
+            let pixels = pixels.as_bytes();
+            // It takes milliseconds to name a large image, in which another thread may send tokens.
+            let picture = self.py.detach(|| {
+                let grid = [time, height, width];
+                Picture::new(start, tokens, grid, pixels.into(), axes)
+            });
+            pictures.push(picture.map_err(|problem| format!("image {number}: {problem}"))?);
+        }
+        Pictures::new(pictures).map_err(|(number, problem)| format!("image {number}: {problem}"))
+    }
+}

@@ -1,0 +1,269 @@
+"""Images through `pie-sglang serve`, against transformers: its model and its processor."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tiny_vision
+from pie_server import generate, refusal, running, state, wait_until
+from sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TOKENS: Final = 8
+MOST_TOKENS: Final = 40
+"""Tokens of an image that the driver takes; the processor allows more."""
+PLACE: Final = "<|vision_start|><|image_pad|><|vision_end|>"
+WORDS: Final = "What is in this picture, and what is not? Say it in a few words."
+
+
+def picture(rows: int, columns: int, seed: int) -> Image.Image:
+    """An image that has so many tokens, one for each square."""
+    noise = np.random.default_rng(seed)
+    shape = (rows * tiny_vision.SIDE, columns * tiny_vision.SIDE, 3)
+    return Image.fromarray(noise.integers(0, 256, shape, dtype=np.uint8))
+
+
+def part(image: Image.Image) -> dict[str, Any]:
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def message(*parts: str | Image.Image) -> dict[str, Any]:
+    content = [
+        {"type": "text", "text": each} if isinstance(each, str) else part(each) for each in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+class Reference:
+    """The model in float32 with the processor of its snapshot."""
+
+    def __init__(self, snapshot: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torch
+            import transformers
+
+            self._torch = torch
+            transformers.utils.logging.disable_progress_bar()
+            self._processor = transformers.AutoProcessor.from_pretrained(snapshot)
+            model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+                snapshot, attn_implementation="eager", dtype=torch.float32
+            )
+        self._model = model.eval()
+
+    def tokens(self, *messages: dict[str, Any], images: list[Image.Image]) -> list[int]:
+        """What follows a chat greedily."""
+        shown = [
+            {**each, "content": [_shown(part) for part in each["content"]]} for each in messages
+        ]
+        text = self._processor.apply_chat_template(
+            shown, add_generation_prompt=True, tokenize=False
+        )
+        return self.after(text, images)
+
+    def after(self, text: str, images: list[Image.Image]) -> list[int]:
+        """What follows a text with placeholders greedily."""
+        torch = self._torch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = self._processor(text=[text], images=images, return_tensors="pt")
+        ids, found = inputs.input_ids, []
+        image = self._model.config.image_token_id
+        for _ in range(TOKENS):
+            with torch.inference_mode():
+                logits = self._model(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    mm_token_type_ids=(ids == image).int(),
+                    pixel_values=inputs.pixel_values,
+                    image_grid_thw=inputs.image_grid_thw,
+                    use_cache=False,
+                ).logits
+            found.append(int(logits[0, -1].argmax()))
+            ids = torch.cat([ids, torch.tensor([[found[-1]]])], 1)
+        return found
+
+
+def _shown(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image_url" else part
+
+
+def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    options = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+    return {"model": "m", "messages": list(messages), **options, **more}
+
+
+def chat(server: Server, *messages: dict[str, Any], **more: Any) -> tuple[list[int], Any]:
+    """The tokens of an answer, and what it says of the prompt."""
+    answer = json.loads(server.ask("/v1/chat/completions", body(*messages, **more)))
+    return answer["choices"][0]["token_ids"], answer["usage"]
+
+
+def cached(usage: Any) -> int:
+    return int((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.build(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def reference(snapshot: Path) -> Reference:
+    return Reference(snapshot)
+
+
+@pytest.fixture(scope="module")
+def server(snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--scheduler", "pie", "--enable-multimodal", "--enable-cache-report"]
+    flags += ["--option", f"max_image_tokens={MOST_TOKENS}"]
+    with running(tmp_path_factory.mktemp("images"), *flags, model=snapshot) as (server, _):
+        yield server
+
+
+def test_one_image_and_two(server: Server, reference: Reference) -> None:
+    first, second = picture(3, 5, 1), picture(4, 2, 2)
+    for parts in (
+        [first, WORDS],
+        ["Look: ", first],
+        ["a", second, "b", first, "c"],
+        [first, first],
+    ):
+        asked = message(*parts)
+        images = [each for each in parts if isinstance(each, Image.Image)]
+        tokens, usage = chat(server, asked)
+        assert tokens == reference.tokens(asked, images=images)
+        squares = sum(each.width * each.height for each in images) // tiny_vision.SIDE**2
+        assert usage["prompt_tokens_details"]["image_tokens"] == squares
+
+
+def test_an_image_decides(reference: Reference) -> None:
+    """The reference is sensitive: one image for another could not pass."""
+    answers = {
+        tuple(reference.tokens(message(image, "a"), images=[image]))
+        for image in (picture(3, 5, seed) for seed in range(3))
+    }
+    assert len(answers) == 3
+
+
+def test_a_second_turn_goes_on_from_the_first(server: Server, reference: Reference) -> None:
+    image, later = picture(5, 4, 10), picture(2, 3, 11)
+    first = message("Turn one.", image, WORDS)
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "An answer."}]}
+    server.flush()
+    _, before = chat(server, first)
+    assert cached(before) == 0
+    for turn, images in ((message("And now?"), [image]), (message(later, "?"), [image, later])):
+        tokens, usage = chat(server, first, answer, turn)
+        assert tokens == reference.tokens(first, answer, turn, images=images)
+        # All of the first turn but its last page, and the beginning of the answer.
+        assert cached(usage) > before["prompt_tokens"] - 64
+
+
+def test_another_image_of_the_same_size_is_no_hit(server: Server, reference: Reference) -> None:
+    one, other = picture(4, 6, 20), picture(4, 6, 21)
+    server.flush()
+    chat(server, message(one, WORDS))
+    tokens, usage = chat(server, message(other, WORDS))
+    assert cached(usage) < 16
+    assert tokens == reference.tokens(message(other, WORDS), images=[other])
+    _, usage = chat(server, message(one, WORDS))
+    assert cached(usage) >= 64
+    # One colour has the same patches in every shape.
+    shapes = [Image.new("RGB", size, (200, 30, 90)) for size in ((48, 32), (32, 48))]
+    for image in shapes:
+        asked = message(image, "Which?")
+        assert chat(server, asked)[0] == reference.tokens(asked, images=[image])
+
+
+def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
+    images = [picture(2 + at % 3, 3, 30 + at) for at in range(6)]
+    found: dict[int, list[int]] = {}
+
+    def ask(at: int) -> None:
+        options = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        asked = {"text": f"{PLACE}{at}", "image_data": [part(images[at])["image_url"]["url"]]}
+        request = server.request("/generate", {**asked, "sampling_params": options, "stream": True})
+        with urllib.request.urlopen(request, timeout=120) as lines:
+            events = [line.decode().strip().removeprefix("data: ") for line in lines]
+        answers = [json.loads(event) for event in events if event and event != "[DONE]"]
+        assert len(answers) > 1
+        found[at] = answers[-1]["output_ids"]
+
+    threads = [threading.Thread(target=ask, args=[at]) for at in range(len(images))]
+    for thread in threads:
+        thread.start()
+    text = generate(server, "plain text in between")["output_ids"]
+    for thread in threads:
+        thread.join()
+    assert text == generate(server, "plain text in between")["output_ids"]
+    for at, image in enumerate(images):
+        assert found[at] == reference.after(f"{PLACE}{at}", [image])
+
+
+def test_an_abort_in_the_middle(server: Server) -> None:
+    asked = body(message(picture(3, 3, 40), "go"), max_tokens=400)
+    asked |= {"stream": True, "return_token_ids": False}
+    request = server.request("/v1/chat/completions", asked)
+    with urllib.request.urlopen(request, timeout=120) as lines:
+        assert b"data:" in next(iter(lines))
+    wait_until(lambda: not open_requests(server), 30, "the request ends with its client")
+
+
+def open_requests(server: Server) -> int:
+    [load] = json.loads(server.ask("/v1/loads"))["loads"]
+    return int(load["num_running_reqs"] + load["num_waiting_reqs"])
+
+
+def test_what_is_not_served_is_refused_by_name(server: Server) -> None:
+    def refused(*parts: dict[str, Any], **more: Any) -> str:
+        asked = {"role": "user", "content": list(parts)}
+        code, told = refusal(server, body(asked, **more), "/v1/chat/completions")
+        assert code == 400, told
+        return told
+
+    told = refused(part(picture(6, 7, 50)))
+    assert "image 0 has 42 tokens" in told
+    assert "max_image_tokens" in told
+    nothing = {"url": "data:video/mp4;base64,AAAA"}
+    assert "`video_data` is not served" in refused({"type": "video_url", "video_url": nothing})
+    assert "`audio_data` is not served" in refused({"type": "audio_url", "audio_url": nothing})
+    # Nothing is left of those that were refused.
+    assert open_requests(server) == 0
+    assert not [path for path in Path("/dev/shm").glob("sgl_shm_mm_*") if is_of(path, server)]
+    assert state(server)["scheduler"] == "pie"
+
+
+def is_of(path: Path, server: Server) -> bool:
+    """Whether a process of this server made a segment, whose name has its number."""
+    import psutil
+
+    number = int(path.name.split("_")[3])
+    return psutil.pid_exists(number) and str(server.log.parent) in (
+        psutil.Process(number).environ().get("TMPDIR", "")
+    )
+
+
+def test_a_broken_image(server: Server) -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.ask("/v1/chat/completions", body({"role": "user", "content": [broken]}))
+    assert error.value.code in (400, 500)
+    assert chat(server, message("text"))[0]
