@@ -5,6 +5,7 @@ Importing SGLang and its models takes seconds; a child that is forked from here 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -26,6 +27,15 @@ ARCHITECTURES = (
 os.environ["OMP_NUM_THREADS"] = "1"
 environment.prepare("cpu", ARCHITECTURES, spins=False)
 
+import sglang.srt.models.registry  # noqa: E402, F401
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401
+from sglang.srt.arg_groups import arg_utils  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.utils import common  # noqa: E402
 
 from pie_driver_sglang.srt import load  # noqa: E402, F401
+
+# What each start asks again: the types of SGLang's settings, and ten times the program `lscpu`.
+arg_utils.namespace_of(ServerArgs)
+arg_utils.resolvable_fields(ServerArgs)
+common.parse_lscpu_topology = functools.cache(common.parse_lscpu_topology)

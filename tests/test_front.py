@@ -322,6 +322,8 @@ def test_a_request_for_embeddings_is_refused(seams: Any) -> None:
 class Idle:
     """A runtime without requests, its front end and its log."""
 
+    open_requests = 0
+
     def flush_cache(self) -> bool:
         return True
 

@@ -649,15 +649,15 @@ def flat(values: Any) -> list[Any]:
 
 def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts: its log says what it samples."""
-    from pie_driver_sglang.srt import steps
+    from pie_driver_sglang.srt import cpu_steps
 
-    sample = steps.sample_rows
+    sample = cpu_steps.sample_rows
 
     def sample_counted(logits: Any, params: Any) -> Any:
         os.write(2, f"sampled {len(logits)} slots\n".encode())
         return sample(logits, params)
 
-    steps.sample_rows = sample_counted  # type: ignore[attr-defined]
+    cpu_steps.sample_rows = sample_counted  # type: ignore[attr-defined]
     return list(arguments)
 
 

@@ -97,7 +97,8 @@ def _serve(own: OwnArguments) -> None:
         from pie_driver_sglang.server.seams import launching
 
     given = launching.given_flags(own.words)
-    if takes_images({"architectures": architectures}):
+    sees = takes_images({"architectures": architectures})
+    if sees:
         # SGLang serves the images of such a model with the flag and without it.
         given.pop("enable_multimodal", None)
     plan, reason = choose_scheduler(own, given)
@@ -110,8 +111,8 @@ def _serve(own: OwnArguments) -> None:
         from pie_driver_sglang.server.process import run_scheduler
 
         flag, value = TRANSPORT
-        words = [*own.words, f"--{flag.replace('_', '-')}", value]
-        arguments = launching.parse_flags(words)
+        transport = [f"--{flag.replace('_', '-')}", value] if sees else []
+        arguments = launching.parse_flags([*own.words, *transport])
         scheduler = functools.partial(run_scheduler, plan)
     ready = functools.partial(_ready, arguments)
     launching.launch(arguments, scheduler, ready, is_ours=plan is not None)

@@ -158,8 +158,13 @@ impl Contents {
                 self.drafts.ask(index, context);
             }
         }
-        let extended = match row {
-            None => None,
+        let first_slot = self.slots.len();
+        match row {
+            None => {
+                let positions = self.rows.positions();
+                self.slots
+                    .add(frame, index, rows.start(), geometry, positions)?;
+            }
             Some(row) => {
                 let place = KvPlace {
                     table_row: request.place().row() + 1,
@@ -169,25 +174,12 @@ impl Contents {
                     first_row: rows.start(),
                     samples: !range(frame.sampler_indptr, index).is_empty(),
                 };
-                Some(self.slots.extend(row, limits, place)?)
+                let own = (&self.rows, geometry);
+                self.slots
+                    .add_extended((frame, index), &row, own, limits, place)?;
             }
-        };
-        let first_slot = self.slots.len();
-        let positions = self.rows.positions();
-        let added = self.slots.add(
-            frame,
-            index,
-            rows.start(),
-            geometry,
-            positions,
-            extended.as_ref(),
-        );
-        if let (Some(extended), Ok(())) = (&extended, &added) {
-            let tokens = &self.rows.token_ids()[request.inputs()];
-            self.slots
-                .add_prompt(extended, geometry, rows.start(), tokens);
         }
         request.set_slots(Extent::new(first_slot, self.slots.len()));
-        added
+        Ok(())
     }
 }

@@ -1,5 +1,7 @@
 //! The rows of a frame: tokens and their positions.
 
+use std::ops::Range;
+
 use crate::check::draft_positions;
 use crate::extent::Extent;
 use crate::frame::{Frame, range};
@@ -22,22 +24,25 @@ impl Rows {
         let first = self.token_ids.len();
         let inputs = range(frame.qo_indptr, index);
         let drafts = range(frame.draft_indptr, index);
-        let positions = &frame.positions[inputs.clone()];
         // One by one, as a decode has no more.
-        if let [position] = positions {
+        if inputs.len() == 1 && drafts.is_empty() {
             self.token_ids.push(frame.token_ids[inputs.start]);
-            self.positions.push(*position);
+            self.positions.push(frame.positions[inputs.start]);
         } else {
-            self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
-            self.positions.extend_from_slice(positions);
-        }
-        if !drafts.is_empty() {
-            self.token_ids
-                .extend_from_slice(&frame.draft_ids[drafts.clone()]);
-            self.positions
-                .extend(draft_positions(frame, drafts, positions));
+            self.add_several(frame, inputs, drafts);
         }
         Extent::new(first, self.token_ids.len())
+    }
+
+    #[inline(never)]
+    fn add_several(&mut self, frame: &Frame<'_>, inputs: Range<usize>, drafts: Range<usize>) {
+        let positions = &frame.positions[inputs.clone()];
+        self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
+        self.positions.extend_from_slice(positions);
+        self.token_ids
+            .extend_from_slice(&frame.draft_ids[drafts.clone()]);
+        self.positions
+            .extend(draft_positions(frame, drafts, positions));
     }
 
     /// Number of rows.

@@ -1,19 +1,16 @@
 //! Sampling slots: planned from a request's samplers, answered by the engine's outputs.
 
+mod plan;
+
 use std::ops::Range;
 
-use pie_wire::{AnswerRows, ExtensionRow, PlaceShape, SamplerView};
+use pie_wire::PlaceShape;
 
-use crate::check::Geometry;
 use crate::extent::Extent;
-use crate::extra::{Extras, KvPlace, combined};
-use crate::fault::RequestFault;
-use crate::frame::{Frame, range};
-use crate::limits::Limits;
+use crate::extra::Extras;
 use crate::logit_mask::LogitMasks;
 use crate::outputs::{Outputs, ProbeOutputs};
-use crate::random::uniform;
-use crate::sampler::{SamplerParams, SlotClass};
+use crate::sampler::SlotClass;
 
 /// Bytes of one index or number of a response.
 pub(crate) const WORD: usize = 4;
@@ -117,6 +114,14 @@ impl Slot {
         (self.mask != UNMASKED).then_some(self.mask as usize)
     }
 
+    /// Takes its token as an engine gives it; `false` when that is outside the vocabulary.
+    fn take_token(&mut self, token: i64, vocab_size: u32) -> bool {
+        let token = u32::try_from(token).ok();
+        let token = token.filter(|&token| token < vocab_size);
+        self.token = token.unwrap_or(INVALID_TOKEN);
+        token.is_some()
+    }
+
     /// Values of a probe's output.
     pub(crate) fn len(&self, vocab_size: u32) -> usize {
         match self.class {
@@ -215,6 +220,13 @@ impl Slots {
         self.counts[SlotClass::Dist as usize..SlotClass::Prompt as usize] != [0; 4]
     }
 
+    /// Whether each slot yields a token and nothing else, as those of decodes do.
+    pub(crate) fn are_tokens(&self) -> bool {
+        let classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
+        let tokens: usize = classes.iter().map(|&class| self.count(class)).sum();
+        tokens == self.all.len() && self.place_bytes == 0
+    }
+
     /// Sum of [`Slot::probe_bytes`].
     pub(crate) const fn probe_bytes(&self) -> usize {
         self.probe_bytes
@@ -275,6 +287,16 @@ impl Slots {
         self.outputs.push_words(words);
     }
 
+    /// Hands each slot of a group its token; as [`put_outputs`](Self::put_outputs) does, where there is nothing else.
+    fn put_tokens(&mut self, group: &[u32], tokens: &[i64], vocab_size: u32) -> bool {
+        let all = &mut self.all[..];
+        let mut valid = true;
+        for (&slot, &token) in group.iter().zip(tokens) {
+            valid &= all[slot as usize].take_token(token, vocab_size);
+        }
+        valid
+    }
+
     /// Hands each slot of a group its output; `false` when a token is outside the vocabulary.
     pub(crate) fn put_outputs(
         &mut self,
@@ -282,6 +304,9 @@ impl Slots {
         outputs: &Outputs<'_>,
         vocab_size: u32,
     ) -> bool {
+        if self.are_tokens() {
+            return self.put_tokens(group, outputs.tokens, vocab_size);
+        }
         let mut tokens = outputs.tokens.iter();
         let mut next = self.outputs.lens();
         let mut place_words = outputs.place_words.iter().map(|word| word.cast_unsigned());
@@ -297,10 +322,8 @@ impl Slots {
                 self.outputs.push_words(words);
             }
             if slot.class.is_token() {
-                let token = tokens.next().and_then(|&token| u32::try_from(token).ok());
-                let token = token.filter(|&token| token < vocab_size);
-                slot.token = token.unwrap_or(INVALID_TOKEN);
-                valid &= token.is_some();
+                let token = tokens.next().copied().unwrap_or(-1);
+                valid &= slot.take_token(token, vocab_size);
                 continue;
             }
             if slot.class == SlotClass::Prompt {
@@ -312,257 +335,5 @@ impl Slots {
         }
         self.outputs.extend(outputs);
         valid
-    }
-
-    /// Plans the tokens of a log-probability sampler.
-    fn add_labels(&mut self, sampler: SamplerView<'_>) -> Extent {
-        let first = self.labels.len();
-        match sampler {
-            SamplerView::Logprob { token_id } => self.labels.push(token_id),
-            SamplerView::Logprobs { token_ids } => self.labels.extend_from_slice(token_ids),
-            _ => return Extent::default(),
-        }
-        Extent::new(first, self.labels.len())
-    }
-}
-
-/// What holds for all slots of a request.
-#[derive(Clone, Copy)]
-struct Common {
-    /// See [`Slot::mask`].
-    mask: u32,
-    /// Its mask forbids everything: the arg-max of the unmasked logits is returned.
-    forbidden: bool,
-    /// See [`Slot::extra`].
-    extra: u32,
-    /// Bytes of each of its places in an answer; 0 when it asks for no log-probabilities.
-    place_bytes: usize,
-}
-
-impl Common {
-    /// Nothing is asked for.
-    const PLAIN: Self = Self {
-        mask: UNMASKED,
-        forbidden: false,
-        extra: UNEXTENDED,
-        place_bytes: 0,
-    };
-}
-
-/// A request's row of the extension, and its number in [`Slots::extras`].
-pub(crate) struct Extended<'a> {
-    row: ExtensionRow<'a>,
-    number: u32,
-}
-
-impl Slots {
-    /// Notes what a request's row of the extension asks for.
-    ///
-    /// # Errors
-    /// [`RequestFault::Extension`].
-    pub(crate) fn extend<'a>(
-        &mut self,
-        row: ExtensionRow<'a>,
-        limits: &Limits,
-        place: KvPlace<'_>,
-    ) -> Result<Extended<'a>, RequestFault> {
-        let number = self.extras.add(&row, limits, place)?;
-        Ok(Extended { row, number })
-    }
-
-    /// Plans a mask of bits.
-    fn add_bits(
-        &mut self,
-        row: &ExtensionRow<'_>,
-        common: &mut Common,
-    ) -> Result<(), RequestFault> {
-        if row.mask.is_empty() {
-            return Ok(());
-        }
-        if common.forbidden || common.mask != UNMASKED {
-            return Err(RequestFault::LogitMasks { masks: 2 });
-        }
-        let mask = self.masks.add_bits(row.mask, self.sampling.vocab_size);
-        common.forbidden = mask.is_none();
-        common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
-        Ok(())
-    }
-
-    /// Plans the slots of request `index`, whose rows start at `first_row`; those that verify drafts come first.
-    ///
-    /// # Errors
-    /// [`RequestFault`] when its sampling indices or masks are wrong; nothing is added then.
-    pub(crate) fn add(
-        &mut self,
-        frame: &Frame<'_>,
-        index: usize,
-        first_row: usize,
-        geometry: Geometry,
-        positions: &[u32],
-        extended: Option<&Extended<'_>>,
-    ) -> Result<(), RequestFault> {
-        let samplers = range(frame.sampler_indptr, index);
-        let rows = geometry.inputs;
-        let outside = |&&row: &&u32| row >= rows;
-        if let Some(&index) = frame.sampling_indices[samplers.clone()]
-            .iter()
-            .find(outside)
-        {
-            return Err(RequestFault::SamplingIndex { index, rows });
-        }
-        if samplers.is_empty() {
-            return Ok(());
-        }
-        let mut common = self.common(frame, index)?;
-        let vocab_size = self.sampling.vocab_size;
-        let mut own = None;
-        if let Some(extended) = extended {
-            common.extra = extended.number;
-            let asked = self.extras.asked(extended.number);
-            common.place_bytes = asked.map_or(0, |asked| WORD * asked.shape.words());
-            own = combined(&extended.row, vocab_size);
-            self.add_bits(&extended.row, &mut common)?;
-        }
-        let rows = &frame.sampling_indices[samplers.clone()];
-        let samplers = &frame.samplers[samplers];
-        if geometry.drafts > 0 {
-            let sampler = SamplerParams::from_wire(samplers[0].view(), vocab_size);
-            let (class, params) = own
-                .or(sampler.filter(|(class, _)| class.is_token()))
-                .unwrap_or((SlotClass::Greedy, SamplerParams::greedy(vocab_size)));
-            let last_input = first_row + geometry.inputs as usize - 1;
-            for row in last_input..first_row + geometry.rows() as usize {
-                let place = (row, 0, positions);
-                self.add_slot(common, place, class, params, Extent::default());
-            }
-        }
-        for (number, (sampler, &row)) in samplers.iter().zip(rows).enumerate() {
-            let view = sampler.view();
-            let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
-                continue;
-            };
-            let (class, params) = match own {
-                Some(own) if class.is_token() => own,
-                _ => (class, params),
-            };
-            // Verification stands for the request's token samplers.
-            if class.is_token() && geometry.drafts > 0 {
-                continue;
-            }
-            let labels = self.add_labels(view);
-            let place = (first_row + row as usize, number as u64, positions);
-            self.add_slot(common, place, class, params, labels);
-        }
-        Ok(())
-    }
-
-    /// Plans the places of a prompt, of `tokens` on the rows from `first_row` on, whose log-probabilities its extension asks
-    /// for. That of a token comes from the row before it.
-    pub(crate) fn add_prompt(
-        &mut self,
-        extended: &Extended<'_>,
-        geometry: Geometry,
-        first_row: usize,
-        tokens: &[u32],
-    ) {
-        let (asked, prompt) = (
-            self.extras.asked(extended.number),
-            extended.row.prompt_logprobs(),
-        );
-        let (Some(asked), Some(prompt)) = (asked, prompt) else {
-            return;
-        };
-        let common = Common {
-            extra: extended.number,
-            place_bytes: WORD * asked.shape.words(),
-            ..Common::PLAIN
-        };
-        let params = SamplerParams::greedy(self.sampling.vocab_size);
-        let prefix = geometry.prefix();
-        for index in prompt.from.max(prefix + 1)..prompt.end.min(geometry.kv_end + 1) {
-            let token = tokens
-                .get((index - prefix) as usize)
-                .unwrap_or(&prompt.next);
-            // Of an image's row there is no such token.
-            let token = (*token).min(self.sampling.vocab_size - 1);
-            let labels = Extent::new(self.labels.len(), self.labels.len() + 1);
-            self.labels.push(token);
-            let row = first_row + (index - 1 - prefix) as usize;
-            self.add_slot(common, (row, 0, &[]), SlotClass::Prompt, params, labels);
-        }
-    }
-
-    fn common(&mut self, frame: &Frame<'_>, index: usize) -> Result<Common, RequestFault> {
-        let mut common = Common::PLAIN;
-        if frame.logit_masks.is_empty() {
-            return Ok(common);
-        }
-        let masks = range(frame.logit_mask_indptr, index);
-        if masks.len() > 1 {
-            return Err(RequestFault::LogitMasks { masks: masks.len() });
-        }
-        let given = masks.start;
-        if !masks.is_empty() && !frame.logit_masks[given].buffer.is_empty() {
-            let vocab_size = self.sampling.vocab_size;
-            let mask = self.masks.add_runs(frame.logit_masks, given, vocab_size);
-            common.forbidden = mask.is_none();
-            common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
-        }
-        Ok(common)
-    }
-
-    /// Plans a slot of a row: the sampler with this number among those of its request.
-    #[inline(always)]
-    #[expect(
-        clippy::inline_always,
-        reason = "as with `SamplerParams::from_wire`, whose result it takes"
-    )]
-    fn add_slot(
-        &mut self,
-        common: Common,
-        (row, number, positions): (usize, u64, &[u32]),
-        class: SlotClass,
-        params: SamplerParams,
-        labels: Extent,
-    ) {
-        let class = if common.forbidden && class.is_token() {
-            SlotClass::Greedy
-        } else {
-            class
-        };
-        let uniform = match (class, params.seed) {
-            (SlotClass::Plain | SlotClass::Filtered, Some(seed)) => {
-                uniform(seed, u64::from(positions[row]), number)
-            }
-            // The upper half of the key space: no caller's 32-bit seed meets it.
-            (SlotClass::Plain | SlotClass::Filtered, None) => uniform(
-                self.sampling.random_seed | (1 << 63),
-                self.sampling.frame,
-                self.all.len() as u64,
-            ),
-            _ => 0.0,
-        };
-        let is_place = common.place_bytes > 0 && (class.is_token() || class == SlotClass::Prompt);
-        if is_place {
-            self.place_bytes += common.place_bytes + AnswerRows::ROW_BYTES;
-        }
-        let slot = Slot {
-            row: row as u32,
-            class,
-            temperature: params.temperature,
-            top_k: params.top_k,
-            top_p: params.top_p,
-            min_p: params.min_p,
-            uniform,
-            mask: common.mask,
-            extra: common.extra,
-            is_place,
-            labels,
-            token: 0,
-            output: 0,
-        };
-        self.counts[class as usize] += 1;
-        self.probe_bytes += slot.probe_bytes(self.sampling.vocab_size);
-        self.all.push(slot);
     }
 }

@@ -250,7 +250,14 @@ impl PassSlots {
         vocab_size: u32,
     ) -> Result<bool, StageError> {
         let group = &self.slots[self.group.clone()];
-        check_outputs(group, slots, outputs, vocab_size)?;
+        let mut counted = [0; SlotClass::COUNT];
+        let mut place_words = 0;
+        if slots.are_tokens() {
+            counted[SlotClass::Plain as usize] = group.len();
+        } else {
+            (counted, place_words) = count_values(group, slots, vocab_size);
+        }
+        check_outputs(counted, place_words, outputs)?;
         Ok(slots.put_outputs(group, outputs, vocab_size))
     }
 }
@@ -274,13 +281,12 @@ fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[Slot]) {
     }
 }
 
-/// Checks that each array has the values that the slots ask for.
-fn check_outputs(
+/// The values that the slots of a group ask for, those of each class, and the words of their places.
+fn count_values(
     group: &[u32],
     slots: &Slots,
-    outputs: &Outputs<'_>,
     vocab_size: u32,
-) -> Result<(), StageError> {
+) -> ([usize; SlotClass::COUNT], usize) {
     let mut values = [0; SlotClass::COUNT];
     let mut place_words = 0;
     let all = slots.all();
@@ -293,6 +299,15 @@ fn check_outputs(
             slot.len(vocab_size)
         };
     }
+    (values, place_words)
+}
+
+/// Checks that each array has as many values as the slots ask for.
+fn check_outputs(
+    values: [usize; SlotClass::COUNT],
+    place_words: usize,
+    outputs: &Outputs<'_>,
+) -> Result<(), StageError> {
     let [
         greedy,
         plain,

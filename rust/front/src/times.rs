@@ -42,7 +42,7 @@ pub struct TimeStats {
     pub template: TimesTemplate,
 }
 
-/// What has not happened: SGLang takes times above 0 for some, and moves them by how far two processes' clocks are apart.
+/// What has not happened: `SGLang` takes times above 0 for some, and moves them by how far two processes' clocks are apart.
 const NEVER: f64 = -1e9;
 
 /// Opcodes of pickle: protocol 2, an empty list, a mark; and what ends a list and the pickle.

@@ -35,34 +35,55 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Ids<'a, 'py> {
     }
 }
 
-/// Reads the first `limit` ids of a one-dimensional, contiguous array of int32, uint32, int64 or uint64 into `ids`, whose
-/// content is dropped. `what` names it in errors.
+/// The memory of an argument: one look at it, however often it is read.
+pub(crate) struct View<'a, 'py> {
+    what: &'static str,
+    array: Ids<'a, 'py>,
+    buffer: PyUntypedBuffer,
+}
+
+impl<'a, 'py> View<'a, 'py> {
+    /// `what` names the argument in errors.
+    pub(crate) fn of(what: &'static str, array: Ids<'a, 'py>) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(&array.0).map_err(|_| wrong_type(what, &array.0))?;
+        Ok(Self {
+            what,
+            array,
+            buffer,
+        })
+    }
+
+    /// Reads the first `limit` ids of a one-dimensional, contiguous array of int32, uint32, int64 or uint64 into `ids`, whose
+    /// content is dropped.
+    pub(crate) fn read(&self, limit: Option<usize>, most: u32, ids: &mut Vec<u32>) -> PyResult<()> {
+        let (what, array, buffer) = (self.what, &*self.array.0, &self.buffer);
+        ids.clear();
+        if buffer.item_count() == 0 {
+            // An empty array('q') is nowhere: its address is not aligned.
+            return Ok(());
+        }
+        let copied = copy::<i64>(buffer, array.py(), limit, most, ids)
+            .or_else(|| copy::<i32>(buffer, array.py(), limit, most, ids))
+            .or_else(|| copy::<u32>(buffer, array.py(), limit, most, ids))
+            .or_else(|| copy::<u64>(buffer, array.py(), limit, most, ids))
+            .ok_or_else(|| wrong_type(what, array))?;
+        copied.map_err(|(index, id)| {
+            PyOverflowError::new_err(format!(
+                "{what}[{index}] is {id}; its ids are from 0 to {most}"
+            ))
+        })
+    }
+}
+
+/// Reads an argument once; see [`View::read`].
 pub(crate) fn read(
-    what: &str,
+    what: &'static str,
     array: Ids<'_, '_>,
     limit: Option<usize>,
     most: u32,
     ids: &mut Vec<u32>,
 ) -> PyResult<()> {
-    let array = &*array.0;
-    ids.clear();
-    let Ok(buffer) = PyUntypedBuffer::get(array) else {
-        return Err(wrong_type(what, array));
-    };
-    if buffer.item_count() == 0 {
-        // An empty array('q') is nowhere: its address is not aligned.
-        return Ok(());
-    }
-    let copied = copy::<i64>(&buffer, array.py(), limit, most, ids)
-        .or_else(|| copy::<i32>(&buffer, array.py(), limit, most, ids))
-        .or_else(|| copy::<u32>(&buffer, array.py(), limit, most, ids))
-        .or_else(|| copy::<u64>(&buffer, array.py(), limit, most, ids))
-        .ok_or_else(|| wrong_type(what, array))?;
-    copied.map_err(|(index, id)| {
-        PyOverflowError::new_err(format!(
-            "{what}[{index}] is {id}; its ids are from 0 to {most}"
-        ))
-    })
+    View::of(what, array)?.read(limit, most, ids)
 }
 
 /// Appends the ids of a buffer of this type, or None if it has another type or shape. The error is the first id that is out of

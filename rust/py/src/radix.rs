@@ -6,7 +6,7 @@ use pie_radix::{Config, Insertion, Key, Policy};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arrays::{self, Array, Ids, NodeNumber};
+use crate::arrays::{self, Array, Ids, NodeNumber, View};
 use crate::error::{from_pages, from_radix};
 use crate::pages::PagePool;
 use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo, moved};
@@ -441,11 +441,14 @@ impl RadixIndex {
     ) -> PyResult<u64> {
         let config = self.inner.config();
         let first = config.page_size as usize + usize::from(config.bigram);
-        let now = self.begin(tokens, Some(limit.unwrap_or(first).min(first)))?;
+        let view = View::of("tokens", tokens)?;
+        let start = limit.unwrap_or(first).min(first);
+        view.read(Some(start), arrays::TOKENS, &mut self.tokens)?;
+        self.now += 1;
         if self.inner.peek(key(&self.tokens, namespace)) != (0, 0) {
-            self.read_tokens(tokens, limit)?;
+            view.read(limit, arrays::TOKENS, &mut self.tokens)?;
         }
-        Ok(now)
+        Ok(self.now)
     }
 
     fn read_tokens(&mut self, tokens: Ids<'_, '_>, limit: Option<usize>) -> PyResult<()> {

@@ -70,6 +70,7 @@ mod error;
 mod flight;
 mod follow;
 mod layout;
+mod leave;
 mod logprobs;
 mod memory;
 mod order;

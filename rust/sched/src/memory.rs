@@ -186,24 +186,26 @@ impl Memory {
     }
 
     /// Gives the full pages of a key, whose KV is stored, to the index. Where the index has them already, the sequence
-    /// goes on with those.
-    pub(crate) fn share(&mut self, held: &mut Held, key: Key<'_>, how: Insertion) {
+    /// goes on with those: returns the tokens before the end of the last page that it took over, 0 where it keeps its own.
+    pub(crate) fn share(&mut self, held: &mut Held, key: Key<'_>, how: Insertion) -> usize {
         let full = key.tokens.len() / self.page_size;
         if !self.prefix_cache || full <= held.shared {
-            return;
+            return 0;
         }
         let pages = &held.pages[..full];
         let inserted = self.index.insert_after(held.node, key, pages, how);
         let Some(inserted) = note(&mut self.fault, inserted) else {
-            return;
+            return 0;
         };
         let existing = inserted.existing.max(held.shared);
         note(&mut self.fault, self.device.cache(&pages[existing..]));
-        if existing > held.shared {
+        let adopts = existing > held.shared;
+        if adopts {
             self.adopt(held, inserted.node, existing);
         }
         held.shared = full;
         self.move_lock(held, inserted.node);
+        if adopts { existing * self.page_size } else { 0 }
     }
 
     /// Frees a sequence's duplicates of pages that the index has, and puts the index's in their places.

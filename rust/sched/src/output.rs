@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::logprobs::Kept;
+
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
@@ -78,27 +80,38 @@ pub(crate) struct Admitted {
     pub(crate) loaded_tokens: u32,
 }
 
-/// One output without its tokens.
-#[derive(Debug, Clone)]
+/// One output without what is in lists.
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Entry {
     pub(crate) id: u64,
     pub(crate) sample: u32,
+    /// In [`Outputs::tokens`].
     pub(crate) tokens: Range<u32>,
-    pub(crate) prompt_logprobs: Range<u32>,
-    pub(crate) logprobs: Range<u32>,
-    pub(crate) scored: Option<u32>,
+    /// Its place in [`Outputs::scores`], from 1 on; 0 when it has none.
+    pub(crate) scores: u32,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
     pub(crate) admitted: Option<Admitted>,
     pub(crate) retractions: u32,
 }
 
+/// The log-probabilities of an output, as places in [`Outputs::logprobs`].
+#[derive(Debug, Clone, Default)]
+struct Scores {
+    prompt: Range<u32>,
+    tokens: Range<u32>,
+    /// See [`Output::scored`].
+    scored: Option<u32>,
+}
+
 /// What is new, in order. Reuse one: [`Scheduler::outputs`](crate::Scheduler::outputs) clears it first.
 #[derive(Debug, Clone, Default)]
 pub struct Outputs {
-    pub(crate) entries: Vec<Entry>,
-    pub(crate) tokens: Vec<u32>,
+    entries: Vec<Entry>,
+    tokens: Vec<u32>,
     logprobs: Vec<u32>,
+    /// Of the entries that have some. Few ask, so entries are kept small.
+    scores: Vec<Scores>,
     /// Of the entries that have one, by index; few, and apart, so that entries need no drop.
     reasons: Vec<(usize, Arc<str>)>,
 }
@@ -106,23 +119,26 @@ pub struct Outputs {
 impl Outputs {
     /// The outputs, in the order in which they came to be.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Output<'_>> {
-        self.entries.iter().enumerate().map(|(at, entry)| Output {
-            id: entry.id,
-            sample: entry.sample,
-            tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
-            prompt_logprobs: self.words(&entry.prompt_logprobs),
-            logprobs: self.words(&entry.logprobs),
-            scored: entry.scored,
-            held_bytes: entry.held_bytes,
-            finish: entry.finish,
-            reason: match entry.finish {
-                Some(Finish::Constraint) => self.reason(at),
-                _ => None,
-            },
-            cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),
-            loaded_tokens: entry.admitted.map_or(0, |admitted| admitted.loaded_tokens),
-            admitted: entry.admitted.map(|admitted| admitted.at),
-            retractions: entry.retractions,
+        self.entries.iter().enumerate().map(|(at, entry)| {
+            let scores = self.scores_of(entry);
+            Output {
+                id: entry.id,
+                sample: entry.sample,
+                tokens: slice(&self.tokens, &entry.tokens),
+                prompt_logprobs: scores.map_or(&[], |scores| slice(&self.logprobs, &scores.prompt)),
+                logprobs: scores.map_or(&[], |scores| slice(&self.logprobs, &scores.tokens)),
+                scored: scores.and_then(|scores| scores.scored),
+                held_bytes: entry.held_bytes,
+                finish: entry.finish,
+                reason: match entry.finish {
+                    Some(Finish::Constraint) => self.reason(at),
+                    _ => None,
+                },
+                cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),
+                loaded_tokens: entry.admitted.map_or(0, |admitted| admitted.loaded_tokens),
+                admitted: entry.admitted.map(|admitted| admitted.at),
+                retractions: entry.retractions,
+            }
         })
     }
 
@@ -140,34 +156,60 @@ impl Outputs {
         self.entries.clear();
         self.tokens.clear();
         self.logprobs.clear();
+        self.scores.clear();
         self.reasons.clear();
     }
 
-    fn words(&self, range: &Range<u32>) -> &[u32] {
-        &self.logprobs[range.start as usize..range.end as usize]
+    fn scores_of(&self, entry: &Entry) -> Option<&Scores> {
+        self.scores.get((entry.scores as usize).checked_sub(1)?)
     }
 
-    /// Keeps the log-probabilities of an entry, of its prompt and of its tokens, and returns where they are.
-    pub(crate) fn push_logprobs(
+    /// Adds an output with its tokens and the log-probabilities that `kept` has, which forgets them.
+    #[inline]
+    pub(crate) fn push(
         &mut self,
-        prompt: &[u32],
+        mut entry: Entry,
         tokens: &[u32],
-    ) -> (Range<u32>, Range<u32>) {
-        let mut push = |words: &[u32]| {
-            let start = self.logprobs.len() as u32;
-            self.logprobs.extend_from_slice(words);
-            start..self.logprobs.len() as u32
-        };
-        (push(prompt), push(tokens))
-    }
-
-    pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32], reason: Option<&Arc<str>>) {
+        kept: Option<&mut Kept>,
+        reason: Option<&Arc<str>>,
+    ) {
         if let Some(reason) = reason {
             self.reasons.push((self.entries.len(), Arc::clone(reason)));
         }
-        let start = self.tokens.len() as u32;
-        self.tokens.extend_from_slice(tokens);
-        entry.tokens = start..self.tokens.len() as u32;
+        if let Some(kept) = kept {
+            entry.scores = self.push_scores(kept);
+        }
+        entry.tokens = append(&mut self.tokens, tokens);
         self.entries.push(entry);
     }
+
+    /// Returns their place, from 1 on.
+    #[inline(never)]
+    fn push_scores(&mut self, kept: &mut Kept) -> u32 {
+        let (prompt, own) = kept.pending();
+        let scores = Scores {
+            prompt: append(&mut self.logprobs, prompt),
+            tokens: append(&mut self.logprobs, own),
+            scored: kept.scored,
+        };
+        kept.clear();
+        self.scores.push(scores);
+        self.scores.len() as u32
+    }
+}
+
+/// Appends some values and returns where they are.
+fn append(values: &mut Vec<u32>, new: &[u32]) -> Range<u32> {
+    let start = values.len() as u32;
+    // One by one, as most outputs have no more.
+    if let &[value] = new {
+        values.push(value);
+    } else {
+        values.extend_from_slice(new);
+    }
+    start..values.len() as u32
+}
+
+fn slice<'a>(values: &'a [u32], range: &Range<u32>) -> &'a [u32] {
+    &values[range.start as usize..range.end as usize]
 }

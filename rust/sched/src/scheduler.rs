@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use pie_radix::{Event as KvEvent, Insertion};
+use pie_radix::Event as KvEvent;
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
@@ -15,9 +15,8 @@ use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
-use crate::logprobs::Kept;
 use crate::memory::{Held, Memory};
-use crate::output::{Entry, Finish, Outputs};
+use crate::output::{Finish, Outputs};
 use crate::pace::Pace;
 use crate::ratio::Ratio;
 use crate::sequence::{Sequence, Shared, State};
@@ -30,7 +29,7 @@ pub(crate) struct Request {
     /// Where its sequences are, those that have ended among them.
     slots: Box<[usize]>,
     /// Sequences that have not ended.
-    live: u32,
+    pub(crate) live: u32,
 }
 
 /// Decides what each forward step of a driver computes. See the [crate](crate).
@@ -52,7 +51,7 @@ pub struct Scheduler<S> {
     pub(crate) spare: Vec<Flight>,
     /// Of the last step.
     pub(crate) copies: Copies,
-    outputs: Outputs,
+    pub(crate) outputs: Outputs,
     /// Steps planned, those among them that had nothing to compute.
     pub(crate) plans: u64,
     /// Before this plan nothing more fits, unless something ends.
@@ -73,7 +72,7 @@ pub struct Scheduler<S> {
     /// Room for tokens without alternative.
     pub(crate) forced: Vec<u32>,
     /// Sequences that have ended since [`sweep`](Self::sweep).
-    ended: Vec<usize>,
+    pub(crate) ended: Vec<usize>,
     orders: u64,
     contexts: u64,
     pub(crate) deadline: Option<u64>,
@@ -389,118 +388,5 @@ impl<S> Scheduler<S> {
             return Ok(());
         }
         Err(SchedError::Books("a sequence is lost".to_owned()))
-    }
-
-    /// Gives out the last `new` tokens of a sequence; of one that does not stream all of them, at its end.
-    pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
-        self.counts.output_tokens += new as u64;
-        let sequence = &mut self.sequences[slot];
-        if !sequence.streams && finish.is_none() {
-            return;
-        }
-        let known = sequence.known() as usize;
-        let first = if sequence.streams {
-            known - new
-        } else {
-            sequence.prompt_len as usize
-        };
-        let tokens = &sequence.tokens[first..known];
-        let logprobs = sequence.logprobs.as_deref();
-        let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
-        let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
-        let scored = sequence.logprobs.as_deref().and_then(|kept| kept.scored);
-        self.outputs.push(
-            Entry {
-                prompt_logprobs,
-                logprobs,
-                scored,
-                id: sequence.id(),
-                sample: sequence.sample,
-                tokens: 0..0,
-                held_bytes: if finish.is_some() {
-                    0
-                } else {
-                    sequence.found.held()
-                },
-                finish,
-                admitted: sequence.admitted,
-                retractions: sequence.epoch,
-            },
-            tokens,
-            sequence.reason.as_ref(),
-        );
-        if let Some(logprobs) = &mut sequence.logprobs {
-            logprobs.clear();
-        }
-    }
-
-    /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.
-    pub(crate) fn finish(&mut self, slot: usize, new: usize, finish: Finish) {
-        self.give_out(slot, new, Some(finish));
-        let ran = self.sequences[slot].state == State::Running;
-        if ran {
-            self.store(slot, finish != Finish::Failed, false);
-        }
-        let Sequence {
-            shared,
-            context,
-            held,
-            ..
-        } = &mut self.sequences[slot];
-        match shared.arrival.session {
-            Some(session) if ran => self.memory.keep(held, session, *context),
-            Some(session) => self.memory.sessions.give_context(session, *context),
-            None => self.memory.release(held),
-        }
-        self.sequences[slot].state = State::Ended;
-        self.ended.push(slot);
-    }
-
-    /// Gives the full pages of a sequence's stored tokens to the prefix index.
-    pub(crate) fn store(&mut self, slot: usize, valid: bool, chunked: bool) {
-        let sequence = &mut self.sequences[slot];
-        let stored = sequence.stored.min(sequence.known());
-        if !valid {
-            return;
-        }
-        let mut held = std::mem::take(&mut sequence.held);
-        let priority = sequence.shared.arrival.priority.unwrap_or(0);
-        let how = Insertion {
-            now: self.last_answer,
-            priority,
-            chunked,
-        };
-        let full = stored - stored % self.limits.page_size;
-        self.memory.share(&mut held, sequence.key(full), how);
-        sequence.held = held;
-    }
-
-    /// Removes the sequences that have ended.
-    pub(crate) fn sweep(&mut self) {
-        if self.ended.is_empty() {
-            return;
-        }
-        let sequences = &self.sequences;
-        let lives = |slot: &usize| sequences[*slot].state != State::Ended;
-        self.waiting.retain(lives);
-        self.running.retain(lives);
-        for slot in self.ended.drain(..) {
-            let sequence = self.sequences.remove(slot);
-            self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
-            self.streaming -= usize::from(sequence.streams);
-            self.counts.finished += 1;
-            if let Some(request) = self.requests.get_mut(&sequence.id()) {
-                request.live -= 1;
-                if request.live == 0 {
-                    self.requests.remove(&sequence.id());
-                }
-            }
-        }
-        self.full_until = 0;
-    }
-
-    pub(crate) fn recycle(&mut self, mut flight: Flight) {
-        flight.rows.clear();
-        self.spare.push(flight);
     }
 }

@@ -70,8 +70,9 @@ pub(crate) struct Sequence<S> {
     pub(crate) held: Held,
     /// Tokens whose KV is stored, by steps that are answered.
     pub(crate) stored: u32,
-    /// Tokens whose KV was there when it was last admitted.
-    resumed: u32,
+    /// Where the row begins that reports the tokens produced before it: after those whose KV was there when it was last
+    /// admitted, or since it took over pages of them.
+    pub(crate) resumed: u32,
     /// Tokens whose KV is stored when the steps that are out are answered.
     pub(crate) scheduled: u32,
     /// The last plan that it was laid out in.
@@ -250,7 +251,7 @@ impl<S> Sequence<S> {
         (places * u64::from(kept.words()), (prompt.start, prompt.end))
     }
 
-    /// Tokens produced whose KV was there when it was admitted, for the row that begins after them.
+    /// Tokens produced of which others may have stored KV, for the first row that begins after them.
     pub(crate) fn skipped(&self, start: u32) -> &[u32] {
         if start == self.resumed && start > self.prompt_len {
             &self.tokens[self.prompt_len as usize..start as usize]

@@ -12,13 +12,13 @@ impl<S> Sequence<S> {
     /// that it wants.
     fn take_logprobs(
         &mut self,
-        row: &Planned,
+        (row, at): (&Planned, usize),
         (drawn, kept): (usize, usize),
-        words: &[u32],
+        answer: &Answer<'_>,
     ) -> bool {
         let (start, end) = row.prompt_logprobs;
         match &mut self.logprobs {
-            Some(logprobs) => logprobs.take(start..end, drawn, kept, words),
+            Some(logprobs) => logprobs.take(start..end, drawn, kept, answer.logprobs_of(at)),
             None => true,
         }
     }
@@ -63,7 +63,7 @@ impl<S> Scheduler<S> {
         if row.draws {
             return self.settle_draw(row, answer, at, current);
         }
-        if !sequence.take_logprobs(row, (0, 0), answer.logprobs_of(at)) {
+        if !sequence.take_logprobs((row, at), (0, 0), answer) {
             sequence.forget_steps();
             return self.finish(row.slot, 0, Finish::Failed);
         }
@@ -86,27 +86,13 @@ impl<S> Scheduler<S> {
             sequence.forget_steps();
             return self.finish(row.slot, 0, Finish::Failed);
         }
-        let words = answer.logprobs_of(at);
         if sequence.only_scores() {
-            if current {
-                sequence.stored = row.end;
-            }
-            sequence.forget_steps();
-            let taken = sequence.take_logprobs(row, (tokens.len(), 1), words);
-            if let Some(kept) = &mut sequence.logprobs {
-                kept.scored = Some(tokens[0]);
-            }
-            let finish = if taken {
-                Finish::Length
-            } else {
-                Finish::Failed
-            };
-            return self.finish(row.slot, 0, finish);
+            return self.settle_score((row, at), answer, current);
         }
         let text = self.text.as_deref();
         let mut finish = sequence.take(row.end, tokens, text, self.limits.vocab_size);
         let new = (sequence.known() - known) as usize;
-        if !sequence.take_logprobs(row, (tokens.len(), new), words) {
+        if !sequence.take_logprobs((row, at), (tokens.len(), new), answer) {
             finish = Some(Finish::Failed);
         }
         let first = known == sequence.prompt_len;
@@ -128,5 +114,25 @@ impl<S> Scheduler<S> {
             self.store(row.slot, true, true);
         }
         self.give_out(row.slot, new, None);
+    }
+
+    /// Of a sequence that may have no token: it ends with the log-probabilities of the one that would come first.
+    fn settle_score(&mut self, (row, at): (&Planned, usize), answer: &Answer<'_>, current: bool) {
+        let sequence = &mut self.sequences[row.slot];
+        if current {
+            sequence.stored = row.end;
+        }
+        sequence.forget_steps();
+        let tokens = answer.tokens_of(at);
+        let taken = sequence.take_logprobs((row, at), (tokens.len(), 1), answer);
+        if let Some(kept) = &mut sequence.logprobs {
+            kept.scored = tokens.first().copied();
+        }
+        let finish = if taken {
+            Finish::Length
+        } else {
+            Finish::Failed
+        };
+        self.finish(row.slot, 0, finish);
     }
 }

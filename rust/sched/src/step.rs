@@ -33,7 +33,7 @@ pub struct Row<'a, S> {
     /// Tokens of the prompt.
     pub prompt: u32,
     /// Tokens produced that lie right before `tokens` and whose KV comes from the cache: of the first row since the sequence
-    /// was admitted.
+    /// was admitted, or since it went on with pages of the cache in the place of its own.
     pub history: &'a [u32],
     /// Tokens of the prompt, by their indices, whose log-probabilities the answer must have; those of a token come from the row
     /// of the one before. Empty for none.

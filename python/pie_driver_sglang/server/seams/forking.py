@@ -44,5 +44,5 @@ class _Forks(ForkContext):
     """`multiprocessing` for SGLang's engine, which would have its processes spawned."""
 
     def set_start_method(self, method: str | None, force: bool = False) -> None:
-        """Sets it for everybody else."""
+        """Sets it for all other processes."""
         multiprocessing.set_start_method(method, force)
