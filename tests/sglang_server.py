@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -68,8 +69,16 @@ class Server:
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> str:
         """What it answers."""
-        with urllib.request.urlopen(self.request(path, body), timeout=60) as answer:
-            return str(answer.read().decode())
+        try:
+            with urllib.request.urlopen(self.request(path, body), timeout=60) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            # Whoever does not read a refusal would leave its connection open.
+            with error:
+                text = io.BytesIO(error.read())
+            raise urllib.error.HTTPError(
+                error.url, error.code, error.msg, error.headers, text
+            ) from None
 
     def body(self, prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}

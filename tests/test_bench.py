@@ -251,14 +251,14 @@ class Terminal:
         self.shown = self.shown.partition(text)[2]
 
     def type_until(self, key: str, text: str, seconds: float) -> bool:
-        """Types a key twice a second until `text` is shown; False if it is not."""
+        """Types a key ten times a second until `text` is shown; False if it is not."""
         typed, end = 0.0, time.monotonic() + seconds
 
         def is_there() -> bool:
             nonlocal typed
             if text in self.shown or time.monotonic() > end:
                 return True
-            if time.monotonic() - typed > 0.5:
+            if time.monotonic() - typed > 0.1:
                 typed = time.monotonic()
                 self.type(key)
             return False
@@ -307,6 +307,9 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
         # and on a busy machine the answer may have ended before the key is seen.
         if stopped := terminal.type_until("\x03", "[stopped]", 15):
             break
+        # Two such answers are more than the model's context holds.
+        terminal.type("/reset\r")
+        terminal.wait_for(">")
     assert stopped
     # The shell goes on, and the engine with it.
     terminal.wait_for(">")
@@ -328,7 +331,7 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     assert terminal.process.wait(30) == 0
     history = (tmp_path / ".local" / "state" / "pie-sglang" / "history").read_text()
     lines = [line[1:] for line in history.splitlines() if line.startswith("+")]
-    assert list(dict.fromkeys(lines))[:3] == ["tell me of sorting", "/stats", "/reset"]
+    assert {"tell me of sorting", "/stats", "/reset"} <= {*lines}
 
 
 def test_the_demo_ends_with_a_shell_over_a_pipe() -> None:

@@ -25,7 +25,6 @@ mod pictures;
 mod places;
 mod planner;
 mod radix;
-mod radix_match;
 mod radix_results;
 mod ranks;
 mod request;
@@ -89,9 +88,7 @@ mod _core {
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
     #[pymodule_export]
-    use crate::radix::RadixIndex;
-    #[pymodule_export]
-    use crate::radix_match::Match;
+    use crate::radix::{Match, RadixIndex};
     #[pymodule_export]
     use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo};
     #[pymodule_export]
