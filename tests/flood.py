@@ -72,7 +72,7 @@ def flood(server: Server, streams: int, share: float = 0.1, seed: int = 1) -> Co
 async def _ask(
     server: Server, prompts: Sequence[list[int]], plans: Sequence[Plan]
 ) -> list[tuple[str, list[int]]]:
-    # A server may close a connection that nobody uses just when it is used again.
+    # A kept connection may be closed by the server at the moment of its next request.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=900)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:

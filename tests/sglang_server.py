@@ -73,7 +73,7 @@ class Server:
             with urllib.request.urlopen(self.request(path, body), timeout=60) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
-            # Whoever does not read a refusal would leave its connection open.
+            # An error whose body is not read keeps its connection open.
             with error:
                 text = io.BytesIO(error.read())
             raise urllib.error.HTTPError(

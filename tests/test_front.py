@@ -343,7 +343,7 @@ class Idle:
 
 
 class TestProcesses:
-    """What SGLang's server starts beside itself."""
+    """The processes that SGLang's server starts."""
 
     def test_they_are_forked_on_the_cpu(self, seams: Any) -> None:
         from sglang.srt.entrypoints import engine

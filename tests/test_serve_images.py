@@ -237,13 +237,13 @@ def open_requests(server: Server) -> int:
 def test_what_is_not_served_is_refused_by_name(server: Server) -> None:
     def refused(*parts: dict[str, Any], **more: Any) -> str:
         asked = {"role": "user", "content": list(parts)}
-        code, told = refusal(server, body(asked, **more), "/v1/chat/completions")
-        assert code == 400, told
-        return told
+        code, answer = refusal(server, body(asked, **more), "/v1/chat/completions")
+        assert code == 400, answer
+        return answer
 
-    told = refused(part(picture(6, 7, 50)))
-    assert "image 0 has 42 tokens" in told
-    assert "max_image_tokens" in told
+    answer = refused(part(picture(6, 7, 50)))
+    assert "image 0 has 42 tokens" in answer
+    assert "max_image_tokens" in answer
     nothing = {"url": "data:video/mp4;base64,AAAA"}
     assert "`video_data` is not served" in refused({"type": "video_url", "video_url": nothing})
     assert "`audio_data` is not served" in refused({"type": "audio_url", "audio_url": nothing})

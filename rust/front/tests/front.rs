@@ -654,12 +654,12 @@ fn what_is_no_image_is_refused_and_let_go() {
         front.open_session("s", false, None);
         let request = generate("a", &[10, 296, 296, 296, 11], &more, &[]);
         let sent = front.receive(&sees, [&encoded(&request)[..]]).unwrap();
-        let told = field(&sent.to_detokenizer[0], "finished_reasons")[0].to_string();
-        assert!(told.contains(words), "{told}");
-        assert!(told.contains("400"), "{told}");
+        let reason = field(&sent.to_detokenizer[0], "finished_reasons")[0].to_string();
+        assert!(reason.contains(words), "{reason}");
+        assert!(reason.contains("400"), "{reason}");
         assert_eq!(*sees.1.borrow(), 1);
         assert!(sees.0.arrivals.borrow().is_empty());
     }
-    let told = refusal(&generate("a", &[1], &[media(b"image")], &[]));
-    assert!(told.contains("`mm_inputs` is not served"), "{told}");
+    let reason = refusal(&generate("a", &[1], &[media(b"image")], &[]));
+    assert!(reason.contains("`mm_inputs` is not served"), "{reason}");
 }
