@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pie_driver_sglang.kernels.adjust import adjust, note
+from pie_driver_sglang.kernels.adjust import adjust, note, widen
 from pie_driver_sglang.sampling.history import Records, TokenHistory
 
 VOCAB = 1500
@@ -56,6 +56,18 @@ def check_adjusted() -> None:
     assert all(changed[1:]), changed
 
 
+def check_widened() -> None:
+    """Rows that are not contiguous, of more than one block, with a soft cap and without."""
+    generator = torch.Generator().manual_seed(6)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = (20 * torch.randn(3, 8500, generator=generator)).to(dtype)[:, :8400]
+        logits[1, ::3] = -torch.inf
+        assert torch.equal(widen(logits, None), logits.float())
+        capped = 30 * torch.tanh(logits.float() / 30)
+        capped[1, ::3] = -torch.inf
+        torch.testing.assert_close(widen(logits, 30.0), capped, rtol=1e-5, atol=1e-5)
+
+
 def check_noted() -> None:
     """The rows of a step and further pairs, each where it belongs."""
     generator = torch.Generator().manual_seed(6)
@@ -76,5 +88,6 @@ def check_noted() -> None:
 
 if __name__ == "__main__":
     check_adjusted()
+    check_widened()
     check_noted()
     print("adjusted and noted")

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pie_driver_sglang.kernels import (
+    adjust,
     all_reduce_norm,
     dense_layers,
     experts,
@@ -458,10 +459,11 @@ def check_sampling(dtype: torch.dtype) -> None:
     for cap in (None, 30.0):
         sample = functools.partial(sampler.sample_step, logits, params, results, step, cap)
         kernels = recorded(sample)
-        names = ["_survey", "_count_coarse", "_count_fine", "_sample_rows"]
+        names = ["_survey", "_sample_rows", "_count_coarse", "_count_fine", "_sample_left"]
         assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             check_order(kernel)
+        assert recorded(functools.partial(adjust.widen, logits, cap))
     with mock.patch.object(torch.Tensor, "is_cuda", True):
         [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
     # Each result at once, and after what earlier kernels have written.

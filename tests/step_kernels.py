@@ -6,12 +6,16 @@ ends within 1e-4 of the uniform number or of top-p, counts as close.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+import triton.language as tl
 
+from pie_driver_sglang.kernels import few_kept, sampler
 from pie_driver_sglang.kernels.sampler import fetch, mask_logits, publish, sample_step, update_table
 from pie_driver_sglang.sampling.groups import SlotParams
 
@@ -100,8 +104,15 @@ def cases(generator: torch.Generator) -> Iterator[tuple[torch.Tensor, SlotParams
         yield logits.to(DTYPES[number % 3]), params, CAPS[number % 3]
 
 
-def check_sampler() -> int:
-    """Returns how many tokens are wrong."""
+def check_sampler(spans: int | None = None) -> int:
+    """Returns how many tokens are wrong; with few `spans` most rows are left to the search."""
+    with contextlib.ExitStack() as stack:
+        for module in (sampler, few_kept) if spans else ():
+            stack.enter_context(mock.patch.object(module, "MOST_SPANS", tl.constexpr(spans)))
+        return _check_sampler()
+
+
+def _check_sampler() -> int:
     wrong = close = total = 0
     for number, (logits, params, cap) in enumerate(cases(torch.Generator().manual_seed(3)), 1):
         results = torch.zeros(ROWS, dtype=torch.int64)
@@ -177,4 +188,4 @@ if __name__ == "__main__":
     check_masks()
     check_results()
     check_table()
-    sys.exit(check_sampler() > 0)
+    sys.exit(check_sampler() + check_sampler(spans=2) > 0)

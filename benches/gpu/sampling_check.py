@@ -6,10 +6,14 @@
 1. `pocket` in bfloat16: sequences with all kinds of penalties and biases, by the graphs and by way
    of Python. Each token is the best one of the row's own logits, adjusted token by token.
 2. Random weights in each of the shapes, 64 contexts that decode, 256 of whose tokens count. Round
-   trips of a step take turns: with nothing; with penalties, 50 biases, a mask of bits, five
+   trips of a step take turns: with nothing; with penalties, 50 biases, masks, five
    log-probabilities, filters, and all of it in every row; and with all of it in one row. The bars
    hold the medians to multiples of the plain step. What SGLang's own sampling takes is printed
    with it.
+
+Masks are as JSON schemas give them: half of the rows are within a string and have the same dense
+mask, which is sent once; each other row allows some other few tokens. `own masks` are 64 dense
+masks of bits that have nothing in common, the most that masks can cost. It has no bar.
 """
 
 from __future__ import annotations
@@ -56,14 +60,16 @@ def request(
 ) -> Request:
     """Tokens at positions `start..`, sampled at the last; `more` is the extension's."""
     end = start + len(tokens)
+    logit_mask = more.pop("logit_mask", None)
     slots = [(len(tokens) - 1, sampler) for sampler in samplers]
     listed = pages(page, end)
     length = (end - 1) % PAGE + 1
     positions = list(range(start, end))
     extension = Extension(**more) if more else None
     return Request(
-        tokens, positions, listed, length, slots, context_id=context, extension=extension
-    )
+        tokens, positions, listed, length, slots,
+        context_id=context, logit_mask=logit_mask, extension=extension,
+    )  # fmt: skip
 
 
 def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None:
@@ -117,7 +123,7 @@ def extensions(vocab: int) -> dict[str, dict[str, Any]]:
     draw = random.Random(1)
     penalties = {**PENALTIES, "counted_from": CONTEXT - COUNTED}
     bias = {"logit_bias": [(draw.randrange(vocab // 50) * 50 + n, 1.5) for n in range(50)]}
-    mask = {"mask": [draw.getrandbits(32) for _ in range(-(-vocab // 32))]}
+    mask = {"mask": bits(draw, vocab)}
     top = {"logprobs": 5, "logprobs_scaled": True}
     filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}
     everything = {**penalties, **bias, **mask, **top, **filters}
@@ -128,14 +134,41 @@ def extensions(vocab: int) -> dict[str, dict[str, Any]]:
     return {name: {"temperature": 0.8, **asked} for name, asked in cases.items()}
 
 
+def bits(draw: random.Random, vocab: int) -> list[int]:
+    """A mask that allows about half of the tokens."""
+    return [draw.getrandbits(32) for _ in range(-(-vocab // 32))]
+
+
+def few(draw: random.Random, vocab: int) -> list[int]:
+    """A mask that allows some of the tokens, as lengths of runs."""
+    allowed = sorted(draw.sample(range(1, vocab, 2), draw.randrange(1, 40)))
+    before = [-1, *allowed]
+    return [n for last, id in zip(before, allowed, strict=False) for n in (id - last - 1, 1)]
+
+
+def masked(rows: list[dict[str, Any]], draw: random.Random, vocab: int) -> list[dict[str, Any]]:
+    """Rows with a mask each, as of schemas; every other one has the first one's."""
+    found = []
+    for number, row in enumerate(rows):
+        if number % 2:
+            rest = {name: value for name, value in row.items() if name != "mask"}
+            found.append({**rest, "logit_mask": few(draw, vocab)})
+        else:
+            found.append({**row, "mask": [], "shares_mask": True} if number else row)
+    return found
+
+
 def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None:
     """Round trips of a step of 64 rows, by what the rows ask for."""
     vocab = json.loads((shapes / "config.json").read_text())["vocab_size"]
     asked = extensions(vocab)
+    draw = random.Random(2)
     rows = {name: [more] * ROWS for name, more in asked.items()}
+    for name in ("mask", "all"):
+        rows[name] = masked(rows[name], draw, vocab)
+    rows["own masks"] = [{**asked["mask"], "mask": bits(draw, vocab)} for _ in range(ROWS)]
     rows["one of 64"] = [asked["all"], *[asked["plain"]] * (ROWS - 1)]
     stride = CONTEXT // PAGE + 1
-    draw = random.Random(2)
     settings = {"page_size": PAGE, "load_format": "dummy", **options}
     with driver(shapes, settings) as (client, _):
         for row in range(ROWS):

@@ -11,10 +11,32 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block
+
 _BLOCK = tl.constexpr(1024)
 _NOTE_BLOCK = tl.constexpr(256)
 _NOTE_PROGRAMS = 8
 _WARPS = 8
+
+
+def widen(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Logits in float32, after the soft cap; can be captured.
+
+    Args:
+        logits: ``[slots, vocabulary]`` of any float dtype.
+        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
+
+    Returns:
+        ``[slots, vocabulary]`` float32, rows contiguous.
+    """
+    slots, vocab = logits.shape
+    out = logits.new_empty(slots, vocab, dtype=torch.float32)
+    if slots:
+        _widen[(slots, triton.cdiv(vocab, LOGIT_BLOCK.value))](
+            logits, logits.stride(0), vocab, out, softcap or 0.0,
+            CAPPED=softcap is not None, num_warps=_WARPS,
+        )  # fmt: skip
+    return out
 
 
 def adjust(
@@ -63,6 +85,15 @@ def note(
     count = len(slots)
     grid = (triton.cdiv(count, _NOTE_BLOCK.value) + _NOTE_PROGRAMS,)
     _note[grid](tokens, slots, ids, count, words, pairs, PROGRAMS=_NOTE_PROGRAMS)
+
+
+@triton.jit
+def _widen(logits, stride, vocab, out, cap, CAPPED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * LOGIT_BLOCK
+    x = capped(load_block(logits + row * stride, first, vocab), cap, CAPPED)
+    places = first + tl.arange(0, LOGIT_BLOCK)
+    tl.store(out + row * vocab + places, x, mask=places < vocab)
 
 
 @triton.jit

@@ -19,7 +19,19 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import follow
-from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block, ordered, weight_of
+from pie_driver_sglang.kernels.logit_rows import (
+    LOGIT_BLOCK,
+    capped,
+    first_beyond,
+    is_wide,
+    limits,
+    load_block,
+    middle_of,
+    ordered,
+    weight_at,
+    weight_of,
+    whole_mass,
+)
 from pie_driver_sglang.kernels.types import SlotParams
 
 _PIVOTS = tl.constexpr(16)
@@ -46,6 +58,7 @@ class Search(NamedTuple):
 def search(
     logits: torch.Tensor,
     params: SlotParams,
+    left: torch.Tensor,
     tops: torch.Tensor,
     masses: torch.Tensor,
     how: dict[str, Any],
@@ -55,6 +68,7 @@ def search(
     Args:
         logits: ``[rows, vocabulary]``.
         params: ``[rows]`` parameters.
+        left: ``[rows]`` int32: 1 for rows to be searched, 0 for others.
         tops: ``[rows, blocks]`` float32: the largest logit of each block.
         masses: ``[rows, blocks]`` float32: the weight of each block, relative to that.
         how: Further arguments of the kernels.
@@ -68,7 +82,7 @@ def search(
     for kernel, out in kernels:
         kernel[(rows, parts)](
             logits, logits.stride(0), logits.shape[1], tops, masses,
-            params.temperatures, params.top_ks, params.top_ps, *out,
+            left, params.temperatures, params.top_ks, params.top_ps, *out,
             PARTS=triton.next_power_of_2(parts), **how, num_warps=_WARPS,
         )  # fmt: skip
     return Search(coarse, fine, candidates)
@@ -76,15 +90,17 @@ def search(
 
 @triton.jit
 def _count_coarse(
-    logits, stride, vocab, tops, masses, temperatures, top_ks, top_ps, coarse, cap,
+    logits, stride, vocab, tops, masses, left, temperatures, top_ks, top_ps, coarse, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         follow()
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    if (temperature <= 0.0) | ((tl.load(top_ks + row) >= vocab) & (tl.load(top_ps + row) >= 1.0)):
+    if (tl.load(left + row) == 0) | (
+        (tl.load(top_ks + row) >= vocab) & (tl.load(top_ps + row) >= 1.0)
+    ):
         return
+    temperature = tl.load(temperatures + row)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     largest = _largest(tops, row, parts, PARTS)
@@ -100,17 +116,17 @@ def _count_coarse(
 
 @triton.jit
 def _count_fine(
-    logits, stride, vocab, tops, masses, temperatures, top_ks, top_ps, coarse, fine, cap,
+    logits, stride, vocab, tops, masses, left, temperatures, top_ks, top_ps, coarse, fine, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         follow()
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)
-    if (temperature <= 0.0) | ((top_k >= vocab) & (top_p >= 1.0)):
+    if (tl.load(left + row) == 0) | ((top_k >= vocab) & (top_p >= 1.0)):
         return
+    temperature = tl.load(temperatures + row)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     largest = _largest(tops, row, parts, PARTS)
@@ -127,7 +143,7 @@ def _count_fine(
             x, part * LOGIT_BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT
         )
         tl.store(out, counts)
-    if _is_wide(top_k, top_p, vocab):
+    if is_wide(top_k, top_p, vocab):
         whole = whole_mass(tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED)
         low, high, _, _, _ = _coarse_of_mass(
             coarse, row, parts, vocab, largest, temperature, tl.abs(top_p) * whole, PARTS, SHIFT
@@ -141,29 +157,10 @@ def _count_fine(
 
 
 @triton.jit
-def _is_wide(top_k, top_p, vocab):
-    """Whether top-p is a share of the whole distribution, and not of what top-k leaves."""
-    return (top_p < 1.0) & ((top_p < 0.0) | (top_k >= vocab))
-
-
-@triton.jit
 def _largest(tops, row, parts, PARTS: tl.constexpr):
     lanes = tl.arange(0, PARTS)
     top = tl.load(tops + row * parts + lanes, mask=lanes < parts, other=float("-inf"))
     return tl.max(top, 0)
-
-
-@triton.jit
-def whole_mass(
-    tops, masses, row, parts, largest, temperature, cap, PARTS: tl.constexpr, CAPPED: tl.constexpr
-):  # fmt: skip
-    """The weight of a whole row, from those of its blocks."""
-    lanes = tl.arange(0, PARTS)
-    known = lanes < parts
-    top = tl.load(tops + row * parts + lanes, mask=known, other=float("-inf"))
-    mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
-    scale = 1.4426950408889634 / temperature
-    return tl.sum(mass * weight_of(top, capped(largest, cap, CAPPED), scale, cap, CAPPED), 0)
 
 
 @triton.jit
@@ -246,7 +243,7 @@ def _coarse_of_count(
 ):  # fmt: skip
     keys = _coarse_keys(largest, temperature, SHIFT)
     counts = _summed(coarse, row, parts, 2, 0, PARTS)
-    lowest, highest = _limits(largest, SHIFT)
+    lowest, highest = limits(largest, SHIFT)
     return _bracket(counts, counts, keys, count, lowest, highest, 0.0, vocab * 1.0, 0.0)
 
 
@@ -257,15 +254,8 @@ def _coarse_of_mass(
     keys = _coarse_keys(largest, temperature, SHIFT)
     counts = _summed(coarse, row, parts, 2, 0, PARTS)
     masses = _summed(coarse, row, parts, 2, 1, PARTS)
-    lowest, highest = _limits(largest, SHIFT)
+    lowest, highest = limits(largest, SHIFT)
     return _bracket(masses, counts, keys, goal, lowest, highest, 0.0, vocab * 1.0, 0.0)
-
-
-@triton.jit
-def _limits(largest, SHIFT: tl.constexpr):
-    """The least and the largest key of a row."""
-    lowest = ordered(float("-inf") + 0.0 * largest) >> SHIFT
-    return lowest, ordered(largest) >> SHIFT
 
 
 @triton.jit
@@ -278,7 +268,7 @@ def draw(
 
     `whole` is the weight of the row, and the other arguments are those of :func:`search`.
     """
-    lowest, _ = _limits(largest, SHIFT)
+    lowest, _ = limits(largest, SHIFT)
     raw = largest
     largest = capped(largest, cap, CAPPED)
     scale = 1.4426950408889634 / temperature
@@ -300,15 +290,15 @@ def draw(
         )  # fmt: skip
         ties = top_k - above.to(tl.int32)
     if top_p < 1.0:
-        is_wide = _is_wide(top_k, top_p, vocab)
-        if not is_wide:
+        wide = is_wide(top_k, top_p, vocab)
+        if not wide:
             inside = _mass(base, vocab, edge + 1, largest, scale, cap, CAPPED, SHIFT)
-            whole = inside + ties * _weight_at(edge, largest, scale, cap, CAPPED, SHIFT)
+            whole = inside + ties * weight_at(edge, largest, scale, cap, CAPPED, SHIFT)
         goal = tl.abs(top_p) * whole
         low, high, mass, held, passed = _coarse_of_mass(
             coarse, row, parts, vocab, raw, temperature, goal, PARTS, SHIFT
         )
-        if is_wide:
+        if wide:
             counts = _summed(fine, row, parts, 3, 1, PARTS)
             masses = _summed(fine, row, parts, 3, 2, PARTS)
             low, high, mass, held, passed = _bracket(
@@ -321,7 +311,7 @@ def draw(
                 largest, scale, cap, True, CAPPED, SHIFT,
             )  # fmt: skip
             if share_edge >= edge:
-                weight = _weight_at(share_edge, largest, scale, cap, CAPPED, SHIFT)
+                weight = weight_at(share_edge, largest, scale, cap, CAPPED, SHIFT)
                 wanted = tl.maximum(tl.ceil((goal - mass) / tl.maximum(weight, 1e-37)), 1.0)
                 wanted = tl.minimum(wanted, vocab * 1.0).to(tl.int32)
                 ties = tl.where(share_edge == edge, tl.minimum(ties, wanted), wanted)
@@ -342,7 +332,7 @@ def _edge(
     :func:`_bracket`.
     """
     while (low < high) & (held - passed > _CANDIDATES):
-        middle = _middle(low, high)
+        middle = middle_of(low, high)
         found = tl.zeros([LOGIT_BLOCK], tl.float32)
         weights = tl.zeros([LOGIT_BLOCK], tl.float32)
         for first in range(0, vocab, LOGIT_BLOCK):
@@ -366,11 +356,11 @@ def _edge(
         kept = keys >= low
         shares = kept.to(tl.float32)
         if WEIGHED:
-            weights = _weight_at(keys, largest, scale, cap, CAPPED, SHIFT)
+            weights = weight_at(keys, largest, scale, cap, CAPPED, SHIFT)
             shares = tl.where(kept, weights, 0.0)
         beyond = above
         while low < high:
-            middle = _middle(low, high)
+            middle = middle_of(low, high)
             total = beyond + tl.sum(tl.where(keys >= middle, shares, 0.0), 0)
             enough = total >= goal
             low = tl.where(enough, middle, low)
@@ -400,13 +390,6 @@ def _gathered(base, vocab, room, low, high, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _middle(low, high):
-    """The middle of two integers, rounded up, of any signs."""
-    wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
-    return wide.to(tl.int32)
-
-
-@triton.jit
 def _mass(
     base, vocab, least, largest, scale, cap, CAPPED: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
@@ -417,19 +400,6 @@ def _mass(
         kept = ordered(x) >> SHIFT >= least
         total += tl.where(kept, weight_of(x, largest, scale, cap, CAPPED), 0.0)
     return tl.sum(total, 0)
-
-
-@triton.jit
-def _weight_at(key, largest, scale, cap, CAPPED: tl.constexpr, SHIFT: tl.constexpr):
-    """The weight of a logit with this key; 0 if there is none."""
-    bits = key << SHIFT
-    if SHIFT:
-        # The lower half of a negative number's key is all ones.
-        bits = bits | tl.where(bits < 0, 0xFFFF, 0)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    x = bits.to(tl.float32, bitcast=True)
-    weight = weight_of(x, largest, scale, cap, CAPPED)
-    return tl.where((x == x) & (weight == weight), weight, 0.0)
 
 
 @triton.jit
@@ -467,19 +437,6 @@ def _invert(
         SHIFT,
     )
     return part * LOGIT_BLOCK + first_beyond(weights, before, goal)
-
-
-@triton.jit
-def first_beyond(weights, before, goal):
-    """The first place up to which the weights and those before them exceed the goal.
-
-    The last place with a weight, if rounding leaves the goal just out of reach.
-    """
-    places = tl.arange(0, weights.shape[0])
-    beyond = (before + tl.cumsum(weights, 0) > goal) & (weights > 0.0)
-    found = tl.min(tl.where(beyond, places, 0x7FFFFFFF), 0)
-    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
-    return tl.where(found == 0x7FFFFFFF, last, found)
 
 
 @triton.jit

@@ -40,3 +40,62 @@ def capped(x, cap, CAPPED: tl.constexpr):
         bounded = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
         x = tl.where(x == float("-inf"), x, bounded)
     return x
+
+
+@triton.jit
+def is_wide(top_k, top_p, vocab):
+    """Whether top-p is a share of the whole distribution, and not of what top-k leaves."""
+    return (top_p < 1.0) & ((top_p < 0.0) | (top_k >= vocab))
+
+
+@triton.jit
+def limits(largest, SHIFT: tl.constexpr):
+    """The least and the largest key of a row."""
+    lowest = ordered(float("-inf") + 0.0 * largest) >> SHIFT
+    return lowest, ordered(largest) >> SHIFT
+
+
+@triton.jit
+def middle_of(low, high):
+    """The middle of two integers, rounded up, of any signs."""
+    wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
+    return wide.to(tl.int32)
+
+
+@triton.jit
+def weight_at(key, largest, scale, cap, CAPPED: tl.constexpr, SHIFT: tl.constexpr):
+    """The weight of a logit with this key; 0 if there is none."""
+    bits = key << SHIFT
+    if SHIFT:
+        # The lower half of a negative number's key is all ones.
+        bits = bits | tl.where(bits < 0, 0xFFFF, 0)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    x = bits.to(tl.float32, bitcast=True)
+    weight = weight_of(x, largest, scale, cap, CAPPED)
+    return tl.where((x == x) & (weight == weight), weight, 0.0)
+
+
+@triton.jit
+def first_beyond(weights, before, goal):
+    """The first place up to which the weights and those before them exceed the goal.
+
+    The last place with a weight, if rounding leaves the goal just out of reach.
+    """
+    places = tl.arange(0, weights.shape[0])
+    beyond = (before + tl.cumsum(weights, 0) > goal) & (weights > 0.0)
+    found = tl.min(tl.where(beyond, places, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
+    return tl.where(found == 0x7FFFFFFF, last, found)
+
+
+@triton.jit
+def whole_mass(
+    tops, masses, row, parts, largest, temperature, cap, PARTS: tl.constexpr, CAPPED: tl.constexpr
+):  # fmt: skip
+    """The weight of a whole row, from those of its blocks."""
+    lanes = tl.arange(0, PARTS)
+    known = lanes < parts
+    top = tl.load(tops + row * parts + lanes, mask=known, other=float("-inf"))
+    mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
+    scale = 1.4426950408889634 / temperature
+    return tl.sum(mass * weight_of(top, capped(largest, cap, CAPPED), scale, cap, CAPPED), 0)

@@ -1,8 +1,9 @@
 """Sampling on a GPU without sorting, and the other small kernels of a captured step.
 
 Computes what :mod:`pie_driver_sglang.sampling.groups` computes, without a float32 copy of bfloat16
-logits. Several programs survey a row, and one draws its token; what top-k and top-p keep is found
-as :mod:`pie_driver_sglang.kernels.filters` says. A row's result does not depend on the rest of the
+logits. Several programs survey a row, and one draws its token: with filters as
+:mod:`pie_driver_sglang.kernels.few_kept` says, or, of many tokens that they keep, as
+:mod:`pie_driver_sglang.kernels.filters` does. A row's result does not depend on the rest of the
 batch.
 """
 
@@ -13,14 +14,25 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow
-from pie_driver_sglang.kernels.filters import draw, first_beyond, search, whole_mass
-from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block, weight_of
+from pie_driver_sglang.kernels.few_kept import MOST_SPANS, SPAN, draw_few
+from pie_driver_sglang.kernels.filters import draw, search
+from pie_driver_sglang.kernels.logit_rows import (
+    LOGIT_BLOCK,
+    capped,
+    first_beyond,
+    load_block,
+    weight_of,
+    whole_mass,
+)
 from pie_driver_sglang.kernels.types import SlotParams
 
 _SURVEY_WARPS = 8
-_ROW_WARPS = 16
+_ROW_WARPS = 8
+_SEARCH_WARPS = 16
+_SPANS = tl.constexpr(LOGIT_BLOCK.value // SPAN.value)
+"""Spans of a block."""
 _MASK_BLOCK = tl.constexpr(2048)
-_MASK_PROGRAMS = 8
+_MASK_PROGRAMS = 16
 """Programs of a row."""
 _FETCH_BLOCK = tl.constexpr(4096)
 _PUBLISH_BLOCK = tl.constexpr(256)
@@ -66,19 +78,28 @@ def sample_step(
     parts = triton.cdiv(vocab, LOGIT_BLOCK.value)
     tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
     ids = logits.new_empty(rows, parts, dtype=torch.int32)
+    peaks = logits.new_empty(rows, parts, _SPANS.value, dtype=torch.float32)
+    room = logits.new_empty(rows, MOST_SPANS.value, dtype=torch.int32)
+    # Rows that keep many tokens, and which the search is for.
+    left = logits.new_empty(rows, dtype=torch.int32)
     params = SlotParams(*(field.contiguous() for field in params))
     # The lower half of a bfloat16 in float32 is zero.
     shift = 16 if logits.dtype == torch.bfloat16 else 0
     how = {"CAPPED": softcap is not None, **chained(logits.device)}
+    cap = softcap or 0.0
     _survey[(rows, parts)](
-        logits, logits.stride(0), vocab, params.temperatures, tops, ids, masses, softcap or 0.0,
+        logits, logits.stride(0), vocab, *params[:4], tops, ids, masses, peaks, cap,
         **how, num_warps=_SURVEY_WARPS,
     )  # fmt: skip
-    found = search(logits, params, tops, masses, {"cap": softcap or 0.0, "SHIFT": shift, **how})
+    wide = {"PARTS": triton.next_power_of_2(parts), "SHIFT": shift, **how}
     _sample_rows[(rows,)](
-        logits, logits.stride(0), vocab, tops, ids, masses, parts, *params, *found,
-        results, step, softcap or 0.0,
-        PARTS=triton.next_power_of_2(parts), SHIFT=shift, **how, num_warps=_ROW_WARPS,
+        logits, logits.stride(0), vocab, tops, ids, masses, peaks, parts, *params, room, left,
+        results, step, cap, **wide, num_warps=_ROW_WARPS,
+    )  # fmt: skip
+    found = search(logits, params, left, tops, masses, {"cap": cap, "SHIFT": shift, **how})
+    _sample_left[(rows,)](
+        logits, logits.stride(0), vocab, tops, masses, parts, *params, left, *found,
+        results, step, cap, **wide, num_warps=_SEARCH_WARPS,
     )  # fmt: skip
 
 
@@ -136,13 +157,13 @@ def update_table(
 
 @triton.jit
 def _survey(
-    logits, stride, vocab, temperatures, tops, ids, masses, cap,
+    logits, stride, vocab, temperatures, top_ks, top_ps, min_ps, tops, ids, masses, peaks, cap,
     CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """For a block of a row: the largest logit, an id, and the sum of weights relative to it.
 
     The id is -1 if there is a NaN; else, for a row that takes the arg-max, the lowest id with that
-    logit.
+    logit. For a row with filters, also the largest logit of each span.
     """
     if CHAINED:
         follow()
@@ -167,14 +188,24 @@ def _survey(
     tl.store(tops + place, top)
     tl.store(ids + place, found)
     tl.store(masses + place, mass)
+    if (temperature > 0.0) & _is_filtered(top_ks, top_ps, min_ps, row, vocab):
+        spans = place * _SPANS + tl.arange(0, _SPANS)
+        tl.store(peaks + spans, tl.max(tl.reshape(x, [_SPANS, SPAN]), 1))
+
+
+@triton.jit
+def _is_filtered(top_ks, top_ps, min_ps, row, vocab):
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+    return (top_k < vocab) | (top_p < 1.0) | (tl.load(min_ps + row) > 0.0)
 
 
 @triton.jit
 def _sample_rows(
-    logits, stride, vocab, tops, ids, masses, parts,
-    temperatures, top_ks, top_ps, min_ps, uniforms, coarse, fine, candidates, results, step, cap,
+    logits, stride, vocab, tops, ids, masses, peaks, parts,
+    temperatures, top_ks, top_ps, min_ps, uniforms, room, left, results, step, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """Draws a row's token, or says that the row is left to the search."""
     if CHAINED:
         follow()
     row = tl.program_id(0).to(tl.int64)
@@ -192,26 +223,58 @@ def _sample_rows(
             if tl.abs(largest) < float("inf"):
                 if token < vocab:
                     base = logits + row * stride
-                    top_k = tl.load(top_ks + row)
-                    top_p = tl.load(top_ps + row)
-                    min_p = tl.load(min_ps + row)
                     uniform = tl.load(uniforms + row)
-                    if (top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0):
+                    if _is_filtered(top_ks, top_ps, min_ps, row, vocab):
+                        whole = whole_mass(
+                            tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED
+                        )
+                        token = draw_few(
+                            base, vocab, peaks + row * parts * _SPANS, room + row * MOST_SPANS,
+                            largest, temperature, tl.load(top_ks + row), tl.load(top_ps + row),
+                            tl.load(min_ps + row), uniform, whole, cap,
+                            PARTS * _SPANS, CAPPED, SHIFT,
+                        )  # fmt: skip
+                    else:
                         mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
                         token = _draw_any(
                             base, vocab, top, mass, largest, temperature, uniform, cap,
                             PARTS, CAPPED,
                         )  # fmt: skip
-                    else:
-                        whole = whole_mass(
-                            tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED
-                        )
-                        token = draw(
-                            base, vocab, row, parts, largest, temperature, top_k, top_p, min_p,
-                            uniform, whole, coarse, fine, candidates, cap, PARTS, CAPPED, SHIFT,
-                        )  # fmt: skip
             else:
                 token = vocab
+    tl.store(left + row, (token < 0).to(tl.int32))
+    if token >= 0:
+        _store_result(results, step, row, token)
+
+
+@triton.jit
+def _sample_left(
+    logits, stride, vocab, tops, masses, parts,
+    temperatures, top_ks, top_ps, min_ps, uniforms, left, coarse, fine, candidates, results, step,
+    cap,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Draws the token of a row that is left to the search."""
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(left + row) == 0:
+        return
+    temperature = tl.load(temperatures + row)
+    lanes = tl.arange(0, PARTS)
+    top = tl.load(tops + row * parts + lanes, mask=lanes < parts, other=float("-inf"))
+    largest = tl.max(top, 0)
+    whole = whole_mass(tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED)
+    token = draw(
+        logits + row * stride, vocab, row, parts, largest, temperature, tl.load(top_ks + row),
+        tl.load(top_ps + row), tl.load(min_ps + row), tl.load(uniforms + row), whole,
+        coarse, fine, candidates, cap, PARTS, CAPPED, SHIFT,
+    )  # fmt: skip
+    _store_result(results, step, row, token)
+
+
+@triton.jit
+def _store_result(results, step, row, token):
     number = tl.load(step).to(tl.int64)
     tl.store(results + row, (number << 32) | token.to(tl.int64))
 

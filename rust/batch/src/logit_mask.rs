@@ -27,6 +27,8 @@ pub(crate) struct LogitMasks {
     bits: Vec<i32>,
     /// Which of the frame's masks the last one of `masks` is, if it came as runs.
     last_runs: usize,
+    /// Where the words of the last mask that came as bits lie, and its number.
+    last_bits: Option<(usize, Option<usize>)>,
 }
 
 impl LogitMasks {
@@ -34,6 +36,7 @@ impl LogitMasks {
         self.masks.clear();
         self.edges.clear();
         self.bits.clear();
+        self.last_bits = None;
     }
 
     /// How many there are.
@@ -67,6 +70,19 @@ impl LogitMasks {
 
     /// Plans a mask of a bit for each token; returns its number, `None` when it forbids everything.
     pub(crate) fn add_bits(&mut self, words: Words<'_>, vocab_size: u32) -> Option<usize> {
+        let address = words.address();
+        // Requests that share a mask have the very words.
+        if let Some((of, mask)) = self.last_bits
+            && of == address
+        {
+            return mask;
+        }
+        let mask = self.plan_bits(words, vocab_size);
+        self.last_bits = Some((address, mask));
+        mask
+    }
+
+    fn plan_bits(&mut self, words: Words<'_>, vocab_size: u32) -> Option<usize> {
         // Bits after the vocabulary allow nothing.
         let tail = u32::MAX >> ((32 - vocab_size % 32) % 32);
         let last_word = words.len().saturating_sub(1);

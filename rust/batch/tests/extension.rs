@@ -138,6 +138,48 @@ fn plain_frames_note_and_change_nothing() {
     assert_eq!(SamplerParams::combined(&greedy, 1000).0, SlotClass::Greedy);
 }
 
+/// A mask that requests share is staged once; one that forbids everything forbids it to all of them.
+#[test]
+fn requests_share_a_mask() {
+    let mask = |word: u32| RequestExtension {
+        mask: vec![word; 32],
+        ..RequestExtension::default()
+    };
+    let shared = RequestExtension {
+        shares_mask: true,
+        ..RequestExtension::default()
+    };
+    let requests: Vec<Req> = (0..5).map(|row| decode(4 + row, 5, &[9 + row])).collect();
+    let rows = [
+        (0, mask(0b101)),
+        (1, shared.clone()),
+        (2, mask(0)),
+        (3, shared),
+    ];
+    let mut planner = Planner::new(ROOMY, 1);
+    let plan = plan(&mut planner, &requests, &rows);
+    let layout = Layout::graph(8);
+    let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
+    let mut words = vec![-1; 8 * 32 + 2 * 32];
+    let memory = StepMemory {
+        block: bytemuck::cast_slice_mut(&mut block),
+        mask_words: &mut words,
+    };
+    let step = planner.stage_graph(plan, &layout, memory, 7).unwrap();
+    assert_eq!(step.mask_words(), 32);
+    assert_eq!(
+        words[..32],
+        [0b101; 32].map(|word| if word == 0 { -1 } else { word })[..]
+    );
+    let numbers: &[i32] = bytemuck::cast_slice(&block);
+    let field = layout
+        .fields()
+        .iter()
+        .find(|field| field.name == "slot_masks");
+    let masks = &numbers[field.unwrap().offset / 4..][..10];
+    assert_eq!(masks, [0, -1, 0, -1, 0, 0, 0, 0, 0, 0]);
+}
+
 #[test]
 fn a_graph_gets_records_and_history_beside_its_block() {
     let mut planner = Planner::new(ROOMY, 1);

@@ -34,6 +34,7 @@ impl Extension {
     ///     suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
     ///     suppressed_until: KV index of the first place for which they may.
     ///     mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+    ///     shares_mask: The mask is that of the nearest request before in the frame that has one; `mask` is empty.
     ///     logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
     ///         log-probabilities at all.
     ///     logprobs_scaled: After the temperature.
@@ -41,7 +42,7 @@ impl Extension {
     ///     prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
     ///         one, and the token after the input, if that is one of them.
     #[new]
-    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new(), logprobs = None, logprobs_scaled = false, logprobs_of = Vec::new(), prompt_logprobs = None))]
+    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new(), shares_mask = false, logprobs = None, logprobs_scaled = false, logprobs_of = Vec::new(), prompt_logprobs = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     fn new(
         temperature: Option<f32>,
@@ -58,6 +59,7 @@ impl Extension {
         suppressed: Vec<u32>,
         suppressed_until: u32,
         mask: Vec<u32>,
+        shares_mask: bool,
         logprobs: Option<u32>,
         logprobs_scaled: bool,
         logprobs_of: Vec<u32>,
@@ -88,6 +90,7 @@ impl Extension {
                 prompt: prompt_logprobs.map(|(from, end, next)| PromptLogprobs { from, end, next }),
             }),
             mask,
+            shares_mask,
         })
     }
 }

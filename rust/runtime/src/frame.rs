@@ -8,7 +8,7 @@ use pie_wire::{
 };
 
 use crate::answer::{Asked, Scored};
-use crate::mask::{all_but, only};
+use crate::mask::{all_but, bits, only};
 use crate::picture::Pictures;
 
 /// What one context brings to a frame.
@@ -208,6 +208,8 @@ impl Outline {
 pub struct FrameBuilder {
     frame: Frame,
     page_size: u32,
+    /// Words of a mask as bits; `None`: masks go as runs.
+    mask_words: Option<usize>,
     as_pie: bool,
     scratch: Scratch,
     extensions: Vec<(u32, RequestExtension)>,
@@ -229,9 +231,19 @@ impl FrameBuilder {
         Self {
             frame,
             page_size,
+            mask_words: None,
             as_pie: false,
             scratch: Scratch::default(),
             extensions: Vec::new(),
+        }
+    }
+
+    /// With masks as bits where these take less room than runs. The driver knows extensions and has such a vocabulary.
+    #[must_use]
+    pub fn with_bit_masks(self, vocab_size: u32) -> Self {
+        Self {
+            mask_words: Some(vocab_size.div_ceil(32) as usize),
+            ..self
         }
     }
 
@@ -285,17 +297,44 @@ impl FrameBuilder {
             let gap = turn.awaits.map(|request| Gap { place, request });
             outline.gaps.extend(gap);
             let request = body.context_ids.len() as u32;
-            let extension = turn.extension.and_then(|extended| extended.row(&turn));
+            let mut extension = turn.extension.and_then(|extended| extended.row(&turn));
+            let words = self.mask_words;
+            let bits = turn
+                .mask
+                .zip(words)
+                .and_then(|(mask, words)| bits(mask, turn.forbidden, words));
+            let as_bits = bits.is_some();
+            if let Some(bits) = bits {
+                let row = extension.get_or_insert_default();
+                // Grammars in the same place, as within a string, often allow the same.
+                row.shares_mask = last_mask(&self.extensions).is_some_and(|last| *last == bits);
+                row.mask = if row.shares_mask { Vec::new() } else { bits };
+            }
             if let Some(extension) = extension {
                 outline.note_scored(request as usize, &extension);
                 self.extensions.push((request, extension));
             }
+            let turn = if as_bits {
+                Turn {
+                    mask: None,
+                    forbidden: &[],
+                    ..turn
+                }
+            } else {
+                turn
+            };
             append(body, &turn, self.page_size, with_masks);
         }
         outline.requests = body.context_ids.len();
         outline.sampled = body.samplers.len();
         outline.tokens = body.token_ids.len();
     }
+}
+
+/// The last mask of its own that one of the rows has.
+fn last_mask(rows: &[(u32, RequestExtension)]) -> Option<&Vec<u32>> {
+    let masks = rows.iter().rev().map(|(_, row)| &row.mask);
+    masks.into_iter().find(|mask| !mask.is_empty())
 }
 
 impl Extended<'_> {

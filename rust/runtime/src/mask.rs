@@ -25,13 +25,37 @@ pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
     }
 }
 
+/// The bits of a mask without the forbidden tokens, unless no other is left, in so many words; `None` where runs take less room.
+pub(crate) fn bits(mask: &[u32], forbidden: &[u32], words: usize) -> Option<Vec<u32>> {
+    let mut last = 0;
+    let borders = mask.iter().map(|&word| {
+        let before = word << 1 | last;
+        last = word >> 31;
+        (word ^ before).count_ones()
+    });
+    if borders.sum::<u32>() as usize <= words {
+        return None;
+    }
+    let mut bits = without(mask, forbidden).unwrap_or_else(|| mask.to_vec());
+    bits.resize(words, 0);
+    Some(bits)
+}
+
 /// The tokens of a mask without the forbidden ones, unless no other is left.
 pub(crate) fn only(mask: &[u32], forbidden: &[u32]) -> Brle {
+    match without(mask, forbidden) {
+        Some(mask) => runs(&mask),
+        None => runs(mask),
+    }
+}
+
+/// The mask without the forbidden tokens; `None` where it has none of them, or no others.
+fn without(mask: &[u32], forbidden: &[u32]) -> Option<Vec<u32>> {
     let allows = |token: &&u32| bit(mask, **token as usize);
     let lost = forbidden.iter().filter(allows).count();
     let total: u32 = mask.iter().map(|word| word.count_ones()).sum();
     if lost == 0 || lost >= total as usize {
-        return runs(mask);
+        return None;
     }
     let mut mask = mask.to_vec();
     for &token in forbidden {
@@ -39,7 +63,7 @@ pub(crate) fn only(mask: &[u32], forbidden: &[u32]) -> Brle {
             *word &= !(1 << (token % 32));
         }
     }
-    runs(&mask)
+    Some(mask)
 }
 
 fn bit(mask: &[u32], at: usize) -> bool {
@@ -89,6 +113,23 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn bits_are_the_tokens_of_the_runs(
+            words in prop::collection::vec(any::<u32>(), 1..9),
+            forbidden in prop::collection::vec(0..300_u32, 0..4),
+            more in 0..3_usize,
+        ) {
+            let wanted = tokens(&only(&words, &forbidden));
+            let length = words.len() + more;
+            match bits(&words, &forbidden, length) {
+                Some(found) => {
+                    prop_assert_eq!(found.len(), length);
+                    prop_assert_eq!(tokens(&runs(&found)), wanted);
+                }
+                None => prop_assert!(runs(&words).buffer.len() <= length + 1),
+            }
+        }
+
         #[test]
         fn runs_are_the_bits_in_their_shortest_form(
             words in prop::collection::vec(prop_oneof![Just(0), Just(u32::MAX), any::<u32>()], 0..9),

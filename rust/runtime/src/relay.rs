@@ -46,9 +46,9 @@ struct Laid<'c> {
 }
 
 impl<'c, 'a> Relay<'c, 'a> {
-    pub(crate) fn new(client: &'c Client, page_size: u32, answered: &'a mut bool) -> Self {
+    pub(crate) fn new(client: &'c Client, builder: FrameBuilder, answered: &'a mut bool) -> Self {
         Self {
-            link: Link::new(client, FrameBuilder::new(page_size)),
+            link: Link::new(client, builder),
             flight: None,
             answered,
         }

@@ -9,6 +9,7 @@ use pie_ring::Client;
 
 use crate::driver::Driver;
 use crate::error::RuntimeError;
+use crate::frame::FrameBuilder;
 use crate::link;
 use crate::relay::Relay;
 use crate::replica::{Halt, Replica, WATCH};
@@ -102,7 +103,8 @@ impl Replica {
             state.client = Some(ClientHandle(Arc::clone(&client)));
             state.caps.get_or_insert_with(|| caps.clone());
         });
-        Relay::new(&client, caps.kv_page_size, answered).serve(self, driver)
+        let builder = FrameBuilder::new(caps.kv_page_size).with_bit_masks(caps.vocab_size);
+        Relay::new(&client, builder, answered).serve(self, driver)
     }
 
     /// Has a driver that was started again read what the one before had. Requests whose adapter it does not take fail one by

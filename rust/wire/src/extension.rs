@@ -35,7 +35,9 @@ const HAS_SEED: u32 = 2;
 const HAS_LOGPROBS: u32 = 4;
 /// They are those of the distribution that temperature has changed.
 const SCALED: u32 = 8;
-const FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED;
+/// The mask is that of the nearest row before that has one.
+const SHARES_MASK: u32 = 16;
+const FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED | SHARES_MASK;
 
 /// In place of [`PromptLogprobs::from`]: none of the prompt.
 const NO_PROMPT: u32 = u32::MAX;
@@ -85,6 +87,19 @@ pub enum ExtensionError {
         row: usize,
         /// Its flags.
         flags: u32,
+    },
+    /// A row that shares the mask of one before, but has words of its own, or there is none.
+    #[error(
+        "row {row} of the extension has the flag {SHARES_MASK} for the mask of a row before it, and {words} words of its own, \
+         after {before} rows with a mask: it takes 0 words and at least 1 row"
+    )]
+    SharedMask {
+        /// The row.
+        row: usize,
+        /// Words of its own mask.
+        words: u32,
+        /// Rows before it that have a mask of their own.
+        before: usize,
     },
     /// A row that names tokens for log-probabilities, but does not want these.
     #[error(
@@ -196,6 +211,8 @@ pub struct RequestExtension {
     pub logprobs: Option<LogprobsAsked>,
     /// Tokens that may be drawn: bit `i` of word `w` allows token `32 w + i`; empty for all.
     pub mask: Vec<u32>,
+    /// In place of a mask of its own: that of the nearest row before in the frame that has one.
+    pub shares_mask: bool,
 }
 
 /// The word at this place, which the caller has checked to be there.

@@ -265,11 +265,12 @@ impl Account {
             let adapter = body.adapter_bindings[request].adapter_id;
             let lost = adapter >= 0 && !self.adapters.contains(&adapter);
             let emptied = lost || empty.is_some() && text.first().copied() == empty;
+            let row = rows.of(request);
             if !range(&body.sampler_indptr, request).is_empty() && !emptied {
-                answer(body, request, text.clone(), &mut response)?;
+                let bits = row.map(|row| row.mask.iter().collect()).unwrap_or_default();
+                answer(body, request, (text.clone(), bits), &mut response)?;
             }
-            let row = rows.of(request).map(|row| row.to_owned());
-            if let Some(asked) = row.and_then(|row| row.logprobs)
+            if let Some(asked) = row.and_then(|row| row.to_owned().logprobs)
                 && !emptied
             {
                 let tokens = &response.tokens[before..];
@@ -358,7 +359,7 @@ fn score(
 fn answer(
     body: &ForwardRequest,
     request: usize,
-    mut text: Vec<u32>,
+    (mut text, bits): (Vec<u32>, Vec<u32>),
     response: &mut ForwardResponse,
 ) -> Result<(), String> {
     let rows = range(&body.qo_indptr, request);
@@ -376,7 +377,7 @@ fn answer(
         text.push(draft);
         response.tokens.push(draft);
     }
-    let token = allowed(body, request, next(&text));
+    let token = allowed(body, request, &bits, next(&text));
     response.tokens.push(token);
     text.push(token);
     if body.output_spec_flags[request] {
@@ -392,13 +393,16 @@ fn answer(
 }
 
 /// The token, or the first one after it that the request's mask allows.
-fn allowed(body: &ForwardRequest, request: usize, token: u32) -> u32 {
+fn allowed(body: &ForwardRequest, request: usize, bits: &[u32], token: u32) -> u32 {
     let masks = &body.logit_masks[range(&body.logit_mask_indptr, request)];
+    assert!(masks.is_empty() || bits.is_empty());
     let may = |token: &u32| {
-        masks.iter().all(|mask| {
-            let mut ranges = pie_wire::brle::true_ranges(&mask.buffer, VOCABULARY.into());
-            ranges.any(|range| range.contains(&u64::from(*token)))
-        })
+        let by_bits = bits.is_empty() || bits[*token as usize / 32] >> (token % 32) & 1 == 1;
+        by_bits
+            && masks.iter().all(|mask| {
+                let mut ranges = pie_wire::brle::true_ranges(&mask.buffer, VOCABULARY.into());
+                ranges.any(|range| range.contains(&u64::from(*token)))
+            })
     };
     let mut tokens = (token..VOCABULARY).chain(0..token);
     tokens.find(may).unwrap()

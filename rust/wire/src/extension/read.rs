@@ -2,8 +2,8 @@
 
 use super::{
     CombinedSampler, EXTENSION_MAGIC, ExtensionError, FLAGS, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED,
-    LogprobsAsked, NO_PROMPT, Penalties, PromptLogprobs, ROW, RequestExtension, SCALED, TRAILER,
-    WORD, float, word,
+    LogprobsAsked, NO_PROMPT, Penalties, PromptLogprobs, ROW, RequestExtension, SCALED,
+    SHARES_MASK, TRAILER, WORD, float, word,
 };
 
 /// Numbers of an extension, wherever they lie.
@@ -19,6 +19,11 @@ impl<'a> Words<'a> {
     /// Whether there are none.
     pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Where they lie: of two lists that are not empty it is the same only if they are one list of one payload.
+    pub fn address(&self) -> usize {
+        self.0.as_ptr().addr()
     }
 
     /// The numbers.
@@ -47,6 +52,7 @@ impl<'a> Extension<'a> {
         ExtensionRows {
             rows: self.rows,
             words: self.words,
+            mask: Words(&[]),
         }
     }
 
@@ -68,7 +74,7 @@ impl<'a> Extension<'a> {
 
     fn check(&self) -> Result<(), ExtensionError> {
         let mut last = None;
-        let mut claimed = 0;
+        let (mut claimed, mut before) = (0, 0);
         for (number, row) in self.rows.chunks_exact(ROW).enumerate() {
             let (request, flags) = (word(row, 0), word(row, 1));
             if last.is_some_and(|last| request <= last) {
@@ -84,6 +90,15 @@ impl<'a> Extension<'a> {
             if flags & HAS_LOGPROBS == 0 && ids > 0 {
                 return Err(ExtensionError::UnaskedIds { row: number, ids });
             }
+            let words = word(row, 19);
+            if flags & SHARES_MASK != 0 && (words > 0 || before == 0) {
+                return Err(ExtensionError::SharedMask {
+                    row: number,
+                    words,
+                    before,
+                });
+            }
+            before += usize::from(words > 0);
             last = Some(request);
             claimed += lists(row).iter().sum::<u64>();
         }
@@ -107,6 +122,8 @@ fn lists(row: &[[u8; WORD]]) -> [u64; 5] {
 pub struct ExtensionRows<'a> {
     rows: &'a [[u8; WORD]],
     words: Words<'a>,
+    /// Of the last row that had one of its own.
+    mask: Words<'a>,
 }
 
 impl<'a> ExtensionRows<'a> {
@@ -134,13 +151,17 @@ impl<'a> Iterator for ExtensionRows<'a> {
         self.rows = rest;
         let [biases, suppressed, token_ids, history, mask] =
             lists(row).map(|words| self.words.take(words as usize));
+        if !mask.is_empty() {
+            self.mask = mask;
+        }
+        let shares_mask = word(row, 1) & SHARES_MASK != 0;
         Some(ExtensionRow {
             row,
             biases,
             suppressed,
             token_ids,
             history,
-            mask,
+            mask: if shares_mask { self.mask } else { mask },
         })
     }
 }
@@ -156,7 +177,7 @@ pub struct ExtensionRow<'a> {
     pub token_ids: Words<'a>,
     /// Tokens that count and lie right before the input.
     pub history: Words<'a>,
-    /// Bits of the tokens that may be drawn.
+    /// Bits of the tokens that may be drawn; the very words of the row that it shares them with.
     pub mask: Words<'a>,
 }
 
@@ -240,7 +261,12 @@ impl<'a> ExtensionRow<'a> {
                 token_ids: self.token_ids.iter().collect(),
                 prompt: self.prompt_logprobs(),
             }),
-            mask: self.mask.iter().collect(),
+            mask: if self.has(SHARES_MASK) {
+                Vec::new()
+            } else {
+                self.mask.iter().collect()
+            },
+            shares_mask: self.has(SHARES_MASK),
         }
     }
 }

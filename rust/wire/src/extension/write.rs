@@ -2,7 +2,7 @@
 
 use super::{
     EXTENSION_MAGIC, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED, NO_PROMPT, ROW, RequestExtension, SCALED,
-    TRAILER, WORD,
+    SHARES_MASK, TRAILER, WORD,
 };
 use crate::error::WireError;
 
@@ -104,7 +104,8 @@ fn row_words(request: u32, row: &RequestExtension) -> [u32; ROW] {
     let flags = flag(sampler.is_some(), HAS_SAMPLER)
         | flag(seed.is_some(), HAS_SEED)
         | flag(asked.is_some(), HAS_LOGPROBS)
-        | flag(asked.is_some_and(|asked| asked.scaled), SCALED);
+        | flag(asked.is_some_and(|asked| asked.scaled), SCALED)
+        | flag(row.shares_mask, SHARES_MASK);
     let seed = seed.unwrap_or(0);
     let penalties = &row.penalties;
     [

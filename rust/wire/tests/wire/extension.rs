@@ -58,13 +58,25 @@ prop_compose! {
             suppressed_until,
             logprobs,
             mask,
+            shares_mask: false,
         }
     }
 }
 
 fn rows() -> impl Strategy<Value = Rows> {
     let numbers = proptest::collection::btree_set(any::<u32>(), 0..5);
-    (numbers, vec(row(), 5)).prop_map(|(numbers, rows)| numbers.into_iter().zip(rows).collect())
+    (numbers, vec((row(), any::<bool>()), 5)).prop_map(|(numbers, rows)| {
+        let mut is_masked = false;
+        let rows = rows.into_iter().map(|(mut row, shares)| {
+            row.shares_mask = shares && is_masked;
+            if row.shares_mask {
+                row.mask.clear();
+            }
+            is_masked |= !row.mask.is_empty();
+            row
+        });
+        numbers.into_iter().zip(rows).collect()
+    })
 }
 
 fn listed(rows: &Rows) -> impl Iterator<Item = (u32, &RequestExtension)> + Clone {
@@ -117,6 +129,7 @@ fn full() -> RequestExtension {
             }),
         }),
         mask: vec![0xFFFF_FFFE],
+        shares_mask: false,
     }
 }
 
@@ -221,15 +234,63 @@ fn what_contradicts_itself_is_refused() {
     );
     let order = ExtensionError::Order { row: 1, request: 3 };
     assert_eq!(refused(22, 3), order);
-    assert_eq!(refused(1, 16), ExtensionError::Flags { row: 0, flags: 16 });
+    assert_eq!(refused(1, 32), ExtensionError::Flags { row: 0, flags: 32 });
+    let shared = |row, before| ExtensionError::SharedMask {
+        row,
+        words: 1,
+        before,
+    };
+    assert_eq!(refused(1, 16 | 15), shared(0, 0));
+    assert_eq!(refused(23, 16 | 15), shared(1, 1));
     assert!(matches!(
         refused(1, 3),
         ExtensionError::UnaskedIds { row: 0, .. }
     ));
-    let text = refused(1, 16).to_string();
-    assert!(text.contains("0x10") && text.contains("0xf"), "{text}");
+    let text = refused(1, 32).to_string();
+    assert!(text.contains("0x20") && text.contains("0x1f"), "{text}");
     let (archive, none) = split_request(&bytes[..bytes.len() - 1]).unwrap();
     assert!(none.is_empty() && archive.len() == bytes.len() - 1);
+}
+
+/// A row that shares a mask has the very words of the row before it, whatever lies between.
+#[test]
+fn a_mask_is_sent_once() {
+    let row = |mask: &[u32], shares_mask| RequestExtension {
+        mask: mask.to_vec(),
+        shares_mask,
+        ..RequestExtension::default()
+    };
+    let rows = vec![
+        (0, row(&[5, 6], false)),
+        (1, row(&[], true)),
+        (2, row(&[], false)),
+        (4, row(&[], true)),
+        (5, row(&[7], false)),
+        (6, row(&[], true)),
+    ];
+    let bytes = extended(&[], &rows);
+    let (_, extension) = split_request(&bytes).unwrap();
+    let masks: Vec<_> = extension.rows().map(|row| row.mask).collect();
+    let words: Vec<Vec<u32>> = masks.iter().map(|mask| mask.iter().collect()).collect();
+    assert_eq!(words, [&[5, 6][..], &[5, 6], &[], &[5, 6], &[7], &[7]]);
+    assert_eq!(masks[0].address(), masks[3].address());
+    assert_ne!(masks[0].address(), masks[5].address());
+    let mut rows = extension.rows();
+    let late = rows.of(4).unwrap();
+    assert_eq!(late.mask.len(), 2, "rows that were passed over count, too");
+    let alone = extended(&[], &vec![(0, row(&[1], false)), (3, row(&[], true))]);
+    let mut broken = alone.clone();
+    // The first row's flags: it would share what is not there.
+    broken[4] = 16;
+    let error = split_request(&broken).unwrap_err();
+    assert!(matches!(
+        error,
+        ExtensionError::SharedMask {
+            row: 0,
+            words: 1,
+            before: 0
+        }
+    ));
 }
 
 #[test]
