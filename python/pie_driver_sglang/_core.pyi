@@ -555,7 +555,7 @@ class Extension:
     """
     What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
     """
-    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Extension:
+    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., shares_mask: bool = False, logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Extension:
         """
         Describes it. What is left out changes nothing.
 
@@ -575,6 +575,7 @@ class Extension:
             suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
             suppressed_until: KV index of the first place for which they may.
             mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+            shares_mask: The mask is that of the nearest request before in the frame that has one; `mask` is empty.
             logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
                 log-probabilities at all.
             logprobs_scaled: After the temperature.
