@@ -183,7 +183,6 @@ def differences(config: DriverConfig) -> list[float]:
 def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context as it is decoded alone."""
     from pie_driver_sglang.kernels import lone_attend
-    from pie_driver_sglang.srt.paged_attention import PagedDecode
 
     last, facts = len(LENGTHS) - 1, engine.facts
     contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
@@ -191,8 +190,8 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     with (
         # Halves of such heads are too small for a GPU.
         mock.patch.object(lone_attend, "_DIMS", (8, 16, 32, 64, 128)),
+        mock.patch.object(lone_attend, "_MOST_KV_HEADS", 64),
         mock.patch.object(lone_attend, "attend_lone", kernel),
-        mock.patch.object(PagedDecode, "lone", True),
     ):
         found = expected.clone()
         found[:, last:] = decode(server, engine, contexts, dense.applied)

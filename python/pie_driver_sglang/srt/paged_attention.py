@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -63,9 +63,6 @@ class PagedDecode(AttentionBackend):
 
     # Lengths are read on the device only.
     needs_cpu_seq_lens = False
-
-    lone: ClassVar[bool] = False
-    """A row alone attends by one kernel. Off: its present form was not compared on a GPU."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
@@ -150,7 +147,7 @@ class PagedDecode(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor | None:
-        """The whole attention of a decode of one row; None if the kernel is off or cannot.
+        """The whole attention of a decode of one row; None if the kernel cannot, or is slower.
 
         Args:
             qkv: ``[1, heads]``: the product of queries, keys and values.
@@ -163,14 +160,16 @@ class PagedDecode(AttentionBackend):
             raise RuntimeError("a decode whose metadata was not made")
         rows, shares = self._step
         plain = layer.sliding_window_size in (None, -1) and not layer.logit_cap
-        plain = plain and self.lone
         if len(qkv) != 1 or rows.prefixes is not None or not plain or not lone_attend.takes(heads):
+            return None
+        tuning = lone_attend.tuning_of(heads)
+        if tuning is None:
             return None
         row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions,
                       forward_batch.out_cache_loc)  # fmt: skip
         return lone_attend.attend_lone(
             qkv, heads, row, shares[self._cut(layer, 1)].arrived, layer.scaling,
-            lone_attend.tuning_of(heads),
+            tuning,
         )  # fmt: skip
 
     def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:
