@@ -19,6 +19,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 import drivers  # noqa: E402
+import forking  # noqa: E402
 import scripts  # noqa: E402
 import tiny_models  # noqa: E402
 
@@ -98,6 +99,19 @@ def spawned_driver(
         yield driver
     assert driver.stop() == 0
     assert not driver.region.exists()
+
+
+@pytest.fixture(scope="session")
+def forked_python() -> Iterator[str]:
+    """What the runtime may start drivers by, in place of Python; see `forking.py`."""
+    with forking.interpreter() as program:
+        yield program
+
+
+@pytest.fixture
+def forks(forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has what the test starts by `sys.executable` forked."""
+    monkeypatch.setattr(sys, "executable", forked_python)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,8 @@ ARCHITECTURES = (
 # A child inherits the thread pool's bookkeeping but not its threads: there must be none.
 os.environ["OMP_NUM_THREADS"] = "1"
 environment.prepare("cpu", ARCHITECTURES, spins=False)
+# Read once, by an import: what `pie-sglang serve` sets. A driver sends none of these messages.
+os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
 
 import sglang.srt.models.registry  # noqa: E402, F401
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401
@@ -34,6 +36,8 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import common  # noqa: E402
 
 from pie_driver_sglang.srt import load  # noqa: E402, F401
+
+del os.environ["SGLANG_USE_PICKLE_IPC"]
 
 # What each start asks again: the types of SGLang's settings, and ten times the program `lscpu`.
 arg_utils.namespace_of(ServerArgs)

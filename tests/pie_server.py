@@ -18,6 +18,7 @@ from typing import Any, Final
 import psutil
 import pytest
 
+import forking
 from sglang_server import Server, free_ports
 from tiny_models import POCKET
 
@@ -38,23 +39,32 @@ def shared_memory() -> set[str]:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *flags: str, model: Path = POCKET, device: str = "cpu"
+    folder: Path,
+    *flags: str,
+    model: Path = POCKET,
+    device: str = "cpu",
+    python: str = sys.executable,
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
+    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left.
+
+    Its processes are forked if `python` is :func:`forking.interpreter`.
+    """
     [port] = free_ports(1)
     words = ["--model-path", str(model), "--device", device, "--port", str(port), *flags]
-    with serving(folder, *words) as process:
+    with serving(folder, *words, python=python) as process:
         yield Server(f"http://127.0.0.1:{port}", folder / "log"), process
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *words: str, end_s: float = 60) -> Iterator[subprocess.Popen[bytes]]:
+def serving(
+    folder: Path, *words: str, end_s: float = 60, python: str = sys.executable
+) -> Iterator[subprocess.Popen[bytes]]:
     """`pie-sglang serve` with these words, once it serves, its output in `log`; ended by SIGTERM.
 
     Nothing is left of it after `end_s`: no process, no region, no file besides its output.
     """
     log = folder / "log"
-    command = [sys.executable, "-m", "pie_driver_sglang", "serve", *words]
+    command = [python, "-m", "pie_driver_sglang", "serve", *words]
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
@@ -63,10 +73,10 @@ def serving(folder: Path, *words: str, end_s: float = 60) -> Iterator[subprocess
             lambda: b"curl" in log.read_bytes() or process.poll() is not None, START_S, "start"
         )
         assert process.poll() is None
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = forking.family(process.pid)
         assert any("--config" in " ".join(each.cmdline()) for each in family)
         yield process
-        family += psutil.Process(process.pid).children(recursive=True)
+        family += forking.family(process.pid)
         names = regions(folder)
         assert names & shared_memory(), "the drivers' regions are there while they serve"
         process.send_signal(signal.SIGTERM)

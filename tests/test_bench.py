@@ -172,6 +172,7 @@ def test_a_side_that_fails_ends_the_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("forks")
 def test_a_bench_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "record.json"
     words = ["--model", str(POCKET), "--device", "cpu", "--requests", "3", "--longest", "20"]
@@ -190,6 +191,7 @@ def test_a_bench_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("forks")
 def test_a_replay_keeps_the_times_and_the_answers(tmp_path: Path) -> None:
     greedy = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
     lines = [
@@ -287,9 +289,18 @@ class Terminal:
         os.close(self._leader)
 
 
+SHELL = """
+import sys
+sys.executable = sys.argv.pop(1)
+from pie_driver_sglang.cli.program import main
+raise SystemExit(main())
+"""
+
+
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    command = [sys.executable, "-m", "pie_driver_sglang", "shell", "--model", str(POCKET)]
+def terminal(forked_python: str, tmp_path: Path) -> Iterator[Terminal]:
+    # A new interpreter: a fork's session has no terminal.
+    command = [sys.executable, "-c", SHELL, forked_python, "shell", "--model", str(POCKET)]
     command += ["--device", "cpu", "--temperature", "0", "--ignore-eos", "--max-new-tokens", "1500"]
     found = Terminal(command, tmp_path)
     yield found

@@ -41,16 +41,20 @@ whole = pytest.mark.skipif(not ALL, reason="`make conformance` runs it")
 Served = tuple[Server, subprocess.Popen[bytes]]
 
 
-def serving(folder: Path, *flags: str) -> contextlib.AbstractContextManager[Served]:
-    named = ("--served-model-name", "default", *flags)
-    return running(folder, "--scheduler", "pie", *named, model=MODEL, device=DEVICE)
+def serving(
+    folder: Path, *flags: str, python: str = sys.executable
+) -> contextlib.AbstractContextManager[Served]:
+    named = ("--scheduler", "pie", "--served-model-name", "default", *flags)
+    return running(folder, *named, model=MODEL, device=DEVICE, python=python)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # With pages of one token a hit is as long as SGLang's. The kits ask for more tokens than fit.
     flags = ("--page-size", "1", "--enable-streaming-session", "--allow-auto-truncate")
-    with serving(tmp_path_factory.mktemp("conformance"), *flags) as found:
+    # What is forked from a process that has no GPU has none.
+    python = forked_python if DEVICE == "cpu" else sys.executable
+    with serving(tmp_path_factory.mktemp("conformance"), *flags, python=python) as found:
         yield found
 
 

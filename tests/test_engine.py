@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -43,19 +44,20 @@ WORDS = (POCKET / "README.md").read_text().split()
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def engine(forked_python: str) -> Iterator[Engine]:
     lines: list[tuple[float, str]] = []
     before = {name: os.environ.get(name) for name in OF_DRIVERS}
-    found = Engine(
-        model_path=str(POCKET),
-        device="cpu",
-        max_total_tokens=16 * PAGES,
-        chunked_prefill_size=CHUNK,
-        # No step is larger.
-        max_step_ms=0,
-        schedule_conservativeness=0.0,
-        on_start=lambda seconds, line: lines.append((seconds, line)),
-    )
+    with mock.patch.object(sys, "executable", forked_python):
+        found = Engine(
+            model_path=str(POCKET),
+            device="cpu",
+            max_total_tokens=16 * PAGES,
+            chunked_prefill_size=CHUNK,
+            # No step is larger.
+            max_step_ms=0,
+            schedule_conservativeness=0.0,
+            on_start=lambda seconds, line: lines.append((seconds, line)),
+        )
     with found:
         assert [seconds for seconds, _ in lines] == sorted(seconds for seconds, _ in lines)
         assert any("loading" in line for _, line in lines)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -61,18 +63,21 @@ def made(models_folder: Path) -> dict[str, lora_adapters.Made]:
 
 
 @pytest.fixture(scope="module")
-def served(models_folder: Path, made: dict[str, lora_adapters.Made]) -> Iterator[Served]:
+def served(
+    models_folder: Path, made: dict[str, lora_adapters.Made], forked_python: str
+) -> Iterator[Served]:
     snapshot = tiny_models.build("llama", models_folder)
     linear, ranks = made["linear"], made["ranks"]
-    engine = Engine(
-        model_path=str(snapshot),
-        device="cpu",
-        skip_tokenizer_init=True,
-        lora_paths=[f"first={linear.adapter}", {"lora_name": "b", "lora_path": ranks.adapter}],
-        max_lora_rank=16,
-        max_loras_per_batch=3,
-        max_loaded_loras=3,
-    )
+    with mock.patch.object(sys, "executable", forked_python):
+        engine = Engine(
+            model_path=str(snapshot),
+            device="cpu",
+            skip_tokenizer_init=True,
+            lora_paths=[f"first={linear.adapter}", {"lora_name": "b", "lora_path": ranks.adapter}],
+            max_lora_rank=16,
+            max_loras_per_batch=3,
+            max_loaded_loras=3,
+        )
     with engine:
         references = {
             None: Reference(snapshot),

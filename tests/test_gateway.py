@@ -21,6 +21,7 @@ import jsonschema
 import psutil
 import pytest
 
+import forking
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_server import START_S, serving, wait_until
 from reference import GAP, Reference
@@ -66,7 +67,7 @@ class Door(Server):
 
     def drivers(self) -> list[psutil.Process]:
         """The processes that compute."""
-        family = self.process.children(recursive=True)
+        family = forking.family(self.process.pid)
         return [process for process in family if "--config" in process.cmdline()]
 
     def loads(self) -> list[dict[str, Any]]:
@@ -347,14 +348,16 @@ def streamed(client: Any, tokens: int) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 
-def test_two_replicas_share_the_work_by_what_they_have_cached(tmp_path: Path) -> None:
+def test_two_replicas_share_the_work_by_what_they_have_cached(
+    forked_python: str, tmp_path: Path
+) -> None:
     """Each family of prompts stays with the replica that has its beginning; one may die.
 
     The gateway is started by the line that the command prints.
     """
     log, gateway_log = tmp_path / "log", tmp_path / "gateway.log"
     [port] = free_ports(1)
-    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front=gateway"]
+    command = [forked_python, "-m", "pie_driver_sglang", "serve", "--front=gateway"]
     command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
     command += ["--dp-size", "2", "--grpc-contract", "sglang", "--no-gateway"]
     command += ["--port", str(port), "--api-key", "secret"]
@@ -385,7 +388,7 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(tmp_path: Path) ->
                 seen[answer.headers["x-smg-routed-worker-id"]] += 1
         assert all(max(seen.values()) >= 4 for seen in places), places
         assert len({worker for seen in places for worker in seen}) == 2, places
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = forking.family(process.pid)
         drivers = [child for child in family if "--config" in child.cmdline()]
         assert len(drivers) == 2
         drivers[0].kill()

@@ -27,15 +27,15 @@ START_S = 600.0
 PAGES = 48
 
 
-def make(**settings: Any) -> Runtime:
-    return Runtime(str(POCKET), python=sys.executable, devices=["cpu"], **settings)
+def make(python: str = sys.executable, **settings: Any) -> Runtime:
+    return Runtime(str(POCKET), python=python, devices=["cpu"], **settings)
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
+def runtime(forked_python: str) -> Iterator[Runtime]:
     settings = {"max_total_pages": PAGES, "chunked_prefill_size": 64, "schedule_policy": "lpm"}
     vocabulary = [b"<%d>" % token for token in range(4096)]
-    with make(vocabulary=vocabulary, **settings) as runtime:
+    with make(forked_python, vocabulary=vocabulary, **settings) as runtime:
         assert runtime.wait_ready(START_S), runtime.log_lines()
         yield runtime
 

@@ -241,6 +241,7 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
     assert found[-1] == expected
 
 
+@pytest.mark.usefixtures("forks")
 def test_streams_at_once_have_the_tokens_of_the_offline_engine(server: Server) -> None:
     prompts = [[20 + number, 7, 300 + 11 * number] for number in range(32)]
     params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}

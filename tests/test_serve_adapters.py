@@ -56,14 +56,15 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("adapters")
     made = {name: lora_adapters.make_for(POCKET, name, folder) for name in ("linear", "mlp")}
     flags = ["--scheduler", "pie", "--enable-lora", "--max-lora-rank", "16"]
     flags += ["--max-loras-per-batch", "2", "--max-loaded-loras", "2"]
     flags += ["--lora-target-modules", "all", "--served-model-name", "pocket"]
     flags += ["--lora-paths", f"linear={made['linear'].adapter}"]
-    with running(tmp_path_factory.mktemp("server"), *flags) as (server, _):
+    folder = tmp_path_factory.mktemp("server")
+    with running(folder, *flags, python=forked_python) as (server, _):
         references: dict[str | None, Reference] = {
             name: Reference(each.merged) for name, each in made.items()
         }

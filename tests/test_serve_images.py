@@ -131,10 +131,13 @@ def reference(snapshot: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def server(snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    snapshot: Path, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     flags = ["--scheduler", "pie", "--enable-multimodal", "--enable-cache-report"]
     flags += ["--option", f"max_image_tokens={MOST_TOKENS}"]
-    with running(tmp_path_factory.mktemp("images"), *flags, model=snapshot) as (server, _):
+    folder = tmp_path_factory.mktemp("images")
+    with running(folder, *flags, model=snapshot, python=forked_python) as (server, _):
         yield server
 
 

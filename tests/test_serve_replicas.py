@@ -21,9 +21,10 @@ PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(16)]
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def replicas(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--scheduler", "pie", "--dp-size", "2", "--enable-metrics")
-    with running(tmp_path_factory.mktemp("replicas"), *flags) as (server, _):
+    folder = tmp_path_factory.mktemp("replicas")
+    with running(folder, *flags, python=forked_python) as (server, _):
         yield server
 
 
@@ -91,10 +92,13 @@ def test_a_driver_that_is_killed_loses_nothing(replicas: Server) -> None:
     assert [state["restarts"] for state in states(replicas)] == [0, 1]
 
 
-def test_two_ranks_of_one_model(replicas: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_ranks_of_one_model(
+    replicas: Server, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     expected = ask_all(replicas)
     flags = ("--scheduler", "pie", "--tp-size", "2")
-    with running(tmp_path_factory.mktemp("ranks"), *flags) as (server, _):
+    folder = tmp_path_factory.mktemp("ranks")
+    with running(folder, *flags, python=forked_python) as (server, _):
         assert ask_all(server) == expected
         [state] = states(server)
         assert state["resolved"]["devices"] == ["cpu", "cpu:1"]

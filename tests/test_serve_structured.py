@@ -40,8 +40,10 @@ FLAGS: Final = ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("structured"), "--scheduler", "pie", *FLAGS) as (found, _):
+def server(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("structured")
+    flags = ("--scheduler", "pie", *FLAGS)
+    with running(folder, *flags, python=forked_python) as (found, _):
         yield found
 
 

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -63,15 +65,16 @@ def bound(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    found = Engine(
-        model_path=str(POCKET),
-        device="cpu",
-        max_total_tokens=16 * 96,
-        chunked_prefill_size=48,
-        schedule_conservativeness=0.0,
-        reasoning_parser="qwen3",
-    )
+def engine(forked_python: str) -> Iterator[Engine]:
+    with mock.patch.object(sys, "executable", forked_python):
+        found = Engine(
+            model_path=str(POCKET),
+            device="cpu",
+            max_total_tokens=16 * 96,
+            chunked_prefill_size=48,
+            schedule_conservativeness=0.0,
+            reasoning_parser="qwen3",
+        )
     with found:
         yield found
 
