@@ -69,6 +69,58 @@ def flood(server: Server, streams: int, share: float = 0.1, seed: int = 1) -> Co
     return ends
 
 
+def flood_completions(url: str, model: str, streams: int, share: float = 0.1) -> Counter[str]:
+    """Streams of texts at once at an OpenAI door, a share of whose clients go; checks every one.
+
+    Returns:
+        How many streams ended in which way.
+    """
+    chance = random.Random(2)
+    prompts = [f"def f{number}(x):\n" * (1 + number % 3) for number in range(12)]
+    expected = asyncio.run(_complete(url, model, prompts, [(n, None) for n in range(12)]))
+    plans = []
+    for _ in range(streams):
+        leaves = chance.randrange(TOKENS // 2) if chance.random() < share else None
+        plans.append((chance.randrange(len(prompts)), leaves))
+    outcomes = asyncio.run(_complete(url, model, prompts, plans))
+    for (prompt, leaves), (end, text) in zip(plans, outcomes, strict=True):
+        wanted = expected[prompt][1]
+        assert wanted.startswith(text), (prompt, end, text, wanted)
+        assert end == ("length" if leaves is None else end), (prompt, end)
+        if end == "length":
+            assert text == wanted
+    return Counter(end for end, _ in outcomes)
+
+
+async def _complete(
+    url: str, model: str, prompts: Sequence[str], plans: Sequence[tuple[int, int | None]]
+) -> list[tuple[str, str]]:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=900)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def ask(prompt: int, leaves_after: int | None) -> tuple[str, str]:
+            body = {"model": model, "prompt": prompts[prompt], "max_tokens": TOKENS}
+            body |= {"temperature": 0, "stream": True, "ignore_eos": True}
+            text, chunks = "", 0
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                async for line in answer.content:
+                    data = line.decode().strip().removeprefix("data: ")
+                    if not data or data == "[DONE]":
+                        continue
+                    [choice] = json.loads(data)["choices"] or [{"text": ""}]
+                    text += choice["text"]
+                    chunks += 1
+                    if choice.get("finish_reason"):
+                        return str(choice["finish_reason"]), text
+                    if leaves_after is not None and chunks > leaves_after:
+                        return "left", text
+            return "lost", text
+
+        return list(await asyncio.gather(*(ask(*plan) for plan in plans)))
+
+
 async def _ask(
     server: Server, prompts: Sequence[list[int]], plans: Sequence[Plan]
 ) -> list[tuple[str, list[int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -22,6 +23,8 @@ import psutil
 import pytest
 
 import forking
+import kits
+from flood import flood_completions
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_server import START_S, serving, wait_until
 from reference import GAP, Reference
@@ -332,6 +335,35 @@ class TestEnds:
         wait_until(lambda: not any(used(load) for load in door.loads()), 30, "a cache is left only")
         [worker] = json.loads(door.ask("/workers"))["workers"]
         assert worker["runtime_type"] == "vllm"
+
+
+GATEWAY_KITS: Final = {
+    "basic_api_contract_kit": ("test_openai_chat_completion", "test_openai_completion"),
+    "matched_stop_kit": ("test_finish_stop_str",),
+}
+"""What SGLang's kits ask by OpenAI's API. The rest is asked by SGLang's own, of which the gateway
+has a part; and a completion that ends by its length has no `matched_stop` there, not even null."""
+
+
+class TestOthersTests:
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize(
+        ("module", "test"), [(name, test) for name, tests in GATEWAY_KITS.items() for test in tests]
+    )
+    def test_kit(self, door: Door, module: str, test: str) -> None:
+        [kit] = [kit for kit in kits.KITS if kit.module == module]
+        named = {"model": "pocket", "served_model_name": "pocket"}
+        kit.run(test, {**kits.attributes(door, door.process, POCKET), **named})
+
+    def test_many_streams_some_of_which_are_given_up(self, door: Door) -> None:
+        """`make conformance` has a thousand of them."""
+        streams = 1000 if os.environ.get("PIE_CONFORMANCE") else 60
+        ends = flood_completions(door.url, "pocket", streams)
+        assert not ends["lost"]
+        assert ends["left"] >= streams // 40
+        wait_until(lambda: requests(door) == 0, 60, "every request has ended")
+        wait_until(lambda: not any(used(load) for load in door.loads()), 30, "a cache is left only")
+        assert len(door.drivers()) == 1
 
 
 def requests(door: Door) -> int:
