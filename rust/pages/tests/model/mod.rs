@@ -1,8 +1,6 @@
 //! A pool held to lists of who holds what, after every step.
 
-use std::collections::BTreeMap;
-
-use pie_pages::{Order, Pool, PoolError, Unique};
+use pie_pages::{Order, Pool, PoolError, Stats, Unique};
 
 const FIRST: u32 = 100;
 
@@ -42,19 +40,30 @@ impl Naive {
         (FIRST..FIRST + self.pages).contains(&page)
     }
 
-    fn references(&self, page: u32) -> usize {
+    /// All lists as one.
+    fn holders(&self) -> impl Iterator<Item = u32> {
         let leaving = self.leaving.iter().map(|(_, page)| page);
-        self.held
-            .iter()
-            .chain(&self.cached)
-            .chain(leaving)
-            .filter(|other| **other == page)
-            .count()
+        self.held.iter().chain(&self.cached).chain(leaving).copied()
+    }
+
+    fn references(&self, page: u32) -> usize {
+        self.holders().filter(|other| *other == page).count()
+    }
+
+    /// How often each page stands in a list.
+    fn count(&self, list: impl Iterator<Item = u32>) -> Vec<usize> {
+        let mut counts = vec![0; self.pages as usize];
+        for page in list {
+            counts[(page - FIRST) as usize] += 1;
+        }
+        counts
     }
 
     fn free(&self) -> Vec<u32> {
-        (FIRST..FIRST + self.pages)
-            .filter(|page| self.references(*page) == 0)
+        let counts = self.count(self.holders());
+        (FIRST..)
+            .zip(counts)
+            .filter_map(|(page, count)| (count == 0).then_some(page))
             .collect()
     }
 
@@ -273,42 +282,27 @@ impl Both {
     }
 
     fn compare(&mut self) {
-        let mut counts = BTreeMap::new();
-        let pages = FIRST..FIRST + self.naive.pages;
-        for page in pages {
-            let references = self.naive.references(page);
+        let naive = &self.naive;
+        let held = naive.count(naive.held.iter().copied());
+        let cached = naive.count(naive.cached.iter().copied());
+        let leaving = naive.count(naive.leaving.iter().map(|(_, page)| *page));
+        let mut wanted = Stats {
+            capacity: naive.pages as usize,
+            ..Stats::default()
+        };
+        for (at, page) in (FIRST..FIRST + naive.pages).enumerate() {
+            let references = held[at] + cached[at] + leaving[at];
             assert_eq!(self.pool.references(page), Ok(references as u32));
-            let cached = self.naive.cached.contains(&page);
-            let leaving = self
-                .naive
-                .leaving
-                .iter()
-                .filter(|(_, other)| *other == page)
-                .count();
-            for (state, holds) in [
-                ("free", references == 0),
-                ("used", references > 0),
-                ("cached", cached),
-                ("pinned", cached && references > 1),
-                ("leaving", leaving > 0 && leaving == references),
-            ] {
-                *counts.entry(state).or_insert(0) += usize::from(holds);
-            }
+            wanted.free += usize::from(references == 0);
+            wanted.used += usize::from(references > 0);
+            wanted.cached += usize::from(cached[at] > 0);
+            wanted.pinned += usize::from(cached[at] > 0 && references > 1);
+            wanted.leaving += usize::from(leaving[at] > 0 && leaving[at] == references);
         }
-        let stats = self.pool.stats();
-        let count = |state| counts.get(state).copied().unwrap_or(0);
-        self.most = self.most.max(count("used"));
-        assert_eq!(stats.capacity, self.naive.pages as usize);
-        assert_eq!(
-            (stats.free, self.pool.available()),
-            (count("free"), count("free"))
-        );
-        assert_eq!((stats.used, stats.cached), (count("used"), count("cached")));
-        assert_eq!(
-            (stats.pinned, stats.leaving),
-            (count("pinned"), count("leaving"))
-        );
-        assert_eq!(stats.high_water, self.most);
+        self.most = self.most.max(wanted.used);
+        wanted.high_water = self.most;
+        assert_eq!(self.pool.stats(), wanted);
+        assert_eq!(self.pool.available(), wanted.free);
         let holders = self.naive.held.iter().chain(&self.naive.cached).copied();
         assert_eq!(self.pool.audit(holders), Ok(()));
         if let Some(lost) = self.naive.held.first() {
