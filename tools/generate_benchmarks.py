@@ -405,6 +405,36 @@ def prefix_cache(results: Results) -> list[str]:
     ]
 
 
+def grammars(results: Results) -> list[str]:
+    """Masks and compiling over many schemas."""
+    record = results["grammar-suite"]
+    wanted = (
+        "schemas",
+        "side",
+        "compiled",
+        "given",
+        "both_compile_ms_p50",
+        "mask_us_p50",
+        "mask_us_p99",
+        "documents_refused",
+    )
+    rows = [["" if row[key] is None else row[key] for key in wanted] for row in record["rows"]]
+    names = ["schemas", "side", "compiled", "of", "compile p50, ms", "mask p50, µs", "p99, µs"]
+    return [
+        "JSON schemas and the 131,072 tokens of `tekken`; CPU time of one thread, the first mask "
+        "of a state included. Compile times are of the schemas that both compile. *refused* are "
+        "documents that fit their schema and that a mask refuses.",
+        table([*names, "refused"], rows),
+        bars(record),
+        "The optional tests miss their bar by strings and keys that must contain an expression, "
+        "such as `[a-z]cole`, or must not. 11 schemas of the suite have 88 of its 100 masks above "
+        "500 µs. llguidance sees only of simple repetitions that they take all common tokens: "
+        "here it walks the whole vocabulary each time. The runtime computes masks ahead where it "
+        "can, and no unbound row waits for one longer than 0.5 ms.",
+        source(record),
+    ]
+
+
 def bars(record: Results) -> str:
     """The bars of a record, met or not."""
     rows = [[bar["name"], bar["value"], bar["bar"], bar["ok"]] for bar in record["bars"]]
@@ -516,6 +546,7 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Memory": (("h200", "memory"), memory),
     "Offline engine": (("engine",), engine),
     "Prefix index": (("prefix-cache",), prefix_cache),
+    "Grammars": (("grammar-suite",), grammars),
     "Host path": (("host",), host_path),
     "Ring": (("host",), ring),
     "Drafters": (("ngram",), drafters),

@@ -208,7 +208,8 @@ def summarize(side: str, group: str, outcomes: Sequence[Outcome]) -> dict[str, A
 def bar(row: dict[str, Any], name: str, most: float) -> dict[str, Any]:
     """What was measured of a row, and what was asked for."""
     value = row[name]
-    return {"name": name, "value": value, "bar": most, "ok": value <= most}
+    named = f"{row['schemas']}: {name.removeprefix('mask_us_')} of a mask, µs"
+    return {"name": named, "value": value, "bar": f"<= {most:g}", "ok": value <= most}
 
 
 def processor() -> str:
@@ -250,14 +251,18 @@ def main() -> None:
             rows.append(summarize(side, group, [outcomes[at] for at in places]))
             shared = [outcomes[at]["compile_us"] / 1e3 for at in both]
             rows[-1]["both_compile_ms_p50"] = quantile(shared, 0.5)
-    required = rows[0]
+    asked = [row for row in rows if row["side"] == "ours" and row["mask_us_p50"] is not None]
     record = {
         "check": "grammar_suite",
         "commit": commit(),
         "device": f"CPU: {processor()}, {os.cpu_count()} cores",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": "make grammar-suite",
-        "bars": [bar(required, "mask_us_p50", 50.0), bar(required, "mask_us_p99", 500.0)],
+        "bars": [
+            bar(row, name, most)
+            for row in asked
+            for name, most in (("mask_us_p50", 50.0), ("mask_us_p99", 500.0))
+        ],
         "rows": rows,
     }
     text = json.dumps(record, indent=2) + "\n"
