@@ -531,6 +531,55 @@ def memory(results: Results) -> list[str]:
     ]
 
 
+def radix(results: Results) -> list[str]:
+    """The prefix index on the host, with its peers."""
+    record = results["radix"]
+    rows = []
+    for row in record["rows"]:
+        peers = {name: value for name, value in row["peers"].items() if name != "sglang"}
+        hashed = [value for name, value in peers.items() if name.endswith("_hashed")]
+        plain = [value for name, value in peers.items() if not name.endswith("_hashed")]
+        best = [min(values) if values else "" for values in (plain, hashed)]
+        rows.append([row["bench"], row["unit"], row["ours"], row["peers"].get("sglang", ""), *best])
+    names = ["bench", "unit", "ours", "SGLang's tree", "best crate, of tokens", "given hashes"]
+    return [
+        "Medians of matching and locking a prefix, of turns of 1,000 conversations, and bytes a "
+        "cached token. The crates are `kv-index`, `smg-radix-tree` and `dynamo-kv-router`.",
+        table(names, rows),
+        bars(record),
+        record["note"],
+        source(record),
+    ]
+
+
+def servers(results: Results) -> list[str]:
+    """Both doors and SGLang's server, under the same loads."""
+    record = results["servers"]
+    names = {"sglang": "SGLang's server", "ours": "door 1", "gateway": "gateway"}
+    loads = {"1": "1", "64": "64", "256": "256", "all": "all at once", "prefix": "shared prefixes"}
+    rows = [
+        [
+            loads[row["load"]],
+            names[row["side"]],
+            *(row[key] for key in ("output_throughput", "median_itl_ms", "p99_itl_ms")),
+            row["median_ttft_ms"],
+        ]
+        for row in record["rows"]
+        if row.get("side") in names
+    ]
+    return [
+        "`pie-sglang serve` by both of its doors and SGLang's server, asked by "
+        "`sglang.bench_serving`: 128 random tokens in, 256 out. Random weights of the 0.6B shape.",
+        table(
+            ["streams", "server", "tokens/s", "ms a token, median", "p99", "ms to the first"],
+            rows,
+        ),
+        bars(record),
+        record["note"],
+        source(record),
+    ]
+
+
 SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]]] = {
     "Throughput": (("h200", "tokens_per_s"), throughput),
     "Larger shapes": (("shapes",), shapes),
@@ -545,7 +594,9 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Adapters": (("h200", "adapters"), adapters),
     "Memory": (("h200", "memory"), memory),
     "Offline engine": (("engine",), engine),
+    "Servers": (("servers",), servers),
     "Prefix index": (("prefix-cache",), prefix_cache),
+    "Prefix index on the host": (("radix",), radix),
     "Grammars": (("grammar-suite",), grammars),
     "Host path": (("host",), host_path),
     "Ring": (("host",), ring),

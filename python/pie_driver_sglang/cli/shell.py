@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -17,6 +17,8 @@ from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of
 from pie_driver_sglang.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pie_driver_sglang.offline.engine import Engine
 
 HISTORY: Final = Path("~/.local/state/pie-sglang/history")
@@ -41,17 +43,25 @@ class Shell:
         }
     )
 
-    def __init__(self, conversation: Conversation, engine: Any, output: TextIO) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        engine: Any,
+        output: TextIO,
+        console: Console | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             conversation: With the engine.
             engine: Its counts are shown.
             output: For answers and what commands say.
+            console: The same on a terminal, for tables and colours.
         """
         self._conversation = conversation
         self._engine = engine
         self._output = output
+        self._console = console
         self._seconds = 0.0
         self._first_s = 0.0
 
@@ -68,7 +78,7 @@ class Shell:
             else:
                 self._answer(line.strip())
         except ConfigError as error:
-            self._say(f"{error}" + (f" ({error.hint})" if error.hint else ""))
+            self._say(f"{error}" + (f" ({error.hint})" if error.hint else ""), style="red")
         except KeyboardInterrupt:
             # Before an answer has begun, or within a command.
             self._say("[stopped]")
@@ -101,8 +111,7 @@ class Shell:
 
     def _help(self, _: str) -> None:
         width = max(map(len, self.COMMANDS))
-        for name, text in self.COMMANDS.items():
-            self._say(f"{name:<{width}}  {text}")
+        self._list(self.COMMANDS.items(), lambda name, text: f"{name:<{width}}  {text}")
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
@@ -133,19 +142,40 @@ class Shell:
 
     def _stats(self, _: str) -> None:
         meta = self._conversation.meta
+        rows = []
         if meta:
             count = meta["completion_tokens"]
-            self._say(
-                f"last answer: {count} tokens in {self._seconds:.2f} s "
+            text = (
+                f"{count} tokens in {self._seconds:.2f} s "
                 f"({count / max(1e-9, self._seconds):.1f} tok/s), first after "
                 f"{self._first_s * 1000:.0f} ms; prompt {meta['prompt_tokens']} tokens, "
                 f"{meta['cached_tokens']} of them cached"
             )
+            rows.append(("last answer", text))
         (counts,) = self._engine.get_server_info()["internal_states"]
         shown = ("steps", "prompt_tokens", "cached_tokens", "output_tokens", "pages_free")
-        self._say("engine: " + ", ".join(f"{name} {counts[name]:,}" for name in shown))
+        rows.append(("engine", ", ".join(f"{name} {counts[name]:,}" for name in shown)))
+        self._list(rows, lambda name, text: f"{name}: {text}")
 
-    def _say(self, text: str) -> None:
+    def _list(self, rows: Iterable[tuple[str, str]], line: Callable[[str, str], str]) -> None:
+        """A table on a terminal, else a line for each row."""
+        if self._console is None:
+            for row in rows:
+                self._say(line(*row))
+            return
+        # It comes with SGLang.
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(Text(name, style="bold"), Text(text))
+        self._console.print(table)
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        if self._console is not None:
+            self._console.print(text, style=style, markup=False, highlight=False)
+            return
         self._output.write(f"{text}\n")
         self._output.flush()
 
@@ -166,13 +196,19 @@ def main(arguments: Sequence[str]) -> int:
         sampling = sampling_of(options, max_new_tokens=MAX_NEW_TOKENS)
         conversation = Conversation(engine, engine.tokenizer, sampling)
         conversation.system = options.system
-        shell = Shell(conversation, engine, sys.stdout)
-        _run(shell, engine, options)
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        shell = Shell(conversation, engine, sys.stdout, _console() if is_terminal else None)
+        _run(shell, engine, is_terminal=is_terminal)
     return 0
 
 
-def _run(shell: Shell, engine: Engine, options: argparse.Namespace) -> None:
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _run(shell: Shell, engine: Engine, *, is_terminal: bool) -> None:
     if is_terminal:
         name = engine.get_server_info()["model_path"]
         sys.stdout.write(f"{name}; /help lists commands, Ctrl-C stops an answer\n")

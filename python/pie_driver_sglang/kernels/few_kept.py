@@ -28,7 +28,7 @@ from pie_driver_sglang.kernels.logit_rows import (
 
 SPAN = tl.constexpr(64)
 """Tokens of a span."""
-MOST_SPANS = tl.constexpr(256)
+MOST_SPANS = tl.constexpr(128)
 """Spans that a program reads."""
 _GONE = tl.constexpr(-0x80000000)
 """Less than the key of any float."""
@@ -45,7 +45,7 @@ def draw_few(
         base: The row's logits.
         vocab: How many.
         peaks: The largest logit of each span, float32.
-        room: 256 int32 for the spans that are read.
+        room: 128 int32 for the spans that are read.
         largest: Of all logits, finite.
         temperature: Above 0.
         top_k: How many tokens may stay; from `vocab` on, all.
