@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pie_driver_sglang.kernels.adjust import adjust, note, widen
+from pie_driver_sglang.kernels.adjust import adjust, note, widened
 from pie_driver_sglang.sampling.history import Records, TokenHistory
 
 VOCAB = 1500
@@ -62,10 +62,10 @@ def check_widened() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         logits = (20 * torch.randn(3, 8500, generator=generator)).to(dtype)[:, :8400]
         logits[1, ::3] = -torch.inf
-        assert torch.equal(widen(logits, None), logits.float())
+        assert torch.equal(widened(logits, None), logits.float())
         capped = 30 * torch.tanh(logits.float() / 30)
         capped[1, ::3] = -torch.inf
-        torch.testing.assert_close(widen(logits, 30.0), capped, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(widened(logits, 30.0), capped, rtol=1e-5, atol=1e-5)
 
 
 def check_noted() -> None:

@@ -463,7 +463,7 @@ def check_sampling(dtype: torch.dtype) -> None:
         assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             check_order(kernel)
-        assert recorded(functools.partial(adjust.widen, logits, cap))
+        assert recorded(functools.partial(adjust.widened, logits, cap))
     with mock.patch.object(torch.Tensor, "is_cuda", True):
         [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
     # Each result at once, and after what earlier kernels have written.

@@ -636,6 +636,10 @@ def read(folder: Path = RESULTS) -> Results:
     }
 
 
+_MODELS: Final = 9
+"""Sections of whole steps and loads; those of parts follow."""
+
+
 def render(results: Results) -> str:
     """The page."""
     made = [
@@ -645,7 +649,8 @@ def render(results: Results) -> str:
     versions = results.get("h200", {}).get("versions", "in the records")
     parts = [
         HEADER.replace("VERSIONS", versions),
-        "Tables: " + links(made),
+        "Speed of models: " + links(made[:_MODELS]),
+        "Parts: " + links(made[_MODELS:]),
         "Bars of other checks: " + links(others) if others else "",
     ]
     for title, texts in made + others:

@@ -19,7 +19,7 @@ _NOTE_PROGRAMS = 8
 _WARPS = 8
 
 
-def widen(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def widened(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Logits in float32, after the soft cap; can be captured.
 
     Args:

@@ -241,12 +241,12 @@ class CudaSteps(GraphRunner):
         own: slice,
     ) -> torch.Tensor:
         """The logits in float32, with the tokens of the step noted before, as requests ask."""
-        from pie_driver_sglang.kernels.adjust import note, widen
+        from pie_driver_sglang.kernels.adjust import note, widened
 
         history, words = self._engine.history, self._device_mask_words
         slots, ids = fields["out_cache_loc"], fields["input_ids"]
         note(history.tokens, slots, ids, words, fields["header"][5:7])
-        logits = widen(logits, softcap)
+        logits = widened(logits, softcap)
         history.adjust(logits, slot_records(fields, own, words))
         return logits
 
