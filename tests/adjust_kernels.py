@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from pie_driver_sglang.kernels.adjust import adjust, note, widened
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
 from pie_driver_sglang.sampling.history import Records, TokenHistory
 
 VOCAB = 1500
@@ -60,12 +61,27 @@ def check_widened() -> None:
     """Rows that are not contiguous, of more than one block, with a soft cap and without."""
     generator = torch.Generator().manual_seed(6)
     for dtype in (torch.bfloat16, torch.float32):
-        logits = (20 * torch.randn(3, 8500, generator=generator)).to(dtype)[:, :8400]
+        logits = (20 * torch.randn(5, 8500, generator=generator)).to(dtype)[:, :8400]
         logits[1, ::3] = -torch.inf
-        assert torch.equal(widened(logits, None), logits.float())
+        records = torch.zeros(5, 8, dtype=torch.int32)
+        places = torch.zeros(5, STEP_RECORD_WORDS, dtype=torch.int32)
+        # Tokens that count, none, a bias, a log-probability, an empty stretch.
+        records[0, 1:3] = torch.tensor([3, 4])
+        records[2, 7] = 1
+        places[3, 0] = 1
+        records[4, 1:3] = 7
+        rows = widened(logits, records, places)
+        assert rows.logits is logits
+        assert rows.is_changed is not None
+        assert rows.is_changed.tolist() == [1, 0, 1, 1, 0]
+        for row in (0, 2, 3):
+            assert torch.equal(rows.latest()[row], logits[row].float())
         capped = 30 * torch.tanh(logits.float() / 30)
         capped[1, ::3] = -torch.inf
-        torch.testing.assert_close(widened(logits, 30.0), capped, rtol=1e-5, atol=1e-5)
+        rows = widened(logits, records, places, 30.0)
+        assert rows.is_changed is not None
+        assert rows.is_changed.all()
+        torch.testing.assert_close(rows.latest(), capped, rtol=1e-5, atol=1e-5)
 
 
 def check_noted() -> None:

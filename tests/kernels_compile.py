@@ -42,6 +42,7 @@ from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, LamportAllReduceN
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.experts import Experts
 from pie_driver_sglang.kernels.few_rows import Scratch, Stream
+from pie_driver_sglang.kernels.logit_rows import LogitRows
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_attend import attend_paged
 from pie_driver_sglang.kernels.paged_splits import (
@@ -110,7 +111,8 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         modules = (paged_splits, paged_attend, dense_layers, few_rows, many_rows, quantize)
-        for module in (*modules, lone_attend, experts, all_reduce_norm, sampler):
+        modules += (lone_attend, experts, all_reduce_norm, sampler, adjust, places)
+        for module in modules:
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -456,24 +458,39 @@ def check_sampling(dtype: torch.dtype) -> None:
     params = SlotParams(ones, ones.int(), ones, ones, ones)
     logits = torch.zeros(40, 151_936, dtype=dtype)
     results, step = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    for cap in (None, 30.0):
-        sample = functools.partial(sampler.sample_step, logits, params, results, step, cap)
+    words = torch.zeros(64, dtype=torch.int32)
+    records = torch.zeros(40, 8, dtype=torch.int32)
+    asked = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
+    wide, tokens = torch.zeros(40, 151_936), torch.zeros(512, dtype=torch.int32)
+    changed = LogitRows(logits, wide, torch.zeros(40, dtype=torch.int32))
+    for rows, cap in ((LogitRows(logits), None), (LogitRows(logits), 30.0), (changed, None)):
+        sample = functools.partial(sampler.sample_step, rows, params, results, step, cap)
         kernels = recorded(sample)
         names = ["_survey", "_sample_rows", "_count_coarse", "_count_fine", "_sample_left"]
         assert [kernel.name for kernel in kernels] == names
+        masked = torch.zeros(40, 2, dtype=torch.int32)
+        kernels += recorded(functools.partial(sampler.mask_logits, rows, masked, words))
+        kernels += recorded(functools.partial(adjust.widened, logits, records, asked, cap))
+        assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_widen"]
         for kernel in kernels:
             check_order(kernel)
-        assert recorded(functools.partial(adjust.widened, logits, cap))
+    slots, ids, pairs = results.clone(), results.clone(), words[:2]
+    kernels = recorded(lambda: adjust.note(tokens, slots, ids, words, pairs))
+    counts = torch.zeros(64, 151_936, dtype=torch.int32)
+    kernels += recorded(
+        lambda: adjust.adjust(wide, tokens.view(4, 128), tokens, records, words, counts)
+    )
+    kernels += recorded(
+        functools.partial(places.find, wide, results, asked, words, words.clone(), 32)
+    )
     with mock.patch.object(torch.Tensor, "is_cuda", True):
-        [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
+        kernels += recorded(lambda: sampler.publish(results, results.clone()))
+    names = ["_note", "_adjust", "_survey", "_write", "_publish"]
+    assert [kernel.name for kernel in kernels] == names
+    for kernel in kernels:
+        check_order(kernel)
     # Each result at once, and after what earlier kernels have written.
     assert re.search(r"fence\.acq_rel\.sys.*st\.global(\.v2)?\.b64", kernel.asm["ptx"], re.DOTALL)
-    words = torch.zeros(64, dtype=torch.int32)
-    rows = torch.zeros(40, 2, dtype=torch.int32)
-    assert recorded(lambda: sampler.mask_logits(logits, rows, words))
-    records = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
-    find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
-    assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 
 
 def check_staging() -> None:

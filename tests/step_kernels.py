@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 
 from pie_driver_sglang.kernels import few_kept, sampler
+from pie_driver_sglang.kernels.logit_rows import LogitRows
 from pie_driver_sglang.kernels.sampler import fetch, mask_logits, publish, sample_step, update_table
 from pie_driver_sglang.sampling.groups import SlotParams
 
@@ -105,19 +106,31 @@ def cases(generator: torch.Generator) -> Iterator[tuple[torch.Tensor, SlotParams
 
 
 def check_sampler(spans: int | None = None) -> int:
-    """Returns how many tokens are wrong; with few `spans` most rows are left to the search."""
+    """Returns how many tokens are wrong.
+
+    With few `spans` most rows are left to the search, and some rows lie in another place.
+    """
     with contextlib.ExitStack() as stack:
         for module in (sampler, few_kept) if spans else ():
             stack.enter_context(mock.patch.object(module, "MOST_SPANS", tl.constexpr(spans)))
-        return _check_sampler()
+        return _check_sampler(parted=spans is not None)
 
 
-def _check_sampler() -> int:
+def parted_rows(logits: torch.Tensor) -> LogitRows:
+    """Every other row in float32 in another place, and nonsense where it is not to be read."""
+    is_changed = torch.arange(len(logits), dtype=torch.int32) % 2
+    there = is_changed[:, None] == 1
+    changed = logits.float().masked_fill(~there, 50.0)
+    return LogitRows(logits.masked_fill(there, 50.0), changed, is_changed)
+
+
+def _check_sampler(*, parted: bool) -> int:
     wrong = close = total = 0
     for number, (logits, params, cap) in enumerate(cases(torch.Generator().manual_seed(3)), 1):
         results = torch.zeros(ROWS, dtype=torch.int64)
         step = torch.tensor([number], dtype=torch.int32)
-        sample_step(logits, params, results, step, cap)
+        rows = parted_rows(logits) if parted and cap is None else LogitRows(logits)
+        sample_step(rows, params, results, step, cap)
         assert (results >> 32 == number).all()
         for row, token in enumerate((results & 0xFFFFFFFF).tolist()):
             total += 1
@@ -154,8 +167,15 @@ def check_masks() -> None:
     expected = logits.clone()
     for row, mask in ((0, 1), (2, 0), (3, 1)):
         expected[row, ~allowed[mask]] = -torch.inf
-    mask_logits(logits, torch.tensor(places, dtype=torch.int32), words)
+    slot_masks = torch.tensor(places, dtype=torch.int32)
+    parted = parted_rows(logits)
+    mask_logits(LogitRows(logits), slot_masks, words)
     assert torch.equal(logits, expected)
+    mask_logits(parted, slot_masks, words)
+    for row, found in enumerate((parted.logits, parted.changed) * 2):
+        assert found is not None
+        assert torch.equal(found[row], expected[row])
+        assert found[(row + 1) % 4].eq(50).all(), "a row is masked where it is not read"
 
 
 def check_results() -> None:

@@ -236,6 +236,8 @@ class TestShapes:
         shape = shapes.SHAPES["8b"]
         one, more = (shapes.moved_bytes(shape, rows) for rows in (1, 65))
         assert more - one == 64 * 700 * 32 * 2 * 8 * 128 * 2
+        slower = shapes.bytes_us(shape, "2 x NVIDIA H100 80GB HBM3")["1"]
+        assert slower == pytest.approx(shapes.bytes_us(shape, "1 x NVIDIA H200")["1"] * 4.3 / 3)
         half = shapes.moved_bytes(shapes.SHAPES["8b-fp8"], 1)
         assert one - half == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
 
@@ -285,6 +287,11 @@ class TestShapes:
         both = json.loads(results.read_text())["8b"]
         assert both["tokens_per_s"] == {"ours": 9.0, "sglang": {"fa3": 8.0}}
         assert both["step_us"] == row["step_us"]
+        assert both["sources"]["step_us"] == row["sources"]["step_us"]
+        command = both["sources"]["tokens_per_s"]["command"]
+        assert command.startswith("benches/gpu/shapes_check.py ")
+        assert "--parts throughput" in command
+        assert both["sources"]["tokens_per_s"]["device"]
         assert run("steps,throughput", fails=True) == 1
         assert json.loads(results.read_text())["8b"] == both
 

@@ -25,6 +25,7 @@ from frame import Report
 
 from pie_driver_sglang._core import SlotGroup
 from pie_driver_sglang.kernels import sampler
+from pie_driver_sglang.kernels.logit_rows import LogitRows
 from pie_driver_sglang.sampling import groups
 from pie_driver_sglang.sampling.groups import SlotParams
 
@@ -193,7 +194,7 @@ def check_masks(device: str) -> int:
     expected = logits.masked_fill(~torch.stack(allowed), -math.inf)
     spans, data = (torch.tensor(values, dtype=torch.int32).to(device) for values in (places, words))
     found = logits.clone().to(device)
-    sampler.mask_logits(found, spans, data)
+    sampler.mask_logits(LogitRows(found), spans, data)
     groups.apply_masks(logits, *(part.cpu() for part in (spans, data)))
     failed = int((found.cpu() != expected).sum()) + int((logits != expected).sum())
     print(f"{'WRONG' if failed else 'ok'}  logit masks")

@@ -8,9 +8,10 @@ Every shape has random weights, and processes of its own: `step_check.py` for th
 keeps what an earlier run found of other shapes and parts. Of each shape it has:
 
 - `step_us`: microseconds of a decode step by rows, at 700 tokens a row (0.6b: 512);
-- `bytes_us`: how long memory takes to move the weights and KV of such a step, at 4.3 TB/s, which a
-  copy reaches on an H200; a row takes experts at random;
-- `tokens_per_s`: of the standard workload, `ours` and `sglang` by backend.
+- `bytes_us`: how long memory takes to move the weights and KV of such a step, as fast as a copy:
+  4.3 TB/s on an H200, 3.0 on an H100; a row takes experts at random;
+- `tokens_per_s`: of the standard workload, `ours` and `sglang` by backend;
+- `sources`: the device, date, commit and command of each of these.
 
 The status is 1 when a process failed. A shape's steps take 1 to 2 minutes; its load and a backend
 of SGLang's 1 to 2 minutes each.
@@ -36,6 +37,8 @@ RESULTS: Final = frame.REPOSITORY / "benches" / "results" / "shapes.json"
 ROWS: Final = (1, 16, 64)
 BYTES_PER_S: Final = 4.3e12
 """Of a copy on an H200, bytes read and written."""
+OTHER_BYTES_PER_S: Final = {"NVIDIA H100": 3.0e12}
+"""The same on other GPUs, by the beginning of their names."""
 STEPS_S, LOAD_S = 240.0, 420.0
 """The longest that a process of each part may take."""
 
@@ -113,9 +116,14 @@ def moved_bytes(shape: Shape, rows: int) -> float:
     return float(layers * (attention + mlp) * shape.weight_bytes + head + kv)
 
 
-def bytes_us(shape: Shape) -> dict[str, float]:
-    """How long memory takes to move the bytes of a step, in µs, by rows."""
-    return {str(rows): moved_bytes(shape, rows) / BYTES_PER_S * 1e6 for rows in ROWS}
+def bytes_us(shape: Shape, device: str) -> dict[str, float]:
+    """How long memory takes to move the bytes of a step, in µs, by rows.
+
+    `device` is count and name of GPUs, as in a record.
+    """
+    others = (rate for name, rate in OTHER_BYTES_PER_S.items() if name in device)
+    rate = next(others, BYTES_PER_S)
+    return {str(rows): moved_bytes(shape, rows) / rate * 1e6 for rows in ROWS}
 
 
 def step_us(record: frame.Record) -> dict[str, float]:
@@ -163,7 +171,7 @@ class Check:
         command += ["--rows", ",".join(map(str, ROWS)), "--lengths", shape.context]
         record = self._record(f"{name} steps", [*command, "--json", path], path, shape, STEPS_S)
         if record is not None:
-            self._keep(name, step_us=step_us(record), bytes_us=bytes_us(shape))
+            self._keep(name, step_us=step_us(record), bytes_us=bytes_us(shape, record.device))
 
     def _throughput(self, name: str, shape: Shape, folder: str) -> None:
         out = self._out / name
@@ -196,7 +204,10 @@ class Check:
         record = self._report.record
         self._report.add(name=name, **figures)
         row = self._results.setdefault(name, {})
-        row.update(figures, commit=record.commit, command=record.command, device=record.device)
+        kinds = ("device", "date", "commit", "command")
+        about = {kind: getattr(record, kind) for kind in kinds}
+        row.update(figures)
+        row.setdefault("sources", {}).update(dict.fromkeys(figures, about))
         text = json.dumps(self._results, indent=1, sort_keys=True)
         self._arguments.results.write_text(text + "\n")
         self._runner.say(f"{name}: {json.dumps(figures)}")

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, capped, load_block
+from pie_driver_sglang.kernels.chained import chained, follow
+from pie_driver_sglang.kernels.logit_rows import LOGIT_BLOCK, LogitRows, capped, load_block, row_of
 
 _BLOCK = tl.constexpr(1024)
 _NOTE_BLOCK = tl.constexpr(256)
@@ -19,24 +20,33 @@ _NOTE_PROGRAMS = 8
 _WARPS = 8
 
 
-def widened(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Logits in float32, after the soft cap; can be captured.
+def widened(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    places: torch.Tensor,
+    softcap: float | None = None,
+) -> LogitRows:
+    """Copies rows of which something is asked, in float32; can be captured.
 
     Args:
         logits: ``[slots, vocabulary]`` of any float dtype.
-        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
+        records: ``[slots, 8]`` int32; see :class:`pie_driver_sglang.sampling.history.Records`.
+        places: ``[slots, 6]`` int32, see `kernels.types.STEP_RECORD_WORDS`.
+        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``. With one, all rows are
+            copied.
 
     Returns:
-        ``[slots, vocabulary]`` float32, rows contiguous.
+        The rows. No soft cap is to be applied to them any more.
     """
     slots, vocab = logits.shape
-    out = logits.new_empty(slots, vocab, dtype=torch.float32)
+    changed = logits.new_empty(slots, vocab, dtype=torch.float32)
+    is_changed = logits.new_empty(slots, dtype=torch.int32)
     if slots:
         _widen[(slots, triton.cdiv(vocab, LOGIT_BLOCK.value))](
-            logits, logits.stride(0), vocab, out, softcap or 0.0,
-            CAPPED=softcap is not None, num_warps=_WARPS,
+            logits, logits.stride(0), vocab, records, places, changed, is_changed, softcap or 0.0,
+            CAPPED=softcap is not None, num_warps=_WARPS, **chained(logits.device),
         )  # fmt: skip
-    return out
+    return LogitRows(logits, changed, is_changed)
 
 
 def adjust(
@@ -62,7 +72,7 @@ def adjust(
         count = min(len(counts), slots - first)
         _adjust[(count,)](
             logits, logits.stride(0), vocab, table, table.stride(0), tokens,
-            records, words, counts, first, num_warps=_WARPS,
+            records, words, counts, first, num_warps=_WARPS, **chained(logits.device),
         )  # fmt: skip
 
 
@@ -84,22 +94,39 @@ def note(
     """
     count = len(slots)
     grid = (triton.cdiv(count, _NOTE_BLOCK.value) + _NOTE_PROGRAMS,)
-    _note[grid](tokens, slots, ids, count, words, pairs, PROGRAMS=_NOTE_PROGRAMS)
+    _note[grid](
+        tokens, slots, ids, count, words, pairs, PROGRAMS=_NOTE_PROGRAMS, **chained(tokens.device)
+    )  # fmt: skip
 
 
 @triton.jit
-def _widen(logits, stride, vocab, out, cap, CAPPED: tl.constexpr):
+def _widen(
+    logits, stride, vocab, records, places, changed, is_changed, cap,
+    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        follow()
     row = tl.program_id(0).to(tl.int64)
+    record = records + 8 * row
+    penalized = tl.load(record + 2) > tl.load(record + 1)
+    biased = tl.load(record + 7) > 0
+    asked = CAPPED | penalized | biased | (tl.load(places + 6 * row) != 0)
     first = tl.program_id(1) * LOGIT_BLOCK
-    x = capped(load_block(logits + row * stride, first, vocab), cap, CAPPED)
-    places = first + tl.arange(0, LOGIT_BLOCK)
-    tl.store(out + row * vocab + places, x, mask=places < vocab)
+    if first == 0:
+        tl.store(is_changed + row, asked.to(tl.int32))
+    if asked:
+        x = load_block(row_of(logits, stride, vocab, None, None, row), first, vocab)
+        ids = first + tl.arange(0, LOGIT_BLOCK)
+        tl.store(changed + row * vocab + ids, capped(x, cap, CAPPED), mask=ids < vocab)
 
 
 @triton.jit
 def _adjust(
-    logits, stride, vocab, table, table_stride, tokens, records, words, counts, first_slot
+    logits, stride, vocab, table, table_stride, tokens, records, words, counts, first_slot,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        follow()
     number = tl.program_id(0).to(tl.int64)
     slot = first_slot + number
     base = logits + slot * stride
@@ -151,7 +178,11 @@ def _ids(row, tokens, at, end, vocab):
 
 
 @triton.jit
-def _note(tokens, slots, ids, count, words, pairs, PROGRAMS: tl.constexpr):
+def _note(
+    tokens, slots, ids, count, words, pairs, PROGRAMS: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    if CHAINED:
+        follow()
     number = tl.program_id(0)
     others = tl.num_programs(0) - PROGRAMS
     if number < others:

@@ -22,6 +22,7 @@ from pie_driver_sglang.kernels.logit_rows import (
     limits,
     middle_of,
     ordered,
+    read_logits,
     weight_at,
     weight_of,
 )
@@ -42,7 +43,7 @@ def draw_few(
     """A token of a row: the first whose cumulative kept weight, by id, exceeds its share; or -1.
 
     Args:
-        base: The row's logits.
+        base: The row, of `row_of`.
         vocab: How many.
         peaks: The largest logit of each span, float32.
         room: 128 int32 for the spans that are read.
@@ -82,7 +83,7 @@ def draw_few(
         spans = tl.load(room + numbers, mask=numbers < count, other=0)
         ids = spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         read = (numbers < count)[:, None] & (ids < vocab)
-        x = tl.load(base + ids, mask=read, other=float("-inf")).to(tl.float32)
+        x = read_logits(base, ids, read)
         scale = 1.4426950408889634 / temperature
         largest = capped(largest, cap, CAPPED)
         keys = ordered(x) >> SHIFT

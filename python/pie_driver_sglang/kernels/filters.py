@@ -21,6 +21,7 @@ import triton.language as tl
 from pie_driver_sglang.kernels.chained import follow
 from pie_driver_sglang.kernels.logit_rows import (
     LOGIT_BLOCK,
+    LogitRows,
     capped,
     first_beyond,
     is_wide,
@@ -28,6 +29,7 @@ from pie_driver_sglang.kernels.logit_rows import (
     load_block,
     middle_of,
     ordered,
+    row_of,
     weight_at,
     weight_of,
     whole_mass,
@@ -56,7 +58,7 @@ class Search(NamedTuple):
 
 
 def search(
-    logits: torch.Tensor,
+    logit_rows: LogitRows,
     params: SlotParams,
     left: torch.Tensor,
     tops: torch.Tensor,
@@ -66,7 +68,7 @@ def search(
     """The first two parts of the search; can be captured.
 
     Args:
-        logits: ``[rows, vocabulary]``.
+        logit_rows: The rows.
         params: ``[rows]`` parameters.
         left: ``[rows]`` int32: 1 for rows to be searched, 0 for others.
         tops: ``[rows, blocks]`` float32: the largest logit of each block.
@@ -81,7 +83,7 @@ def search(
     kernels = ((_count_coarse, (coarse,)), (_count_fine, (coarse, fine)))
     for kernel, out in kernels:
         kernel[(rows, parts)](
-            logits, logits.stride(0), logits.shape[1], tops, masses,
+            *logit_rows.arguments(), tops, masses,
             left, params.temperatures, params.top_ks, params.top_ps, *out,
             PARTS=triton.next_power_of_2(parts), **how, num_warps=_WARPS,
         )  # fmt: skip
@@ -90,7 +92,8 @@ def search(
 
 @triton.jit
 def _count_coarse(
-    logits, stride, vocab, tops, masses, left, temperatures, top_ks, top_ps, coarse, cap,
+    logits, stride, vocab, changed, is_changed, tops, masses,
+    left, temperatures, top_ks, top_ps, coarse, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -105,7 +108,8 @@ def _count_coarse(
     parts = tl.num_programs(1)
     largest = _largest(tops, row, parts, PARTS)
     pivots = _coarse_keys(largest, temperature, SHIFT)
-    x = load_block(logits + row * stride, part * LOGIT_BLOCK, vocab)
+    base = row_of(logits, stride, vocab, changed, is_changed, row)
+    x = load_block(base, part * LOGIT_BLOCK, vocab)
     counts, weights = _count(
         x, part * LOGIT_BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT
     )
@@ -116,7 +120,8 @@ def _count_coarse(
 
 @triton.jit
 def _count_fine(
-    logits, stride, vocab, tops, masses, left, temperatures, top_ks, top_ps, coarse, fine, cap,
+    logits, stride, vocab, changed, is_changed, tops, masses,
+    left, temperatures, top_ks, top_ps, coarse, fine, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -132,7 +137,8 @@ def _count_fine(
     largest = _largest(tops, row, parts, PARTS)
     if tl.abs(largest) == float("inf"):
         return
-    x = load_block(logits + row * stride, part * LOGIT_BLOCK, vocab)
+    base = row_of(logits, stride, vocab, changed, is_changed, row)
+    x = load_block(base, part * LOGIT_BLOCK, vocab)
     out = fine + (row * parts + part) * 3 * _PIVOTS + tl.arange(0, _PIVOTS)
     if top_k < vocab:
         low, high, _, _, _ = _coarse_of_count(

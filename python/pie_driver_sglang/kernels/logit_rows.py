@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 LOGIT_BLOCK = tl.constexpr(8192)
 """Logits that a program reads at once."""
+
+
+class LogitRows(NamedTuple):
+    """Rows of logits, some of which were changed and lie elsewhere."""
+
+    logits: torch.Tensor
+    """``[rows, vocabulary]`` of any float dtype."""
+    changed: torch.Tensor | None = None
+    """``[rows, vocabulary]`` float32, contiguous: the rows that `is_changed` names. In other rows
+    there may be anything."""
+    is_changed: torch.Tensor | None = None
+    """``[rows]`` int32: 1 for rows to be read from `changed`, 0 for others."""
+
+    def arguments(self) -> tuple[torch.Tensor | int | None, ...]:
+        """The first five arguments of a kernel that takes rows by :func:`row_of`."""
+        rows = self.logits
+        return rows, rows.stride(0), rows.shape[1], self.changed, self.is_changed
+
+    def latest(self) -> torch.Tensor:
+        """Where rows lie that were changed: all of them, if there is no other place."""
+        return self.logits if self.changed is None else self.changed
+
+
+@triton.jit
+def row_of(logits, stride, vocab, changed, is_changed, row):
+    """A row for :func:`read_logits` and :func:`write_logits`; `row` is an int64."""
+    start = logits + row * stride
+    if changed is None:
+        found = (start,)
+    else:
+        found = (start, changed + row * vocab, tl.load(is_changed + row) != 0)
+    return found
+
+
+@triton.jit
+def read_logits(row, ids, mask):
+    """Logits of a row in float32; -inf outside of the mask."""
+    if len(row) == 1:
+        x = tl.load(row[0] + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    else:
+        # Of the two loads one takes no time: it has no lane.
+        plain = tl.load(row[0] + ids, mask=mask & (row[2] == 0), other=float("-inf"))
+        changed = tl.load(row[1] + ids, mask=mask & row[2], other=float("-inf"))
+        x = tl.where(row[2], changed, plain.to(tl.float32))
+    return x
+
+
+@triton.jit
+def write_logits(row, ids, x, mask):
+    """Stores logits of a row."""
+    if len(row) == 1:
+        tl.store(row[0] + ids, x, mask=mask)
+    else:
+        tl.store(row[0] + ids, x, mask=mask & (row[2] == 0))
+        tl.store(row[1] + ids, x, mask=mask & row[2])
 
 
 @triton.jit
@@ -17,11 +75,10 @@ def ordered(x):
 
 
 @triton.jit
-def load_block(base, first, vocab):
+def load_block(row, first, vocab):
     """A block of a row in float32; -inf beyond its end."""
-    offsets = first + tl.arange(0, LOGIT_BLOCK)
-    x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
-    return x.to(tl.float32)
+    ids = first + tl.arange(0, LOGIT_BLOCK)
+    return read_logits(row, ids, ids < vocab)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Sampling on a GPU without sorting, and the other small kernels of a captured step.
 
 Computes what :mod:`pie_driver_sglang.sampling.groups` computes, without a float32 copy of bfloat16
-logits. Several programs survey a row, and one draws its token: with filters as
-:mod:`pie_driver_sglang.kernels.few_kept` says, or, of many tokens that they keep, as
-:mod:`pie_driver_sglang.kernels.filters` does. A row's result does not depend on the rest of the
+logits, except of rows that were changed. Several programs survey a row, and one draws its token:
+with filters as :mod:`pie_driver_sglang.kernels.few_kept` says, or, of many tokens that they keep,
+as :mod:`pie_driver_sglang.kernels.filters` does. A row's result does not depend on the rest of the
 batch.
 """
 
@@ -18,11 +18,14 @@ from pie_driver_sglang.kernels.few_kept import MOST_SPANS, SPAN, draw_few
 from pie_driver_sglang.kernels.filters import draw, search
 from pie_driver_sglang.kernels.logit_rows import (
     LOGIT_BLOCK,
+    LogitRows,
     capped,
     first_beyond,
     load_block,
+    row_of,
     weight_of,
     whole_mass,
+    write_logits,
 )
 from pie_driver_sglang.kernels.types import SlotParams
 
@@ -52,12 +55,12 @@ def sample(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     tokens = logits.new_empty(len(logits), dtype=torch.int64)
     if len(logits):
         step = torch.zeros(1, dtype=torch.int32, device=logits.device)
-        sample_step(logits, params, tokens, step)
+        sample_step(LogitRows(logits), params, tokens, step)
     return tokens
 
 
 def sample_step(
-    logits: torch.Tensor,
+    logit_rows: LogitRows,
     params: SlotParams,
     results: torch.Tensor,
     step: torch.Tensor,
@@ -66,14 +69,16 @@ def sample_step(
     """Samples each row and writes ``step << 32 | token`` at once; can be captured.
 
     Args:
-        logits: ``[rows, vocabulary]`` bfloat16, float16 or float32, at least one row.
+        logit_rows: At least one row.
         params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
             nothing.
         results: ``[rows]`` int64, may be pinned memory of the host. The token is the vocabulary's
             size for a row with NaNs.
         step: ``[1]`` int32.
-        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
+        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``. Rows that were changed
+            must have none.
     """
+    logits = logit_rows.logits
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, LOGIT_BLOCK.value)
     tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
@@ -84,31 +89,34 @@ def sample_step(
     left = logits.new_empty(rows, dtype=torch.int32)
     params = SlotParams(*(field.contiguous() for field in params))
     # The lower half of a bfloat16 in float32 is zero.
-    shift = 16 if logits.dtype == torch.bfloat16 else 0
+    shift = 16 if logits.dtype == torch.bfloat16 and logit_rows.changed is None else 0
     how = {"CAPPED": softcap is not None, **chained(logits.device)}
     cap = softcap or 0.0
     _survey[(rows, parts)](
-        logits, logits.stride(0), vocab, *params[:4], tops, ids, masses, peaks, cap,
+        *logit_rows.arguments(), *params[:4], tops, ids, masses, peaks, cap,
         **how, num_warps=_SURVEY_WARPS,
     )  # fmt: skip
     wide = {"PARTS": triton.next_power_of_2(parts), "SHIFT": shift, **how}
     _sample_rows[(rows,)](
-        logits, logits.stride(0), vocab, tops, ids, masses, peaks, parts, *params, room, left,
+        *logit_rows.arguments(), tops, ids, masses, peaks, parts, *params, room, left,
         results, step, cap, **wide, num_warps=_ROW_WARPS,
     )  # fmt: skip
-    found = search(logits, params, left, tops, masses, {"cap": cap, "SHIFT": shift, **how})
+    found = search(logit_rows, params, left, tops, masses, {"cap": cap, "SHIFT": shift, **how})
     _sample_left[(rows,)](
-        logits, logits.stride(0), vocab, tops, masses, parts, *params, left, *found,
+        *logit_rows.arguments(), tops, masses, parts, *params, left, *found,
         results, step, cap, **wide, num_warps=_SEARCH_WARPS,
     )  # fmt: skip
 
 
-def mask_logits(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
+def mask_logits(logit_rows: LogitRows, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
     """As :func:`pie_driver_sglang.sampling.groups.apply_masks`, for logits of any float dtype."""
+    logits = logit_rows.logits
     slots, vocab = logits.shape
     # Most rows have no mask, and empty programs take time, too.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
-    _mask_logits[grid](logits, logits.stride(0), vocab, slot_masks, words)
+    _mask_logits[grid](
+        *logit_rows.arguments(), slot_masks, words, **chained(logits.device)
+    )  # fmt: skip
 
 
 def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
@@ -134,7 +142,9 @@ def publish(results: torch.Tensor, target: torch.Tensor) -> None:
     """
     count = len(results)
     grid = (triton.cdiv(count, _PUBLISH_BLOCK.value),)
-    _publish[grid](results, target, count, FENCED=results.is_cuda)
+    _publish[grid](
+        results, target, count, FENCED=results.is_cuda, **chained(results.device)
+    )  # fmt: skip
 
 
 def update_table(
@@ -157,7 +167,8 @@ def update_table(
 
 @triton.jit
 def _survey(
-    logits, stride, vocab, temperatures, top_ks, top_ps, min_ps, tops, ids, masses, peaks, cap,
+    logits, stride, vocab, changed, is_changed, temperatures, top_ks, top_ps, min_ps,
+    tops, ids, masses, peaks, cap,
     CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """For a block of a row: the largest logit, an id, and the sum of weights relative to it.
@@ -172,7 +183,8 @@ def _survey(
     temperature = tl.load(temperatures + row)
     if temperature < 0.0:
         return
-    x = load_block(logits + row * stride, part * LOGIT_BLOCK, vocab)
+    base = row_of(logits, stride, vocab, changed, is_changed, row)
+    x = load_block(base, part * LOGIT_BLOCK, vocab)
     top = tl.max(x, 0)
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
@@ -201,7 +213,7 @@ def _is_filtered(top_ks, top_ps, min_ps, row, vocab):
 
 @triton.jit
 def _sample_rows(
-    logits, stride, vocab, tops, ids, masses, peaks, parts,
+    logits, stride, vocab, changed, is_changed, tops, ids, masses, peaks, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, room, left, results, step, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +234,7 @@ def _sample_rows(
         if temperature > 0.0:
             if tl.abs(largest) < float("inf"):
                 if token < vocab:
-                    base = logits + row * stride
+                    base = row_of(logits, stride, vocab, changed, is_changed, row)
                     uniform = tl.load(uniforms + row)
                     if _is_filtered(top_ks, top_ps, min_ps, row, vocab):
                         whole = whole_mass(
@@ -249,7 +261,7 @@ def _sample_rows(
 
 @triton.jit
 def _sample_left(
-    logits, stride, vocab, tops, masses, parts,
+    logits, stride, vocab, changed, is_changed, tops, masses, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, left, coarse, fine, candidates, results, step,
     cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
@@ -265,8 +277,9 @@ def _sample_left(
     top = tl.load(tops + row * parts + lanes, mask=lanes < parts, other=float("-inf"))
     largest = tl.max(top, 0)
     whole = whole_mass(tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED)
+    base = row_of(logits, stride, vocab, changed, is_changed, row)
     token = draw(
-        logits + row * stride, vocab, row, parts, largest, temperature, tl.load(top_ks + row),
+        base, vocab, row, parts, largest, temperature, tl.load(top_ks + row),
         tl.load(top_ps + row), tl.load(min_ps + row), tl.load(uniforms + row), whole,
         coarse, fine, candidates, cap, PARTS, CAPPED, SHIFT,
     )  # fmt: skip
@@ -298,18 +311,22 @@ def _draw_any(
 
 
 @triton.jit
-def _mask_logits(logits, stride, vocab, slot_masks, words):
+def _mask_logits(
+    logits, stride, vocab, changed, is_changed, slot_masks, words, CHAINED: tl.constexpr
+):  # fmt: skip
+    if CHAINED:
+        follow()
     slot = tl.program_id(0).to(tl.int64)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:
         return
     mask = words + tl.load(slot_masks + 2 * slot)
-    none = tl.full([_MASK_BLOCK], float("-inf"), logits.dtype.element_ty)
+    base = row_of(logits, stride, vocab, changed, is_changed, slot)
     turn = tl.num_programs(1) * _MASK_BLOCK
     for start in range(tl.program_id(1) * _MASK_BLOCK, vocab, turn):
         ids = start + tl.arange(0, _MASK_BLOCK)
         allowed = _allowed(mask, edges, start, vocab)
-        tl.store(logits + slot * stride + ids, none, mask=(ids < vocab) & (allowed == 0))
+        write_logits(base, ids, float("-inf"), (ids < vocab) & (allowed == 0))
 
 
 @triton.jit
@@ -347,7 +364,9 @@ def _fetch(source, target, count):
 
 
 @triton.jit
-def _publish(results, target, count, FENCED: tl.constexpr):
+def _publish(results, target, count, FENCED: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        follow()
     places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
     known = places < count
     values = tl.load(results + places, mask=known)

@@ -128,9 +128,10 @@ def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Ten
             word ``w`` allows token ``32 w + i``.
     """
     if logits.is_cuda:
-        from pie_driver_sglang.kernels import sampler
+        from pie_driver_sglang.kernels.logit_rows import LogitRows
+        from pie_driver_sglang.kernels.sampler import mask_logits
 
-        sampler.mask_logits(logits, slot_masks, words)
+        mask_logits(LogitRows(logits), slot_masks, words)
         return
     vocabulary = logits.shape[-1]
     for row, (first, edges) in zip(logits, slot_masks.tolist(), strict=True):

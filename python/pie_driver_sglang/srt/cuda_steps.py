@@ -31,6 +31,7 @@ from pie_driver_sglang.srt.steps import (
 )
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.kernels.logit_rows import LogitRows
     from pie_driver_sglang.srt.adapters import Adapters
     from pie_driver_sglang.srt.hidden import Hidden, StepModel
 
@@ -209,6 +210,7 @@ class CudaSteps(GraphRunner):
 
     def _step(self, graph: StepGraph) -> None:
         from pie_driver_sglang.kernels import sampler
+        from pie_driver_sglang.kernels.logit_rows import LogitRows
 
         engine, fields, batch = self._engine, graph.device, self._begin(graph)
         with self._way(graph.rows):
@@ -217,18 +219,20 @@ class CudaSteps(GraphRunner):
         slots = rank_slots(graph.slots, rows.ranks)
         logits, softcap = self._cut(slots.join(rows.part)), rows.softcap
         if graph.extended:
-            logits, softcap = self._adjusted(logits, softcap, fields, slots.own), None
+            changed, softcap = self._adjusted(logits, softcap, fields, slots.own), None
+        else:
+            changed = LogitRows(logits)
         masks, params = slot_masks(fields, slots.own), slot_params(fields, slots.own)
-        sampler.mask_logits(logits, masks, self._device_mask_words)
+        sampler.mask_logits(changed, masks, self._device_mask_words)
         results = self._results[: graph.slots]
         if graph.extended:
             # Log-probabilities are of the tokens, and must be there before these are seen.
             own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         else:
             own = slots.own_results(results, logits.device)
-        sampler.sample_step(logits, params, own, fields["header"][:1], softcap)
+        sampler.sample_step(changed, params, own, fields["header"][:1], softcap)
         if graph.extended:
-            self._find_places(fields, logits, own, slots)
+            self._find_places(fields, changed, own, slots)
             slots.publish(own, results)
         else:
             slots.share(own, results)
@@ -239,28 +243,30 @@ class CudaSteps(GraphRunner):
         softcap: float | None,
         fields: Mapping[str, torch.Tensor],
         own: slice,
-    ) -> torch.Tensor:
-        """The logits in float32, with the tokens of the step noted before, as requests ask."""
+    ) -> LogitRows:
+        """The logits as requests ask for them, after the tokens of the step are noted."""
         from pie_driver_sglang.kernels.adjust import note, widened
 
         history, words = self._engine.history, self._device_mask_words
         slots, ids = fields["out_cache_loc"], fields["input_ids"]
         note(history.tokens, slots, ids, words, fields["header"][5:7])
-        logits = widened(logits, softcap)
-        history.adjust(logits, slot_records(fields, own, words))
-        return logits
+        records = slot_records(fields, own, words)
+        rows = widened(logits, records.slots, _place_records(fields, own), softcap)
+        history.adjust(rows.latest(), records)
+        return rows
 
     def _find_places(
         self,
         fields: Mapping[str, torch.Tensor],
-        logits: torch.Tensor,
+        rows: LogitRows,
         tokens: torch.Tensor,
         slots: RankSlots,
     ) -> None:
         """Writes the words of the places of this rank's slots, and those of other ranks."""
         from pie_driver_sglang.kernels import places
 
-        records = fields["places"].view(-1, STEP_RECORD_WORDS)[slots.own]
+        # Rows of which this is asked were changed, if only to float32.
+        records, logits = _place_records(fields, slots.own), rows.latest()
         words = self._device_mask_words
         if not slots.divided:
             places.find(logits, tokens, records, words, self._places, STEP_TOP)
@@ -285,6 +291,11 @@ class CudaSteps(GraphRunner):
         """How the model runs: as few kernels, where it can."""
         dense = self._engine.dense
         return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
+
+
+def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:
+    """``[slots, 6]`` int32: which log-probabilities are asked of slots."""
+    return fields["places"].view(-1, STEP_RECORD_WORDS)[slots]
 
 
 @contextmanager
