@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
+import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +13,14 @@ import pytest
 
 from tiny_models import REPOSITORY
 
+TOOLS = REPOSITORY / "tools"
+
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = REPOSITORY / "tools" / "generate_benchmarks.py"
-    spec = importlib.util.spec_from_file_location("generate_benchmarks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(TOOLS))
+    yield importlib.import_module("generate_benchmarks")
+    sys.path.remove(str(TOOLS))
 
 
 @pytest.fixture(scope="module")
