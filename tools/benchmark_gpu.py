@@ -293,7 +293,7 @@ def engine(results: Results) -> list[str]:
     return [
         "The same workload through `pie_driver_sglang.Engine`, third repeats.",
         table(["engine", "output tokens/s"], speeds),
-        bars(record),
+        bars(record["bars"]),
         *([record["note"]] if record.get("note") else []),
         source(record),
     ]
@@ -321,7 +321,7 @@ def servers(results: Results) -> list[str]:
             ["streams", "server", "tokens/s", "ms a token, median", "p99", "ms to the first"],
             rows,
         ),
-        bars(record),
+        bars(record["bars"]),
         record["note"],
         source(record),
     ]

@@ -57,7 +57,7 @@ def with_python(command: str) -> str:
     return f"python {command}" if command.startswith("benches/") else command
 
 
-def bars(record: Results) -> str:
-    """The bars of a record, met or not."""
-    rows = [[bar["name"], bar["value"], bar["bar"], bar["ok"]] for bar in record["bars"]]
+def bars(found: Iterable[Results]) -> str:
+    """The bars of a check, met or not."""
+    rows = [[bar["name"], bar["value"], bar["bar"], bar["ok"]] for bar in found]
     return table(["bar", "measured", "asked", "met"], rows)

@@ -93,7 +93,7 @@ def other_records(results: Results) -> list[tuple[str, list[str]]]:
         if name in own or not isinstance(record, dict) or not record.get("bars"):
             continue
         title = name.replace("-", " ").replace("_", " ").capitalize()
-        found.append((title, [bars(record), source(record)]))
+        found.append((title, [bars(record["bars"]), source(record)]))
     return found
 
 
