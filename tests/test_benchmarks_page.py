@@ -51,6 +51,13 @@ def test_every_table_names_device_date_commit_and_command(
         assert re.search(r"^    (python benches/|make )", text, re.MULTILINE), title
 
 
+def test_each_section_is_in_a_list_of_links(tool: ModuleType, results: dict[str, Any]) -> None:
+    page = tool.render(results)
+    links = re.findall(r"^- \[(.+)\]\(#(.+)\)$", page.partition("\n## ")[0], re.MULTILINE)
+    assert [title for title, _ in links] == list(sections(page))
+    assert all(anchor == title.lower().replace(" ", "-") for title, anchor in links)
+
+
 def test_charts_exist(tool: ModuleType, results: dict[str, Any]) -> None:
     charts = re.findall(r"\]\((\.\./benches/plots/[^)]+)\)", tool.render(results))
     assert {"load", "runner", "steps", "prefixes", "drafts", "ranks"} <= {
@@ -94,7 +101,10 @@ def test_without_a_record_there_is_no_table(tool: ModuleType, results: dict[str,
     assert "## Host path" in page
     h200 = {key: value for key, value in results["h200"].items() if key != "drafts"}
     assert "## Drafts\n" not in tool.render({**results, "h200": h200})
-    assert sections(tool.render({})) == {}
+    empty = tool.render({})
+    assert sections(empty) == {}
+    assert "](#throughput)" not in empty
+    assert "Parts:" not in empty
 
 
 def test_records_that_are_to_come(tool: ModuleType, results: dict[str, Any]) -> None:

@@ -129,19 +129,19 @@ def render(results: Results) -> str:
     versions = results.get("h200", {}).get("versions", "in the records")
     parts = [
         HEADER.replace("VERSIONS", versions),
-        "Speed of models: " + links(made[:_MODELS]),
-        "Parts: " + links(made[_MODELS:]),
-        "Bars of other checks: " + links(others) if others else "",
+        links("Speed of models", made[:_MODELS]),
+        links("Parts", made[_MODELS:]),
+        links("Bars of other checks", others),
     ]
     for title, texts in made + others:
         parts.append(f"## {title}\n\n" + "\n\n".join(texts) + "\n")
     return "\n".join(parts)
 
 
-def links(made: Sequence[tuple[str, list[str]]]) -> str:
-    """Links to sections, in a line."""
-    titles = [title for title, _ in made]
-    return " · ".join(f"[{each}](#{each.lower().replace(' ', '-')})" for each in titles) + "\n"
+def links(subject: str, made: Sequence[tuple[str, list[str]]]) -> str:
+    """A list of links to sections; nothing where there is no section."""
+    items = [f"- [{title}](#{title.lower().replace(' ', '-')})" for title, _ in made]
+    return "\n".join([f"{subject}:", "", *items, ""]) if items else ""
 
 
 def main() -> None:
