@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
+import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +13,14 @@ import pytest
 
 from tiny_models import REPOSITORY
 
+TOOLS = REPOSITORY / "tools"
+
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = REPOSITORY / "tools" / "generate_benchmarks.py"
-    spec = importlib.util.spec_from_file_location("generate_benchmarks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(TOOLS))
+    yield importlib.import_module("generate_benchmarks")
+    sys.path.remove(str(TOOLS))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,13 @@ def test_every_table_names_device_date_commit_and_command(
         assert re.search(r"^    (python benches/|make )", text, re.MULTILINE), title
 
 
+def test_each_section_is_in_a_list_of_links(tool: ModuleType, results: dict[str, Any]) -> None:
+    page = tool.render(results)
+    links = re.findall(r"^- \[(.+)\]\(#(.+)\)$", page.partition("\n## ")[0], re.MULTILINE)
+    assert [title for title, _ in links] == list(sections(page))
+    assert all(anchor == title.lower().replace(" ", "-") for title, anchor in links)
+
+
 def test_charts_exist(tool: ModuleType, results: dict[str, Any]) -> None:
     charts = re.findall(r"\]\((\.\./benches/plots/[^)]+)\)", tool.render(results))
     assert {"load", "runner", "steps", "prefixes", "drafts", "ranks"} <= {
@@ -68,13 +75,36 @@ def test_a_changed_figure_changes_the_page(tool: ModuleType, results: dict[str, 
     assert "| 10,000 | 1.23 |" in text
 
 
+def test_bars_of_the_prefix_index_follow_from_its_rows(
+    tool: ModuleType, results: dict[str, Any]
+) -> None:
+    def row(bench: str, ours: float, **peers: float) -> dict[str, Any]:
+        return {"bench": f"radix/{bench}", "unit": "ns", "ours": ours, "peers": peers}
+
+    peers = {"sglang": 200.0, "kv_index_tokens": 20.0, "other": 14.0, "other_hashed": 15.0}
+    rows = [row("conversations/1", 10.0, **peers), row("miss", 301.0), row("python/miss", 800.0)]
+    changed = {**results, "radix": {**results["radix"], "rows": rows}}
+    text = sections(tool.render(changed))["Prefix index on the host"]
+    faster = "| conversations, pages of 1: times faster than"
+    assert [line for line in text.splitlines() if "| at " in line] == [
+        "| miss, Rust, ns | 301 | at most 300 | **no** |",
+        "| miss from Python, ns | 800 | at most 800 | yes |",
+        f"{faster} SGLang's tree | 20.0 | at least 20 | yes |",
+        f"{faster} the best crate that takes tokens | 1.40 | at least 1.5 | **no** |",
+        f"{faster} the best crate that is given hashes | 1.50 | at least 1.5 | yes |",
+    ]
+
+
 def test_without_a_record_there_is_no_table(tool: ModuleType, results: dict[str, Any]) -> None:
     page = tool.render({name: each for name, each in results.items() if name != "h200"})
     assert "## Throughput" not in page
     assert "## Host path" in page
     h200 = {key: value for key, value in results["h200"].items() if key != "drafts"}
     assert "## Drafts\n" not in tool.render({**results, "h200": h200})
-    assert sections(tool.render({})) == {}
+    empty = tool.render({})
+    assert sections(empty) == {}
+    assert "](#throughput)" not in empty
+    assert "Parts:" not in empty
 
 
 def test_records_that_are_to_come(tool: ModuleType, results: dict[str, Any]) -> None:

@@ -1,0 +1,351 @@
+"""The sections of `docs/benchmarks.md` whose figures come from a GPU."""
+
+from __future__ import annotations
+
+from benchmark_tables import Results, bars, picture, source, table
+
+
+def throughput(results: Results) -> list[str]:
+    """Tokens per second of the standard workload."""
+    whole = results["h200"]
+    speeds = whole["tokens_per_s"]
+    record = {"commit": whole["commit"], "script": whole["script"][1]}
+    rows = [
+        ["this driver, through the ring", speeds["ours"], ""],
+        *(
+            [f"SGLang `Engine`, {name}", speed, speeds["ours"] / speed]
+            for name, speed in speeds["sglang"].items()
+        ),
+    ]
+    peer = results.get("mini-sglang")
+    others = [] if peer is None else ["Mini-SGLang on the same workload:", *mini_sglang(peer)]
+    return [
+        "256 requests at once, prompts and outputs of 100 to 1,024 tokens, 133,966 output tokens, "
+        "temperature 0.6, shape of Qwen3-0.6B.",
+        table(["engine", "output tokens/s", "ours / theirs"], rows),
+        picture("load", "Output tokens per second"),
+        source(record, whole),
+        *others,
+    ]
+
+
+def mini_sglang(record: Results) -> list[str]:
+    """Three engines on one machine in one call."""
+    ours = record["tokens_per_s"]["this driver"]
+    rows = [
+        [name, speed, "" if speed == ours else ours / speed]
+        for name, speed in record["tokens_per_s"].items()
+    ]
+    return [table(["engine", "output tokens/s", "ours / theirs"], rows), source(record)]
+
+
+def shapes(results: Results) -> list[str]:
+    """Steps and throughput of shapes that people deploy."""
+    whole = results["shapes"]
+    named = whole.get("shapes", whole)
+    known = {
+        name: each for name, each in named.items() if isinstance(each, dict) and "step_us" in each
+    }
+    steps = []
+    for name, each in known.items():
+        for rows, us in each["step_us"].items():
+            limit = each.get("bytes_us", {}).get(rows)
+            # A step that is faster moved fewer bytes; see the shape's note.
+            share = limit / us if limit and limit <= us else ""
+            steps.append([name, rows, us, limit or "", share])
+    speeds = [
+        [name, each["tokens_per_s"]["ours"], backend, speed, each["tokens_per_s"]["ours"] / speed]
+        for name, each in known.items()
+        for backend, speed in each.get("tokens_per_s", {}).get("sglang", {}).items()
+    ]
+    parts = ["Decode steps, and the time that moving their bytes takes at the memory's bandwidth:"]
+    parts.append(table(["shape", "rows", "step, µs", "bytes, µs", "bytes / step"], steps))
+    if speeds:
+        names = ["shape", "ours, tokens/s", "SGLang with", "its tokens/s", "ours / theirs"]
+        parts += ["Throughput of the standard workload:", table(names, speeds)]
+    sources = [source(each, whole) for each in known.values() if each.get("command")]
+    parts += [f"{name}: {each['note']}." for name, each in known.items() if each.get("note")]
+    return [*parts, *(sources or [source(whole)])]
+
+
+def steps(results: Results) -> list[str]:
+    """Decode steps against SGLang's runner."""
+    whole = results["h200"]
+    record = whole["runner"]
+    rows = []
+    for name, ours in record["ours_us"].items():
+        peers = {peer: times[name] for peer, times in record["sglang_runner_us"].items()}
+        best = min(peers, key=peers.__getitem__)
+        limit = record["roofline_us"][name]
+        rows.append([name.replace("x", " x "), ours, peers[best], best, peers[best] / ours, limit])
+    names = ["contexts x tokens", "ours, µs", "SGLang, µs", "by", "SGLang / ours", "bytes, µs"]
+    return [
+        "A decode step, shape of Qwen3-0.6B. Ours is a round trip through the ring, so it has the "
+        "host's work. SGLang's is a step of its "
+        "`ModelRunner` with its best backend. *bytes* is the time that moving weights and KV takes"
+        " at 4.3 TB/s.",
+        table(names, rows),
+        picture("runner", "Decode steps, compared with SGLang's"),
+        source(record, whole),
+    ]
+
+
+def host_share(results: Results) -> list[str]:
+    """The host's part of a step."""
+    whole = results["h200"]
+    lane = whole["lane"]
+    rows = [
+        [
+            f"{batch} x {context}",
+            row["p50_us"],
+            row["p90_us"],
+            row["gpu_us"],
+            round(row["overhead_us"]),
+        ]
+        for context, batches in lane.items()
+        if context.isdigit()
+        for batch, row in batches.items()
+    ]
+    names = ["contexts x tokens", "round trip p50, µs", "p90", "GPU, µs", "host, µs"]
+    record = {"commit": lane["commit"], "script": whole["script"][0].partition(", and the")[0]}
+    return [
+        "The host's work is the difference of a round trip and the same graph launched back to "
+        "back.",
+        table(names, rows),
+        picture("steps", "Decode steps: GPU and host"),
+        source(record, whole),
+    ]
+
+
+def attention(results: Results) -> list[str]:
+    """Decode attention against three peers."""
+    whole = results["h200"]
+    record = whole["attention"]
+    batches = (256, 128, 64, 16, 4, 1)
+    parts = ["The best peer's time over ours, for a layer; above 1 ours is faster."]
+    for shape in ("0.6B", "14B"):
+        times = {row["work"]: row for row in record["times"] if row["shape"] == shape}
+        lengths = sorted({name.partition(" x ")[2] for name in times}, key=by_number)
+        rows = [
+            [
+                batch,
+                *(times.get(f"{batch} x {length}", {}).get("best_peer", "") for length in lengths),
+            ]
+            for batch in batches
+        ]
+        parts += [table([f"contexts, {shape}", *lengths], rows)]
+        parts += [picture(f"attention-{shape}", f"Decode attention, {shape} shape")]
+    missed = sum(row["best_peer"] < 0.97 for row in record["times"])
+    parts.append(
+        f"Peers: SGLang's triton, flashinfer and fa3 kernels. {missed} of {len(record['times'])} "
+        "steps are more than 3 % slower than the best of them."
+    )
+    return [*parts, source(record, whole)]
+
+
+def by_number(name: str) -> tuple[bool, int]:
+    """Orders numbers before words."""
+    return not name.isdigit(), int(name) if name.isdigit() else 0
+
+
+def prefixes(results: Results) -> list[str]:
+    """Contexts that begin alike."""
+    whole = results["h200"]
+    record = whole["prefixes"]
+    alone = {row["batch"]: row["p50_us"] for row in record["steps"] if not row["common"]}
+    rows = [
+        [row["batch"], row["common"], row["p50_us"], alone[row["batch"]] / row["p50_us"]]
+        for row in sorted(record["steps"], key=lambda row: (row["batch"], row["common"]))
+    ]
+    names = ["contexts", "tokens in common", "step p50, µs", "nothing in common / this"]
+    return [
+        "Decode steps of contexts of 2,048 tokens, shape of Qwen3-0.6B.",
+        table(names, rows),
+        picture("prefixes", "Contexts with a common prefix"),
+        source(record, whole),
+    ]
+
+
+def drafts(results: Results) -> list[str]:
+    """The n-gram drafter on a GPU."""
+    whole = results["h200"]
+    record = whole["drafts"]
+    kinds = {
+        "text": "text of the embedded model",
+        "cycles": "greedy cycles",
+        "random": "no repetition",
+    }
+    rows = [
+        [name, row["batch"], row["tokens_per_s_without"], row["tokens_per_s_with"], row["ratio"]]
+        for kind, name in kinds.items()
+        for row in record[kind]
+    ]
+    names = ["text", "contexts", "tokens/s without", "tokens/s with", "ratio"]
+    return [
+        "Up to four drafts for each context.",
+        table(names, rows),
+        picture("drafts", "Tokens per second with drafts over those without"),
+        source(record, whole),
+    ]
+
+
+def gpus(results: Results) -> list[str]:
+    """Tensor parallelism."""
+    whole = results["h200"]
+    record = whole["tp"]
+    rows = [
+        [
+            name.replace("x", " x "),
+            *(record[count][name]["round_trip_us"] for count in ("1", "2", "4")),
+            *(record["speedup"][count][name] for count in ("2", "4")),
+        ]
+        for name in record["1"]
+    ]
+    names = ["contexts x tokens", "1 GPU, µs", "2 GPUs", "4 GPUs", "1 / 2", "1 / 4"]
+    return [
+        "Decode steps, shape of Qwen3-14B, GPUs joined by NVLink.",
+        table(names, rows),
+        picture("ranks", "Speed-up over one GPU"),
+        source({**record, "device": f"4 x {whole['device']}"}, whole),
+    ]
+
+
+def prompts(results: Results) -> list[str]:
+    """A prompt among decodes."""
+    whole = results["h200"]
+    record = whole["mixed"]
+    ours, peer = record["graph"], record["sglang_fa3"]
+    rows = [
+        ["the step without it" if name == "decode" else f"{name} tokens", ours[name], peer[name]]
+        for name in ours
+    ]
+    return [
+        "64 decodes at 512 tokens, and how much longer the step takes when a prompt joins; shape "
+        "of Qwen3-0.6B.",
+        table(["prompt", "ours, µs", "SGLang with mixed chunks, fa3"], rows),
+        picture("mixed", "A prompt that joins 64 decodes"),
+        source(record, whole),
+    ]
+
+
+def samplers(results: Results) -> list[str]:
+    """Kinds of samplers, probes and masks."""
+    whole = results["h200"]
+    record = whole["samplers"]
+    rows = [[name, ms, ms / record["ms"]["greedy"]] for name, ms in record["ms"].items()]
+    return [
+        "A step of 256 contexts of 512 tokens, one sampler each, and what a probe or a logit mask "
+        "adds.",
+        table(["samplers", "ms", "over greedy"], rows),
+        source(record, whole),
+    ]
+
+
+def adapters(results: Results) -> list[str]:
+    """LoRA adapters."""
+    whole = results["h200"]
+    record = whole["adapters"]
+    base = record["step_us"]["off"]
+    rows = [
+        [name, us, us / base, record["csgmv_step_us"].get(name, "")]
+        for name, us in record["step_us"].items()
+    ]
+    return [
+        "A step of 64 contexts, by the number of adapters that it binds.",
+        table(["adapters", "`triton`, µs", "over off", "`csgmv`, µs"], rows),
+        source(record, whole),
+    ]
+
+
+def memory(results: Results) -> list[str]:
+    """Memory: planned and taken."""
+    whole = results["h200"]
+    record = whole["memory"]
+    rows = [
+        [name, part, *each[part]]
+        for name, each in record["models"].items()
+        for part in ("weights", "graphs", "kv", "activations", "left")
+    ]
+    return [
+        "GiB on an H200, as planned and as taken; *left* is the reserve, and the least that stayed"
+        " free.",
+        table(["shape", "part", "planned", "taken"], rows),
+        source(record, whole),
+    ]
+
+
+def engine(results: Results) -> list[str]:
+    """The offline engine, third repeats."""
+    record = results["engine"]
+    last = {
+        row["part"]: [float(each) for each in row["repeats"][-1] if each] for row in record["rows"]
+    }
+    speeds = [
+        [name, last[part][0]]
+        for part, name in (
+            ("ring", "frames through the ring"),
+            ("engine", "`Engine` of this driver"),
+            ("text", "the same, texts in and out"),
+            ("sglang", "`Engine` of SGLang"),
+        )
+        if part in last
+    ]
+    return [
+        "The same workload through `pie_driver_sglang.Engine`, third repeats.",
+        table(["engine", "output tokens/s"], speeds),
+        bars(record["bars"]),
+        *([record["note"]] if record.get("note") else []),
+        source(record),
+    ]
+
+
+def servers(results: Results) -> list[str]:
+    """Both doors and SGLang's server, under the same loads."""
+    record = results["servers"]
+    names = {"sglang": "SGLang's server", "ours": "door 1", "gateway": "gateway"}
+    loads = {"1": "1", "64": "64", "256": "256", "all": "all at once", "prefix": "shared prefixes"}
+    rows = [
+        [
+            loads[row["load"]],
+            names[row["side"]],
+            *(row[key] for key in ("output_throughput", "median_itl_ms", "p99_itl_ms")),
+            row["median_ttft_ms"],
+        ]
+        for row in record["rows"]
+        if row.get("side") in names
+    ]
+    return [
+        "`pie-sglang serve` by both of its doors and SGLang's server, asked by "
+        "`sglang.bench_serving`: 128 random tokens in, 256 out. Random weights of the 0.6B shape.",
+        table(
+            ["streams", "server", "tokens/s", "ms a token, median", "p99", "ms to the first"],
+            rows,
+        ),
+        bars(record["bars"]),
+        record["note"],
+        source(record),
+    ]
+
+
+def prefix_cache(results: Results) -> list[str]:
+    """The prefix index in SGLang's engine."""
+    record = results["prefix-cache"]
+    speeds: dict[int, dict[str, float]] = {}
+    for row in record["rows"]:
+        speeds.setdefault(row["at_once"], {})[row["engine"]] = row["tokens_per_s"]
+    rows = [
+        [
+            count,
+            *(of[name] for name in ("off", "sglang", "pie")),
+            of["pie"] / of["sglang"],
+            of["pie"] / of["off"],
+        ]
+        for count, of in speeds.items()
+    ]
+    names = ["requests at once", "no prefix cache", "its tree", "our index", "ours / its", "/ none"]
+    return [
+        "SGLang's engine with fa3, output tokens/s. Groups of eight requests share 200 to 600 "
+        "tokens; medians of turns.",
+        table(names, rows),
+        source(record),
+    ]
