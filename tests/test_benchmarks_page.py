@@ -120,12 +120,18 @@ def test_records_that_are_to_come(tool: ModuleType, results: dict[str, Any]) -> 
         "device": "1 x NVIDIA H200",
         "command": "benches/gpu/some_check.py --x",
     }
+    other = {**about, "commit": "89abcde", "device": "1 x NVIDIA H100 80GB HBM3"}
+    shape["sources"] = {"step_us": about, "bytes_us": about, "tokens_per_s": other}
     bar = {"name": "tokens that differ", "value": 0.0, "bar": "<= 0", "ok": True}
-    more = {"shapes": {**about, "8b": shape}, "sampling": {**about, "bars": [bar]}}
+    more = {"shapes": {"8b": shape, "14b": shape}, "sampling": {**about, "bars": [bar]}}
     found = sections(tool.render({**results, **more}))
-    assert "| 8b | 1 | 4,000 | 3,500 | 0.88 |" in found["Larger shapes"]
-    assert "| 8b | 12,000 | fa3 | 10,000 | 1.20 |" in found["Larger shapes"]
-    assert "commit `0123456`" in found["Larger shapes"]
+    assert "| 8b | 1 | 4,000 | 3,500 | 0.88 | H200 |" in found["Larger shapes"]
+    assert "| 8b | 12,000 | fa3 | 10,000 | 1.20 | H100 |" in found["Larger shapes"]
+    sources = [line for line in found["Larger shapes"].splitlines() if "commit" in line]
+    assert sources == [
+        "8b steps, 14b steps: 1 x NVIDIA H200; 2026-12-01; commit `0123456`.",
+        "8b throughput, 14b throughput: 1 x NVIDIA H100 80GB HBM3; 2026-12-01; commit `89abcde`.",
+    ]
     assert "| tokens that differ | 0.00 | <= 0 | yes |" in found["Sampling"]
     assert "2026-12-01; commit" in found["Sampling"]
 

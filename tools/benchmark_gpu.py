@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from benchmark_tables import Results, bars, picture, source, table
 
 
@@ -41,10 +43,10 @@ def mini_sglang(record: Results) -> list[str]:
 
 def shapes(results: Results) -> list[str]:
     """Steps and throughput of shapes that people deploy."""
-    whole = results["shapes"]
-    named = whole.get("shapes", whole)
     known = {
-        name: each for name, each in named.items() if isinstance(each, dict) and "step_us" in each
+        name: each
+        for name, each in results["shapes"].items()
+        if isinstance(each, dict) and "step_us" in each
     }
     steps = []
     for name, each in known.items():
@@ -52,20 +54,38 @@ def shapes(results: Results) -> list[str]:
             limit = each.get("bytes_us", {}).get(rows)
             # A step that is faster moved fewer bytes; see the shape's note.
             share = limit / us if limit and limit <= us else ""
-            steps.append([name, rows, us, limit or "", share])
-    speeds = [
-        [name, each["tokens_per_s"]["ours"], backend, speed, each["tokens_per_s"]["ours"] / speed]
-        for name, each in known.items()
-        for backend, speed in each.get("tokens_per_s", {}).get("sglang", {}).items()
-    ]
+            steps.append([name, rows, us, limit or "", share, gpu_of(each, "step_us")])
+    speeds = []
+    for name, each in known.items():
+        found = each.get("tokens_per_s", {})
+        for backend, speed in found.get("sglang", {}).items():
+            ratio = found["ours"] / speed
+            gpu = gpu_of(each, "tokens_per_s")
+            speeds.append([name, found["ours"], backend, speed, ratio, gpu])
     parts = ["Decode steps, and the time that moving their bytes takes at the memory's bandwidth:"]
-    parts.append(table(["shape", "rows", "step, µs", "bytes, µs", "bytes / step"], steps))
+    parts.append(table(["shape", "rows", "step, µs", "bytes, µs", "bytes / step", "GPU"], steps))
     if speeds:
-        names = ["shape", "ours, tokens/s", "SGLang with", "its tokens/s", "ours / theirs"]
+        names = ["shape", "ours, tokens/s", "SGLang with", "its tokens/s", "ours / theirs", "GPU"]
         parts += ["Throughput of the standard workload:", table(names, speeds)]
-    sources = [source(each, whole) for each in known.values() if each.get("command")]
     parts += [f"{name}: {each['note']}." for name, each in known.items() if each.get("note")]
-    return [*parts, *(sources or [source(whole)])]
+    return [*parts, *shape_sources(known)]
+
+
+def gpu_of(shape: Results, figure: str) -> str:
+    """The name of the GPU of a shape's figure."""
+    device = shape.get("sources", {}).get(figure, {}).get("device", "")
+    return str(device).removeprefix("1 x ").removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def shape_sources(known: Mapping[str, Results]) -> list[str]:
+    """Where the figures of shapes come from: those of one command together."""
+    labels = {"step_us": "steps", "tokens_per_s": "throughput"}
+    sources: dict[str, list[str]] = {}
+    for name, each in known.items():
+        for figure, about in each.get("sources", {}).items():
+            if figure in labels:
+                sources.setdefault(source(about), []).append(f"{name} {labels[figure]}")
+    return [f"{', '.join(figures)}: {text}" for text, figures in sources.items()]
 
 
 def steps(results: Results) -> list[str]:
