@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,7 +167,7 @@ class TestServers:
 
     @pytest.mark.parametrize("name", ["1", "256", "all", "prefix"])
     def test_clients_share_a_load_out(self, name: str, clients: Any) -> None:
-        load = clients.Load(name, "ours", "http://x", "sglang", 256, 4, 1, "folder")
+        load = clients.Load(name, "ours", "http://x", "sglang", 256, 4, 1, "folder", 1)
         words = [load.words(client, Path("r")) for client in range(4)]
 
         def sum_of(flag: str) -> int:
@@ -190,6 +192,21 @@ class TestServers:
         assert found["output_throughput"] == 100
         assert (found["completed"], found["median_itl_ms"], found["p99_itl_ms"]) == (6, 5, 54)
         assert found["hit_rate_pct"] == 85
+
+    def test_cpu_time_is_counted_by_part(self, clients: Any) -> None:
+        """A driver is known by its command line, and burns 0.3 s here."""
+        burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+        before = clients.cpu_s(os.getpid())
+        words = [sys.executable, "-c", burn, "--handshake-fd", "3"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=pipe, stdout=pipe) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            after = clients.cpu_s(os.getpid())
+            process.communicate(b"\n")
+        assert 0.25 <= after["driver"] - before["driver"] < 1.0
+        assert after["scheduler"] == before["scheduler"] == 0.0
+        assert after["front"] >= before["front"] > 0.0
 
     def test_the_faster_door_counts_at_saturation(
         self, frame: Any, arguments: argparse.Namespace

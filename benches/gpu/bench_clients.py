@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 INPUT, OUTPUT = 128, 256
 COUNTS: Final[Mapping[str, int]] = {
@@ -51,6 +52,7 @@ class Load(msgspec.Struct, frozen=True):
         clients: How many processes ask.
         seed: Of the prompts.
         tokenizer: Its folder.
+        pid: The server's first process.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Load(msgspec.Struct, frozen=True):
     clients: int
     seed: int
     tokenizer: str
+    pid: int
 
     @property
     def asked(self) -> int:
@@ -102,6 +105,7 @@ def play(plan: Sequence[Load], out: Path) -> None:
     for number, load in enumerate(plan):
         flush(load.url)
         records = [out / f"load-{number}-{client}.jsonl" for client in range(load.clients)]
+        before = cpu_s(load.pid)
         begin = time.perf_counter()
         children = [_fork(serving, load, client, record) for client, record in enumerate(records)]
         failed = [status for child in children if (status := _wait(child, begin + LIMIT_S))]
@@ -111,6 +115,10 @@ def play(plan: Sequence[Load], out: Path) -> None:
             print(f"{label}: clients ended with {failed}", flush=True)
             continue
         found = together([json.loads(record.read_text()) for record in records])
+        tokens = found.pop("tokens")
+        for part, seconds in cpu_s(load.pid).items():
+            used = seconds - before.get(part, 0.0)
+            found[f"{part}_cpu_us"] = round(used / tokens * 1e6, 2)
         for record in records:
             record.unlink()
         line = {"load": load.name, "side": load.side, "clients": load.clients, "asked": load.asked}
@@ -125,6 +133,7 @@ def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     longest = max(float(each["duration"]) for each in figures)
     tokens = sum(int(each["total_output_tokens"]) for each in figures)
     found = {
+        "tokens": tokens,
         "completed": sum(int(each["completed"]) for each in figures),
         "output_throughput": round(tokens / longest, 1),
         "p99_itl_ms": round(max(float(each["p99_itl_ms"]) for each in figures), 3),
@@ -135,6 +144,23 @@ def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     known = [float(rate) for rate in rates if rate is not None]
     if known:
         found["hit_rate_pct"] = round(statistics.mean(known), 2)
+    return found
+
+
+def cpu_s(pid: int) -> dict[str, float]:
+    """CPU seconds of a server's processes so far, by part.
+
+    `driver` is our processes with the model, `scheduler` those of a scheduler; SGLang's has the
+    model, too. `front` is all others: HTTP, tokens to text, the gateway.
+    """
+    found = dict.fromkeys(("front", "scheduler", "driver"), 0.0)
+    root = psutil.Process(pid)
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times, words = process.cpu_times(), " ".join(process.cmdline())
+            schedules = "sglang::scheduler" in words or "sglang::rank" in words
+            part = "driver" if "--handshake-fd" in words else "front"
+            found["scheduler" if schedules else part] += times.user + times.system
     return found
 
 

@@ -13,7 +13,8 @@ A load `N` is N streams at once, of 128 random tokens in and 256 out. `all` send
 once. `prefix` is `generated-shared-prefix`: groups that share a system prompt of 1,024 tokens. What
 counts is the median of the repeats. Bars are ratios to SGLang's. The gateway is asked by
 `/v1/completions`, the others by `/generate`; loads of 256 streams and more come from several
-clients (`bench_clients.py`).
+clients (`bench_clients.py`). `front_cpu_us` is the CPU time of a server's HTTP and text processes
+for a token.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ POOL: Final = 200_000
 """Tokens of SGLang's pool: two times what the largest load needs."""
 MANY: Final = ("256", "all")
 """Loads of several clients."""
-FIGURES: Final = ("output_throughput", "median_itl_ms", "median_ttft_ms", "p99_itl_ms")
+FIGURES: Final = (
+    "output_throughput", "median_itl_ms", "median_ttft_ms", "p99_itl_ms", "front_cpu_us",
+)  # fmt: skip
 
 
 class Limits(NamedTuple):
@@ -87,7 +90,7 @@ def main() -> None:
             log = arguments.out / f"{side}.log"
             started[side] = stack.enter_context(server(side, arguments, model, log))
         until = begin + arguments.start_s
-        urls = {}
+        ready = {}
         for side, served in started.items():
             try:
                 wait_ready(served, until)
@@ -98,12 +101,12 @@ def main() -> None:
                 report.hold(f"{side}: does not serve", 1, at_most=0)
                 continue
             report.hold(f"{side}: answers that differ", differ, at_most=0)
-            urls[side] = served.url
+            ready[side] = served
         took_s = time.monotonic() - begin
         report.add(part="start", took_s=round(took_s, 1))
         left_s = arguments.budget_s - took_s
         runner = Runner(arguments.out / "server_check.log", left_s)
-        found = alternate(arguments, urls, model, runner, report)
+        found = alternate(arguments, ready, model, runner, report)
         report.hold("loads that failed", len(runner.failed), at_most=0)
         compare(found, report, LIMITS.get(arguments.bars))
 
@@ -249,7 +252,7 @@ def differing(side: str, url: str) -> int:
 
 def alternate(
     arguments: argparse.Namespace,
-    urls: Mapping[str, str],
+    ready: Mapping[str, Served],
     model: Path,
     runner: Runner,
     report: Report,
@@ -261,16 +264,17 @@ def alternate(
         Load(
             name=load,
             side=side,
-            url=url,
+            url=served.url,
             backend="sglang-oai" if side == "gateway" else "sglang",
             count=max(2, round(COUNTS[load] * arguments.scale)),
             clients=arguments.clients if load in MANY else 1,
             seed=1 + repeat,
             tokenizer=str(model),
+            pid=served.process.pid,
         )
         for repeat in range(arguments.repeats)
         for load in arguments.loads.split(",")
-        for side, url in urls.items()
+        for side, served in ready.items()
     ]
     listed = arguments.out / "plan.json"
     listed.write_bytes(msgspec.json.encode(plan))
@@ -333,6 +337,8 @@ def compare(
         if load in ("1", "64"):
             most = limits.one if load == "1" else limits.many
             report.hold(f"{name}: time between tokens", over["median_itl_ms"], at_most=most)
+        if load == "64" and side == "ours":
+            report.hold(f"{name}: CPU of the front end", over["front_cpu_us"], at_most=1.0)
         if load == "prefix" and side == "ours":
             apart = median(load, side, "hit_rate_pct") - median(load, "sglang", "hit_rate_pct")
             report.hold("prefix: hit rates, percent apart", abs(apart), at_most=1.0)
