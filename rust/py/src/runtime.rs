@@ -65,7 +65,7 @@ impl Runtime {
     ///     max_queued_requests: Sequences that may wait.
     ///     chunked_prefill_size: Most tokens of a step.
     ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
-    ///         limit.
+    ///         limit. None is 6, and up to nine times what a step of decodes takes while many requests wait for their first token.
     ///     max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
     ///         `chunked_prefill_size`; 0 for no more than these.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
@@ -100,7 +100,7 @@ impl Runtime {
     #[pyo3(signature = (
         model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
         seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
-        max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
+        max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = None,
         max_step_ms = 250.0, radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false,
         enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
@@ -132,7 +132,7 @@ impl Runtime {
         max_running_requests: Option<u32>,
         max_queued_requests: Option<u32>,
         chunked_prefill_size: u32,
-        max_token_gap_ms: f64,
+        max_token_gap_ms: Option<f64>,
         max_step_ms: f64,
         radix_eviction_policy: &str,
         disable_radix_cache: bool,
@@ -169,7 +169,12 @@ impl Runtime {
         let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
         let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
         let running_limit = limit("running_limit_s", running_limit_s)?;
-        let gap = seconds("max_token_gap_ms", max_token_gap_ms / 1e3)?;
+        let usual = Config::default();
+        let gap_us = max_token_gap_ms.map_or(Ok(usual.gap_us), |limit| {
+            Ok(seconds("max_token_gap_ms", limit / 1e3)?.as_micros() as u64)
+        })?;
+        // A limit that is named is kept, however many wait.
+        let gap_growth = max_token_gap_ms.map_or(usual.gap_growth, |_| 0);
         let step = seconds("max_step_ms", max_step_ms / 1e3)?;
         let scheduler = Config {
             policy: schedule_policy.parse().map_err(value_error)?,
@@ -177,7 +182,8 @@ impl Runtime {
             chunk_tokens: chunked_prefill_size,
             max_running: at_least_one("max_running_requests", max_running_requests)?.unwrap_or(0),
             max_queued: max_queued_requests,
-            gap_us: gap.as_micros() as u64,
+            gap_us,
+            gap_growth,
             step_us: step.as_micros() as u64,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,

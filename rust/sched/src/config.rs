@@ -70,6 +70,9 @@ pub struct Config {
     /// [`streams`](crate::Arrival::streams). The share of prompts in a step follows from what steps took. A limit below twice
     /// the time of a step without prompts counts as twice that time, so that prompts are served, too. 0: no limit.
     pub gap_us: u64,
+    /// While many requests wait for their first token, prompts in a step may take longer than `gap_us` leaves them: up to so many
+    /// times as long as its decodes. Up to 1: never.
+    pub gap_growth: u8,
     /// Not `disable_radix_cache`: whether what was computed is kept for requests that begin alike.
     pub prefix_cache: bool,
     /// `radix_eviction_policy`.
@@ -104,6 +107,7 @@ impl Default for Config {
             max_running: 256,
             max_queued: None,
             gap_us: 6000,
+            gap_growth: 8,
             prefix_cache: true,
             eviction: pie_radix::Policy::Lru,
             kv_events: false,

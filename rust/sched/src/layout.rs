@@ -157,7 +157,15 @@ impl<S> Scheduler<S> {
         };
         let streams =
             plan.flight.load.streams || decodes_follow && self.running.iter().any(streams);
-        let budget = self.pace.budget(streams);
+        let budget = if streams && !decodes_follow {
+            // Of those that run the rest have parts of prompts left, or are late.
+            let load = plan.flight.load;
+            let beginning = self.running.len().saturating_sub(load.decodes as usize);
+            self.pace
+                .crowded_budget(load, beginning + self.waiting.len())
+        } else {
+            self.pace.budget(streams)
+        };
         plan.prompt = budget.min(left.max(MIN_PROMPT)).min(plan.tokens);
     }
 

@@ -1,5 +1,7 @@
 //! What steps cost, and what follows for the next: the share of prompts, and what a copy is worth.
 
+use crate::config::Config;
+
 /// Steps after which it is asked again whether there is room, even if nothing has ended: what running requests are expected to
 /// produce becomes less.
 pub(crate) const LOOK_AGAIN: u64 = 8;
@@ -12,6 +14,10 @@ const FIRST_BUDGET: f32 = 512.0;
 
 /// How much of an average the latest value is.
 const WEIGHT: f32 = 0.2;
+
+/// How many requests that wait for their first token make the prompts of a step take the time of its decodes once more: one for so
+/// many streams.
+const STREAMS_PER_WAITING: f32 = 16.0;
 
 /// Steps full of prompts that tell what a token of one costs at best.
 const FULL_STEPS: usize = 4;
@@ -96,6 +102,8 @@ impl Full {
 pub(crate) struct Pace {
     /// 0: no limit.
     gap_us: f32,
+    /// How many times the time of decodes prompts may take while many requests wait.
+    growth: f32,
     /// Of a step without streams.
     step_us: f32,
     chunk: f32,
@@ -124,11 +132,12 @@ pub(crate) struct Load {
 }
 
 impl Pace {
-    pub(crate) fn new(gap_us: u64, step_us: u64, chunk_tokens: u32) -> Self {
+    pub(crate) fn new(config: &Config, chunk_tokens: u32) -> Self {
         let chunk = chunk_tokens as f32;
         Self {
-            gap_us: gap_us as f32,
-            step_us: step_us as f32,
+            gap_us: config.gap_us as f32,
+            growth: f32::from(config.gap_growth),
+            step_us: config.step_us as f32,
             chunk,
             full: Full::default(),
             decodes: Decodes::new(),
@@ -143,6 +152,23 @@ impl Pace {
     pub(crate) fn budget(&self, streams: bool) -> u32 {
         let limited = streams && self.gap_us > 0.0;
         (if limited { self.budget } else { self.chunk }) as u32
+    }
+
+    /// The same for a step with these decodes of streams, while so many requests wait for their first token.
+    ///
+    /// How long prompts hold streams up in all does not depend on the size of their parts; but the smaller these are, the more often
+    /// a waiting request waits for a step's decodes. So the more of them wait, the larger the parts.
+    pub(crate) fn crowded_budget(&self, load: Load, waiting: usize) -> u32 {
+        let usual = self.budget(true);
+        let Some((decode, token)) = self.decodes.at(load.context).zip(self.token.0) else {
+            return usual;
+        };
+        let share = STREAMS_PER_WAITING * waiting as f32 / load.decodes.max(1) as f32;
+        let times = share.min(self.growth);
+        if times <= 1.0 {
+            return usual;
+        }
+        usual.max((decode * times / token).min(self.chunk) as u32)
     }
 
     /// Most tokens of a step, prompts and decodes together, while no request streams. What a step costs besides its tokens is
@@ -211,6 +237,10 @@ impl Pace {
             self.decodes.latest.0.unwrap_or(0.0)
         };
         let room = self.gap_us.max(2.0 * alone) - decode;
+        // Larger parts, for those who wait, say little of the usual ones.
+        if load.streams && tokens > 1.5 * self.budget {
+            return;
+        }
         if load.streams {
             self.is_tried = true;
             self.adapt(tokens, (room / prompts).clamp(0.5, 1.25));
@@ -238,6 +268,18 @@ impl Pace {
 #[cfg(test)]
 mod tests {
     use super::{Load, Pace};
+    use crate::config::Config;
+
+    /// With parts of prompts that do not grow.
+    fn pace(gap_us: u64, step_us: u64, chunk_tokens: u32) -> Pace {
+        let config = Config {
+            gap_us,
+            step_us,
+            gap_growth: 0,
+            ..Config::default()
+        };
+        Pace::new(&config, chunk_tokens)
+    }
 
     fn load(decodes: u32, prompt_tokens: u32) -> Load {
         Load {
@@ -271,7 +313,7 @@ mod tests {
             (6000, 9000, 20.0, 440),
             (6000, 9000, 900.0, 64),
         ] {
-            let mut pace = Pace::new(gap_us, 0, 8192);
+            let mut pace = self::pace(gap_us, 0, 8192);
             let found = settle(&mut pace, decode_us, token_us);
             assert!(
                 found.abs_diff(expected) <= expected / 5,
@@ -280,10 +322,10 @@ mod tests {
             assert_eq!(pace.budget(false), 8192);
         }
         // Prompts alone tell something already: 2 µs a token.
-        let mut pace = Pace::new(6000, 0, 8192);
+        let mut pace = self::pace(6000, 0, 8192);
         pace.learn(load(0, 8000), 16_000, 0);
         assert_eq!(pace.budget(true), 3000);
-        let mut free = Pace::new(0, 0, 8192);
+        let mut free = self::pace(0, 0, 8192);
         assert_eq!(settle(&mut free, 2000, 50.0), 8192);
     }
 
@@ -291,7 +333,7 @@ mod tests {
     #[test]
     fn what_decodes_take_follows_from_what_they_read() {
         let step = |context: u64| 900 + context / 40;
-        let mut pace = Pace::new(6000, 0, 8192);
+        let mut pace = self::pace(6000, 0, 8192);
         for requests in (1..=256).rev() {
             let context = requests * 1000;
             let load = Load {
@@ -317,7 +359,7 @@ mod tests {
     /// Without streams there is no limit, and what was found for streams stays.
     #[test]
     fn steps_without_streams_do_not_change_what_streams_need() {
-        let mut pace = Pace::new(6000, 0, 8192);
+        let mut pace = self::pace(6000, 0, 8192);
         let found = settle(&mut pace, 2000, 10.0);
         for _ in 0..20 {
             let load = Load {
@@ -335,7 +377,7 @@ mod tests {
     fn a_step_without_streams_may_be_larger_than_a_chunk() {
         let step = |tokens: u32| 20_000 + u64::from(tokens) * 3;
         let play = |step_us| {
-            let mut pace = Pace::new(6000, step_us, 16_384);
+            let mut pace = self::pace(6000, step_us, 16_384);
             assert_eq!(pace.without_streams(), 16_384);
             pace.learn(load(0, 16_384), 5_000_000, 0);
             let sizes = (0..4).map(|_| {
@@ -361,9 +403,45 @@ mod tests {
         assert_eq!(play(0).0, [16_384; 4]);
     }
 
+    /// A decode takes 9 ms, a token of a prompt 25 µs: usually prompts have as much time as decodes.
+    #[test]
+    fn parts_of_prompts_grow_while_many_wait() {
+        let mut pace = Pace::new(&Config::default(), 8192);
+        let usual = settle(&mut pace, 9000, 25.0);
+        assert!(usual.abs_diff(352) <= 70, "{usual}");
+        let step = load(48, 0);
+        let mut last = usual;
+        for (waiting, least, most) in [
+            (0, usual, usual),
+            (3, usual, usual),
+            (6, 600, 720),
+            (12, 1200, 1440),
+            (48, 2400, 2880),
+            (1000, 2400, 2880),
+        ] {
+            let found = pace.crowded_budget(step, waiting);
+            assert!(
+                (least..=most).contains(&found) && found >= last,
+                "{waiting}: {found}"
+            );
+            last = found;
+        }
+        // Such steps do not change what few requests find.
+        for _ in 0..30 {
+            pace.learn(load(64, 2500), 9000 + 200 + 2500 * 25, 0);
+        }
+        assert_eq!(pace.budget(true), usual);
+        let mut fixed = self::pace(6000, 0, 8192);
+        let usual = settle(&mut fixed, 9000, 25.0);
+        assert_eq!(fixed.crowded_budget(step, 1000), usual);
+        // Nothing is known yet.
+        let pace = Pace::new(&Config::default(), 8192);
+        assert_eq!(pace.crowded_budget(step, 1000), pace.budget(true));
+    }
+
     #[test]
     fn the_host_pays_as_long_as_copies_are_cheaper() {
-        let mut pace = Pace::new(0, 0, 8192);
+        let mut pace = self::pace(0, 0, 8192);
         assert!(pace.host_pays(16));
         pace.learn(load(0, 1000), 10_000, 0);
         let copies = |copied_pages| Load {

@@ -101,7 +101,7 @@ impl<S> Scheduler<S> {
         let chunk = config.chunk_tokens.min(limits.max_forward_tokens);
         Ok(Self {
             memory: Memory::new(&config, &limits)?,
-            pace: Pace::new(config.gap_us, config.step_us, chunk),
+            pace: Pace::new(&config, chunk),
             ratio: Ratio::new(config.conservativeness),
             random: fastrand::Rng::with_seed(config.seed),
             config,

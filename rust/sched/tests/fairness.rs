@@ -111,6 +111,7 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
     let gap_us = STEP_US + 8 * TOKEN_US + 300 * TOKEN_US;
     let config = Config {
         gap_us,
+        gap_growth: 0,
         prefix_cache: false,
         ..Config::default()
     };
@@ -141,6 +142,56 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
     assert!(most <= Some(&(300 * 5 / 4)), "{parts:?}");
     assert!(least >= Some(&180), "{parts:?}");
     sim.drain();
+}
+
+/// Two bursts of streams, the first of which shows what steps take: while most of the second wait, larger parts of prompts bring their
+/// first tokens sooner, and all of them end sooner.
+#[test]
+fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
+    const REQUESTS: u64 = 64;
+    let bursts = |gap_growth| {
+        let config = Config {
+            gap_us: 100,
+            gap_growth,
+            prefix_cache: false,
+            ..Config::default()
+        };
+        let limits = Limits {
+            total_pages: 100_000,
+            max_page_refs: 100_000,
+            ..LIMITS
+        };
+        let mut sim = sim(config, limits);
+        let mut found = (0, 0, 0);
+        for burst in 0..2 {
+            let begin = sim.now;
+            for _ in 0..REQUESTS {
+                sim.submit(&Ask::plain(0, 255, 100));
+            }
+            let mut computed = vec![0; REQUESTS as usize];
+            let (mut first_us, mut longest_us) = (0, 0);
+            while sim.scheduler.stats().waiting + sim.scheduler.stats().running > 0 {
+                let before = sim.now;
+                for (id, tokens) in step(&mut sim) {
+                    let had = &mut computed[(id - burst * REQUESTS) as usize];
+                    if *had < 255 && *had + tokens >= 255 {
+                        first_us += (sim.now - begin) / REQUESTS;
+                    } else if *had >= 255 {
+                        longest_us = longest_us.max(sim.now - before);
+                    }
+                    *had += tokens;
+                }
+            }
+            assert!(computed.iter().all(|&tokens| tokens >= 255));
+            found = (first_us, sim.now - begin, longest_us);
+        }
+        found
+    };
+    let (usual, grown) = (bursts(0), bursts(8));
+    assert!(grown.0 < usual.0 * 85 / 100, "{grown:?} {usual:?}");
+    assert!(grown.1 < usual.1 * 95 / 100, "{grown:?} {usual:?}");
+    // 64 decodes take 242 µs, and prompts up to eight times as long.
+    assert!(grown.2 < 9 * 242 * 5 / 4, "{grown:?}");
 }
 
 /// Without streams a step has as many prompts as its time allows; as soon as one streams, a chunk, and less next to decodes.

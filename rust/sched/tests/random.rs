@@ -106,7 +106,7 @@ fn config() -> impl Strategy<Value = Config> {
             Just(Eviction::Lfu),
             Just(Eviction::Priority)
         ],
-        (0_u64..300, 0_u64..600),
+        (0_u64..300, 0_u64..600, 0_u8..10),
     );
     let order = (
         prop::bool::weighted(0.4),
@@ -117,7 +117,8 @@ fn config() -> impl Strategy<Value = Config> {
     );
     (sizes, kinds, order, any::<u64>()).prop_map(|(sizes, kinds, order, seed)| {
         let (chunk_tokens, max_running, max_queued) = sizes;
-        let (policy, conservativeness, prefix_cache, eviction, (gap_us, step_us)) = kinds;
+        let (policy, conservativeness, prefix_cache, eviction, (gap_us, step_us, gap_growth)) =
+            kinds;
         let (priority, low_priority_first, preemption_threshold, max_overtakes, limit) = order;
         Config {
             policy,
@@ -126,6 +127,7 @@ fn config() -> impl Strategy<Value = Config> {
             max_running,
             max_queued,
             gap_us,
+            gap_growth,
             step_us,
             prefix_cache,
             eviction,
