@@ -51,6 +51,15 @@ def environment(folder: Path, plugins: str) -> dict[str, str]:
     }
 
 
+def event(line: bytes) -> dict[str, Any] | None:
+    """What a line of a stream says; None for an empty one and for the one that ends it."""
+    text = line.decode().strip().removeprefix("data: ")
+    if not text or text == "[DONE]":
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 class Server:
     """A running server.
 
@@ -94,9 +103,8 @@ class Server:
         body = self.body(prompt, tokens, stream=True, **more)
         with urllib.request.urlopen(self.request("/generate", body), timeout=400) as lines:
             for line in lines:
-                text = line.decode().strip().removeprefix("data: ")
-                if text and text != "[DONE]":
-                    yield json.loads(text)["output_ids"]
+                if found := event(line):
+                    yield found["output_ids"]
 
     def flush(self) -> None:
         """Empties the cache; SGLang refuses while a step runs, as after a request's last token."""

@@ -153,11 +153,11 @@ def test_the_openapi_document_is_kept(served: Served, tmp_path: Path) -> None:
     assert served[1].poll() is None
 
 
-@whole
-def test_a_thousand_streams(served: Served) -> None:
-    ends = flood(served[0], 1000)
-    assert ends["left"] + ends["abort"] > 50
-    assert not ends["lost"]
+def test_many_streams_some_of_which_are_given_up(served: Served) -> None:
+    streams, share = (1000, 0.1) if ALL else (100, 0.3)
+    ends = flood(served[0], streams, share)
+    # The others had all of their tokens before their clients went.
+    assert ends["left"] + ends["abort"] > streams // 20
 
 
 def test_nothing_is_left(served: Served) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,11 +211,7 @@ class TestEnds:
 
     def test_a_client_that_goes_leaves_nothing_behind(self, server: Server) -> None:
         before = state(server)
-        host, port = server.url.removeprefix("http://").split(":")
-        body = json.dumps(server.body([11], 2000, stream=True)).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with asked(server, server.body([11], 2000, stream=True)) as connection:
             assert b"200 OK" in connection.recv(4096)
             assert connection.recv(4096)
         wait_until(lambda: state(server)["finished"] > before["finished"], 60, "it was ended")
@@ -221,6 +220,36 @@ class TestEnds:
         assert after["finished"] == before["finished"] + 1
         assert after["output_tokens"] - before["output_tokens"] < 2000
         assert after["pages_free"] + after["pages_cached"] == after["pages_total"]
+
+
+@contextlib.contextmanager
+def asked(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """The connection of a client that asked `/generate`, and goes at the end of the block."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        yield connection
+
+
+def test_a_client_that_goes_while_its_request_waits(forked_python: str, tmp_path: Path) -> None:
+    """The front end forgets such a request at once, and would call an output of it an error."""
+    flags = ("--scheduler", "pie", "--max-running-requests", "1")
+    with running(tmp_path, *flags, python=forked_python) as (server, _):
+        with contextlib.ExitStack() as others:
+            # Enough to compute that the last one never begins.
+            for number in range(3):
+                body = server.body([11, number], 2000, stream=True)
+                others.enter_context(asked(server, body))
+            wait_until(lambda: state(server)["open_requests"] == 3, 60, "they are there")
+            with asked(server, server.body([12], 50, stream=True, rid="given-up")):
+                wait_until(lambda: state(server)["open_requests"] == 4, 60, "it waits")
+            ended = "rid=given-up not found in rid_to_state"
+            wait_until(lambda: ended in server.log.read_text(), 60, "its end is known")
+            assert state(server)["running"] == 1
+        wait_until(lambda: state(server)["open_requests"] == 0, 60, "nothing is left")
+        assert not re.search("Received output for rid='?given-up", server.log.read_text())
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

@@ -20,7 +20,7 @@ from PIL import Image
 
 import tiny_vision
 from pie_server import generate, refusal, running, state, wait_until
-from sglang_server import Server
+from sglang_server import Server, event
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -208,8 +208,7 @@ def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
         asked = {"text": f"{PLACE}{at}", "image_data": [part(images[at])["image_url"]["url"]]}
         request = server.request("/generate", {**asked, "sampling_params": options, "stream": True})
         with urllib.request.urlopen(request, timeout=120) as lines:
-            events = [line.decode().strip().removeprefix("data: ") for line in lines]
-        answers = [json.loads(event) for event in events if event and event != "[DONE]"]
+            answers = [answer for line in lines if (answer := event(line))]
         # On a busy machine what is new may come at once.
         said = [answer["output_ids"] for answer in answers]
         assert all(later[: len(one)] == one for one, later in itertools.pairwise(said))

@@ -12,7 +12,7 @@ use crate::backend::Backend;
 use crate::error::{FrontError, one_line};
 use crate::media;
 use crate::open::{Open, Pace};
-use crate::output::{Entry, Finish, OutputEncoder};
+use crate::output::{AbortEncoder, Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
 use crate::session::{Begun, Sessions};
 use crate::table::{MessageClass, Template};
@@ -79,6 +79,7 @@ const MOST_WAITS: usize = 1 << 16;
 pub struct Front {
     decoder: Decoder,
     outputs: OutputEncoder,
+    aborts: AbortEncoder,
     probed: Template,
     settings: FrontSettings,
     state: Mutex<State>,
@@ -110,6 +111,7 @@ impl Front {
                 settings.speculates,
                 settings.times.clone(),
             )?,
+            aborts: AbortEncoder::new(classes)?,
             probed: Template::new(classes, "HealthCheckOutput", &[])?,
             settings,
             state: Mutex::default(),
@@ -180,9 +182,15 @@ impl Front {
                 state.waits.extend(waited);
             }
             if let Some(end) = &delta.end {
-                if let Some(open) = state.close(delta.request) {
-                    let finish = finish(&open, end);
-                    ended.push((open, finish));
+                match state.close(delta.request) {
+                    Some(open) if *end == End::Aborted && open.waits() => {
+                        outgoing.to_tokenizer.push(self.aborts.encode(&open));
+                    }
+                    Some(open) => {
+                        let finish = finish(&open, end);
+                        ended.push((open, finish));
+                    }
+                    None => {}
                 }
             } else if due {
                 running.push(delta.request);

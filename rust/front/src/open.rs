@@ -156,6 +156,11 @@ impl Open {
         self.sent = self.tokens;
     }
 
+    /// Whether it still waits for its first step: nothing was computed, and nothing sent.
+    pub(crate) const fn waits(&self) -> bool {
+        self.admitted.is_none() && self.tokens == 0
+    }
+
     pub(crate) const fn reasoning_tokens(&self) -> u32 {
         self.thinking.tokens
     }

@@ -193,6 +193,28 @@ impl OutputEncoder {
     }
 }
 
+/// Writes the ends of requests that were given up while they waited: to the tokenizer manager, because the detokenizer never knew
+/// them. It takes these for late where it has forgotten the request, and outputs for an error.
+#[derive(Debug, Clone)]
+pub(crate) struct AbortEncoder(Template);
+
+impl AbortEncoder {
+    pub(crate) fn new(classes: &[MessageClass]) -> Result<Self, FrontError> {
+        Template::new(classes, "AbortReq", &["rid", "http_worker_ipc"]).map(Self)
+    }
+
+    pub(crate) fn encode(&self, open: &Open) -> Vec<u8> {
+        self.0.encode(|field, bytes| {
+            match field {
+                "rid" => text(bytes, &open.rid),
+                "http_worker_ipc" => optional_text(bytes, open.worker.as_deref()),
+                _ => return false,
+            }
+            true
+        })
+    }
+}
+
 fn finish(bytes: &mut Vec<u8>, finish: Option<&Finish>) {
     match finish {
         None => nil(bytes),

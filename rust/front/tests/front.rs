@@ -5,7 +5,7 @@ mod support;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
+use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing};
 use pie_runtime::{
     Arrival, Constrain, Delta, Draw, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler,
     Unbindable,
@@ -13,7 +13,9 @@ use pie_runtime::{
 use proptest::prelude::*;
 use rmpv::Value;
 
-use support::{Kept, classes, delta, encoded, field, front, generate, ids, message, settings};
+use support::{
+    ABORT, Kept, classes, delta, encoded, field, front, generate, ids, message, settings,
+};
 
 #[test]
 fn a_request_goes_in_and_its_tokens_come_out() {
@@ -284,13 +286,7 @@ fn aborts_take_the_beginning_of_names() {
         &[("batch", Value::Array(batch))],
     );
     front.receive(&kept, [&encoded(&batch)[..]]).unwrap();
-    let abort = |set: &[(&str, Value)]| {
-        encoded(&message(
-            "AbortReq",
-            &["rid", "http_worker_ipc", "abort_all"],
-            set,
-        ))
-    };
+    let abort = |set: &[(&str, Value)]| encoded(&message("AbortReq", ABORT, set));
     front
         .receive(&kept, [&abort(&[("rid", "req1".into())])[..]])
         .unwrap();
@@ -308,9 +304,47 @@ fn aborts_take_the_beginning_of_names() {
     let mut all = kept.aborted.take();
     all.sort_unstable();
     assert_eq!(all, [0, 1, 2, 3]);
-    let ended = front.outputs(&[delta(1, &[], Some(End::Aborted))]);
+    let ended = front.outputs(&[delta(1, &[7], Some(End::Aborted))]);
     assert_eq!(field(&ended.to_detokenizer[0], "rids"), ["req1".into()]);
     assert_eq!(front.open_requests(), 3);
+}
+
+/// The tokenizer manager has forgotten a request whose client went, and calls an output of it an error. `SGLang`'s scheduler sends
+/// none for a request that waits.
+#[test]
+fn what_was_given_up_while_it_waited_ends_without_an_output() {
+    let (front, kept) = (front(), Kept::default());
+    for rid in ["waits", "begins", "runs", "fails"] {
+        let request = encoded(&generate(
+            rid,
+            &[1],
+            &[("http_worker_ipc", "w".into())],
+            &[],
+        ));
+        front.receive(&kept, [&request[..]]).unwrap();
+    }
+    let admitted = |delta| Delta {
+        admitted: Some(5),
+        ..delta
+    };
+    front.outputs(&[admitted(delta(2, &[9], None))]);
+    let ended = front.outputs(&[
+        delta(0, &[], Some(End::Aborted)),
+        admitted(delta(1, &[], Some(End::Aborted))),
+        admitted(delta(2, &[], Some(End::Aborted))),
+        delta(3, &[], Some(End::Failed("broken".into()))),
+    ]);
+    let set = [("rid", "waits".into()), ("http_worker_ipc", "w".into())];
+    assert_eq!(
+        ended.to_tokenizer,
+        [encoded(&message("AbortReq", ABORT, &set))]
+    );
+    let rids = field(&ended.to_detokenizer[0], "rids");
+    assert_eq!(rids, ["begins".into(), "runs".into(), "fails".into()]);
+    assert_eq!(front.open_requests(), 0);
+    // What comes later of them is not sent.
+    let late = front.outputs(&[delta(0, &[3], None), delta(2, &[3], Some(End::Length))]);
+    assert_eq!(late, Outgoing::default());
 }
 
 #[test]

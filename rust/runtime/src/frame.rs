@@ -7,8 +7,9 @@ use pie_wire::{
     Sampler, Scratch, WireError,
 };
 
+use self::bits::BitMasks;
 use crate::answer::{Asked, Scored};
-use crate::mask::{all_but, bits, only};
+use crate::mask::{all_but, only};
 use crate::picture::Pictures;
 
 /// What one context brings to a frame.
@@ -45,7 +46,7 @@ pub struct Turn<'a> {
 /// What a context asks for beyond the Pie protocol.
 #[derive(Clone, Copy, Debug)]
 pub struct Extended<'a> {
-    /// The same in every turn.
+    /// The same in every turn. Its mask does not count: [`Turn::mask`] does.
     pub asked: &'a RequestExtension,
     /// Tokens of the prompt; those after it count for penalties.
     pub prompt: u32,
@@ -208,8 +209,8 @@ impl Outline {
 pub struct FrameBuilder {
     frame: Frame,
     page_size: u32,
-    /// Words of a mask as bits; `None`: masks go as runs.
-    mask_words: Option<usize>,
+    /// `None`: all masks go as runs.
+    bit_masks: Option<BitMasks>,
     as_pie: bool,
     scratch: Scratch,
     extensions: Vec<(u32, RequestExtension)>,
@@ -231,7 +232,7 @@ impl FrameBuilder {
         Self {
             frame,
             page_size,
-            mask_words: None,
+            bit_masks: None,
             as_pie: false,
             scratch: Scratch::default(),
             extensions: Vec::new(),
@@ -242,7 +243,7 @@ impl FrameBuilder {
     #[must_use]
     pub fn with_bit_masks(self, vocab_size: u32) -> Self {
         Self {
-            mask_words: Some(vocab_size.div_ceil(32) as usize),
+            bit_masks: Some(BitMasks::new(vocab_size.div_ceil(32) as usize)),
             ..self
         }
     }
@@ -284,7 +285,10 @@ impl FrameBuilder {
             return;
         };
         clear(body);
-        self.extensions.clear();
+        match &mut self.bit_masks {
+            Some(masks) => masks.recycle(self.extensions.drain(..)),
+            None => self.extensions.clear(),
+        }
         body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
         // Mask rows are left out of the whole frame when every request has one token and no draft.
         let plain = body.single_token_mode && turns.clone().all(|turn| turn.drafts.is_empty());
@@ -292,24 +296,18 @@ impl FrameBuilder {
         outline.gaps.clear();
         outline.scored.clear();
         outline.note_drafts(turns.clone());
+        let mut last_mask = None;
         for turn in turns {
             let place = body.token_ids.len();
             let gap = turn.awaits.map(|request| Gap { place, request });
             outline.gaps.extend(gap);
             let request = body.context_ids.len() as u32;
             let mut extension = turn.extension.and_then(|extended| extended.row(&turn));
-            let words = self.mask_words;
-            let bits = turn
-                .mask
-                .zip(words)
-                .and_then(|(mask, words)| bits(mask, turn.forbidden, words));
-            let as_bits = bits.is_some();
-            if let Some(bits) = bits {
-                let row = extension.get_or_insert_default();
-                // Grammars in the same place, as within a string, often allow the same.
-                row.shares_mask = last_mask(&self.extensions).is_some_and(|last| *last == bits);
-                row.mask = if row.shares_mask { Vec::new() } else { bits };
-            }
+            let as_bits = turn.mask.zip(self.bit_masks.as_mut());
+            let as_bits = as_bits.is_some_and(|(mask, masks)| {
+                let (rows, row) = (&self.extensions, &mut extension);
+                masks.put(mask, turn.forbidden, rows, &mut last_mask, row)
+            });
             if let Some(extension) = extension {
                 outline.note_scored(request as usize, &extension);
                 self.extensions.push((request, extension));
@@ -331,12 +329,6 @@ impl FrameBuilder {
     }
 }
 
-/// The last mask of its own that one of the rows has.
-fn last_mask(rows: &[(u32, RequestExtension)]) -> Option<&Vec<u32>> {
-    let masks = rows.iter().rev().map(|(_, row)| &row.mask);
-    masks.into_iter().find(|mask| !mask.is_empty())
-}
-
 impl Extended<'_> {
     /// The row of a turn's frame; `None` where it would change nothing.
     fn row(&self, turn: &Turn<'_>) -> Option<RequestExtension> {
@@ -350,6 +342,7 @@ impl Extended<'_> {
         }
         let mut row = self.asked.clone();
         row.penalties.counted_from = self.prompt;
+        (row.mask, row.shares_mask) = (Vec::new(), false);
         match &mut row.logprobs {
             Some(logprobs) if scores || turn.sampler.is_some() => logprobs.prompt = prompt,
             logprobs => *logprobs = None,
@@ -452,6 +445,7 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
     ]
 }
 
+mod bits;
 mod pictures;
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,7 @@
 //! Which tokens may be drawn, as the wire has it: the lengths of equal bits.
 
+use std::borrow::Cow;
+
 use pie_wire::Brle;
 
 /// Every token but these.
@@ -25,45 +27,53 @@ pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
     }
 }
 
-/// The bits of a mask without the forbidden tokens, unless no other is left, in so many words; `None` where runs take less room.
-pub(crate) fn bits(mask: &[u32], forbidden: &[u32], words: usize) -> Option<Vec<u32>> {
+/// Whether the bits of a mask, in so many words, take less room than the lengths of equal bits.
+pub(crate) fn is_shorter_as_bits(mask: &[u32], words: usize) -> bool {
     let mut last = 0;
     let borders = mask.iter().map(|&word| {
         let before = word << 1 | last;
         last = word >> 31;
         (word ^ before).count_ones()
     });
-    if borders.sum::<u32>() as usize <= words {
-        return None;
+    borders.sum::<u32>() as usize > words
+}
+
+/// Writes the bits of a mask without the forbidden tokens, unless no other is left, in so many words over what is in `bits`.
+pub(crate) fn write_bits(bits: &mut Vec<u32>, mask: &[u32], forbidden: &[u32], words: usize) {
+    bits.clear();
+    bits.extend_from_slice(mask);
+    if !remove(bits, forbidden) {
+        bits.copy_from_slice(mask);
     }
-    let mut bits = without(mask, forbidden).unwrap_or_else(|| mask.to_vec());
     bits.resize(words, 0);
-    Some(bits)
 }
 
 /// The tokens of a mask without the forbidden ones, unless no other is left.
 pub(crate) fn only(mask: &[u32], forbidden: &[u32]) -> Brle {
-    match without(mask, forbidden) {
-        Some(mask) => runs(&mask),
-        None => runs(mask),
+    runs(&without(mask, forbidden))
+}
+
+/// The mask without the forbidden tokens; as it is where it has none of them, or no others.
+fn without<'a>(mask: &'a [u32], forbidden: &[u32]) -> Cow<'a, [u32]> {
+    if !forbidden.iter().any(|&token| bit(mask, token as usize)) {
+        return Cow::Borrowed(mask);
+    }
+    let mut left = mask.to_vec();
+    if remove(&mut left, forbidden) {
+        Cow::Owned(left)
+    } else {
+        Cow::Borrowed(mask)
     }
 }
 
-/// The mask without the forbidden tokens; `None` where it has none of them, or no others.
-fn without(mask: &[u32], forbidden: &[u32]) -> Option<Vec<u32>> {
-    let allows = |token: &&u32| bit(mask, **token as usize);
-    let lost = forbidden.iter().filter(allows).count();
-    let total: u32 = mask.iter().map(|word| word.count_ones()).sum();
-    if lost == 0 || lost >= total as usize {
-        return None;
-    }
-    let mut mask = mask.to_vec();
-    for &token in forbidden {
+/// Removes tokens from a mask; whether others are left.
+fn remove(mask: &mut [u32], tokens: &[u32]) -> bool {
+    for &token in tokens {
         if let Some(word) = mask.get_mut(token as usize / 32) {
             *word &= !(1 << (token % 32));
         }
     }
-    Some(mask)
+    mask.iter().any(|&word| word != 0)
 }
 
 fn bit(mask: &[u32], at: usize) -> bool {
@@ -121,12 +131,14 @@ mod tests {
         ) {
             let wanted = tokens(&only(&words, &forbidden));
             let length = words.len() + more;
-            match bits(&words, &forbidden, length) {
-                Some(found) => {
-                    prop_assert_eq!(found.len(), length);
-                    prop_assert_eq!(tokens(&runs(&found)), wanted);
-                }
-                None => prop_assert!(runs(&words).buffer.len() <= length + 1),
+            if is_shorter_as_bits(&words, length) {
+                // Of a mask before, longer than this one.
+                let mut found = vec![u32::MAX; 20];
+                write_bits(&mut found, &words, &forbidden, length);
+                prop_assert_eq!(found.len(), length);
+                prop_assert_eq!(tokens(&runs(&found)), wanted);
+            } else {
+                prop_assert!(runs(&words).buffer.len() <= length + 1);
             }
         }
 
@@ -144,14 +156,22 @@ mod tests {
         #[test]
         fn forbidden_tokens_are_left_out_unless_no_other_is_left(
             words in prop::collection::vec(prop_oneof![Just(0), 0_u32..8, any::<u32>()], 1..9),
-            forbidden in prop::collection::btree_set(0_u32..300, 0..6),
+            forbidden in prop::collection::vec(0_u32..300, 0..6),
         ) {
             let all: Vec<u64> = (0..32 * words.len() as u64).filter(|&at| bit(&words, at as usize)).collect();
             let left = all.iter().copied().filter(|&token| !forbidden.contains(&(token as u32)));
             let left: Vec<u64> = left.collect();
-            let forbidden: Vec<u32> = forbidden.into_iter().collect();
             let wanted = if left.is_empty() { all } else { left };
             prop_assert_eq!(tokens(&only(&words, &forbidden)), wanted);
+        }
+
+        #[test]
+        fn a_mask_is_copied_only_to_leave_tokens_out(
+            words in prop::collection::vec(prop_oneof![Just(0), 0_u32..8, any::<u32>()], 1..9),
+            forbidden in prop::collection::vec(0_u32..300, 0..6),
+        ) {
+            let found = without(&words, &forbidden);
+            prop_assert_eq!(matches!(found, Cow::Owned(_)), *found != words);
         }
 
         #[test]

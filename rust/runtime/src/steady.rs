@@ -4,7 +4,7 @@ use allocation_counter::measure;
 use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Scheduler};
 use pie_wire::Sampler;
 
-use crate::frame::{FrameBuilder, Outline};
+use crate::frame::{FrameBuilder, Outline, Turn};
 use crate::relay::turn;
 use crate::sampling::Draw;
 
@@ -110,4 +110,32 @@ fn steps_of_decodes_allocate_nothing() {
         assert_eq!(counted.count_total, 0, "{requests} requests, {streams}");
         assert_eq!(steps.outline.requests, requests as usize);
     }
+}
+
+/// Of masks that go as bits, whether rows share them or have their own.
+#[test]
+fn frames_of_masks_allocate_nothing() {
+    // A bit in every second place, and another one.
+    let masks: Vec<Vec<u32>> = (0..32)
+        .map(|bit| vec![0x5555_5555 ^ 1 << bit; 4096])
+        .collect();
+    let turn = |at: usize| Turn {
+        tokens: &[7],
+        pages: &[3],
+        sampler: Some(&SAMPLER),
+        mask: Some(&masks[at / 32]),
+        forbidden: if at % 16 < 8 { &[2, 9] } else { &[] },
+        ..Turn::EMPTY
+    };
+    let mut builder = FrameBuilder::new(16).with_bit_masks(32 * 4096);
+    let mut outline = Outline::default();
+    let mut frame = vec![0; 8 << 20];
+    let mut round = || {
+        builder.lay_out_in(&mut outline, (0..1024).map(turn));
+        builder.encode(&mut frame).unwrap()
+    };
+    // The second one keeps the buffers of the first.
+    (0..2).for_each(|_| _ = round());
+    let counted = measure(|| _ = round());
+    assert_eq!(counted.count_total, 0);
 }

@@ -126,6 +126,8 @@ pub(crate) const OUTPUT: &[&str] = &[
     "image_tokens",
 ];
 
+pub(crate) const ABORT: &[&str] = &["rid", "http_worker_ipc", "abort_all"];
+
 pub(crate) fn class(name: &str, fields: &[&str], optional: &[&str]) -> MessageClass {
     let field = |&name: &&str| MessageField {
         name: name.to_owned(),
@@ -146,7 +148,7 @@ pub(crate) fn classes() -> Vec<MessageClass> {
             &["rids", "http_worker_ipcs", "batch"],
             &[],
         ),
-        class("AbortReq", &["rid", "http_worker_ipc", "abort_all"], &[]),
+        class("AbortReq", ABORT, ABORT),
         class(
             "BatchTokenIDOutput",
             OUTPUT,
