@@ -156,6 +156,9 @@ impl RadixIndex {
     }
 
     fn add_leaf(&mut self, parent: u32, tokens: &[u32], pages: &[u32], how: Insertion) -> u32 {
+        let hash = self.hash(parent, &tokens[..self.size]);
+        // It comes while the tokens are copied.
+        self.table.prefetch(hash);
         let edge = Edge::new(tokens, pages);
         self.edge_bytes += edge.bytes();
         self.evictable += edge.len();
@@ -170,7 +173,7 @@ impl RadixIndex {
             first_child: NONE,
             next: NONE,
             previous: NONE,
-            hash: self.hash(parent, &tokens[..self.size]),
+            hash,
             hits: u32::from(!how.chunked),
             priority: how.priority,
             ..Node::default()
