@@ -15,6 +15,7 @@ use pie_benches::{
     Asked, Bytes, HostPath, asking_frame, decode_frame, forked_frame, mixed_frame, prefill_frame,
 };
 use pie_ngram::{Config, Drafter, Drafts, Step};
+use pie_radix::{Evicted, Insertion, Key, RadixIndex};
 use pie_wire::{ForwardResponse, Frame, ResponseFrame, ResponsePayload};
 
 /// `memcmp` and `memcpy` pick their code by the processor, which moves the counts a little.
@@ -24,7 +25,7 @@ const CONTEXT: u32 = 2048;
 type Counts = BTreeMap<String, u64>;
 
 /// A case prepares itself, then calls [`counted`] once.
-const CASES: [(&str, fn()); 15] = [
+const CASES: [(&str, fn()); 17] = [
     ("wire/access", access),
     ("wire/encode_reply", || encode_reply(2)),
     ("wire/encode_reply/fast", || encode_reply(1)),
@@ -37,6 +38,8 @@ const CASES: [(&str, fn()); 15] = [
     ("plan/groups/256x32768", groups),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
     ("ngram/step/64", drafts),
+    ("radix/evict/1000", evict),
+    ("radix/turn/16", turn),
     ("sched/step/256x2048", || {
         let mut decodes = Decodes::new(256, CONTEXT);
         counted(|| decodes.step());
@@ -123,6 +126,59 @@ fn drafts() {
     };
     step(0, CONTEXT);
     step(CONTEXT, CONTEXT + 1);
+}
+
+/// 1,000 pages evicted from 20,000 leaves of one page each, used in another order than they were inserted in.
+fn evict() {
+    const LEAVES: u32 = 20_000;
+    let mut index = RadixIndex::new(pie_radix::Config::default()).expect("a valid config");
+    let key = |leaf| [leaf / 100, leaf];
+    for leaf in 0..LEAVES {
+        let pages = [2 * leaf, 2 * leaf + 1];
+        index
+            .insert(Key::new(&key(leaf)), &pages, Insertion::default())
+            .expect("a page for each token");
+    }
+    let mut pages = Vec::new();
+    for step in 0..LEAVES {
+        let used = key(step * 7919 % LEAVES);
+        index.match_prefix(Key::new(&used), 0, &mut pages);
+    }
+    let mut evicted = Evicted::default();
+    counted(|| assert_eq!(index.evict(1000, &mut evicted), 1000));
+}
+
+/// The eighth turn of a conversation, one of 100: 300 tokens more, with pages of 16.
+fn turn() {
+    let config = pie_radix::Config {
+        page_size: 16,
+        ..Default::default()
+    };
+    let mut index = RadixIndex::new(config).expect("a valid config");
+    let system = text(1000, 4);
+    let texts = (0..100).map(|number| [&system[..], &text(8 * 300, 5 + number)].concat());
+    // Tokens that take three bytes, as those of a large vocabulary.
+    let texts: Vec<Vec<u32>> = texts
+        .map(|text| text.iter().map(|token| token * 5).collect())
+        .collect();
+    let (mut pages, mut next) = (Vec::with_capacity(1000), 0);
+    let mut take = |text: &[u32]| {
+        let prompt = Key::new(&text[..text.len() - 200]);
+        let node = index.match_and_lock(prompt, 0, &mut pages).node;
+        let fresh = (text.len() / 16 - pages.len()) as u32;
+        pages.extend(next..next + fresh);
+        next += fresh;
+        index
+            .insert_after(node, Key::new(text), &pages, Insertion::default())
+            .expect("a page for each 16 tokens");
+        index.unlock(node).expect("it is locked");
+    };
+    for turn in 1..=8 {
+        for text in &texts[usize::from(turn == 8)..] {
+            take(&text[..1000 + turn * 300]);
+        }
+    }
+    counted(|| take(&texts[0]));
 }
 
 /// The grouping of a step that shares a long prefix, after a step that did.

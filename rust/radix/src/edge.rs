@@ -4,24 +4,13 @@ use std::sync::Arc;
 
 use prefetch_index::prefetch_index;
 
-/// Tokens that are compared at once.
-const LANES: usize = 32;
+use crate::planes::{High, Planes};
+
 /// Words of a cache line, and of what is prefetched of each part of a buffer.
 const LINE: usize = 16;
 const PREFETCHED: usize = 8 * LINE;
 /// Bits of a buffer's first word that say how tokens are stored.
 const WIDTH_SHIFT: u32 = 30;
-
-/// How the bits of a token above the lowest 16 are stored; the largest token of a buffer decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum High {
-    /// Not at all.
-    None,
-    /// 8 bits.
-    Byte,
-    /// 16 bits.
-    Half,
-}
 
 /// Pages of a buffer, or a single page of one token, which needs none. A buffer is `capacity | width`, the page ids, the lower 16
 /// bits of all tokens, their upper bits: planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
@@ -47,23 +36,11 @@ impl Default for Edge {
     }
 }
 
-/// Tokens of a buffer, in planes.
-struct Planes<'a> {
-    low: &'a [u16],
-    high: HighPlane<'a>,
-}
-
-enum HighPlane<'a> {
-    None,
-    Byte(&'a [u8]),
-    Half(&'a [u16]),
-}
-
 impl Edge {
-    /// An edge of its own buffer. `scratch` is overwritten.
+    /// An edge of its own buffer.
     ///
     /// There are as many tokens as pages have room for.
-    pub(crate) fn new(tokens: &[u32], pages: &[u32], scratch: &mut Vec<u32>) -> Self {
+    pub(crate) fn new(tokens: &[u32], pages: &[u32]) -> Self {
         if let (&[token], &[page]) = (tokens, pages)
             && page != NO_PAGE
         {
@@ -73,35 +50,20 @@ impl Edge {
                 len: page,
             };
         }
-        let union = tokens.iter().fold(0, |union, token| union | token);
-        let high = match union >> 16 {
-            0 => High::None,
-            1..=0xFF => High::Byte,
-            _ => High::Half,
-        };
-        let len = pages.len() as u32;
-        scratch.clear();
-        scratch.push(len | (high as u32) << WIDTH_SHIFT);
-        scratch.extend_from_slice(pages);
-        let low = scratch.len();
-        scratch.resize(low + tokens.len().div_ceil(2), 0);
-        put(&mut scratch[low..], tokens, |token| token as u16);
-        let above = scratch.len();
-        match high {
-            High::None => {}
-            High::Byte => {
-                scratch.resize(above + tokens.len().div_ceil(4), 0);
-                put(&mut scratch[above..], tokens, |token| (token >> 16) as u8);
-            }
-            High::Half => {
-                scratch.resize(above + tokens.len().div_ceil(2), 0);
-                put(&mut scratch[above..], tokens, |token| (token >> 16) as u16);
-            }
+        let (len, high) = (pages.len(), High::of(tokens));
+        let (low, above) = high.words(tokens.len());
+        let mut words: Arc<[u32]> = std::iter::repeat_n(0, 1 + len + low + above).collect();
+        // No one else has it yet.
+        if let Some(words) = Arc::get_mut(&mut words) {
+            let (head, planes) = words.split_at_mut(1 + len);
+            head[0] = len as u32 | (high as u32) << WIDTH_SHIFT;
+            head[1..].copy_from_slice(pages);
+            high.write(tokens, planes);
         }
         Self {
-            words: Some(Arc::from(&scratch[..])),
+            words: Some(words),
             start: 0,
-            len,
+            len: len as u32,
         }
     }
 
@@ -143,9 +105,20 @@ impl Edge {
             (low + start * size / 2, len * size / 2),
             (high + start * size / 4, len * size / 4),
         ] {
-            for at in (0..count.clamp(1, PREFETCHED)).step_by(LINE) {
-                prefetch_index(words, first + at);
+            let (mut at, end) = (first, first + count.clamp(1, PREFETCHED));
+            while at < end {
+                prefetch_index(words, at);
+                at += LINE;
             }
+        }
+    }
+
+    /// Has the memory of its page ids come.
+    #[inline]
+    pub(crate) fn prefetch_pages(&self) {
+        if let Some(words) = &self.words {
+            prefetch_index(words, 0);
+            prefetch_index(words, 1 + self.start as usize);
         }
     }
 
@@ -157,12 +130,7 @@ impl Edge {
         }
         let count = tokens.len().min(self.len() * size);
         let tokens = &tokens[..count];
-        let planes = self.planes(size, count);
-        match planes.high {
-            HighPlane::None => common_low(tokens, planes.low),
-            HighPlane::Byte(high) => common(tokens, planes.low, high),
-            HighPlane::Half(high) => common(tokens, planes.low, high),
-        }
+        self.planes(size, count).common(tokens)
     }
 
     /// Appends the first `count` tokens to `tokens`.
@@ -170,23 +138,7 @@ impl Edge {
         if let Some(single) = self.single() {
             return tokens.extend_from_slice(&single[..count]);
         }
-        let planes = self.planes(size, count);
-        let low = planes.low.iter().copied().map(u32::from);
-        match planes.high {
-            HighPlane::None => tokens.extend(low),
-            HighPlane::Byte(high) => {
-                tokens.extend(
-                    low.zip(high)
-                        .map(|(low, high)| low | u32::from(*high) << 16),
-                );
-            }
-            HighPlane::Half(high) => {
-                tokens.extend(
-                    low.zip(high)
-                        .map(|(low, high)| low | u32::from(*high) << 16),
-                );
-            }
-        }
+        self.planes(size, count).append_to(tokens);
     }
 
     /// The last token.
@@ -286,12 +238,7 @@ impl Edge {
     /// Changes the page ids: in place, if only this edge has the buffer and all of it is used.
     ///
     /// Returns the buffer that was left, if another one had to be made.
-    pub(crate) fn set_pages(
-        &mut self,
-        size: usize,
-        pages: &[u32],
-        scratch: &mut Vec<u32>,
-    ) -> Option<Self> {
+    pub(crate) fn set_pages(&mut self, size: usize, pages: &[u32]) -> Option<Self> {
         let (start, len) = (self.start as usize, self.len());
         if len == self.capacity()
             && let Some(words) = self.words.as_mut().and_then(Arc::get_mut)
@@ -301,7 +248,7 @@ impl Edge {
         }
         let mut tokens = Vec::with_capacity(len * size);
         self.tokens(size, len * size, &mut tokens);
-        Some(std::mem::replace(self, Self::new(&tokens, pages, scratch)))
+        Some(std::mem::replace(self, Self::new(&tokens, pages)))
     }
 
     fn words(&self) -> &[u32] {
@@ -319,77 +266,8 @@ impl Edge {
         let (capacity, start) = (self.capacity(), self.start as usize * size);
         let words = self.words();
         let (low, above) = words[1 + capacity..].split_at((capacity * size).div_ceil(2));
-        let half = |plane| -> &[u16] { &bytemuck::cast_slice(plane)[start..][..count] };
-        let high = match words[0] >> WIDTH_SHIFT {
-            0 => HighPlane::None,
-            1 => HighPlane::Byte(&bytemuck::cast_slice(above)[start..][..count]),
-            _ => HighPlane::Half(half(above)),
-        };
-        Planes {
-            low: half(low),
-            high,
-        }
+        Planes::new(low, above, words[0] >> WIDTH_SHIFT, start, count)
     }
-}
-
-/// Writes a part of each token to a plane.
-fn put<T: bytemuck::Pod>(words: &mut [u32], tokens: &[u32], part: impl Fn(u32) -> T) {
-    let plane: &mut [T] = bytemuck::cast_slice_mut(words);
-    for (place, &token) in plane.iter_mut().zip(tokens) {
-        *place = part(token);
-    }
-}
-
-/// Leading tokens that equal their planes. All slices are of one length.
-fn common<T: Copy + Into<u32>>(tokens: &[u32], low: &[u16], high: &[T]) -> usize {
-    let token = |low: u16, high: T| u32::from(low) | high.into() << 16;
-    let chunks = tokens.as_chunks::<LANES>().0.iter();
-    let planes = low
-        .as_chunks::<LANES>()
-        .0
-        .iter()
-        .zip(high.as_chunks::<LANES>().0);
-    let mut agreed = 0;
-    for (tokens, (low, high)) in chunks.zip(planes) {
-        let difference = (0..LANES).fold(0, |difference, lane| {
-            difference | (tokens[lane] ^ token(low[lane], high[lane]))
-        });
-        if difference != 0 {
-            break;
-        }
-        agreed += LANES;
-    }
-    let rest = tokens[agreed..]
-        .iter()
-        .zip(low[agreed..].iter().zip(&high[agreed..]));
-    agreed
-        + rest
-            .take_while(|(tokens, (low, high))| **tokens == token(**low, **high))
-            .count()
-}
-
-/// The same where all tokens of the plane are below 2¹⁶.
-fn common_low(tokens: &[u32], low: &[u16]) -> usize {
-    let chunks = tokens
-        .as_chunks::<LANES>()
-        .0
-        .iter()
-        .zip(low.as_chunks::<LANES>().0);
-    let mut agreed = 0;
-    for (tokens, low) in chunks {
-        let difference = (0..LANES).fold(0, |difference, lane| {
-            difference | (tokens[lane] ^ u32::from(low[lane]))
-        });
-        if difference != 0 {
-            break;
-        }
-        agreed += LANES;
-    }
-    let rest = tokens[agreed..].iter().zip(&low[agreed..]);
-    agreed
-        + rest
-            .take_while(|(token, low)| **token == u32::from(**low))
-            .count()
 }
 
 #[cfg(test)]
@@ -404,9 +282,8 @@ mod tests {
 
     #[test]
     fn a_page_of_one_token_has_no_buffer() {
-        let mut scratch = Vec::new();
         for (token, page, bytes) in [(7, 9, 0), (u32::MAX, 0, 0), (3, u32::MAX, 28)] {
-            let mut edge = Edge::new(&[token], &[page], &mut scratch);
+            let mut edge = Edge::new(&[token], &[page]);
             assert_eq!(
                 (edge.len(), edge.pages(), edge.bytes()),
                 (1, &[page][..], bytes)
@@ -419,7 +296,7 @@ mod tests {
             let mut tokens = Vec::new();
             edge.tokens(1, 1, &mut tokens);
             assert_eq!(tokens, [token]);
-            edge.set_pages(1, &[5], &mut scratch);
+            edge.set_pages(1, &[5]);
             assert_eq!(edge.pages(), [5]);
             assert!(!edge.shares(&edge.clone()) || bytes > 0);
             let upper = edge.split(1);
@@ -441,7 +318,7 @@ mod tests {
         ) {
             let pages: Vec<u32> = (7..7 + (text.len() / size) as u32).collect();
             let text = &text[..pages.len() * size];
-            let mut lower = Edge::new(text, &pages, &mut Vec::new());
+            let mut lower = Edge::new(text, &pages);
             let at = cut.index(pages.len() + 1);
             let upper = lower.split(at);
             prop_assert_eq!(upper.pages(), &pages[..at]);
@@ -464,7 +341,7 @@ mod tests {
             prop_assert!(joined.join(&upper));
             prop_assert_eq!(joined.common(size, text), text.len());
             let fresh: Vec<u32> = lower.pages().iter().map(|page| page + 1000).collect();
-            lower.set_pages(size, &fresh, &mut Vec::new());
+            lower.set_pages(size, &fresh);
             prop_assert_eq!(lower.pages(), &fresh[..]);
             prop_assert_eq!(lower.common(size, &text[at * size..]), text.len() - at * size);
             prop_assert_eq!(upper.pages(), &pages[..at]);

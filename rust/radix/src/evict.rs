@@ -1,13 +1,13 @@
 //! Eviction: whole leaves, by policy, from the device to the host or away.
 
-use std::hint::black_box;
-
 use crate::events::Medium;
-use crate::index::{RadixIndex, spread};
+use crate::index::RadixIndex;
 use crate::node::{Kind, NONE, Queue};
 
-/// Most leaves that are taken from their order at once, and whose surroundings are read before they are evicted.
-const BATCH: usize = 48;
+/// Most leaves that are taken from their order at once.
+const BATCH: usize = 512;
+/// Leaves whose memory is asked for together, while those before them are evicted.
+const AHEAD: usize = 8;
 
 /// A page to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,6 +140,9 @@ impl RadixIndex {
             return self.device_leaves.pop_first().map(|rank| rank as u32);
         }
         let next = *next?;
+        if batch.done.is_multiple_of(AHEAD) {
+            self.read_ahead(batch);
+        }
         batch.done += 1;
         Some(next as u32)
     }
@@ -162,25 +165,34 @@ impl RadixIndex {
             batch.ranks.extend(std::mem::take(&mut self.device_leaves));
         }
         batch.left = self.device_leaves.len();
-        self.read_ahead(&batch.ranks);
     }
 
-    /// Reads the memory that the next evictions will need. Their nodes are scattered, so each costs a few cache misses; reads
-    /// that do not depend on each other overlap.
-    fn read_ahead(&self, ranks: &[u128]) {
-        let node = |at: u32| self.nodes.get(at as usize);
-        let next = || ranks.iter().filter_map(|rank| node(*rank as u32));
-        let nodes = next().fold(0, |sum, node| sum ^ node.hash ^ node.parent);
-        black_box(nodes);
-        let around = next().fold(0, |sum, leaf| {
-            let around = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));
-            let page = leaf.edge.pages().first().copied().unwrap_or(0);
-            let found = self
-                .table
-                .find(spread(leaf.hash), |entry| entry.hash == leaf.hash);
-            sum ^ around[0] ^ around[1] ^ page ^ found.map_or(0, |entry| entry.node)
-        });
-        black_box(around);
+    /// Has the memory come that the evictions after the next ones need. Nodes are scattered, so each costs a few cache misses:
+    /// those of a leaf come in two steps, the node and then what it names, while leaves before it are evicted.
+    fn read_ahead(&self, batch: &Batch) {
+        let leaves = |from: usize, to: usize| {
+            let end = batch.ranks.len();
+            let ranks = &batch.ranks[from.min(end)..to.min(end)];
+            ranks.iter().map(|rank| *rank as u32)
+        };
+        let (next, later) = (batch.done + AHEAD, batch.done + 2 * AHEAD);
+        if batch.done == 0 {
+            leaves(0, later).for_each(|at| self.prefetch_node(at));
+            leaves(0, next).for_each(|at| self.prefetch_around(at));
+        }
+        leaves(later, later + AHEAD).for_each(|at| self.prefetch_node(at));
+        leaves(next, later).for_each(|at| self.prefetch_around(at));
+    }
+
+    /// Has the memory come that a leaf's eviction needs, except for the leaf itself.
+    fn prefetch_around(&self, at: u32) {
+        if let Some(leaf) = self.nodes.get(at as usize) {
+            for at in [leaf.next, leaf.previous, leaf.parent] {
+                self.prefetch_node(at);
+            }
+            leaf.edge.prefetch_pages();
+            self.table.prefetch(leaf.hash);
+        }
     }
 
     /// Takes a node's copy on the host out of the books, if it has one.

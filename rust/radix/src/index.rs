@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher};
 
 use foldhash::fast::RandomState;
-use hashbrown::HashTable;
 use prefetch_index::prefetch_index;
 use rustc_hash::FxHashMap;
 
@@ -14,6 +13,7 @@ use crate::events::Journal;
 use crate::limits::MAX_PAGE_SIZE;
 use crate::node::{Kind, NONE, Node, NodeId, Queue};
 use crate::spaces::Spaces;
+use crate::table::Table;
 
 /// Children that [`RadixIndex::partial`] looks at.
 const LOOKED_AT: usize = 16;
@@ -44,24 +44,6 @@ pub struct Partial {
     pub on_device: bool,
 }
 
-/// A child in the table of all nodes' children.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Entry {
-    pub(crate) hash: u32,
-    pub(crate) node: u32,
-}
-
-impl Entry {
-    /// A hash of 64 good bits from 32.
-    pub(crate) fn spread(self) -> u64 {
-        spread(self.hash)
-    }
-}
-
-pub(crate) fn spread(hash: u32) -> u64 {
-    u64::from(hash).wrapping_mul(0x9E37_79B9_7F4A_7C15)
-}
-
 /// A prefix index: which pages hold the KV of which tokens. See the [crate](crate).
 #[derive(Debug, Clone)]
 pub struct RadixIndex {
@@ -74,7 +56,7 @@ pub struct RadixIndex {
     /// Larger than every generation that was used.
     pub(crate) generation: u32,
     /// Children by hash of parent and first page.
-    pub(crate) table: HashTable<Entry>,
+    pub(crate) table: Table,
     pub(crate) hasher: RandomState,
     pub(crate) spaces: Spaces,
     /// Ranks of the leaves of the device that nothing locks, and of those of the host.
@@ -111,7 +93,7 @@ impl RadixIndex {
             nodes: Vec::new(),
             free: NONE,
             generation: 0,
-            table: HashTable::new(),
+            table: Table::default(),
             hasher: RandomState::default(),
             spaces: Spaces::default(),
             device_leaves: BTreeSet::new(),
@@ -154,9 +136,8 @@ impl RadixIndex {
         let Some((mut at, mut rest)) = self.enter(key) else {
             return (0, 0);
         };
-        while let Some(child) = self.child(at, rest) {
+        while let Some((child, agreed)) = self.child(at, rest) {
             let node = &self.nodes[child as usize];
-            let agreed = node.edge.common(self.size, rest) / self.size;
             *(if node.on_device() {
                 &mut device
             } else {
@@ -210,9 +191,8 @@ impl RadixIndex {
         let Some((mut at, mut rest)) = self.enter(key) else {
             return found;
         };
-        while let Some(child) = self.child(at, rest) {
-            self.prefetch_below(child);
-            let agreed = self.use_child(child, rest);
+        while let Some((child, agreed)) = self.child(at, rest) {
+            self.use_child(child);
             at = self.cut(child, agreed);
             let node = &self.nodes[at as usize];
             found.node = NodeId {
@@ -237,19 +217,24 @@ impl RadixIndex {
     fn prefetch_below(&self, at: u32) {
         let below = self.nodes[at as usize].first_child;
         if let Some(below) = self.nodes.get(below as usize) {
-            // Its begin, and its end, which is the begin of its neighbour.
-            prefetch_index(&self.nodes, below.first_child as usize);
-            prefetch_index(&self.nodes, below.first_child as usize + 1);
+            self.prefetch_node(below.first_child);
             below.edge.prefetch(self.size);
         }
     }
 
-    /// Marks a child as used now, and takes it out of its order. Returns how many pages of it agree.
-    pub(crate) fn use_child(&mut self, child: u32, rest: &[u32]) -> usize {
+    /// Has the memory of a node come, if there is one.
+    #[inline]
+    pub(crate) fn prefetch_node(&self, at: u32) {
+        // Its begin, and its end, which is the begin of its neighbour.
+        prefetch_index(&self.nodes, at as usize);
+        prefetch_index(&self.nodes, at as usize + 1);
+    }
+
+    /// Marks a child as used now, and takes it out of its order.
+    #[inline]
+    pub(crate) fn use_child(&mut self, child: u32) {
         self.leave_queue(child);
-        let node = &mut self.nodes[child as usize];
-        node.accessed = self.now;
-        node.edge.common(self.size, rest) / self.size
+        self.nodes[child as usize].accessed = self.now;
     }
 
     /// The node of the first `agreed` pages of a child: itself, or a new one above it.
@@ -262,26 +247,38 @@ impl RadixIndex {
         upper
     }
 
-    /// The child of a node whose first page begins `rest`.
+    /// The child of a node whose first page begins `rest`, and how many pages of it agree.
     #[inline]
-    pub(crate) fn child(&self, parent: u32, rest: &[u32]) -> Option<u32> {
+    pub(crate) fn child(&self, parent: u32, rest: &[u32]) -> Option<(u32, usize)> {
         let page = rest.get(..self.size)?;
-        let begins =
-            |child: u32| self.nodes[child as usize].edge.common(self.size, page) == self.size;
         let first = self.nodes[parent as usize].first_child;
         if first == NONE {
             return None;
         }
         if self.nodes[first as usize].next == NONE {
-            return begins(first).then_some(first);
+            let agreed = self.agreed(first, rest);
+            return (agreed > 0).then_some((first, agreed));
         }
-        let hash = self.hash(parent, page);
-        let fits = |entry: &Entry| {
-            entry.hash == hash
-                && self.nodes[entry.node as usize].parent == parent
-                && begins(entry.node)
-        };
-        self.table.find(spread(hash), fits).map(|entry| entry.node)
+        let (hash, mut agreed) = (self.hash(parent, page), 0);
+        let child = self.table.find(hash, |child| {
+            if self.nodes[child as usize].parent == parent {
+                agreed = self.agreed(child, rest);
+            }
+            agreed > 0
+        })?;
+        Some((child, agreed))
+    }
+
+    /// How many pages of a node begin `rest`.
+    #[inline]
+    fn agreed(&self, at: u32, rest: &[u32]) -> usize {
+        self.prefetch_below(at);
+        let agreed = self.nodes[at as usize].edge.common(self.size, rest);
+        if self.size == 1 {
+            agreed
+        } else {
+            agreed / self.size
+        }
     }
 
     pub(crate) fn hash(&self, parent: u32, page: &[u32]) -> u32 {
@@ -346,12 +343,7 @@ impl RadixIndex {
         let upper = self.add(upper);
         self.len += 1;
         self.replace_child(parent, child, upper);
-        if let Some(entry) = self
-            .table
-            .find_mut(spread(upper_hash), |entry| entry.node == child)
-        {
-            entry.node = upper;
-        }
+        self.table.replace(upper_hash, child, upper);
         let mut page = std::mem::take(&mut self.scratch);
         page.clear();
         let lower = &mut self.nodes[child as usize];

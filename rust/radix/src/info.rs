@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::RadixError;
-use crate::index::{Entry, RadixIndex};
+use crate::index::RadixIndex;
 use crate::node::{Node, NodeId};
 
 /// A node, as [`RadixIndex::info`] describes it.
@@ -103,7 +103,7 @@ impl RadixIndex {
         let leaves = self.device_leaves.len() + self.host_leaves.len();
         let copies: usize = self.copies.values().map(|copy| size_of_val(&**copy)).sum();
         self.nodes.capacity() * size_of::<Node>()
-            + self.table.capacity() * (size_of::<Entry>() + 1) * 8 / 7
+            + self.table.bytes()
             + self.edge_bytes
             // Nodes of a B-tree are two thirds full.
             + leaves * size_of::<u128>() * 3 / 2

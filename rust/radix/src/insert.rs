@@ -79,8 +79,8 @@ impl RadixIndex {
         debug_assert!(self.begins_with(root, tokens, bottom));
         let mut at = if done == 0 { root } else { bottom };
         inserted.existing = self.insert_path(bottom, pages, how);
-        while let Some(child) = self.child(at, &tokens[done * self.size..]) {
-            let agreed = self.use_child(child, &tokens[done * self.size..]);
+        while let Some((child, agreed)) = self.child(at, &tokens[done * self.size..]) {
+            self.use_child(child);
             at = self.cut(child, agreed);
             inserted.existing += self.insert_node(at, &pages[done..done + agreed], how);
             done += agreed;
@@ -156,7 +156,10 @@ impl RadixIndex {
     }
 
     fn add_leaf(&mut self, parent: u32, tokens: &[u32], pages: &[u32], how: Insertion) -> u32 {
-        let edge = Edge::new(tokens, pages, &mut self.scratch);
+        let hash = self.hash(parent, &tokens[..self.size]);
+        // It comes while the tokens are copied.
+        self.table.prefetch(hash);
+        let edge = Edge::new(tokens, pages);
         self.edge_bytes += edge.bytes();
         self.evictable += edge.len();
         self.len += 1;
@@ -170,7 +173,7 @@ impl RadixIndex {
             first_child: NONE,
             next: NONE,
             previous: NONE,
-            hash: self.hash(parent, &tokens[..self.size]),
+            hash,
             hits: u32::from(!how.chunked),
             priority: how.priority,
             ..Node::default()

@@ -43,8 +43,10 @@ mod limits;
 mod lock;
 mod node;
 mod picture;
+mod planes;
 mod record;
 mod spaces;
+mod table;
 mod tier;
 mod tree;
 

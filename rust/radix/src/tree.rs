@@ -2,7 +2,7 @@
 
 use crate::edge::Edge;
 use crate::error::RadixError;
-use crate::index::{Entry, RadixIndex};
+use crate::index::RadixIndex;
 use crate::node::{Kind, NONE, Node, NodeId, Queue};
 
 impl RadixIndex {
@@ -123,21 +123,11 @@ impl RadixIndex {
     }
 
     pub(crate) fn insert_entry(&mut self, at: u32) {
-        let hash = self.nodes[at as usize].hash;
-        let entry = Entry { hash, node: at };
-        self.table
-            .insert_unique(entry.spread(), entry, |entry| entry.spread());
+        self.table.insert(self.nodes[at as usize].hash, at);
     }
 
     pub(crate) fn remove_entry(&mut self, at: u32) {
-        let hash = self.nodes[at as usize].hash;
-        let entry = Entry { hash, node: at };
-        if let Ok(found) = self
-            .table
-            .find_entry(entry.spread(), |entry| entry.node == at)
-        {
-            found.remove();
-        }
+        self.table.remove(self.nodes[at as usize].hash, at);
     }
 
     /// Takes a node out of its order of eviction, before what it is ordered by changes.
@@ -205,7 +195,7 @@ impl RadixIndex {
     pub(crate) fn set_pages(&mut self, at: u32, pages: &[u32]) {
         let node = &mut self.nodes[at as usize];
         let parent = node.parent;
-        if let Some(left) = node.edge.set_pages(self.size, pages, &mut self.scratch) {
+        if let Some(left) = node.edge.set_pages(self.size, pages) {
             self.edge_bytes += node.edge.bytes();
             self.release(&left, parent);
         }
@@ -229,7 +219,7 @@ impl RadixIndex {
         let used = above.head(end);
         let mut tokens = Vec::with_capacity(end * self.size);
         used.tokens(self.size, end * self.size, &mut tokens);
-        let fresh = Edge::new(&tokens, used.pages(), &mut self.scratch);
+        let fresh = Edge::new(&tokens, used.pages());
         let mut at = parent;
         while self.nodes[at as usize].edge.shares(edge) {
             let node = &mut self.nodes[at as usize];
