@@ -170,9 +170,10 @@ impl Runtime {
         let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
         let running_limit = limit("running_limit_s", running_limit_s)?;
         let usual = Config::default();
-        let gap_us = max_token_gap_ms.map_or(Ok(usual.gap_us), |limit| {
-            Ok(seconds("max_token_gap_ms", limit / 1e3)?.as_micros() as u64)
-        })?;
+        let gap_us = match max_token_gap_ms {
+            Some(limit) => seconds("max_token_gap_ms", limit / 1e3)?.as_micros() as u64,
+            None => usual.gap_us,
+        };
         // A limit that is named is kept, however many wait.
         let gap_growth = max_token_gap_ms.map_or(usual.gap_growth, |_| 0);
         let step = seconds("max_step_ms", max_step_ms / 1e3)?;
