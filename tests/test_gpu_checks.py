@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 import scripts
 from tiny_models import REPOSITORY
@@ -180,6 +182,18 @@ class TestServers:
         if name == "256":
             assert sum_of("max-concurrency") == 256
         assert len({each[each.index("--seed") + 1] for each in words}) == 4
+
+    def test_texts_have_as_many_tokens_as_asked(self, frame: Any, tmp_path: Path) -> None:
+        """Random tokens, which a client turns into a text, and a server into tokens again."""
+        texts = importlib.import_module("texts")
+        folder = texts.make_tokenizer(tmp_path / "model", 151_936)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        draw = random.Random(1)
+        own = tokenizer.decode(new := [draw.randrange(5000, 151_936) for _ in range(500)])
+        assert tokenizer.encode(own).ids == new
+        mixed = tokenizer.decode([draw.randrange(151_936) for _ in range(4000)])
+        # The embedded model's own tokens may be parts of letters.
+        assert 4000 <= len(tokenizer.encode(mixed)) < 4320
 
     def test_clients_are_counted_together(self, clients: Any) -> None:
         def client(tokens: int, seconds: float, between: float, rate: float) -> dict[str, Any]:

@@ -23,7 +23,12 @@ def extra_us(rows: int, vocab: int) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.layers import logprob_processor, sampler
+        from sglang.srt.runtime_context import publish
         from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+        from sglang.srt.server_args import ServerArgs
+
+    # Its sampler reads there how it filters; of a model so named nothing is read.
+    publish(ServerArgs(model_path="dummy", sampling_backend="flashinfer"), role="test")
 
     made = sampler.Sampler.__new__(sampler.Sampler)
     torch.nn.Module.__init__(made)
@@ -82,6 +87,7 @@ def extra_us(rows: int, vocab: int) -> dict[str, float]:
         "bias": functools.partial(case, False, True, False, False, 0),
         "mask": functools.partial(case, False, False, True, False, 0),
         "top-5": functools.partial(case, False, False, False, False, 5),
+        "filters": functools.partial(case, False, False, False, True, 0),
         "all": functools.partial(case, True, True, True, True, 5),
     }
     usable = {}

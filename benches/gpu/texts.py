@@ -1,8 +1,8 @@
 """Texts for models without a tokenizer of their own: as many tokens as asked, of a real tokenizer.
 
 The tokenizer is the embedded model's, with words added until every token that a model of the
-Qwen3 family can say has a text. Decoding costs what it costs with the model's own, and so does
-splitting texts; merging bytes to tokens costs less, for its words are few and short.
+Qwen3 family can say has a text, which is this one token again. Decoding costs what it costs with
+the model's own, and so does splitting texts; merging bytes to tokens costs less.
 """
 
 from __future__ import annotations
@@ -24,10 +24,21 @@ def make_tokenizer(folder: Path, vocabulary: int) -> Path:
     description: dict[str, Any] = json.loads((POCKET / "tokenizer.json").read_text())
     words: dict[str, int] = description["model"]["vocab"]
     first = max(*words.values(), *(token["id"] for token in description["added_tokens"])) + 1
-    # The letter that stands for a space before the word.
-    words.update({f"Ġx{number}": number for number in range(first, vocabulary)})
+    words.update({_word(number): number for number in range(first, vocabulary)})
+    # A word that is there is taken whole; no merges lead to the new ones.
+    description["model"]["ignore_merges"] = True
     (folder / "tokenizer.json").write_text(json.dumps(description))
     return folder
+
+
+def _word(number: int) -> str:
+    """A word of its own for a token, of letters alone: digits are tokens by themselves."""
+    letters = ""
+    for _ in range(4):
+        number, letter = divmod(number, 26)
+        letters += chr(ord("a") + letter)
+    # The letter in front stands for a space before the word.
+    return f"Ġxq{letters}"
 
 
 def make_texts(lengths: Iterable[int], seed: int) -> list[str]:
