@@ -181,7 +181,6 @@ class Check:
         command += ["--peer-backends", self._arguments.peer_backends]
         command += ["--repeats", self._arguments.repeats]
         command += ["--pie-load", self._arguments.pie_load, "--out", out]
-        command += ["--option", "mem_fraction_static = 0.8"]
         path = out / "load_check.json"
         record = self._record(f"{name} throughput", command, path, shape, LOAD_S)
         if record is not None:
