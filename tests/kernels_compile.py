@@ -463,7 +463,8 @@ def check_sampling(dtype: torch.dtype) -> None:
     asked = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
     wide, tokens = torch.zeros(40, 151_936), torch.zeros(512, dtype=torch.int32)
     changed = LogitRows(logits, wide, torch.zeros(40, dtype=torch.int32))
-    for rows, cap in ((LogitRows(logits), None), (LogitRows(logits), 30.0), (changed, None)):
+    kinds = [(LogitRows(logits), None), (LogitRows(logits), 30.0), (changed, None)]
+    for rows, cap in kinds if dtype == torch.bfloat16 else kinds[:1]:
         sample = functools.partial(sampler.sample_step, rows, params, results, step, cap)
         kernels = recorded(sample)
         names = ["_survey", "_sample_rows", "_count_coarse", "_count_fine", "_sample_left"]

@@ -230,6 +230,8 @@ class Terminal:
 
         def own_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            # What runs in the background of a script ignores Ctrl-C, and so would what it starts.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
             command,
