@@ -60,9 +60,11 @@ fn is_fast(requests: &[Request], slots: &Slots, limit: usize) -> bool {
 /// Bytes that the outputs of a request take, besides the offsets that every request has.
 fn output_bytes(request: &Request, slots: &Slots, vocab_size: u32) -> usize {
     let own = slots.of(request.slots());
+    // Log-probabilities of a prompt have slots as well, which bring no token.
+    let tokens = own.iter().filter(|slot| slot.class().is_token()).count();
     let tokens = match request.drafts() {
-        0 => WORD * own.iter().filter(|slot| slot.class().is_token()).count(),
-        drafts => WORD * own.len().min(drafts + 1),
+        0 => WORD * tokens,
+        drafts => WORD * tokens.min(drafts + 1),
     };
     let probes = own.iter().map(|slot| slot.probe_bytes(vocab_size));
     let places = WORD
