@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suit
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-crates test-model test-python quick conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-crates test-model test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -67,7 +67,13 @@ test-python: $(VENV)/.installed $(VENV)/.compiled
 	$(PYTEST)
 
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target quick-rust quick-python
+
+# Programs of tests that wait more than they compute leave Python a core.
+quick-rust:
 	PIE_FUZZ_DAMAGED=1000 cargo test --workspace --quiet
+
+quick-python:
 	$(PYTEST) -m "not engine"
 
 conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
