@@ -37,7 +37,9 @@ class TestLogprobs:
             found = server.ask("/generate", body)
             if stream:
                 lines = [line for line in found.split("\n\n") if line]
-                assert len(lines) == 6
+                # A front end that comes late has several tokens in one.
+                assert 2 <= len(lines) <= 6
+                assert lines[-1] == "data: [DONE]"
                 found = lines[-2].removeprefix("data: ")
             check_answer(json.loads(found), kind, prompt, reference)
 
