@@ -19,6 +19,13 @@ const LIMITS: Limits = Limits {
     max_logprob_words: 1 << 16,
 };
 
+/// Pages never lack.
+const ROOMY: Limits = Limits {
+    total_pages: 100_000,
+    max_page_refs: 100_000,
+    ..LIMITS
+};
+
 fn sim(config: Config, limits: Limits) -> Sim {
     Sim::new(config, limits, 1)
 }
@@ -115,12 +122,7 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
         prefix_cache: false,
         ..Config::default()
     };
-    let limits = Limits {
-        total_pages: 100_000,
-        max_page_refs: 100_000,
-        ..LIMITS
-    };
-    let mut sim = sim(config, limits);
+    let mut sim = sim(config, ROOMY);
     for _ in 0..8 {
         sim.submit(&Ask::plain(0, 5, 255));
     }
@@ -156,12 +158,7 @@ fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
             prefix_cache: false,
             ..Config::default()
         };
-        let limits = Limits {
-            total_pages: 100_000,
-            max_page_refs: 100_000,
-            ..LIMITS
-        };
-        let mut sim = sim(config, limits);
+        let mut sim = sim(config, ROOMY);
         let mut found = (0, 0, 0);
         for burst in 0..2 {
             let begin = sim.now;
@@ -203,12 +200,7 @@ fn steps_without_streams_are_as_large_as_their_time_allows() {
         prefix_cache: false,
         ..Config::default()
     };
-    let limits = Limits {
-        total_pages: 100_000,
-        max_page_refs: 100_000,
-        ..LIMITS
-    };
-    let mut sim = sim(config, limits);
+    let mut sim = sim(config, ROOMY);
     let whole = Ask {
         whole: true,
         ..Ask::plain(0, 200, 1)
