@@ -167,6 +167,10 @@ def test_parameters_are_checked_at_once(runtime: Runtime) -> None:
         make(replicas=2)
     with pytest.raises(ValueError, match="is not a scheduling policy"):
         make(schedule_policy="fastest")
+    with pytest.raises(ValueError, match="max_token_gap_ms is -5: "):
+        make(max_token_gap_ms=-5)
+    with pytest.raises(ValueError, match="max_step_ms is NaN: "):
+        make(max_step_ms=float("nan"))
 
 
 def test_shutdown_leaves_no_driver() -> None:

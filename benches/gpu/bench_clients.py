@@ -117,7 +117,7 @@ def play(plan: Sequence[Load], out: Path) -> None:
         found = together([json.loads(record.read_text()) for record in records])
         tokens = found.pop("tokens")
         for part, seconds in cpu_s(load.pid).items():
-            used = seconds - before.get(part, 0.0)
+            used = seconds - before[part]
             found[f"{part}_cpu_us"] = round(used / tokens * 1e6, 2)
         for record in records:
             record.unlink()

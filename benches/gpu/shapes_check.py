@@ -38,7 +38,7 @@ ROWS: Final = (1, 16, 64)
 BYTES_PER_S: Final = 4.3e12
 """Of a copy on an H200, bytes read and written."""
 OTHER_BYTES_PER_S: Final = {"NVIDIA H100": 3.0e12}
-"""The same on other GPUs, by the beginning of their names."""
+"""The same on other GPUs, by a part of their names."""
 STEPS_S, LOAD_S = 240.0, 420.0
 """The longest that a process of each part may take."""
 

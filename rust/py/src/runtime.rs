@@ -23,7 +23,9 @@ use toml::Table;
 
 use self::grammars::grammar_of;
 use self::outputs::{Shown, Stats, dict, shown};
-use self::settings::{Prompt, at_least_one, lock, log, share, table, token_bytes, with_special};
+use self::settings::{
+    Prompt, at_least_one, lock, log, milliseconds, share, table, token_bytes, with_special,
+};
 use crate::error::from_runtime;
 
 pub(crate) use self::help::wait;
@@ -171,12 +173,12 @@ impl Runtime {
         let running_limit = limit("running_limit_s", running_limit_s)?;
         let usual = Config::default();
         let gap_us = match max_token_gap_ms {
-            Some(limit) => seconds("max_token_gap_ms", limit / 1e3)?.as_micros() as u64,
+            Some(limit) => milliseconds("max_token_gap_ms", limit)?,
             None => usual.gap_us,
         };
         // A limit that is named is kept, however many wait.
         let gap_growth = max_token_gap_ms.map_or(usual.gap_growth, |_| 0);
-        let step = seconds("max_step_ms", max_step_ms / 1e3)?;
+        let step_us = milliseconds("max_step_ms", max_step_ms)?;
         let scheduler = Config {
             policy: schedule_policy.parse().map_err(value_error)?,
             conservativeness: schedule_conservativeness,
@@ -185,7 +187,7 @@ impl Runtime {
             max_queued: max_queued_requests,
             gap_us,
             gap_growth,
-            step_us: step.as_micros() as u64,
+            step_us,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,
             kv_events,

@@ -118,6 +118,13 @@ pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
         .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
 }
 
+/// A time in milliseconds, in µs.
+pub(super) fn milliseconds(name: &str, value: f64) -> PyResult<u64> {
+    Duration::try_from_secs_f64(value / 1e3)
+        .map(|time| time.as_micros() as u64)
+        .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
+}
+
 pub(super) fn at_least_one(name: &str, value: Option<u32>) -> PyResult<Option<u32>> {
     match value {
         Some(0) => Err(PyValueError::new_err(format!(
