@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pie_driver_sglang import Engine
@@ -268,6 +270,28 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
     reader.join(120)
     assert len(found[-1]) == 120
     assert found[-1] == expected
+
+
+def test_a_front_end_that_is_behind_loses_nothing(server: Server) -> None:
+    """It gets many tokens in one output then; see `test_flow.py`."""
+    expected, _ = server.generate([41, 42, 43], 1000)
+    [driver] = state(server)["driver_pids"]
+    first = psutil.Process(driver).parent().parent()
+    [detokenizer] = [each for each in first.children() if "detokenizer" in each.cmdline()[0]]
+    found: list[list[int]] = []
+    reader = threading.Thread(target=lambda: found.extend(server.stream([41, 42, 43], 1000)))
+    reader.start()
+    wait_until(lambda: len(found) > 5, 60, "it streams")
+    steps = state(server)["steps"]
+    detokenizer.suspend()
+    try:
+        wait_until(lambda: state(server)["steps"] > steps + 100, 60, "it goes on")
+    finally:
+        detokenizer.resume()
+    reader.join(120)
+    assert found[-1] == expected
+    sizes = [len(tokens) for tokens in found]
+    assert max(after - before for before, after in itertools.pairwise(sizes)) > 50
 
 
 @pytest.mark.usefixtures("forks")

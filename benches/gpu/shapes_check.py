@@ -58,6 +58,12 @@ _QWEN: Final = {
 }  # fmt: skip
 
 
+def _quantized(method: str, **how: Any) -> Mapping[str, Any]:
+    """The 8B with weights of 4 bits, in groups of 128."""
+    config = {"quant_method": method, "bits": 4, "group_size": 128, **how}
+    return {**_LLAMA, "quantization_config": config}
+
+
 class Shape(NamedTuple):
     """A model that people run."""
 
@@ -67,8 +73,8 @@ class Shape(NamedTuple):
     """Tokens of each row of its steps."""
     options: tuple[str, ...] = ()
     """Lines of [driver.options]."""
-    weight_bytes: int = 2
-    """Of a number of a layer's matrices."""
+    weight_bytes: float = 2.0
+    """Of a number of a layer's matrices, scales and zeros of its group included."""
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -91,7 +97,13 @@ SHAPES: Final[Mapping[str, Shape]] = {
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     }),
-    "8b-fp8": Shape(_LLAMA, options=('quantization = "fp8"',), weight_bytes=1),
+    "8b-fp8": Shape(_LLAMA, options=('quantization = "fp8"',), weight_bytes=1.0),
+    "8b-gptq": Shape(
+        _quantized("gptq", desc_act=False, sym=True), weight_bytes=(4 + 16 / 128) / 8
+    ),
+    "8b-awq": Shape(
+        _quantized("awq", zero_point=True, version="gemm"), weight_bytes=(4 + 20 / 128) / 8
+    ),
 }  # fmt: skip
 """By name."""
 

@@ -10,9 +10,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from pie_driver_sglang.offline.types import EngineArguments
+from pie_driver_sglang.server.flow import Window
 from pie_driver_sglang.server.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -20,13 +23,18 @@ logger = logging.getLogger(__name__)
 _PUBLISH_S: Final = 0.5
 """How old the counts for `/v1/loads` may be while requests run."""
 _SEND_WAIT_S: Final = 0.5
+_HANDLED_S: Final = 0.5
+"""How long outputs wait for a tokenizer manager that handles none."""
 
 
-def run_scheduler(plan: EngineArguments, *arguments: Any) -> None:
+def run_scheduler(
+    plan: EngineArguments, acknowledged: Sequence[Connection], *arguments: Any
+) -> None:
     """Runs in the process that SGLang starts for its scheduler.
 
     Args:
         plan: What the runtime starts with.
+        acknowledged: Acknowledgements of outputs, by replica; empty where there are none.
         arguments: Those of SGLang's ``run_scheduler_process``.
     """
     # transformers would import it, for what is not needed here: 700 modules.
@@ -38,7 +46,8 @@ def run_scheduler(plan: EngineArguments, *arguments: Any) -> None:
     parent = scheduling.begin_process(given.settings, leads=leads)
     try:
         if leads:
-            with SchedulerProcess(plan, given) as process:
+            window = Window(acknowledged[given.replica or 0] if acknowledged else None)
+            with SchedulerProcess(plan, given, window) as process:
                 process.serve()
         else:
             # The driver starts its own ranks. SGLang waits for this process, and ends it.
@@ -52,13 +61,15 @@ def run_scheduler(plan: EngineArguments, *arguments: Any) -> None:
 class SchedulerProcess:
     """The runtime, the sockets and the two threads. Use it as a context manager."""
 
-    def __init__(self, plan: EngineArguments, given: Any) -> None:
+    def __init__(self, plan: EngineArguments, given: Any, window: Window) -> None:
         """Starts the driver, and connects meanwhile.
 
         Args:
             plan: What the runtime starts with.
             given: SGLang's arguments.
+            window: Of the messages of outputs.
         """
+        self._window = window
         parts = Parts(plan, given)
         from pie_driver_sglang.server.control import Control
         from pie_driver_sglang.server.profile import Profiler
@@ -113,8 +124,7 @@ class SchedulerProcess:
         try:
             sender = self._sockets.sender()
             while not self._control.is_stopping:
-                to_detokenizer, to_tokenizer, _ = self._front.poll(_SEND_WAIT_S)
-                sender.send(to_detokenizer, to_tokenizer)
+                send_next(self._front, sender, self._window)
         except BaseException as error:
             self._failure = error
 
@@ -135,6 +145,20 @@ class SchedulerProcess:
         self._runtime.shutdown()
         self._loads.close()
         self._sockets.close()
+
+
+def send_next(front: Any, sender: Any, window: Window) -> None:
+    """Sends what is new, once the tokenizer manager has handled what was sent before.
+
+    Args:
+        front: `_core.Front`.
+        sender: `SocketSender`.
+        window: Of the messages.
+    """
+    window.wait(_HANDLED_S)
+    to_detokenizer, to_tokenizer, _ = front.poll(_SEND_WAIT_S)
+    sender.send(to_detokenizer, to_tokenizer)
+    window.sent(len(to_detokenizer))
 
 
 def _ready(tokens: int, longest: int) -> dict[str, Any]:

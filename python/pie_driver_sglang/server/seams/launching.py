@@ -23,6 +23,7 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.server import refusals
+from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams import forking
 
 Scheduler = Callable[..., None]
@@ -64,11 +65,18 @@ def launch(
 
     Args:
         arguments: SGLang's settings.
-        scheduler: What runs in the scheduler's process; it can be pickled.
+        scheduler: What runs in the scheduler's process; it can be pickled. One of ours is given
+            acknowledgements first, as `flow.Window` takes them, by replica.
         ready: Called when the server has answered its first request.
         is_ours: Whether the scheduler is this package's.
     """
-    kind = PieManager if is_ours else StatusManager
+    kind: Callable[..., TokenizerManager] = StatusManager
+    if is_ours:
+        acknowledger = Acknowledger(arguments.dp_size)
+        kind = functools.partial(PieManager, acknowledger=acknowledger)
+        # Several tokenizer managers would be processes of their own, which know nothing of it.
+        is_one = arguments.tokenizer_worker_num == 1
+        scheduler = functools.partial(scheduler, acknowledger.schedulers if is_one else ())
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
     try:
         with forking.forks(arguments.device) if is_ours else contextlib.nullcontext():
@@ -110,7 +118,21 @@ class StatusManager(TokenizerManager):
 
 
 class PieManager(StatusManager):
-    """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
+    """The tokenizer manager in front of our scheduler.
+
+    It refuses what no answer could refuse, and says when it has handled outputs.
+    """
+
+    def __init__(self, *arguments: Any, acknowledger: Acknowledger, **keywords: Any) -> None:
+        """Takes what SGLang's manager takes, and who is told."""
+        self._acknowledger = acknowledger
+        super().__init__(*arguments, **keywords)
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        try:
+            await super()._handle_batch_output(recv_obj)
+        finally:
+            self._acknowledger.handled(recv_obj.dp_ranks)
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         # SGLang would leave out what a model cannot see, except in chats.

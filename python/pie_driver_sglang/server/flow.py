@@ -1,0 +1,86 @@
+"""Flow control between our scheduler and SGLang's tokenizer manager, the slower one of the two.
+
+The sockets between them hold any number of messages. A scheduler that sends the tokens of every
+step would fill them, and the first token of a new request would wait behind the tokens of all
+others. So the tokenizer manager acknowledges each message of outputs by a byte in a pipe, and the
+scheduler keeps `MOST_IN_FLIGHT` of them under way. What is computed meanwhile adds up in the
+runtime: a stream gets several tokens in its next output, for about the work of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import select
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Final
+
+MOST_IN_FLIGHT: Final = 2
+"""One that the tokenizer manager handles, and one that the detokenizer has for it meanwhile."""
+
+
+class Acknowledger:
+    """The tokenizer manager's side: one pipe for each scheduler."""
+
+    def __init__(self, replicas: int) -> None:
+        """Makes the pipes."""
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(replicas)]
+        self.schedulers: list[Connection] = [reader for reader, _ in pipes]
+        """The schedulers' ends, by replica; a process that is started may be given them."""
+        self._writers = [writer for _, writer in pipes]
+        for writer in self._writers:
+            os.set_blocking(writer.fileno(), False)
+
+    def handled(self, replicas: Sequence[int | None] | None) -> None:
+        """Acknowledges a message of outputs.
+
+        Args:
+            replicas: Where its outputs are from, as SGLang's ``dp_ranks``; None without replicas.
+        """
+        replica = (replicas[0] if replicas else None) or 0
+        # A pipe is full of what nobody reads only if that scheduler is about to end, or has ended.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._writers[replica].fileno(), b"\0")
+
+
+class Window:
+    """The scheduler's side: which messages are under way. For one thread."""
+
+    def __init__(self, acknowledged: Connection | None) -> None:
+        """Takes its end of the pipe; with None any number may be under way."""
+        self._acknowledged = acknowledged
+        self._in_flight = 0
+        if acknowledged is not None:
+            os.set_blocking(acknowledged.fileno(), False)
+
+    def sent(self, messages: int) -> None:
+        """Counts messages of outputs that were sent."""
+        self._in_flight += messages
+
+    def wait(self, limit_s: float) -> None:
+        """Waits until another message may be sent.
+
+        Args:
+            limit_s: After so many seconds what is under way no longer counts: if an acknowledgement
+                is lost, outputs are late, but come.
+        """
+        if self._acknowledged is None:
+            return
+        descriptor = self._acknowledged.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        until = time.monotonic() + limit_s
+        while self._in_flight >= MOST_IN_FLIGHT:
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1e3):
+                self._in_flight = 0
+                return
+            count = len(os.read(descriptor, 4096))
+            if count == 0:
+                # The tokenizer manager has ended.
+                self._acknowledged = None
+                return
+            # Messages of other threads are acknowledged, too.
+            self._in_flight = max(0, self._in_flight - count)
