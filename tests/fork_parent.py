@@ -31,6 +31,7 @@ os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
 
 import sglang.srt.models.registry  # noqa: E402, F401
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401
+from sglang.srt import plugins  # noqa: E402
 from sglang.srt.arg_groups import arg_utils  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import common  # noqa: E402
@@ -43,3 +44,9 @@ del os.environ["SGLANG_USE_PICKLE_IPC"]
 arg_utils.namespace_of(ServerArgs)
 arg_utils.resolvable_fields(ServerArgs)
 common.parse_lscpu_topology = functools.cache(common.parse_lscpu_topology)
+
+# Each start loads the plugins that are installed. Once they have changed SGLang nothing is left to
+# change: the search through all modules for what they replace touches most of this process's
+# memory, which a child would have to copy.
+plugins.load_plugins()
+plugins._plugins_loaded = False

@@ -274,12 +274,12 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
 
 def test_a_front_end_that_is_behind_loses_nothing(server: Server) -> None:
     """It gets many tokens in one output then; see `test_flow.py`."""
-    expected, _ = server.generate([41, 42, 43], 1000)
+    expected, _ = server.generate([41, 42, 43], 400)
     [driver] = state(server)["driver_pids"]
     first = psutil.Process(driver).parent().parent()
     [detokenizer] = [each for each in first.children() if "detokenizer" in each.cmdline()[0]]
     found: list[list[int]] = []
-    reader = threading.Thread(target=lambda: found.extend(server.stream([41, 42, 43], 1000)))
+    reader = threading.Thread(target=lambda: found.extend(server.stream([41, 42, 43], 400)))
     reader.start()
     wait_until(lambda: len(found) > 5, 60, "it streams")
     steps = state(server)["steps"]

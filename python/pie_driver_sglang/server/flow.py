@@ -1,7 +1,7 @@
 """Flow control between our scheduler and SGLang's tokenizer manager, the slower one of the two.
 
 The sockets between them hold any number of messages. A scheduler that sends the tokens of every
-step would fill them, and the first token of a new request would wait behind the tokens of all
+step would fill them, and the first token of a new request would wait for the tokens of all
 others. So the tokenizer manager acknowledges each message of outputs by a byte in a pipe, and the
 scheduler keeps `MOST_IN_FLIGHT` of them under way. What is computed meanwhile adds up in the
 runtime: a stream gets several tokens in its next output, for about the work of one.
@@ -41,7 +41,7 @@ class Acknowledger:
             replicas: Where its outputs are from, as SGLang's ``dp_ranks``; None without replicas.
         """
         replica = (replicas[0] if replicas else None) or 0
-        # A pipe is full of what nobody reads only if that scheduler is about to end, or has ended.
+        # Only a scheduler that is about to end, or has ended, leaves its pipe full.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._writers[replica].fileno(), b"\0")
 

@@ -124,7 +124,7 @@ class PieManager(StatusManager):
     """
 
     def __init__(self, *arguments: Any, acknowledger: Acknowledger, **keywords: Any) -> None:
-        """Takes what SGLang's manager takes, and who is told."""
+        """Takes what SGLang's manager takes, and where outputs are acknowledged."""
         self._acknowledger = acknowledger
         super().__init__(*arguments, **keywords)
 
