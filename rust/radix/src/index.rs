@@ -141,7 +141,9 @@ impl RadixIndex {
         let Some((mut at, mut rest)) = self.enter(key) else {
             return (0, 0);
         };
-        let mut scout = self.look_ahead(at, rest);
+        let Some(mut scout) = self.look_ahead(at, rest) else {
+            return (0, 0);
+        };
         while let Some((child, agreed)) = self.child(at, rest) {
             scout = self.go_ahead(scout);
             let node = &self.nodes[child as usize];
@@ -198,7 +200,9 @@ impl RadixIndex {
         let Some((mut at, mut rest)) = self.enter(key) else {
             return found;
         };
-        let mut scout = self.look_ahead(at, rest);
+        let Some(mut scout) = self.look_ahead(at, rest) else {
+            return found;
+        };
         while let Some((child, agreed)) = self.child(at, rest) {
             scout = self.go_ahead(scout);
             self.use_child(child);
@@ -232,25 +236,31 @@ impl RadixIndex {
     }
 
     /// Has the memory come that a walk needs first: nodes and tokens. What is far apart comes while what is before it is compared.
+    /// `None` says that there is no child to go on with.
     #[inline]
-    pub(crate) fn look_ahead<'a>(&self, at: u32, rest: &'a [u32]) -> Scout<'a> {
-        let mut scout = Some((at, rest));
-        for _ in 0..AHEAD {
+    pub(crate) fn look_ahead<'a>(&self, at: u32, rest: &'a [u32]) -> Option<Scout<'a>> {
+        let mut scout = self.ask_for(self.likely_child(at, rest)?, rest);
+        for _ in 1..AHEAD {
             scout = self.go_ahead(scout);
         }
-        scout
+        Some(scout)
     }
 
-    /// Goes a node on, and has the memory come that a walk needs there. In a conversation each turn has a node, so most have one
-    /// child, and the one below that is known.
+    /// Goes a node on, and has the memory come that a walk needs there.
     #[inline]
     pub(crate) fn go_ahead<'a>(&self, scout: Scout<'a>) -> Scout<'a> {
         let (at, rest) = scout?;
-        let next = self.likely_child(at, rest)?;
-        let node = &self.nodes[next as usize];
+        self.ask_for(self.likely_child(at, rest)?, rest)
+    }
+
+    /// Has the memory of a node's tokens come, and of what is two below it: in a conversation each turn has a node, so most have one
+    /// child.
+    #[inline]
+    fn ask_for<'a>(&self, at: u32, rest: &'a [u32]) -> Scout<'a> {
+        let node = &self.nodes[at as usize];
         node.edge.prefetch(self.size);
         self.prefetch_node(node.two_below);
-        Some((next, rest.get(node.edge.len() * self.size..)?))
+        Some((at, rest.get(node.edge.len() * self.size..)?))
     }
 
     /// Has the memory of a node come, if there is one.

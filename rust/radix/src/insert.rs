@@ -88,7 +88,7 @@ impl RadixIndex {
         };
         // After a match there is rarely anything.
         let mut scout = if at == root {
-            self.look_ahead(root, tokens)
+            self.look_ahead(root, tokens).flatten()
         } else {
             None
         };
