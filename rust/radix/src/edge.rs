@@ -6,17 +6,22 @@ use prefetch_index::prefetch_index;
 
 use crate::planes::{High, Planes};
 
-/// Words of a cache line, and of what is prefetched of each part of a buffer.
+/// Words of a cache line.
 const LINE: usize = 16;
-const PREFETCHED: usize = 8 * LINE;
-/// Bits of a buffer's first word that say how tokens are stored.
+/// Lines that are prefetched of the lower bits of tokens; of the upper bits, half as many.
+const LOW_LINES: usize = 10;
+/// Of fewer tokens only one.
+const SHORT: usize = 64;
+/// Bits of `shape` that say how tokens are stored.
 const WIDTH_SHIFT: u32 = 30;
 
-/// Pages of a buffer, or a single page of one token, which needs none. A buffer is `capacity | width`, the page ids, the lower 16
-/// bits of all tokens, their upper bits: planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
+/// Pages of a buffer, or a single page of one token, which needs none. A buffer is the page ids, the lower 16 bits of all tokens,
+/// their upper bits: planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Edge {
     words: Option<Arc<[u32]>>,
+    /// The buffer's `capacity | width`. It is here, so that the buffer need not be read to be prefetched.
+    shape: u32,
     /// First page; without a buffer the token.
     start: u32,
     /// Number of pages; without a buffer the page's id, or [`NO_PAGE`] of an edge that is empty.
@@ -30,6 +35,7 @@ impl Default for Edge {
     fn default() -> Self {
         Self {
             words: None,
+            shape: 0,
             start: 0,
             len: NO_PAGE,
         }
@@ -46,22 +52,23 @@ impl Edge {
         {
             return Self {
                 words: None,
+                shape: 0,
                 start: token,
                 len: page,
             };
         }
         let (len, high) = (pages.len(), High::of(tokens));
         let (low, above) = high.words(tokens.len());
-        let mut words: Arc<[u32]> = std::iter::repeat_n(0, 1 + len + low + above).collect();
+        let mut words: Arc<[u32]> = std::iter::repeat_n(0, len + low + above).collect();
         // No one else has it yet.
         if let Some(words) = Arc::get_mut(&mut words) {
-            let (head, planes) = words.split_at_mut(1 + len);
-            head[0] = len as u32 | (high as u32) << WIDTH_SHIFT;
-            head[1..].copy_from_slice(pages);
+            let (ids, planes) = words.split_at_mut(len);
+            ids.copy_from_slice(pages);
             high.write(tokens, planes);
         }
         Self {
             words: Some(words),
+            shape: len as u32 | (high as u32) << WIDTH_SHIFT,
             start: 0,
             len: len as u32,
         }
@@ -80,36 +87,39 @@ impl Edge {
     #[inline]
     pub(crate) fn pages(&self) -> &[u32] {
         match &self.words {
-            Some(words) => &words[1 + self.start as usize..][..self.len as usize],
+            Some(words) => &words[self.start as usize..][..self.len as usize],
             None => &std::slice::from_ref(&self.len)[..self.len()],
         }
     }
 
     /// The token of an edge without a buffer.
+    #[inline]
     fn single(&self) -> Option<&[u32]> {
         let single = std::slice::from_ref(&self.start);
         self.words.is_none().then(|| &single[..self.len()])
     }
 
-    /// Has its memory come: the page ids and both planes, as much as is needed before the processor sees that it goes on.
+    /// Has its memory come: the first page ids, and as much of both planes as most turns of a conversation take.
     #[inline]
     pub(crate) fn prefetch(&self, size: usize) {
         let Some(words) = &self.words else {
             return;
         };
-        let (capacity, start, len) = (self.capacity(), self.start as usize, self.len as usize);
-        let low = 1 + capacity;
-        let high = low + (capacity * size).div_ceil(2);
-        for (first, count) in [
-            (1 + start, len),
-            (low + start * size / 2, len * size / 2),
-            (high + start * size / 4, len * size / 4),
-        ] {
-            let (mut at, end) = (first, first + count.clamp(1, PREFETCHED));
-            while at < end {
-                prefetch_index(words, at);
-                at += LINE;
-            }
+        let (capacity, start) = (self.capacity(), self.start as usize);
+        let low = capacity + start * size / 2;
+        let high = capacity + (capacity * size).div_ceil(2) + start * size / 4;
+        prefetch_index(words, start);
+        if self.len as usize * size < SHORT {
+            prefetch_index(words, low);
+            prefetch_index(words, high);
+            return;
+        }
+        // Always as many: the end of a loop that depends on the length is guessed wrongly, which takes longer than lines too many.
+        for line in 0..LOW_LINES {
+            prefetch_index(words, low + line * LINE);
+        }
+        for line in 0..LOW_LINES / 2 {
+            prefetch_index(words, high + line * LINE);
         }
     }
 
@@ -117,8 +127,7 @@ impl Edge {
     #[inline]
     pub(crate) fn prefetch_pages(&self) {
         if let Some(words) = &self.words {
-            prefetch_index(words, 0);
-            prefetch_index(words, 1 + self.start as usize);
+            prefetch_index(words, self.start as usize);
         }
     }
 
@@ -166,6 +175,7 @@ impl Edge {
         }
         let upper = Self {
             words: self.words.clone(),
+            shape: self.shape,
             start: self.start,
             len: at as u32,
         };
@@ -218,6 +228,7 @@ impl Edge {
     pub(crate) fn head(&self, end: usize) -> Self {
         Self {
             words: self.words.clone(),
+            shape: self.shape,
             start: 0,
             len: end as u32,
         }
@@ -228,6 +239,7 @@ impl Edge {
         match &other.words {
             Some(words) => Self {
                 words: Some(Arc::clone(words)),
+                shape: other.shape,
                 ..*self
             },
             // Its one page is all there is.
@@ -243,7 +255,7 @@ impl Edge {
         if len == self.capacity()
             && let Some(words) = self.words.as_mut().and_then(Arc::get_mut)
         {
-            words[1 + start..][..len].copy_from_slice(pages);
+            words[start..][..len].copy_from_slice(pages);
             return None;
         }
         let mut tokens = Vec::with_capacity(len * size);
@@ -251,22 +263,23 @@ impl Edge {
         Some(std::mem::replace(self, Self::new(&tokens, pages)))
     }
 
+    #[inline]
     fn words(&self) -> &[u32] {
         self.words.as_deref().unwrap_or_default()
     }
 
+    #[inline]
     fn capacity(&self) -> usize {
-        self.words()
-            .first()
-            .map_or(0, |word| (word & ((1 << WIDTH_SHIFT) - 1)) as usize)
+        (self.shape & ((1 << WIDTH_SHIFT) - 1)) as usize
     }
 
     /// The first `count` tokens.
+    #[inline]
     fn planes(&self, size: usize, count: usize) -> Planes<'_> {
         let (capacity, start) = (self.capacity(), self.start as usize * size);
         let words = self.words();
-        let (low, above) = words[1 + capacity..].split_at((capacity * size).div_ceil(2));
-        Planes::new(low, above, words[0] >> WIDTH_SHIFT, start, count)
+        let (low, above) = words[capacity..].split_at((capacity * size).div_ceil(2));
+        Planes::new(low, above, self.shape >> WIDTH_SHIFT, start, count)
     }
 }
 
@@ -282,7 +295,7 @@ mod tests {
 
     #[test]
     fn a_page_of_one_token_has_no_buffer() {
-        for (token, page, bytes) in [(7, 9, 0), (u32::MAX, 0, 0), (3, u32::MAX, 28)] {
+        for (token, page, bytes) in [(7, 9, 0), (u32::MAX, 0, 0), (3, u32::MAX, 24)] {
             let mut edge = Edge::new(&[token], &[page]);
             assert_eq!(
                 (edge.len(), edge.pages(), edge.bytes()),

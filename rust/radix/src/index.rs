@@ -17,6 +17,11 @@ use crate::table::Table;
 
 /// Children that [`RadixIndex::partial`] looks at.
 const LOOKED_AT: usize = 16;
+/// Nodes of which the memory is asked for before the first of them is compared.
+const AHEAD: usize = 3;
+
+/// A node that a key most likely goes through, and what follows it.
+pub(crate) type Scout<'a> = Option<(u32, &'a [u32])>;
 
 /// The result of [`RadixIndex::match_prefix`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -136,7 +141,11 @@ impl RadixIndex {
         let Some((mut at, mut rest)) = self.enter(key) else {
             return (0, 0);
         };
+        let Some(mut scout) = self.look_ahead(at, rest) else {
+            return (0, 0);
+        };
         while let Some((child, agreed)) = self.child(at, rest) {
+            scout = self.go_ahead(scout);
             let node = &self.nodes[child as usize];
             *(if node.on_device() {
                 &mut device
@@ -191,7 +200,11 @@ impl RadixIndex {
         let Some((mut at, mut rest)) = self.enter(key) else {
             return found;
         };
+        let Some(mut scout) = self.look_ahead(at, rest) else {
+            return found;
+        };
         while let Some((child, agreed)) = self.child(at, rest) {
+            scout = self.go_ahead(scout);
             self.use_child(child);
             at = self.cut(child, agreed);
             let node = &self.nodes[at as usize];
@@ -211,15 +224,43 @@ impl RadixIndex {
         found
     }
 
-    /// Has the memory come that a walk needs if it goes on below a node: the tokens of its first child, and the node after that. In a
-    /// conversation each turn has one, and what is far apart comes while the node's own tokens are compared.
+    /// The child of a node that a key most likely goes on with. Nothing is compared.
     #[inline]
-    fn prefetch_below(&self, at: u32) {
-        let below = self.nodes[at as usize].first_child;
-        if let Some(below) = self.nodes.get(below as usize) {
-            self.prefetch_node(below.first_child);
-            below.edge.prefetch(self.size);
+    fn likely_child(&self, parent: u32, rest: &[u32]) -> Option<u32> {
+        let first = self.nodes[parent as usize].first_child;
+        if self.nodes.get(first as usize)?.next == NONE {
+            return Some(first);
         }
+        let page = rest.get(..self.size)?;
+        self.table.guess(self.hash(parent, page))
+    }
+
+    /// Has the memory come that a walk needs first: nodes and tokens. What is far apart comes while what is before it is compared.
+    /// `None` says that there is no child to go on with.
+    #[inline]
+    pub(crate) fn look_ahead<'a>(&self, at: u32, rest: &'a [u32]) -> Option<Scout<'a>> {
+        let mut scout = self.ask_for(self.likely_child(at, rest)?, rest);
+        for _ in 1..AHEAD {
+            scout = self.go_ahead(scout);
+        }
+        Some(scout)
+    }
+
+    /// Goes a node on, and has the memory come that a walk needs there.
+    #[inline]
+    pub(crate) fn go_ahead<'a>(&self, scout: Scout<'a>) -> Scout<'a> {
+        let (at, rest) = scout?;
+        self.ask_for(self.likely_child(at, rest)?, rest)
+    }
+
+    /// Has the memory of a node's tokens come, and of what is two below it: in a conversation each turn has a node, so most have one
+    /// child.
+    #[inline]
+    fn ask_for<'a>(&self, at: u32, rest: &'a [u32]) -> Scout<'a> {
+        let node = &self.nodes[at as usize];
+        node.edge.prefetch(self.size);
+        self.prefetch_node(node.two_below);
+        Some((at, rest.get(node.edge.len() * self.size..)?))
     }
 
     /// Has the memory of a node come, if there is one.
@@ -238,6 +279,7 @@ impl RadixIndex {
     }
 
     /// The node of the first `agreed` pages of a child: itself, or a new one above it.
+    #[inline]
     pub(crate) fn cut(&mut self, child: u32, agreed: usize) -> u32 {
         if agreed == self.nodes[child as usize].edge.len() {
             return child;
@@ -272,7 +314,6 @@ impl RadixIndex {
     /// How many pages of a node begin `rest`.
     #[inline]
     fn agreed(&self, at: u32, rest: &[u32]) -> usize {
-        self.prefetch_below(at);
         let agreed = self.nodes[at as usize].edge.common(self.size, rest);
         if self.size == 1 {
             agreed
@@ -319,6 +360,7 @@ impl RadixIndex {
             kind: Kind::Root,
             parent: NONE,
             first_child: NONE,
+            two_below: NONE,
             next: NONE,
             previous: NONE,
             ..Node::default()
@@ -335,6 +377,7 @@ impl RadixIndex {
             accessed: now,
             created: now,
             first_child: child,
+            two_below: lower.first_child,
             device_children: lower.on_device().into(),
             queue: Queue::None,
             ..lower.clone()

@@ -56,10 +56,12 @@ impl RadixIndex {
     ) -> Result<Inserted, RadixError> {
         let bottom = self.resolve(node)?;
         let wanted = self.page_count(key.tokens.len());
-        let mut done = self
-            .path(bottom)
-            .map(|at| self.nodes[at as usize].edge.len())
-            .sum();
+        let (mut done, mut on_device) = (0, true);
+        for at in self.path(bottom) {
+            let node = &self.nodes[at as usize];
+            done += node.edge.len();
+            on_device &= node.on_device();
+        }
         if pages.len() != wanted || done > wanted {
             return Err(RadixError::PageCount {
                 pages: pages.len(),
@@ -78,8 +80,20 @@ impl RadixIndex {
         let tokens = &tokens[..wanted * self.size];
         debug_assert!(self.begins_with(root, tokens, bottom));
         let mut at = if done == 0 { root } else { bottom };
-        inserted.existing = self.insert_path(bottom, pages, how);
+        inserted.existing = if on_device {
+            self.use_path(bottom, how);
+            done
+        } else {
+            self.insert_path(bottom, pages, how)
+        };
+        // After a match there is rarely anything.
+        let mut scout = if at == root {
+            self.look_ahead(root, tokens).flatten()
+        } else {
+            None
+        };
         while let Some((child, agreed)) = self.child(at, &tokens[done * self.size..]) {
+            scout = self.go_ahead(scout);
             self.use_child(child);
             at = self.cut(child, agreed);
             inserted.existing += self.insert_node(at, &pages[done..done + agreed], how);
@@ -92,6 +106,17 @@ impl RadixIndex {
         Ok(inserted)
     }
 
+    /// Counts an insertion of a path that is on the device: no pages change, so the order is of no matter.
+    fn use_path(&mut self, bottom: u32, how: Insertion) {
+        let mut at = bottom;
+        while !self.nodes[at as usize].is_root() {
+            self.use_child(at);
+            self.nodes[at as usize].count(how);
+            self.settle(at);
+            at = self.nodes[at as usize].parent;
+        }
+    }
+
     /// Inserts the pages of the path that ends in a node, from the root on. Returns how many were on the device.
     fn insert_path(&mut self, bottom: u32, pages: &[u32], how: Insertion) -> usize {
         let mut path = std::mem::take(&mut self.scratch);
@@ -99,8 +124,7 @@ impl RadixIndex {
         path.extend(self.path(bottom));
         let (mut done, mut existing) = (0, 0);
         for &at in path.iter().rev() {
-            self.leave_queue(at);
-            self.nodes[at as usize].accessed = self.now;
+            self.use_child(at);
             let len = self.nodes[at as usize].edge.len();
             existing += self.insert_node(at, &pages[done..done + len], how);
             done += len;
@@ -113,11 +137,11 @@ impl RadixIndex {
     /// many of its pages were.
     fn insert_node(&mut self, at: u32, pages: &[u32], how: Insertion) -> usize {
         let node = &mut self.nodes[at as usize];
-        node.priority = node.priority.max(how.priority);
         let existing = if node.on_device() {
-            node.hits = node.hits.saturating_add(u32::from(!how.chunked));
+            node.count(how);
             pages.len()
         } else {
+            node.priority = node.priority.max(how.priority);
             self.adopt(at, pages);
             0
         };
@@ -171,6 +195,7 @@ impl RadixIndex {
             created: now,
             parent,
             first_child: NONE,
+            two_below: NONE,
             next: NONE,
             previous: NONE,
             hash,

@@ -1,6 +1,6 @@
 //! Nodes, in one array, named by their places.
 
-use crate::config::{PROTECTED, Policy};
+use crate::config::{Insertion, PROTECTED, Policy};
 use crate::edge::Edge;
 
 /// No node.
@@ -67,6 +67,8 @@ pub(crate) struct Node {
     pub(crate) parent: u32,
     /// The child that came last.
     pub(crate) first_child: u32,
+    /// What came last two below it, if it is still there: a guess, by which memory is prefetched.
+    pub(crate) two_below: u32,
     /// Neighbours among the parent's children.
     pub(crate) next: u32,
     pub(crate) previous: u32,
@@ -92,6 +94,12 @@ impl Node {
 
     pub(crate) fn on_device(&self) -> bool {
         self.kind == Kind::Device
+    }
+
+    /// Counts an insertion of what is on the device.
+    pub(crate) fn count(&mut self, how: Insertion) {
+        self.priority = self.priority.max(how.priority);
+        self.hits = self.hits.saturating_add(u32::from(!how.chunked));
     }
 
     /// The order of eviction that the node belongs into.

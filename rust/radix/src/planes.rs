@@ -1,7 +1,18 @@
 //! Tokens of a buffer in planes: the lower 16 bits of all of them, then their upper bits.
+//!
+//! Loops over them are compiled for several widths of vectors; the processor's widest is chosen at run time.
+#![expect(
+    clippy::inline_always,
+    reason = "only what is inlined is compiled for the width that was chosen"
+)]
 
-/// Tokens that are compared at once, or twice as many. A page often has as many, so that nothing is left over.
-const LANES: usize = 16;
+use fearless_simd::prelude::*;
+use fearless_simd::{Level, dispatch, u8x32, u16x16, u32x8};
+
+/// Tokens that are compared at once.
+const WINDOW: usize = 32;
+/// Upper bits that are not stored; they take no memory, however many there are.
+const NOTHING: &[()] = &[(); usize::MAX];
 
 /// How the bits of a token above the lowest 16 are stored; the largest token of a buffer decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,18 +28,7 @@ pub(crate) enum High {
 impl High {
     /// What these tokens need.
     pub(crate) fn of(tokens: &[u32]) -> Self {
-        let (chunks, rest) = tokens.as_chunks::<LANES>();
-        let mut union = [0; LANES];
-        for chunk in chunks {
-            for lane in 0..LANES {
-                union[lane] |= chunk[lane];
-            }
-        }
-        let union = union
-            .iter()
-            .chain(rest)
-            .fold(0, |union, token| union | token);
-        match union >> 16 {
+        match dispatch!(Level::new(), _ => union(tokens)) >> 16 {
             0 => Self::None,
             1..=0xFF => Self::Byte,
             _ => Self::Half,
@@ -47,12 +47,23 @@ impl High {
 
     /// Writes tokens to their planes.
     pub(crate) fn write(self, tokens: &[u32], planes: &mut [u32]) {
+        self.write_by(Level::new(), tokens, planes);
+    }
+
+    fn write_by(self, level: Level, tokens: &[u32], planes: &mut [u32]) {
         let (low, high) = planes.split_at_mut(self.words(tokens.len()).0);
-        put(low, tokens, |token| token as u16);
+        let low: &mut [u16] = bytemuck::cast_slice_mut(low);
+        dispatch!(level, _ => put::<u16, 0>(low, tokens));
         match self {
             Self::None => {}
-            Self::Byte => put(high, tokens, |token| (token >> 16) as u8),
-            Self::Half => put(high, tokens, |token| (token >> 16) as u16),
+            Self::Byte => {
+                let high: &mut [u8] = bytemuck::cast_slice_mut(high);
+                dispatch!(level, _ => put::<u8, 16>(high, tokens));
+            }
+            Self::Half => {
+                let high: &mut [u16] = bytemuck::cast_slice_mut(high);
+                dispatch!(level, _ => put::<u16, 16>(high, tokens));
+            }
         }
     }
 }
@@ -94,10 +105,18 @@ impl<'a> Planes<'a> {
     /// How many leading tokens equal these, which are as many.
     #[inline]
     pub(crate) fn common(&self, tokens: &[u32]) -> usize {
+        self.common_by(Level::new(), tokens)
+    }
+
+    #[inline]
+    fn common_by(&self, level: Level, tokens: &[u32]) -> usize {
+        let low = self.low;
         match self.high {
-            HighPlane::None => common_low(tokens, self.low),
-            HighPlane::Byte(high) => common(tokens, self.low, high),
-            HighPlane::Half(high) => common(tokens, self.low, high),
+            HighPlane::None => {
+                dispatch!(level, simd => common(simd, tokens, low, &NOTHING[..low.len()]))
+            }
+            HighPlane::Byte(high) => dispatch!(level, simd => common(simd, tokens, low, high)),
+            HighPlane::Half(high) => dispatch!(level, simd => common(simd, tokens, low, high)),
         }
     }
 
@@ -112,71 +131,202 @@ impl<'a> Planes<'a> {
     }
 }
 
+/// A part of a token in a plane.
+trait Part: Copy {
+    /// It, from the lowest bits of a number.
+    fn cut(bits: u32) -> Self;
+
+    /// It, as the upper half of a token.
+    fn above(self) -> u32;
+
+    /// Parts, widened to halves of tokens.
+    fn halves<S: Simd>(simd: S, parts: &[Self; WINDOW]) -> [u16x16<S>; 2];
+}
+
+impl Part for () {
+    #[inline(always)]
+    fn cut(_: u32) {}
+
+    #[inline(always)]
+    fn above(self) -> u32 {
+        0
+    }
+
+    #[inline(always)]
+    fn halves<S: Simd>(simd: S, _: &[Self; WINDOW]) -> [u16x16<S>; 2] {
+        [u16x16::splat(simd, 0); 2]
+    }
+}
+
+impl Part for u8 {
+    #[inline(always)]
+    fn cut(bits: u32) -> Self {
+        bits as Self
+    }
+
+    #[inline(always)]
+    fn above(self) -> u32 {
+        u32::from(self) << 16
+    }
+
+    #[inline(always)]
+    fn halves<S: Simd>(simd: S, parts: &[Self; WINDOW]) -> [u16x16<S>; 2] {
+        u8x32::from_slice(simd, parts).widen().into()
+    }
+}
+
+impl Part for u16 {
+    #[inline(always)]
+    fn cut(bits: u32) -> Self {
+        bits as Self
+    }
+
+    #[inline(always)]
+    fn above(self) -> u32 {
+        u32::from(self) << 16
+    }
+
+    #[inline(always)]
+    fn halves<S: Simd>(simd: S, parts: &[Self; WINDOW]) -> [u16x16<S>; 2] {
+        let (first, second) = parts.split_at(WINDOW / 2);
+        [
+            u16x16::from_slice(simd, first),
+            u16x16::from_slice(simd, second),
+        ]
+    }
+}
+
 /// A token of its parts.
-#[inline]
-fn join<T: Copy + Into<u32>>((low, high): (&u16, &T)) -> u32 {
-    u32::from(*low) | (*high).into() << 16
+#[inline(always)]
+fn join<T: Part>((low, high): (&u16, &T)) -> u32 {
+    u32::from(*low) | high.above()
+}
+
+/// The bits that any of the tokens has.
+#[inline(always)]
+fn union(tokens: &[u32]) -> u32 {
+    let mut union = 0;
+    for token in tokens {
+        union |= token;
+    }
+    union
 }
 
 /// Writes a part of each token to a plane.
-fn put<T: bytemuck::Pod>(words: &mut [u32], tokens: &[u32], part: impl Fn(u32) -> T) {
-    let plane: &mut [T] = bytemuck::cast_slice_mut(words);
-    let (chunks, rest) = tokens.as_chunks::<LANES>();
-    let (places, left) = plane[..tokens.len()].as_chunks_mut::<LANES>();
-    for (places, chunk) in places.iter_mut().zip(chunks) {
-        *places = chunk.map(&part);
-    }
-    for (place, &token) in left.iter_mut().zip(rest) {
-        *place = part(token);
+#[inline(always)]
+fn put<T: Part, const SHIFT: u32>(plane: &mut [T], tokens: &[u32]) {
+    for (place, token) in plane.iter_mut().zip(tokens) {
+        *place = T::cut(token >> SHIFT);
     }
 }
 
 /// Leading tokens that equal their planes. All slices are of one length.
-fn common<T: Copy + Into<u32>>(tokens: &[u32], low: &[u16], high: &[T]) -> usize {
-    let mut agreed = chunks::<{ 2 * LANES }, T>(tokens, low, high);
-    agreed += chunks::<LANES, T>(&tokens[agreed..], &low[agreed..], &high[agreed..]);
-    let parts = low[agreed..].iter().zip(&high[agreed..]);
-    let rest = tokens[agreed..].iter().zip(parts);
-    agreed
-        + rest
-            .take_while(|(token, parts)| **token == join(*parts))
-            .count()
-}
-
-/// Tokens of the leading chunks that equal their planes.
-#[inline]
-fn chunks<const N: usize, T: Copy + Into<u32>>(tokens: &[u32], low: &[u16], high: &[T]) -> usize {
-    let chunks = tokens.as_chunks::<N>().0.iter();
-    let planes = low.as_chunks::<N>().0.iter().zip(high.as_chunks::<N>().0);
+#[inline(always)]
+fn common<S: Simd, T: Part>(simd: S, tokens: &[u32], low: &[u16], high: &[T]) -> usize {
     let mut agreed = 0;
-    for (tokens, (low, high)) in chunks.zip(planes) {
-        let difference = (0..N).fold(0, |difference, lane| {
-            difference | (tokens[lane] ^ join((&low[lane], &high[lane])))
-        });
-        if difference != 0 {
+    let windows = tokens.as_chunks().0.iter();
+    let planes = low.as_chunks().0.iter().zip(high.as_chunks().0);
+    for (tokens, (low, high)) in windows.zip(planes) {
+        if differ(simd, tokens, low, high) {
             break;
         }
-        agreed += N;
+        agreed += WINDOW;
+    }
+    // What is left is compared with some of what is before it: one more window, and no loop whose end cannot be foreseen.
+    if tokens.len() - agreed < WINDOW
+        && let (Some(last), Some(low), Some(high)) =
+            (tokens.last_chunk(), low.last_chunk(), high.last_chunk())
+        && !differ(simd, last, low, high)
+    {
+        return tokens.len();
+    }
+    for (token, parts) in tokens[agreed..]
+        .iter()
+        .zip(low[agreed..].iter().zip(&high[agreed..]))
+    {
+        if *token != join(parts) {
+            break;
+        }
+        agreed += 1;
     }
     agreed
 }
 
-/// The same where all tokens of the plane are below 2¹⁶.
-fn common_low(tokens: &[u32], low: &[u16]) -> usize {
-    let chunks = tokens.as_chunks::<LANES>().0.iter();
-    let mut agreed = 0;
-    for (tokens, low) in chunks.zip(low.as_chunks::<LANES>().0) {
-        let difference = (0..LANES).fold(0, |difference, lane| {
-            difference | (tokens[lane] ^ u32::from(low[lane]))
-        });
-        if difference != 0 {
-            break;
-        }
-        agreed += LANES;
+/// Whether one of the tokens is not that of the planes.
+#[inline(always)]
+fn differ<S: Simd, T: Part>(
+    simd: S,
+    tokens: &[u32; WINDOW],
+    low: &[u16; WINDOW],
+    high: &[T; WINDOW],
+) -> bool {
+    let [low_first, low_second] = u16::halves(simd, low);
+    let [high_first, high_second] = T::halves(simd, high);
+    let (a, b) = low_first.interleave(high_first);
+    let (c, d) = low_second.interleave(high_second);
+    let stored = [a, b, c, d];
+    let none = u32x8::splat(simd, 0);
+    let mut difference = none;
+    for (part, tokens) in tokens.as_chunks::<8>().0.iter().enumerate() {
+        difference |= u32x8::from_slice(simd, tokens) ^ stored[part].bitcast::<u32x8<S>>();
     }
-    let rest = tokens[agreed..].iter().zip(&low[agreed..]);
-    agreed
-        + rest
-            .take_while(|(token, low)| **token == u32::from(**low))
-            .count()
+    !difference.simd_eq(none).all_true()
+}
+
+#[cfg(test)]
+mod tests {
+    use fearless_simd::Level;
+    use proptest::prelude::*;
+
+    use super::{High, Planes};
+
+    /// What code is compiled for, as far as this processor has it; the first is what any has.
+    fn levels() -> Vec<Level> {
+        let all = [Level::baseline(), Level::new()];
+        #[cfg(target_arch = "x86_64")]
+        let all = {
+            use fearless_simd::Simd;
+            let narrower = [
+                Level::new().as_sse4_2().map(Simd::level),
+                Level::new().as_avx2().map(Simd::level),
+            ];
+            all.into_iter().chain(narrower.into_iter().flatten())
+        };
+        all.into_iter().collect()
+    }
+
+    fn token() -> impl Strategy<Value = u32> {
+        prop_oneof![Just(u32::from(u16::MAX)), Just((1 << 24) - 1), any::<u32>()]
+    }
+
+    proptest! {
+        #[test]
+        fn all_widths_agree(
+            text in prop::collection::vec(token(), 1..300),
+            bits in prop::sample::select(vec![16, 24, 32]),
+            place in any::<prop::sample::Index>(),
+            bit in 0_u32..32,
+            start in 0_usize..40,
+        ) {
+            let text: Vec<u32> = text.iter().map(|token| token & (u32::MAX >> (32 - bits))).collect();
+            let high = High::of(&text);
+            let (low, above) = high.words(text.len());
+            let start = start.min(text.len() - 1);
+            let rest = &text[start..];
+            let mut other = rest.to_vec();
+            let place = place.index(rest.len());
+            other[place] ^= 1_u32 << bit;
+            for level in levels() {
+                let mut words = vec![0; low + above];
+                high.write_by(level, &text, &mut words);
+                let (low, above) = words.split_at(low);
+                let planes = Planes::new(low, above, high as u32, start, rest.len());
+                let mut read = Vec::new();
+                planes.append_to(&mut read);
+                prop_assert_eq!(&read[..], rest);
+                prop_assert_eq!(planes.common_by(level, rest), rest.len());
+                prop_assert_eq!(planes.common_by(level, &other), place, "{:?}", level);
+            }
+        }
+    }
 }

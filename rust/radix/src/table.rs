@@ -48,6 +48,12 @@ impl Table {
         None
     }
 
+    /// The first node of this hash: most likely the one that a search finds.
+    #[inline]
+    pub(crate) fn guess(&self, hash: u32) -> Option<u32> {
+        self.find(hash, |_| true)
+    }
+
     /// Has the memory come that a search for a hash and a removal look at: few go further than a cache line after the first slot.
     #[inline]
     pub(crate) fn prefetch(&self, hash: u32) {

@@ -84,6 +84,10 @@ impl RadixIndex {
         if next != NONE {
             self.nodes[next as usize].previous = at;
         }
+        let above = self.nodes[parent as usize].parent;
+        if let Some(above) = self.nodes.get_mut(above as usize) {
+            above.two_below = at;
+        }
         self.insert_entry(at);
     }
 
