@@ -896,6 +896,7 @@ class TestEngineFailure:
         served.engine.error, served.engine.fails_in = RuntimeError("no copy"), "copy_pages"
         with logged(caplog) as records:
             assert served.client.copy("D2D", [1, 2], [3, 4]) == 5
+            rc.eventually(lambda: records, "the log line")
         (record,) = records
         assert record.exc_info is not None
         assert "D2D copy of 2 pages" in record.getMessage()
