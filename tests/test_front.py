@@ -261,12 +261,14 @@ def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
 
     from pie_driver_sglang.server.adapters import ServerAdapters
     from pie_driver_sglang.server.control import Control
+    from pie_driver_sglang.server.flow import Window
     from pie_driver_sglang.server.profile import Profiler
     from pie_driver_sglang.server.refusals import MESSAGES
 
     idle: Any = Idle()
     facts = {"page_size": 16, "max_running_requests": 4}
-    control = Control(idle, idle, facts, ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    aside = (ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    control = Control(idle, idle, facts, *aside, Window(None))
     asked = set()
     for cls in io_struct.BaseReq.__subclasses__():
         name = cls.__name__
@@ -303,10 +305,12 @@ def test_a_request_for_embeddings_is_refused(seams: Any) -> None:
 
     from pie_driver_sglang.server.adapters import ServerAdapters
     from pie_driver_sglang.server.control import Control
+    from pie_driver_sglang.server.flow import Window
     from pie_driver_sglang.server.profile import Profiler
 
     idle: Any = Idle()
-    control = Control(idle, idle, {}, ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    aside = (ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    control = Control(idle, idle, {}, *aside, Window(None))
     required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
     values = {field.name: None for field in required if field.required}
     request = TokenizedEmbeddingReqInput(**{**values, "sampling_params": SamplingParams()})

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang import Engine
+from pie_driver_sglang.server.flow import MOST_IN_FLIGHT
 from pie_server import PROMPT, generate, refusal, running, state, wait_until
 from serve_control import TestProfile as TestProfile
 from serve_control import TestRefusals as TestRefusals
@@ -286,12 +287,14 @@ def test_a_front_end_that_is_behind_loses_nothing(server: Server) -> None:
     detokenizer.suspend()
     try:
         wait_until(lambda: state(server)["steps"] > steps + 100, 60, "it goes on")
+        assert state(server)["outputs_in_flight"] <= MOST_IN_FLIGHT
     finally:
         detokenizer.resume()
     reader.join(120)
     assert found[-1] == expected
     sizes = [len(tokens) for tokens in found]
     assert max(after - before for before, after in itertools.pairwise(sizes)) > 50
+    wait_until(lambda: state(server)["outputs_in_flight"] == 0, 10, "all are acknowledged")
 
 
 @pytest.mark.usefixtures("forks")

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server.adapters import ServerAdapters
+from pie_driver_sglang.server.flow import Window
 from pie_driver_sglang.server.profile import Profiler
 from pie_driver_sglang.server.refusals import EMBEDDING, INSTEAD, why_not_served
 from pie_driver_sglang.server.seams import messages, tensors
@@ -54,6 +55,7 @@ class Control:
         facts: Mapping[str, Any],
         adapters: ServerAdapters,
         profiler: Profiler,
+        window: Window,
     ) -> None:
         """Answers for a runtime.
 
@@ -63,9 +65,10 @@ class Control:
             facts: What `/server_info` shows besides counts.
             adapters: Those that requests may name.
             profiler: What writes profiles.
+            window: Outputs that are on their way.
         """
         self._runtime, self._front, self._facts = runtime, front, facts
-        self._adapters, self._profiler = adapters, profiler
+        self._adapters, self._profiler, self._window = adapters, profiler, window
         self._working = 0
         self._done: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
         self._throughput = Throughput()
@@ -171,6 +174,7 @@ class Control:
             "effective_max_running_requests_per_dp": counts["max_running_requests"],
             "scheduler": "pie",
             "open_requests": self._front.open_requests,
+            "outputs_in_flight": self._window.in_flight,
             **self._facts,
             **self._runtime.stats(),
         }

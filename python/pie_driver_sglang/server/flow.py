@@ -52,13 +52,17 @@ class Window:
     def __init__(self, acknowledged: Connection | None) -> None:
         """Takes its end of the pipe; with None any number may be under way."""
         self._acknowledged = acknowledged
-        self._in_flight = 0
+        self._poll = select.poll()
+        self.in_flight = 0
+        """Messages of outputs that are not acknowledged; other threads may read it."""
         if acknowledged is not None:
             os.set_blocking(acknowledged.fileno(), False)
+            self._poll.register(acknowledged.fileno(), select.POLLIN)
 
     def sent(self, messages: int) -> None:
         """Counts messages of outputs that were sent."""
-        self._in_flight += messages
+        if self._acknowledged is not None:
+            self.in_flight += messages
 
     def wait(self, limit_s: float) -> None:
         """Waits until another message may be sent.
@@ -67,20 +71,21 @@ class Window:
             limit_s: After so many seconds what is under way no longer counts: if an acknowledgement
                 is lost, outputs are late, but come.
         """
-        if self._acknowledged is None:
-            return
-        descriptor = self._acknowledged.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
+        while self.in_flight and self._take(0.0):
+            pass
         until = time.monotonic() + limit_s
-        while self._in_flight >= MOST_IN_FLIGHT:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1e3):
-                self._in_flight = 0
-                return
-            count = len(os.read(descriptor, 4096))
-            if count == 0:
-                # The tokenizer manager has ended.
-                self._acknowledged = None
-                return
-            # Messages of other threads are acknowledged, too.
-            self._in_flight = max(0, self._in_flight - count)
+        while self.in_flight >= MOST_IN_FLIGHT:
+            if not self._take(until - time.monotonic()):
+                self.in_flight = 0
+
+    def _take(self, limit_s: float) -> bool:
+        """Counts acknowledgements; whether any came within the time."""
+        if self._acknowledged is None or not self._poll.poll(max(0.0, limit_s) * 1e3):
+            return False
+        count = len(os.read(self._acknowledged.fileno(), 4096))
+        if count == 0:
+            # The tokenizer manager has ended.
+            self._acknowledged, self.in_flight = None, 0
+        # Messages of other threads are acknowledged, too.
+        self.in_flight = max(0, self.in_flight - count)
+        return True

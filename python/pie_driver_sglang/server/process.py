@@ -87,6 +87,7 @@ class SchedulerProcess:
             parts.facts(),
             parts.adapters(self._front),
             Profiler(self._runtime, given.replica),
+            window,
         )
         self._metrics = parts.metrics(self._front)
         self._failure: BaseException | None = None

@@ -14,6 +14,7 @@ from fastapi import HTTPException
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.multimodal.mm_utils import has_valid_data
 from sglang.srt.multimodal.processors import base_processor
@@ -24,7 +25,7 @@ from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.seams import forking
+from pie_driver_sglang.server.seams import forking, workers
 
 Scheduler = Callable[..., None]
 """What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
@@ -71,12 +72,16 @@ def launch(
         is_ours: Whether the scheduler is this package's.
     """
     kind: Callable[..., TokenizerManager] = StatusManager
-    if is_ours:
+    if arguments.tokenizer_worker_num > 1:
+        # They are processes of their own, which share no pipe: they acknowledge nothing.
+        arguments = workers.with_worker_class(arguments, is_ours=is_ours)
+        workers.call_when_ready(arguments, ready)
+        if is_ours:
+            scheduler = functools.partial(scheduler, ())
+    elif is_ours:
         acknowledger = Acknowledger(arguments.dp_size)
         kind = functools.partial(PieManager, acknowledger=acknowledger)
-        # Several tokenizer managers would be processes of their own, which know nothing of it.
-        is_one = arguments.tokenizer_worker_num == 1
-        scheduler = functools.partial(scheduler, acknowledger.schedulers if is_one else ())
+        scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
     try:
         with forking.forks(arguments.device) if is_ours else contextlib.nullcontext():
@@ -117,22 +122,8 @@ class StatusManager(TokenizerManager):
         super()._handle_abort_req(recv_obj)
 
 
-class PieManager(StatusManager):
-    """The tokenizer manager in front of our scheduler.
-
-    It refuses what no answer could refuse, and says when it has handled outputs.
-    """
-
-    def __init__(self, *arguments: Any, acknowledger: Acknowledger, **keywords: Any) -> None:
-        """Takes what SGLang's manager takes, and where outputs are acknowledged."""
-        self._acknowledger = acknowledger
-        super().__init__(*arguments, **keywords)
-
-    async def _handle_batch_output(self, recv_obj: Any) -> None:
-        try:
-            await super()._handle_batch_output(recv_obj)
-        finally:
-            self._acknowledger.handled(recv_obj.dp_ranks)
+class RefusingManager(StatusManager):
+    """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         # SGLang would leave out what a model cannot see, except in chats.
@@ -153,6 +144,29 @@ class PieManager(StatusManager):
         return result
 
 
+class PieManager(RefusingManager):
+    """The only tokenizer manager of a server: it says when it has handled outputs."""
+
+    def __init__(self, *arguments: Any, acknowledger: Acknowledger, **keywords: Any) -> None:
+        """Takes what SGLang's manager takes, and where outputs are acknowledged."""
+        self._acknowledger = acknowledger
+        super().__init__(*arguments, **keywords)
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        try:
+            await super()._handle_batch_output(recv_obj)
+        finally:
+            self._acknowledger.handled(recv_obj.dp_ranks)
+
+
+class StatusWorker(StatusManager, TokenizerWorker):
+    """One of several tokenizer managers, in front of SGLang's own scheduler."""
+
+
+class PieWorker(RefusingManager, TokenizerWorker):
+    """One of several tokenizer managers, in front of ours."""
+
+
 def _refuse(reason: str) -> Callable[..., Any]:
     async def refuse(*_: Any, **__: Any) -> None:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"not served: {reason}; {refusals.INSTEAD}")
@@ -163,7 +177,7 @@ def _refuse(reason: str) -> Callable[..., Any]:
 for _name, _reason in refusals.CALLS.items():
     # A name that SGLang does not have would refuse nothing.
     getattr(TokenizerManager, _name)
-    setattr(PieManager, _name, _refuse(_reason))
+    setattr(RefusingManager, _name, _refuse(_reason))
 
 
 def _name_status(reason: dict[str, Any] | None) -> None:

@@ -1,0 +1,67 @@
+"""The settings of a server with several tokenizer workers, each a process that uvicorn starts.
+
+A worker reads the settings from shared memory and asks them for its class. This module imports no
+HTTP server, for the scheduler and the detokenizer read the settings, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import requests
+from sglang.srt.server_args import ServerArgs
+
+_LOOK_S: Final = 0.5
+_ANSWER_S: Final = 60.0
+
+
+class PieSettings(ServerArgs):
+    """Of a server with our scheduler."""
+
+    def get_tokenizer_worker_class(self) -> Any:
+        """The class that refuses what our scheduler does not serve."""
+        from pie_driver_sglang.server.seams import launching
+
+        return launching.PieWorker
+
+
+class StatusSettings(ServerArgs):
+    """Of a server with SGLang's own scheduler."""
+
+    def get_tokenizer_worker_class(self) -> Any:
+        """The class that reads statuses from msgpack."""
+        from pie_driver_sglang.server.seams import launching
+
+        return launching.StatusWorker
+
+
+def with_worker_class(settings: ServerArgs, *, is_ours: bool) -> ServerArgs:
+    """The same settings, which name the class of our workers."""
+    # A copy by its fields would be resolved a second time.
+    settings.__class__ = PieSettings if is_ours else StatusSettings
+    return settings
+
+
+def call_when_ready(settings: ServerArgs, ready: Callable[[], None]) -> None:
+    """Calls `ready` from a thread once a worker has answered a request.
+
+    SGLang calls no one back where it has several workers.
+    """
+    threading.Thread(target=_watch, args=(settings, ready), name="ready", daemon=True).start()
+
+
+def _watch(settings: ServerArgs, ready: Callable[[], None]) -> None:
+    url, verify = f"{settings.url()}/health", settings.ssl_verify()
+    while not _is_healthy(url, verify):
+        time.sleep(_LOOK_S)
+    ready()
+
+
+def _is_healthy(url: str, verify: Any) -> bool:
+    try:
+        return requests.get(url, timeout=_ANSWER_S, verify=verify).status_code == 200
+    except requests.RequestException:
+        return False

@@ -1,0 +1,69 @@
+"""The server with several tokenizer workers and detokenizers, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+import forking
+from pie_server import refusal, running, state, wait_until
+from sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def workers(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, list[psutil.Process]]]:
+    flags = ("--tokenizer-worker-num", "2", "--detokenizer-worker-num", "2")
+    folder = tmp_path_factory.mktemp("workers")
+    with running(folder, "--scheduler", "pie", *flags, python=forked_python) as (server, process):
+        family = forking.family(process.pid)
+        yield server, [each for each in family if "tokenizer_worker" in each.name()]
+
+
+def test_each_worker_has_the_answers_to_its_requests(
+    workers: tuple[Server, list[psutil.Process]],
+) -> None:
+    server, processes = workers
+    assert len(processes) == 2
+    before = [sum(each.cpu_times()[:2]) for each in processes]
+    alone = [server.generate(prompt, 16)[0] for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        streams = list(pool.map(lambda prompt: list(server.stream(prompt, 16))[-1], PROMPTS))
+    assert streams == alone
+    after = [sum(each.cpu_times()[:2]) for each in processes]
+    assert all(now > then for now, then in zip(after, before, strict=True))
+    wait_until(lambda: state(server)["open_requests"] == 0, 30, "nothing is left")
+    # They have no pipe to acknowledge outputs by, so none are counted.
+    assert state(server)["outputs_in_flight"] == 0
+
+
+def test_every_worker_refuses_what_is_not_served(
+    workers: tuple[Server, list[psutil.Process]],
+) -> None:
+    """By chance one of the two takes a connection: 12 times the same one, once in 2,048 runs."""
+    server, _ = workers
+    for _ in range(12):
+        status, reason = refusal(server, {"forward_sleep_time": 0.1}, "/slow_down")
+        assert (status, "as fast as it can be" in reason) == (400, True)
+
+
+def test_a_stream_that_fails_says_so(workers: tuple[Server, list[psutil.Process]]) -> None:
+    """The status comes as a number, which SGLang's OpenAI layer would take for no error."""
+    server, _ = workers
+    body = {"model": "pocket", "messages": [{"role": "user", "content": "x"}], "regex": "("}
+    for _ in range(6):
+        status, reason = refusal(server, body, "/v1/chat/completions")
+        assert (status, "the regular expression is wrong" in reason) == (400, True)
+        lines = server.ask("/v1/chat/completions", {**body, "stream": True}).splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        [error] = [event["error"] for event in events if "error" in event]
+        assert "the regular expression is wrong" in error["message"]
