@@ -48,7 +48,8 @@ def with_worker_class(settings: ServerArgs, *, is_ours: bool) -> ServerArgs:
 def call_when_ready(settings: ServerArgs, ready: Callable[[], None]) -> None:
     """Calls `ready` from a thread once a worker has answered a request.
 
-    SGLang calls no one back where it has several workers.
+    SGLang calls no one back where it has several workers. With this thread the server forks none of
+    its processes, and has them started afresh.
     """
     threading.Thread(target=_watch, args=(settings, ready), name="ready", daemon=True).start()
 
