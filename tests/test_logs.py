@@ -21,6 +21,7 @@ from pie_driver_sglang.logs import (
     LogSource,
     RateLimitFilter,
     configure_logging,
+    end_logging,
     format_failure,
     last_line,
 )
@@ -52,6 +53,41 @@ def record(message: str = "lost %d", *args: Any, **extra: Any) -> logging.LogRec
     made = logging.LogRecord(LOGGER, logging.WARNING, "f.py", 1, message, args, None)
     made.__dict__.update(extra)
     return made
+
+
+class Slow(logging.Formatter):
+    """Formats a record only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def format(self, record: logging.LogRecord) -> str:
+        self.begun.set()
+        assert self.may_end.wait(30.0)
+        return super().format(record)
+
+
+def test_nothing_is_logged_after_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    slow = Slow()
+    logging.getLogger().handlers[-1].setFormatter(slow)
+    log = logging.getLogger(LOGGER)
+    writing = threading.Thread(target=log.error, args=("under way",))
+    writing.start()
+    assert slow.begun.wait(30.0)
+    # It waits no longer than it is told to.
+    end_logging(0.05)
+    ending = threading.Thread(target=end_logging, args=(30.0,))
+    late = threading.Thread(target=log.error, args=("late",))
+    ending.start()
+    late.start()
+    ending.join(0.1)
+    assert ending.is_alive()
+    slow.may_end.set()
+    for thread in (writing, ending, late):
+        thread.join(30.0)
+    assert capfd.readouterr().err == "under way\n"
 
 
 def test_lines_go_to_stderr_only(capfd: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,20 @@ class _IrrelevantFilter(logging.Filter):
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """The handler that `configure_logging` installs, so that a second call replaces it."""
 
+    _has_ended = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless the log has ended."""
+        if not self._has_ended:
+            super().emit(record)
+
+    def end(self, limit_s: float) -> None:
+        """Let the record end that a thread is writing; see `end_logging`."""
+        self._has_ended = True
+        # A record that was formatted before that is written under the lock.
+        if self.lock is not None and self.lock.acquire(timeout=limit_s):
+            self.lock.release()
+
 
 def configure_logging(
     level: str | None = None, *, source: LogSource | None = None, log_format: str = "text"
@@ -205,6 +219,17 @@ def configure_logging(
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
     logging.getLogger(__package__).setLevel(number)
+
+
+def end_logging(limit_s: float) -> None:
+    """Write no record any more, so that what the process says next is the last of it.
+
+    Args:
+        limit_s: How long another thread may take to end the record that it is writing.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _StderrHandler):
+            handler.end(limit_s)
 
 
 def last_line(source: LogSource, log_format: str) -> str:

@@ -26,7 +26,13 @@ from pie_driver_sglang.config.arch import context_length, image_token_bytes, voc
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import DriverError, RingError, StartError
-from pie_driver_sglang.logs import LogSource, configure_logging, format_failure, last_line
+from pie_driver_sglang.logs import (
+    LogSource,
+    configure_logging,
+    end_logging,
+    format_failure,
+    last_line,
+)
 from pie_driver_sglang.memory.host import check_budget
 from pie_driver_sglang.memory.plan import comparison
 from pie_driver_sglang.memory.refusal import not_run
@@ -278,7 +284,7 @@ def _workers(
 
     def fail(error: DriverError) -> None:
         # The other threads go on until the process ends, but must not log after this.
-        logging.disable()
+        end_logging(_PATIENCE_S)
         # A rank's progress bar may have left its line open.
         guard.exit(_fail(error, begin="\n"))
 

@@ -72,10 +72,11 @@ def launch(
         is_ours: Whether the scheduler is this package's.
     """
     kind: Callable[..., TokenizerManager] = StatusManager
+    telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arguments.tokenizer_worker_num > 1:
         # They are processes of their own, which share no pipe: they acknowledge nothing.
         arguments = workers.with_worker_class(arguments, is_ours=is_ours)
-        workers.call_when_ready(arguments, ready)
+        telling = workers.telling(arguments, ready)
         if is_ours:
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
@@ -84,7 +85,7 @@ def launch(
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
     try:
-        with forking.forks(arguments.device) if is_ours else contextlib.nullcontext():
+        with telling, forking.forks(arguments.device) if is_ours else contextlib.nullcontext():
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,

@@ -6,10 +6,12 @@ HTTP server, for the scheduler and the detokenizer read the settings, too.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
+from unittest import mock
 
 import requests
 from sglang.srt.server_args import ServerArgs
@@ -45,13 +47,22 @@ def with_worker_class(settings: ServerArgs, *, is_ours: bool) -> ServerArgs:
     return settings
 
 
-def call_when_ready(settings: ServerArgs, ready: Callable[[], None]) -> None:
-    """Calls `ready` from a thread once a worker has answered a request.
+@contextlib.contextmanager
+def telling(settings: ServerArgs, ready: Callable[[], None]) -> Iterator[None]:
+    """Within it SGLang's server calls `ready` from a thread, once a worker has answered a request.
 
-    SGLang calls no one back where it has several workers. With this thread the server forks none of
-    its processes, and has them started afresh.
+    SGLang calls no one back where it has several workers. The thread starts with their router,
+    after all processes that may be forked.
     """
-    threading.Thread(target=_watch, args=(settings, ready), name="ready", daemon=True).start()
+    from sglang.srt.entrypoints import engine
+
+    def make_router(*arguments: Any) -> Any:
+        threading.Thread(target=_watch, args=(settings, ready), name="ready", daemon=True).start()
+        return router(*arguments)
+
+    router = engine.MultiTokenizerRouter
+    with mock.patch.object(engine, "MultiTokenizerRouter", make_router):
+        yield
 
 
 def _watch(settings: ServerArgs, ready: Callable[[], None]) -> None:
