@@ -76,7 +76,7 @@ def test_nothing_is_logged_after_the_end(capfd: pytest.CaptureFixture[str]) -> N
     writing = threading.Thread(target=log.error, args=("under way",))
     writing.start()
     assert slow.begun.wait(30.0)
-    # It waits no longer than it is told to.
+    # A record that takes long delays the end by the limit alone.
     end_logging(0.05)
     ending = threading.Thread(target=end_logging, args=(30.0,))
     late = threading.Thread(target=log.error, args=("late",))

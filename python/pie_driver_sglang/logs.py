@@ -181,7 +181,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def end(self, limit_s: float) -> None:
         """Let the record end that a thread is writing; see `end_logging`."""
         self._has_ended = True
-        # A record that was formatted before that is written under the lock.
+        # Who formats and writes a record holds the lock.
         if self.lock is not None and self.lock.acquire(timeout=limit_s):
             self.lock.release()
 

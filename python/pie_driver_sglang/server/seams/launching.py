@@ -75,7 +75,7 @@ def launch(
     telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arguments.tokenizer_worker_num > 1:
         # They are processes of their own, which share no pipe: they acknowledge nothing.
-        arguments = workers.with_worker_class(arguments, is_ours=is_ours)
+        workers.set_worker_class(arguments, is_ours=is_ours)
         telling = workers.telling(arguments, ready)
         if is_ours:
             scheduler = functools.partial(scheduler, ())

@@ -40,11 +40,10 @@ class StatusSettings(ServerArgs):
         return launching.StatusWorker
 
 
-def with_worker_class(settings: ServerArgs, *, is_ours: bool) -> ServerArgs:
-    """The same settings, which name the class of our workers."""
+def set_worker_class(settings: ServerArgs, *, is_ours: bool) -> None:
+    """Has the settings name the class of our workers."""
     # A copy by its fields would be resolved a second time.
     settings.__class__ = PieSettings if is_ours else StatusSettings
-    return settings
 
 
 @contextlib.contextmanager
