@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher};
 
-use foldhash::fast::RandomState;
+use foldhash::quality::RandomState;
 use prefetch_index::prefetch_index;
 use rustc_hash::FxHashMap;
 
@@ -323,14 +323,7 @@ impl RadixIndex {
     }
 
     pub(crate) fn hash(&self, parent: u32, page: &[u32]) -> u32 {
-        let mut hasher = self.hasher.build_hasher();
-        if let [token] = page {
-            hasher.write_u64(u64::from(parent) << 32 | u64::from(*token));
-        } else {
-            hasher.write_u32(parent);
-            hasher.write(bytemuck::cast_slice(page));
-        }
-        hasher.finish() as u32
+        hash_page(self.hasher.build_hasher(), parent, page)
     }
 
     /// Whole pages of a key of this many tokens.
@@ -414,6 +407,47 @@ impl RadixIndex {
                 break;
             }
             at = self.nodes[at as usize].parent;
+        }
+    }
+}
+
+/// The hash of a node by its parent and its first page.
+#[inline]
+fn hash_page(mut hasher: impl Hasher, parent: u32, page: &[u32]) -> u32 {
+    if let [token] = page {
+        hasher.write_u64(u64::from(parent) << 32 | u64::from(*token));
+    } else {
+        hasher.write_u32(parent);
+        hasher.write(bytemuck::cast_slice(page));
+    }
+    hasher.finish() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use foldhash::SharedSeed;
+    use foldhash::quality::FoldHasher;
+
+    use super::hash_page;
+    use crate::table::Table;
+
+    const CHILDREN: u32 = 20_000;
+
+    /// Tokens that follow each other, and nodes with many or few children, must not gather in one part of the table: a search
+    /// reads on from the slot of a hash. With hashes that are random an entry lies 0.8 slots after its own, at this load.
+    #[test]
+    fn searches_are_short_whatever_the_seed() {
+        for seed in 1..=100 {
+            let shared = SharedSeed::from_u64(seed);
+            let hasher = FoldHasher::with_seed(seed, &shared);
+            for siblings in [100, CHILDREN] {
+                let mut table = Table::default();
+                for token in 0..CHILDREN {
+                    table.insert(hash_page(hasher.clone(), token / siblings, &[token]), token);
+                }
+                let distance = table.mean_distance();
+                assert!(distance < 1.0, "{distance} for the seed {seed}");
+            }
         }
     }
 }

@@ -117,6 +117,16 @@ impl Table {
         self.len
     }
 
+    /// How many slots after that of its hash an entry lies, on average.
+    #[cfg(test)]
+    pub(crate) fn mean_distance(&self) -> f64 {
+        let entries = self.slots.iter().zip(0..);
+        let distances = entries
+            .filter(|(entry, _)| entry.node != NONE)
+            .map(|(entry, at): (_, usize)| at.wrapping_sub(entry.hash as usize) & self.mask());
+        distances.sum::<usize>() as f64 / self.len as f64
+    }
+
     fn mask(&self) -> usize {
         self.slots.len().wrapping_sub(1)
     }
