@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suit
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-crates test-model test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -40,23 +40,18 @@ serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT
 	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
 # The environment, which waits for the network, and the wheel, whose end is one long link, come while the tests are built.
+# The crates' tests, half of whose time is waiting, run beside Python's.
 test: ## Run every test
 	@test -e $(VENV)/.dependencies || tools/preflight "$(PYTHON)" . $(GIB)
 	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled
-	@$(MAKE) --no-print-directory test-rust test-python
+	@$(MAKE) --no-print-directory --jobs=2 test-rust test-python
 
 build-rust:
 	cargo test --workspace --quiet --no-run
 	cargo test $(MODEL) --quiet --no-run
 
-# Some programs of tests wait more than they compute: the loom model computes beside them.
 test-rust:
-	@$(MAKE) --no-print-directory --jobs=2 test-crates test-model
-
-test-crates:
 	cargo test --workspace --quiet
-
-test-model:
 	cargo test $(MODEL) --quiet
 
 # Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.

@@ -1,4 +1,4 @@
-"""Stands in for `python -m MODULE ARGUMENTS...`; a fork of a process with SGLang runs the module.
+"""Stands in for `python [-P] -m MODULE ARGUMENTS...`, run in a fork of a process with SGLang.
 
 `forking.py` has the other end. The fork gets what this process was given: arguments, environment,
 working directory, descriptors, and its session or its process group. From then on this process
@@ -18,7 +18,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-FORKED = frozenset({"pie_driver_sglang", "pie_driver_sglang.server"})
+WORKER = "pie_driver_sglang.ranks.worker"
+FORKED = frozenset({"pie_driver_sglang", "pie_driver_sglang.server", WORKER})
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_S = 0.1
 
@@ -26,15 +27,17 @@ POLL_S = 0.1
 def main() -> None:
     """Has the module run, and ends as it ends."""
     path, *arguments = sys.argv[1:]
-    if arguments[:1] != ["-m"] or arguments[1] not in FORKED:
+    # Nothing is imported from the working directory of a fork.
+    words = arguments[1:] if arguments[:1] == ["-P"] else arguments
+    if words[:1] != ["-m"] or words[1] not in FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
     parent = os.getppid()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     numbers = [number for number in _descriptors() if number != connection.fileno()]
     request = {
-        "module": arguments[1],
-        "arguments": arguments[2:],
+        "module": words[1],
+        "arguments": words[2:],
         "environment": dict(os.environ),
         "folder": str(Path.cwd()),
         "numbers": numbers,
@@ -55,7 +58,8 @@ def main() -> None:
     while not select.select([connection], [], [], POLL_S)[0]:
         if os.getppid() != parent:
             parent = os.getppid()
-            _kill(fork, signal.SIGTERM)
+            # A worker ends with its leader, by no signal that it could ignore.
+            _kill(fork, signal.SIGKILL if words[1] == WORKER else signal.SIGTERM)
     status = int.from_bytes(_received(connection), "little", signed=True)
     note.unlink(missing_ok=True)
     _end(status)

@@ -38,6 +38,7 @@ _MOST_DESCRIPTORS: Final = 64
 _START_S: Final = 120.0
 _END_S: Final = 10.0
 _SERVER: Final = "pie_driver_sglang.server"
+_WORKER: Final = "pie_driver_sglang.ranks.worker"
 
 
 @contextmanager
@@ -190,6 +191,9 @@ def _become(request: Mapping[str, Any], descriptors: list[int], program: str) ->
         _forget_the_parent()
         sys.executable = program
         sys.argv = ["-m", *request["arguments"]]
+        if request["module"] == _WORKER:
+            # It ends with its parent, which is the fork server.
+            sys.argv[sys.argv.index("--leader") + 1] = str(os.getppid())
         status = _run(request["module"])
     except BaseException:
         os.write(2, traceback.format_exc().encode())

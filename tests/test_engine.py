@@ -110,7 +110,8 @@ def test_a_batch_is_what_transformers_says(engine: Engine, reference: Reference)
 
 
 def test_any_order_of_arrival_gives_the_same(engine: Engine, reference: Reference) -> None:
-    texts = prompts(100, seed=2)
+    # Those of the batch, so that the reference computes them once.
+    texts = prompts(100, seed=1)
     order = list(range(len(texts)))
     random.Random(3).shuffle(order)
     found: dict[int, dict[str, Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import pickle
@@ -386,3 +387,29 @@ class TestProcesses:
             for number, handler in before.items():
                 signal.signal(number, handler)
         assert found == [signal.SIG_DFL] * 3 + [signal.default_int_handler]
+
+    def test_sigterm_is_seen_soon(self, seams: Any) -> None:
+        """And the rest of an end is SGLang's."""
+        from pie_driver_sglang.server.seams import environment
+
+        with mock.patch.dict(os.environ), environment.importing_server():
+            from pie_driver_sglang.server.seams import launching
+        manager = object.__new__(launching.StatusManager)
+        manager.gracefully_exit = False
+        waits: list[float] = []
+        ends: list[int] = []
+
+        async def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            manager.gracefully_exit = len(waits) == 3
+
+        async def end(_: Any) -> None:
+            ends.append(len(waits))
+
+        with (
+            mock.patch.object(launching.asyncio, "sleep", sleep),
+            mock.patch.object(launching.TokenizerManager, "sigterm_watchdog", end),
+        ):
+            asyncio.run(manager.sigterm_watchdog())
+        assert ends == [3]
+        assert max(waits) <= 0.1

@@ -148,7 +148,7 @@ class TestText:
         assert usage == (len(prompt), 12)
         streamed = list(complete(client, stream=True))
         assert "".join(chunk.choices[0].text for chunk in streamed) == expected
-        assert len(streamed) > 6
+        assert len(streamed) > 3
         assert streamed[-1].choices[0].finish_reason == "length"
 
     def test_several_prompts_and_samples(self, client: Any) -> None:
@@ -320,17 +320,6 @@ class TestEnds:
         assert first + rest == expected
         wait_until(lambda: requests(door) == 0, 30, "all have ended")
 
-    def test_a_driver_that_is_killed_loses_nothing(self, door: Door, client: Any) -> None:
-        expected = complete(client, tokens=300).choices[0].text
-        with ThreadPoolExecutor(8) as pool:
-            texts = [pool.submit(streamed, client, 300) for _ in range(8)]
-            wait_until(lambda: requests(door) == 8, 30, "they run")
-            [driver] = door.drivers()
-            driver.kill()
-            assert {text.result(200) for text in texts} == {expected}
-        [other] = door.drivers()
-        assert other.pid != driver.pid
-
     def test_the_door_says_how_it_is(self, door: Door) -> None:
         door.ask("/health")
         door.ask("/readiness")
@@ -384,7 +373,7 @@ def streamed(client: Any, tokens: int) -> str:
 def test_two_replicas_share_the_work_by_what_they_have_cached(
     forked_python: str, tmp_path: Path
 ) -> None:
-    """Each family of prompts stays with the replica that has its beginning; one may die.
+    """Each family of prompts stays with the replica that has its beginning; drivers may die.
 
     The gateway is started by the line that the command prints.
     """
@@ -421,14 +410,37 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
                 seen[answer.headers["x-smg-routed-worker-id"]] += 1
         assert all(max(seen.values()) >= 4 for seen in places), places
         assert len({worker for seen in places for worker in seen}) == 2, places
+        lose_the_drivers(process, client)
         family = forking.family(process.pid)
-        drivers = [child for child in family if "--config" in child.cmdline()]
-        assert len(drivers) == 2
-        drivers[0].kill()
-        assert all(complete(client, prompt, 4).choices[0].text for prompt in families)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert psutil.wait_procs(family, 10)[1] == []
+
+
+def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
+    """Kills the drivers of two replicas while they stream: every stream goes on."""
+
+    def drivers() -> set[psutil.Process]:
+        return {each for each in forking.family(process.pid) if "--config" in each.cmdline()}
+
+    expected = complete(client, tokens=300).choices[0].text
+    before = drivers()
+    assert len(before) == 2
+    parts: list[list[str]] = [[] for _ in range(8)]
+
+    def stream(mine: list[str]) -> None:
+        for chunk in complete(client, tokens=300, stream=True):
+            mine.append(chunk.choices[0].text)  # noqa: PERF401 (read while it grows)
+
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(stream, mine) for mine in parts]
+        wait_until(lambda: min(map(len, parts)) > 3, 30, "they stream")
+        for driver in before:
+            driver.kill()
+        for each in streams:
+            each.result(200)
+    assert {"".join(mine) for mine in parts} == {expected}
+    wait_until(lambda: len(drivers() - before) == 2, 60, "there are two others")
 
 
 @contextlib.contextmanager

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forking
 from pie_server import running, wait_until
 from serve_metrics import total
 from sglang_server import Server
@@ -21,11 +26,18 @@ PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(16)]
 
 
 @pytest.fixture(scope="module")
-def replicas(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def started(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     flags = ("--scheduler", "pie", "--dp-size", "2", "--enable-metrics")
     folder = tmp_path_factory.mktemp("replicas")
-    with running(folder, *flags, python=forked_python) as (server, _):
-        yield server
+    with running(folder, *flags, python=forked_python) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def replicas(started: tuple[Server, subprocess.Popen[bytes]]) -> Server:
+    return started[0]
 
 
 def states(server: Server) -> list[dict[str, Any]]:
@@ -73,6 +85,29 @@ def test_control_reaches_all_replicas(replicas: Server) -> None:
             20,
             "each has metrics",
         )
+
+
+def test_nothing_is_computed_while_nothing_comes(
+    started: tuple[Server, subprocess.Popen[bytes]],
+) -> None:
+    """By the HTTP server, the controller, the schedulers and the drivers."""
+    family = forking.family(started[1].pid)
+
+    def computed() -> dict[int, float]:
+        return {each.pid: sum(each.cpu_times()[:2]) for each in family}
+
+    before, begin = computed(), time.monotonic()
+    time.sleep(1)
+    after, passed = computed(), time.monotonic() - begin
+    assert {pid for pid in after if after[pid] - before[pid] > 0.2 * passed} == set()
+
+
+def test_sglangs_controller_spins() -> None:
+    """What `server/seams/replicas.py` is for."""
+    (root,) = importlib.util.find_spec("sglang").submodule_search_locations
+    source = Path(root, "srt", "managers", "data_parallel_controller.py").read_text()
+    loop = source.partition("def event_loop")[2].partition("\ndef ")[0]
+    assert "flags=zmq.NOBLOCK" in loop
 
 
 def test_a_driver_that_is_killed_loses_nothing(replicas: Server) -> None:

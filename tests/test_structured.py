@@ -168,11 +168,10 @@ def test_a_killed_driver_keeps_what_binds(engine: Engine) -> None:
     asked = [bound(schema, temperature=1.0, max_new_tokens=300)] * 8
     answers = engine.as_completed([f"Number {index}" for index in range(8)], asked)
     streamed = engine.generate("Stream", bound(schema, max_new_tokens=300), stream=True)
-    next(streamed)
-    found = [next(answers)]
     (pid,) = engine.get_server_info()["internal_states"][0]["driver_pids"]
+    next(streamed)
     os.kill(pid, signal.SIGKILL)
-    found += answers
+    found = list(answers)
     assert len(found) == 8
     for answer in [*found, *list(streamed)[-1:]]:
         jsonschema.validate(json.loads(answer["text"]), schema)
@@ -223,9 +222,13 @@ def test_a_character_is_never_cut(engine: Engine, said: list[dict[str, Any]], st
         assert ended > 0
 
 
-def text_of(engine: Engine, tokens: list[int]) -> str | None:
+@pytest.fixture(scope="module")
+def vocabulary(engine: Engine) -> list[bytes]:
+    return engine.tokenizer.vocabulary()
+
+
+def text_of(vocabulary: list[bytes], tokens: list[int]) -> str | None:
     """The text of tokens, or None where it ends within a character."""
-    vocabulary = engine.tokenizer.vocabulary()
     try:
         return b"".join(vocabulary[token] for token in tokens).decode()
     except UnicodeDecodeError:
@@ -236,7 +239,7 @@ def text_of(engine: Engine, tokens: list[int]) -> str | None:
     "pattern", [r"[本é]", r"(?i)OK 日", r"\bok\b \S", "😎|\u200d", r"!\s*$", "[^o]{5}ok", "é!"]
 )
 def test_an_expression_ends_an_answer(
-    engine: Engine, said: list[dict[str, Any]], pattern: str
+    engine: Engine, vocabulary: list[bytes], said: list[dict[str, Any]], pattern: str
 ) -> None:
     streamed = say(engine, stream=True, stop_regex=["zz+", pattern])
     collected = say(engine, stop_regex=["zz+", pattern])
@@ -246,7 +249,7 @@ def test_an_expression_ends_an_answer(
         tokens, finish = found["output_ids"], found["meta_info"]["finish_reason"]
         assert whole["output_ids"][: len(tokens)] == tokens
         # It ends with the first token after which the text has a match and no cut character.
-        texts = [text_of(engine, tokens[:count]) for count in range(1, len(tokens) + 1)]
+        texts = [text_of(vocabulary, tokens[:count]) for count in range(1, len(tokens) + 1)]
         matches = [text is not None and bool(re.search(pattern, text)) for text in texts]
         assert not any(matches[:-1])
         assert matches[-1] == (finish.get("matched") == pattern)

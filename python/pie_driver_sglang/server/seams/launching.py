@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from fastapi import HTTPException
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
@@ -25,7 +26,9 @@ from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.seams import forking, workers
+from pie_driver_sglang.server.seams import forking, replicas, workers
+
+_LOOK_S: Final = 0.1
 
 Scheduler = Callable[..., None]
 """What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
@@ -84,8 +87,9 @@ def launch(
         kind = functools.partial(PieManager, acknowledger=acknowledger)
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
+    forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
     try:
-        with telling, forking.forks(arguments.device) if is_ours else contextlib.nullcontext():
+        with telling, forks, replicas.waiting():
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,
@@ -112,6 +116,12 @@ class StatusManager(TokenizerManager):
             # Or processors of images ask for CUDA.
             base_processor._is_cpu = True
         super().__init__(server_args, *arguments, **keywords)
+
+    async def sigterm_watchdog(self) -> None:
+        """Ends the server soon after SIGTERM: SGLang looks every five seconds whether it came."""
+        while not self.gracefully_exit:
+            await asyncio.sleep(_LOOK_S)
+        await super().sigterm_watchdog()
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         for reason in recv_obj.finished_reasons:
