@@ -1,9 +1,10 @@
 """Stands in for `python [-P] -m MODULE ARGUMENTS...`, run in a fork of a process with SGLang.
 
-`forking.py` has the other end. The fork gets what this process was given: arguments, environment,
-working directory, descriptors, and its session or its process group. From then on this process
-stands for it: signals are passed on, its death is the fork's, and it ends as the fork ends.
-Any other use of Python is a new interpreter's. Run by ``python -IS``, which starts at once.
+A script of `benches/gpu` may stand for the module. `forking.py` has the other end. The fork gets
+what this process was given: arguments, environment, working directory, descriptors, and its session
+or its process group. From then on this process stands for it: signals are passed on, its death is
+the fork's, and it ends as the fork ends. Any other use of Python is a new interpreter's. Run by
+``python -IS``, which starts at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 WORKER = "pie_driver_sglang.ranks.worker"
 FORKED = frozenset({"pie_driver_sglang", "pie_driver_sglang.server", WORKER})
+SCRIPTS = f"{Path(__file__).parents[1] / 'benches' / 'gpu'}/"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_S = 0.1
 
@@ -29,7 +31,9 @@ def main() -> None:
     path, *arguments = sys.argv[1:]
     # Nothing is imported from the working directory of a fork.
     words = arguments[1:] if arguments[:1] == ["-P"] else arguments
-    if words[:1] != ["-m"] or words[1] not in FORKED:
+    if words and words[0].startswith(SCRIPTS):
+        words = ["-m", *words]
+    elif words[:1] != ["-m"] or words[1] not in FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
     parent = os.getppid()
     connection = socket.socket(socket.AF_UNIX)

@@ -230,9 +230,14 @@ def _forget_the_parent() -> None:
 
 
 def _run(module: str) -> int:
-    """Runs a module to its end, with all that an interpreter does then."""
+    """Runs a module or a script to its end, with all that an interpreter does then."""
     try:
-        runpy._run_module_as_main(module)
+        if module.endswith(".py"):
+            sys.argv[0] = module
+            sys.path.insert(0, str(Path(module).parent))
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy._run_module_as_main(module)
         status = 0
     except SystemExit as end:
         status = 0

@@ -35,21 +35,24 @@ class Script(NamedTuple):
     """The file that gets what it prints."""
     log: str
     """The file that gets everything else."""
+    python: str = ""
+    """What it runs by `sys.executable`, if not Python."""
 
     def execute(self) -> None:
         """Runs it in this process, as `python SCRIPT ARGUMENTS...` would."""
         drivers.redirect_output(self.log)
         os.environ["SGLANG_PLUGINS"] = self.plugins
+        sys.executable = self.python or sys.executable
         sys.argv = [self.path, *self.arguments]
         sys.path.insert(0, str(Path(self.path).parent))
         with Path(self.out).open("w", buffering=1) as sys.stdout:
             runpy.run_path(self.path, run_name="__main__")
 
 
-def run(script: str, *arguments: str, plugins: str = "") -> str:
+def run(script: str, *arguments: str, plugins: str = "", python: str = "") -> str:
     """What a script, named from the repository's root, prints; it must end well."""
     with _prepared(script, arguments, plugins) as prepared:
-        return _printed(prepared, _status(prepared))
+        return _printed(prepared, _status(prepared._replace(python=python)))
 
 
 def fail(script: str, *arguments: str, plugins: str = "") -> str:

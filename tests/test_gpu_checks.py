@@ -342,11 +342,11 @@ def test_peers_are_quantized_as_the_driver_is(frame: Any) -> None:
 
 
 @pytest.mark.engine
-def test_accuracy_of_the_embedded_model(frame: Any, tmp_path: Path) -> None:
+def test_accuracy_of_the_embedded_model(frame: Any, forked_python: str, tmp_path: Path) -> None:
     """In float32 the driver's engine says what transformers says of a text."""
     words = ["--device", "cpu", "--dtype", "float32", "--gap", "0.001", "--ways", "fused"]
     words += ["--windows", "3", "--length", "40", "--json", str(tmp_path / "record.json")]
-    printed = scripts.run("benches/gpu/accuracy_check.py", *words)
+    printed = scripts.run("benches/gpu/accuracy_check.py", *words, python=forked_python)
     record = frame.read(tmp_path / "record.json")
     assert record.ok, printed
     reference, fused = record.rows[:2]
