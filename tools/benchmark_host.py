@@ -36,7 +36,6 @@ RADIX_BARS: Final = (
         for name, peer, limit in (
             ("SGLang's tree", "sglang", 20),
             ("the best crate that takes tokens", "tokens", 1.5),
-            ("the best crate that is given hashes", "hashes", 1.5),
         )
     ),
     RadixBar("bytes a cached token, pages of 1", "memory/1", 20),
