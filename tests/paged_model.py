@@ -195,8 +195,36 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     ):
         found = expected.clone()
         found[:, last:] = decode(server, engine, contexts, dense.applied)
-    assert kernel.call_count == STEPS * len(engine.runner.model.model.layers)
+        calls = STEPS * len(engine.runner.model.model.layers)
+        assert kernel.call_count == calls
+        with clustered(engine.runner) as clusters:
+            again = decode(server, engine, contexts, dense.applied)
+        assert clusters.call_count == calls
+        assert float((again - found[:, last:]).abs().max()) < TOLERANCE
     return found
+
+
+@contextlib.contextmanager
+def clustered(runner: Any) -> Iterator[mock.Mock]:
+    """Within, rows alone are attended to as by clusters, which take a GPU: by Triton's kernel."""
+    import torch
+
+    from pie_driver_sglang.kernels import cluster_attend, lone_attend
+    from pie_driver_sglang.srt.seams.attention import decode_backend
+
+    def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
+        arrived = torch.zeros(heads.keys.shape[1], 1, dtype=torch.int32)
+        tuning = lone_attend.LoneTuning(16, 4, 1, 128, 256)
+        return lone_attend.attend_lone(qkv, heads, row, arrived, scale, tuning)
+
+    kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
+    found: Any = decode_backend(runner) or runner.attn_backend
+    # No kernel was found for its heads, as they are on no GPU.
+    assert set(found._clustered_heads.values()) == {None}
+    found._clustered_heads.clear()
+    with mock.patch.object(cluster_attend, "find", lambda *_: kernel):
+        yield kernel.attend
+    found._clustered_heads.clear()
 
 
 def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import fp8_rounding
@@ -100,6 +100,62 @@ def small_tile(rows: int, outputs: int, inputs: int, *_: int, **__: bool) -> Any
     return Tile(16, 64, 128, parts=2 if inputs % 256 == 0 else 1) if rows <= 8 else None
 
 
+class TorchProduct:
+    """In place of `RowProduct`, which takes a GPU: the same numbers by torch."""
+
+    made: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(
+        self, inputs: int, kind: Any, dtype: Any, device: Any, cut: Any, *, normed: bool,
+        fixed: bool, grouped: bool,
+    ) -> None:  # fmt: skip
+        assert cut.fits(inputs)
+        self._kind, self._inputs = kind, inputs
+        self._what = (normed, fixed, grouped)
+        TorchProduct.made.append((inputs, kind))
+
+    def multiply(self, row: Any, weights: Any, *, norm: Any = None, into: Any = None) -> Any:
+        import torch
+
+        from pie_driver_sglang.kernels.quantize import quantize
+        from pie_driver_sglang.kernels.row_products import Kind
+
+        grouped = weights.grouped
+        assert self._what == (norm is not None, weights.row_scale is not None, grouped)
+        assert row.shape == (1, self._inputs)
+        given = quantize(row.clone(), norm=norm, grouped=grouped, scale=weights.row_scale)
+        scales = weights.scales[:, None]
+        if grouped:
+            scales = weights.scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        of_row = given.scales.repeat_interleave(BLOCK, 1) if grouped else given.scales
+        products = (given.rows.float() * of_row) @ (weights.weight.float() * scales).t()
+        if self._kind == Kind.JOINS:
+            gate, up = products.chunk(2, -1)
+            return torch.nn.functional.silu(gate) * up
+        if self._kind == Kind.STORES:
+            return products
+        return into.add_(products)
+
+
+def by_rows(server: Any, engine: Any, layers: Any, expected: Any) -> Any:
+    """The expected logits, with those of the last context by the products of one row."""
+    from pie_driver_sglang.srt import quantized
+    from pie_driver_sglang.srt.quantized import LoneRows
+
+    # On a CPU no model has any.
+    assert layers._lone is None
+    assert LoneRows.of(layers._layers, layers._norm, layers._attention) is None
+    lone = LoneRows(layers._layers, layers._norm, layers._attention)
+    with (
+        mock.patch.object(layers, "_lone", lone),
+        mock.patch.object(quantized, "RowProduct", TorchProduct),
+    ):
+        found = alone(server, engine, layers, expected)
+    # One for each of four kinds of matrices, of which two are alike in some models.
+    assert len(TorchProduct.made) == len(set(TorchProduct.made)) in (3, 4)
+    return found
+
+
 def main() -> None:
     """Prefills and decodes, fused and not."""
     config, kind = load_config(Path(sys.argv[1])), sys.argv[2]
@@ -135,6 +191,7 @@ def main() -> None:
         # By SGLang's products, by those without scales, then by the driver's where rows are few.
         ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
         ways.append(alone(server, engine, layers, expected))
+        ways.append(by_rows(server, engine, layers, expected))
         unscaled = mock.Mock(wraps=quantized.multiply_unscaled)
         with (
             mock.patch.object(quantized, "_multiplies", lambda linear: kind != "block"),

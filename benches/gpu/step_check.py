@@ -5,13 +5,15 @@
 
 Random weights, tokens and KV in the shape of CONFIG_DIR, greedy samplers, scattered pages; each
 graph is launched back to back. A way changes fields of the attention's `SplitTuning`, or the rows
-from which on products are a library's (`few_rows`). The driver's own choice is always the first and
-the last one, which shows how much the machine drifts.
+from which on products are a library's (`few_rows`); `clusters=0` and `row_products=0` leave out the
+kernels of one row in CUDA C++. The driver's own choice is always the first and the last one, which
+shows how much the machine drifts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -59,17 +61,24 @@ class Steps:
         from pie_driver_sglang.kernels import paged_splits
         from pie_driver_sglang.srt import dense
         from pie_driver_sglang.srt.cuda_steps import CudaSteps
+        from pie_driver_sglang.srt.paged_attention import PagedDecode
 
         usual, changed = paged_splits.split_tuning, dict(way)
         few_rows = changed.pop("few_rows", dense._FEW_ROWS)
+        left_out = []
+        if changed.pop("clusters", 1) == 0:
+            left_out.append(mock.patch.object(PagedDecode, "_clustered", lambda *_: None))
+        if changed.pop("row_products", 1) == 0:
+            left_out.append(mock.patch.object(self.engine.dense, "_lone", None))
 
         def tuning(*args: Any, **named: Any) -> Any:
             return replace(usual(*args, **named), **changed)
 
-        with (
-            mock.patch.object(dense, "_FEW_ROWS", few_rows),
-            mock.patch.object(paged_splits, "split_tuning", tuning),
-        ):
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(dense, "_FEW_ROWS", few_rows))
+            patches.enter_context(mock.patch.object(paged_splits, "split_tuning", tuning))
+            for patch in left_out:
+                patches.enter_context(patch)
             steps = CudaSteps(self.engine, rows, max(rows))
         for length in lengths:
             slots = self._place(max(rows), length)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pie_driver_sglang.config.options import PAGED_DECODE
-from pie_driver_sglang.kernels import lone_attend, paged_attend, paged_splits
+from pie_driver_sglang.kernels import cluster_attend, lone_attend, paged_attend, paged_splits
+from pie_driver_sglang.kernels.cluster_attend import ClusterAttention
 from pie_driver_sglang.kernels.lone_attend import LoneRow
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_splits import DecodeRows, Prefixes, SplitPlan, WorkPlan
@@ -78,6 +79,7 @@ class PagedDecode(AttentionBackend):
         self.knows_groups = any(layer.sliding_window_size in (None, -1) for layer in self._layers)
         self._step: _Step | None = None
         self._prefixes: Prefixes | None = None
+        self._clustered_heads: dict[tuple[int, ...], ClusterAttention | None] = {}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: a graph's memory comes from its pool."""
@@ -162,15 +164,25 @@ class PagedDecode(AttentionBackend):
         plain = layer.sliding_window_size in (None, -1) and not layer.logit_cap
         if len(qkv) != 1 or rows.prefixes is not None or not plain or not lone_attend.takes(heads):
             return None
+        row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions,
+                      forward_batch.out_cache_loc)  # fmt: skip
+        clusters = self._clustered(heads, qkv.dtype)
+        if clusters is not None:
+            return clusters.attend(qkv, heads, row, layer.scaling)
         tuning = lone_attend.tuning_of(heads)
         if tuning is None:
             return None
-        row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions,
-                      forward_batch.out_cache_loc)  # fmt: skip
         return lone_attend.attend_lone(
             qkv, heads, row, shares[self._cut(layer, 1)].arrived, layer.scaling,
             tuning,
         )  # fmt: skip
+
+    def _clustered(self, heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
+        """The kernel of such heads in clusters of CTAs, where it is the fastest."""
+        shape = (heads.queries, *heads.keys.shape[1:], heads.query_norm is not None)
+        if shape not in self._clustered_heads:
+            self._clustered_heads[shape] = cluster_attend.find(heads, dtype)
+        return self._clustered_heads[shape]
 
     def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:
         dim = max(layer.qk_head_dim, layer.v_head_dim)

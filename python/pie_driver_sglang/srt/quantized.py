@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.kernels import dense_layers, many_rows
+from pie_driver_sglang.kernels import dense_layers, many_rows, row_products
 from pie_driver_sglang.kernels.dense_layers import Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Scratch
 from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
+from pie_driver_sglang.kernels.row_products import Kind, RowProduct
 from pie_driver_sglang.srt.few_rows import attend
 from pie_driver_sglang.srt.seams.model import run_instead
 from pie_driver_sglang.srt.seams.passes import is_decode
@@ -71,6 +72,7 @@ class QuantizedLayers:
             torch.empty(parts, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
         )
+        self._lone = LoneRows.of(layers, norm, attention)
 
     def takes(self, rows: int) -> bool:
         """Whether it runs steps of so many rows."""
@@ -99,6 +101,8 @@ class QuantizedLayers:
         if any(other is not None for other in (*others, *named.values())):
             raise ValueError("a pass has tokens and nothing else")
         residual = self._model.embed_tokens(input_ids)
+        if len(residual) == 1 and self._lone is not None and is_decode(forward_batch):
+            return self._lone.run(residual, positions, forward_batch)
         added: _Rows | None = None
         for layer in self._layers:
             qkv = self._project(residual, added, layer.before, layer.qkv)
@@ -168,6 +172,76 @@ class QuantizedLayers:
             return multiply_unscaled(given, weights, self._one, residual.dtype)
         many_rows.tiled_product(given, weights, tile, self._scratch, into=residual)
         return None
+
+
+class LoneRows:
+    """The layers of a decode of one row, whose products quantize the row themselves."""
+
+    def __init__(
+        self, layers: Sequence[QuantizedLayer], norm: Norm, attention: PagedDecode
+    ) -> None:
+        """Takes layers for which :meth:`of` finds kernels, and the norm after the last one."""
+        self._layers = layers
+        self._norm = norm
+        self._attention = attention
+        self._products: dict[tuple[Any, ...], RowProduct] = {}
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[QuantizedLayer], norm: Norm, attention: PagedDecode
+    ) -> LoneRows | None:
+        """The layers of a model; None if the kernels do not take its matrices."""
+        typed = norm.weight.dtype in (torch.bfloat16, torch.float16)
+        matrices = (
+            linear.weights
+            for layer in layers
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
+        taken = typed and all(row_products.takes(weights) for weights in matrices)
+        return cls(layers, norm, attention) if taken else None
+
+    def run(
+        self, residual: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Runs the layers. Can be captured.
+
+        Args:
+            residual: ``[1, width]``: the embedded token; overwritten.
+            positions: ``[1]`` int64.
+            forward_batch: SGLang's, for its attention.
+
+        Returns:
+            ``[1, width]``: normalized hidden states.
+        """
+        for layer in self._layers:
+            qkv = self._multiply(residual, layer.qkv, Kind.STORES, norm=layer.before)
+            seen = attend(qkv, layer, self._attention, positions, forward_batch)
+            self._multiply(seen, layer.out, Kind.ADDS, into=residual)
+            middle = self._multiply(residual, layer.gate_up, Kind.JOINS, norm=layer.between)
+            self._multiply(middle, layer.down, Kind.ADDS, into=residual)
+        return dense_layers.add_norm(residual[None], None, self._norm)[0]
+
+    def _multiply(
+        self,
+        row: torch.Tensor,
+        linear: QuantizedLinear,
+        kind: Kind,
+        *,
+        norm: Norm | None = None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weights, inputs = linear.weights, row.shape[1]
+        fixed = weights.row_scale is not None
+        key = (inputs, kind, norm is not None, fixed, weights.grouped)
+        if key not in self._products:
+            cut = row_products.find_cut(inputs)
+            if cut is None:
+                raise ValueError(f"a row of {inputs} numbers is not divided")
+            self._products[key] = RowProduct(
+                inputs, kind, row.dtype, row.device, cut,
+                normed=norm is not None, fixed=fixed, grouped=weights.grouped,
+            )  # fmt: skip
+        return self._products[key].multiply(row, weights, norm=norm, into=into)
 
 
 def _seen(

@@ -1,0 +1,101 @@
+"""A CUDA C++ kernel of this folder: compiled by NVRTC when it is made, launched as Triton's are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from cuda.core import Device, Kernel, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream
+from cuda.core import launch as launch_kernel
+
+_MOST_PORTABLE = 8
+"""CTAs of a cluster that every GPU with clusters takes."""
+
+
+def compile_source(file: str, constants: Mapping[str, int], arch: str) -> ObjectCode:
+    """Compiles a file of this folder; takes no GPU.
+
+    Args:
+        file: Its name.
+        constants: Macros that it wants.
+        arch: Such as ``sm_90a``.
+
+    Raises:
+        cuda.core.NVRTCError: It has mistakes, which the error quotes.
+    """
+    source = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+    options = ProgramOptions(
+        name=file, arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in constants.items()]
+    )
+    return Program(source, "c++", options).compile("cubin")
+
+
+class CudaKernel:
+    """One kernel on one GPU."""
+
+    def __init__(
+        self,
+        file: str,
+        constants: Mapping[str, int],
+        device: torch.device,
+        *,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        """Compiles it.
+
+        Args:
+            file: The source, which has a kernel of the same name.
+            constants: Macros that the source wants.
+            device: Where it will run.
+            shared_bytes: Dynamic shared memory of a CTA.
+            cluster: CTAs of a cluster, as the source says.
+        """
+        major, minor = torch.cuda.get_device_capability(device)
+        # Features of one generation alone have an "a" behind its number.
+        arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+        self._device = Device(device.index or 0)
+        self._device.set_current()
+        code = compile_source(file, constants, arch)
+        self._kernel: Kernel = code.get_kernel(file.removesuffix(".cu"))
+        self._shared_bytes = shared_bytes
+        self._cluster = cluster
+        attributes = driver.CUfunction_attribute
+        self._set(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        if cluster > _MOST_PORTABLE:
+            self._set(attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+
+    def launch(self, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
+        """Launches it early (see ``chained.py``) on torch's current stream. Can be captured.
+
+        Args:
+            grid: CTAs in each dimension.
+            threads: Of a CTA.
+            *arguments: Tensors, integers of 64 bits, and NumPy numbers for other types.
+        """
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        config = LaunchConfig(
+            grid=grid, block=threads, shmem_size=self._shared_bytes,
+            programmatic_stream_serialization=True,
+        )  # fmt: skip
+        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        launch_kernel(stream, config, self._kernel, *values)
+
+    def clusters_at_once(self, grid: tuple[int, ...], threads: int) -> int:
+        """How many of its clusters the GPU runs at once, with nothing else on it."""
+        occupancy: Any = self._kernel.occupancy
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        config = LaunchConfig(
+            grid=(grid[0] // self._cluster, *grid[1:]), cluster=self._cluster, block=threads,
+            shmem_size=self._shared_bytes,
+        )  # fmt: skip
+        return int(occupancy.max_active_clusters(config, stream=stream))
+
+    def _set(self, attribute: driver.CUfunction_attribute, value: int) -> None:
+        kernel, device = self._kernel.handle, driver.CUdevice(self._device.device_id)
+        (status,) = driver.cuKernelSetAttribute(attribute, value, kernel, device)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{attribute.name} of {value} is refused: {status.name}")
