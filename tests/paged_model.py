@@ -222,7 +222,7 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
     # No kernel was found for its heads, as they are on no GPU.
     assert set(found._clustered_heads.values()) == {None}
     found._clustered_heads.clear()
-    with mock.patch.object(cluster_attend, "find", lambda *_: kernel):
+    with mock.patch.object(cluster_attend, "find_clusters", lambda *_: kernel):
         yield kernel.attend
     found._clustered_heads.clear()
 

@@ -118,7 +118,7 @@ class TorchProduct:
         import torch
 
         from pie_driver_sglang.kernels.quantize import quantize
-        from pie_driver_sglang.kernels.row_products import Kind
+        from pie_driver_sglang.kernels.row_products import ProductKind
 
         grouped = weights.grouped
         assert self._what == (norm is not None, weights.row_scale is not None, grouped)
@@ -129,10 +129,10 @@ class TorchProduct:
             scales = weights.scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         of_row = given.scales.repeat_interleave(BLOCK, 1) if grouped else given.scales
         products = (given.rows.float() * of_row) @ (weights.weight.float() * scales).t()
-        if self._kind == Kind.JOINS:
+        if self._kind == ProductKind.JOINS:
             gate, up = products.chunk(2, -1)
             return torch.nn.functional.silu(gate) * up
-        if self._kind == Kind.STORES:
+        if self._kind == ProductKind.STORES:
             return products
         return into.add_(products)
 

@@ -124,10 +124,20 @@ def test_records_that_are_to_come(tool: ModuleType, results: dict[str, Any]) -> 
     other = {**about, "commit": "89abcde", "device": "1 x NVIDIA H100 80GB HBM3"}
     shape["sources"] = {"step_us": about, "bytes_us": about, "tokens_per_s": other}
     bar = {"name": "tokens that differ", "value": 0.0, "bar": "<= 0", "ok": True}
-    more = {"shapes": {"8b": shape, "14b": shape}, "sampling": {**about, "bars": [bar]}}
+    one_row = {
+        "8b": {"700": {"us": 4000, "before_us": 5000}},
+        "8b-fp8": {"700": {"us": 2000, "before_us": 3000}},
+    }
+    more = {
+        "shapes": {"8b": shape, "14b": shape},
+        "sampling": {**about, "bars": [bar]},
+        "one-row": {**about, "step_us": one_row},
+    }
     found = sections(tool.render({**results, **more}))
     assert "| 8b | 1 | 4,000 | 3,500 | 0.88 | H200 |" in found["Larger shapes"]
     assert "| 8b | 12,000 | fa3 | 10,000 | 1.20 | H100 |" in found["Larger shapes"]
+    assert "| 8b-fp8 | 700 | 3,000 | 2,000 | 1.50 |" in found["One row"]
+    assert "is 2.00 times as fast in FP8" in found["One row"]
     sources = [line for line in found["Larger shapes"].splitlines() if "commit" in line]
     assert sources == [
         "8b steps, 14b steps: 1 x NVIDIA H200; 2026-12-01; commit `0123456`.",

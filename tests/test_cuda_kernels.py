@@ -18,7 +18,7 @@ from pie_driver_sglang.kernels import cluster_attend, row_products
 from pie_driver_sglang.kernels.cuda.compiled import compile_source
 from pie_driver_sglang.kernels.dense_layers import Heads
 from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedWeights
-from pie_driver_sglang.kernels.row_products import CUTS, Kind, find_cut
+from pie_driver_sglang.kernels.row_products import ROW_CUTS, ProductKind, find_row_cut
 
 ARCH = "sm_90a"
 
@@ -88,15 +88,17 @@ def test_attention_by_clusters_compiles_and_loads_early(changed: dict[str, int])
     assert compile_source("lone_attend.cu", attention(**changed), ARCH).code
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ProductKind)
 @pytest.mark.parametrize("grouped", [0, 1])
-@pytest.mark.parametrize(("inputs", "cut"), [(4096, CUTS[0]), (17408, CUTS[1]), (2560, CUTS[2])])
+@pytest.mark.parametrize(
+    ("inputs", "cut"), list(zip((4096, 17408, 2560, 768), ROW_CUTS, strict=True))
+)
 def test_products_of_a_row_compile_and_load_early(
-    kind: Kind, grouped: int, inputs: int, cut: Any
+    kind: ProductKind, grouped: int, inputs: int, cut: Any
 ) -> None:
     constants = product(
         KIND=int(kind), GROUPED=grouped, INPUTS=inputs, THREADS=cut.threads, BATCH=cut.batch,
-        RESIDENT=cut.resident, NORMED=int(kind != Kind.ADDS),
+        RESIDENT=cut.resident, NORMED=int(kind != ProductKind.ADDS),
     )  # fmt: skip
     code = ptx("row_product.cu", constants)
     before, wait, behind = code.partition("griddepcontrol.wait")
@@ -115,7 +117,7 @@ def test_products_of_a_row_compile_and_load_early(
         *(
             ("row_product.cu", product(KIND=kind, THREADS=cut.threads, BATCH=cut.batch,
                                        RESIDENT=cut.resident))
-            for kind in (0, 1, 2) for cut in CUTS[:2]
+            for kind in (0, 1, 2) for cut in ROW_CUTS[:2]
         ),
     ],
 )  # fmt: skip
@@ -137,7 +139,7 @@ def test_a_mistake_in_a_source_is_quoted() -> None:
 
 @given(inputs=st.integers(1, 400).map(lambda count: count * 64))
 def test_cuts_of_a_row_divide_its_inputs(inputs: int) -> None:
-    cut = find_cut(inputs)
+    cut = find_row_cut(inputs)
     if cut is None:
         # Two warps have a group each.
         assert inputs % (2 * GROUP) != 0
@@ -153,9 +155,9 @@ def heads(queries: int, kv_heads: int, dim: int) -> Heads:
 
 
 def test_without_a_gpu_nothing_is_taken() -> None:
-    assert cluster_attend.find(heads(32, 8, 128), torch.bfloat16) is None
+    assert cluster_attend.find_clusters(heads(32, 8, 128), torch.bfloat16) is None
     weights = QuantizedWeights(torch.zeros(64, 4096, dtype=FP8), torch.ones(64))
-    assert not row_products.takes(weights)
+    assert not row_products.quantizes_row(weights)
 
 
 @pytest.mark.parametrize("device", [(8, 0), (9, 0), (10, 0)])
@@ -164,7 +166,7 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
 
     def takes(given: Heads, dtype: torch.dtype = torch.bfloat16) -> bool:
         keys = _OnGpu(given.keys)
-        return cluster_attend.takes(given._replace(keys=keys), dtype)
+        return cluster_attend.knows_heads(given._replace(keys=keys), dtype)
 
     hopper = device == (9, 0)
     assert takes(heads(32, 8, 128)) == hopper
@@ -173,7 +175,9 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
     assert not takes(heads(32, 8, 256))
     assert not takes(heads(32, 8, 128)._replace(halves=False))
     assert not takes(heads(32, 8, 128), torch.float16), "KV of another type"
-    tunings = {count: cluster_attend.tuning_of(heads(count, count, 128)) for count in range(1, 17)}
+    tunings = {
+        count: cluster_attend.cluster_tuning(heads(count, count, 128)) for count in range(1, 17)
+    }
     assert {count for count, tuning in tunings.items() if tuning} == {4, 5, 6, 7, 8}
     for count, tuning in tunings.items():
         assert tuning is None or tuning.cluster * count <= 132, "CTAs that run at once"

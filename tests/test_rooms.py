@@ -39,7 +39,7 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "checkpoint": frozenset({"memory", "numpy"}),
     "observe": frozenset({"_core", "config", "prometheus_client"}),
     "gateway": frozenset({"_core", "cli", "config", "offline", "smg"}),
-    "kernels": frozenset({"torch", "triton"}),
+    "kernels": frozenset({"cuda", "numpy", "torch", "triton"}),
     "sampling": frozenset({"_core", "kernels", "torch"}),
 }
 

@@ -74,6 +74,27 @@ def shapes(results: Results) -> list[str]:
     return [*parts, *shape_sources(known)]
 
 
+def one_row(results: Results) -> list[str]:
+    """Steps of one row with and without the kernels in CUDA C++."""
+    record = results["one-row"]
+    found = record["step_us"]
+    rows = [
+        [shape, int(tokens), each["before_us"], each["us"], each["before_us"] / each["us"]]
+        for shape, lengths in found.items()
+        for tokens, each in lengths.items()
+    ]
+    names = ["shape", "tokens", "without, µs", "with, µs", "without / with"]
+    parts = [
+        "Decode steps of one row with the kernels in CUDA C++ (attention by clusters; of FP8 "
+        "matrices, products that quantize their row) and without them:",
+        table(names, rows),
+    ]
+    if "8b" in found and "8b-fp8" in found:
+        ratio = found["8b"]["700"]["us"] / found["8b-fp8"]["700"]["us"]
+        parts.append(f"At 700 tokens the 8B is {ratio:.2f} times as fast in FP8 (bar: 1.6).")
+    return [*parts, source(record)]
+
+
 def gpu_of(shape: Results, figure: str) -> str:
     """The name of the GPU of a shape's figure."""
     device = shape.get("sources", {}).get(figure, {}).get("device", "")

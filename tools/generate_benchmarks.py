@@ -63,6 +63,7 @@ What is not here:
 SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]]] = {
     "Throughput": (("h200", "tokens_per_s"), benchmark_gpu.throughput),
     "Larger shapes": (("shapes",), benchmark_gpu.shapes),
+    "One row": (("one-row",), benchmark_gpu.one_row),
     "Step time": (("h200", "runner"), benchmark_gpu.steps),
     "Host share of a step": (("h200", "lane"), benchmark_gpu.host_share),
     "Attention": (("h200", "attention"), benchmark_gpu.attention),

@@ -30,7 +30,7 @@ from pie_driver_sglang.kernels.cluster_attend import ClusterAttention, ClusterTu
 from pie_driver_sglang.kernels.dense_layers import Norm
 from pie_driver_sglang.kernels.few_rows import Scratch
 from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedWeights, quantize
-from pie_driver_sglang.kernels.row_products import Kind, RowCut, RowProduct
+from pie_driver_sglang.kernels.row_products import ProductKind, RowCut, RowProduct
 
 SEEN_TOLERANCE = 0.02
 """Of the largest number that attention gives, whose weights are rounded to 16 bits."""
@@ -54,23 +54,23 @@ TUNINGS = (None, ClusterTuning(8), ClusterTuning(16, 128), ClusterTuning(4, 512)
 class Matrix(NamedTuple):
     """A product of the 8B, and some of other sizes."""
 
-    kind: Kind
+    kind: ProductKind
     outputs: int
     inputs: int
     normed: bool
 
 
 LAYER = (
-    Matrix(Kind.STORES, 6144, 4096, True),
-    Matrix(Kind.ADDS, 4096, 4096, False),
-    Matrix(Kind.JOINS, 28672, 4096, True),
-    Matrix(Kind.ADDS, 4096, 14336, False),
+    Matrix(ProductKind.STORES, 6144, 4096, True),
+    Matrix(ProductKind.ADDS, 4096, 4096, False),
+    Matrix(ProductKind.JOINS, 28672, 4096, True),
+    Matrix(ProductKind.ADDS, 4096, 14336, False),
 )
 OTHERS = (
-    Matrix(Kind.STORES, 256, 1024, False),
-    Matrix(Kind.JOINS, 512, 2560, False),
-    Matrix(Kind.ADDS, 5120, 17408, False),
-    Matrix(Kind.STORES, 4096, 1024, True),
+    Matrix(ProductKind.STORES, 256, 1024, False),
+    Matrix(ProductKind.JOINS, 512, 2560, False),
+    Matrix(ProductKind.ADDS, 5120, 17408, False),
+    Matrix(ProductKind.STORES, 4096, 1024, True),
 )
 
 
@@ -80,9 +80,11 @@ def attention_errors(report: Report) -> Iterator[float]:
         for dtype in (torch.bfloat16, torch.float16):
             case = lone_kernels.Case(*row, dtype, "cuda")
             heads = lone_kernels.make_heads(case)
-            assert cluster_attend.takes(heads, dtype)
+            assert cluster_attend.knows_heads(heads, dtype)
             for tuning in TUNINGS if dtype is torch.bfloat16 else TUNINGS[:1]:
-                kernel = ClusterAttention(heads, dtype, tuning or cluster_attend.tuning_of(heads))
+                kernel = ClusterAttention(
+                    heads, dtype, tuning or cluster_attend.cluster_tuning(heads)
+                )
                 off = lone_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
                 report.add(part="attention", case=str(case), tuning=str(tuning), off=off)
                 yield off
@@ -130,10 +132,10 @@ def product_error(
         scales = scales[:, None]
     exact = exact_row @ (weights.weight.double() * scales).T
     into = None
-    if matrix.kind == Kind.ADDS:
+    if matrix.kind == ProductKind.ADDS:
         into = torch.randn(1, matrix.outputs, device="cuda").to(dtype)
         exact += into.double()
-    if matrix.kind == Kind.JOINS:
+    if matrix.kind == ProductKind.JOINS:
         gate, up = exact.chunk(2, -1)
         exact = torch.nn.functional.silu(gate) * up
     kernel = compile_product(matrix, weights, dtype, cut)
@@ -157,8 +159,8 @@ def product_errors(report: Report) -> Iterator[float]:
 
 def cuts(matrix: Matrix) -> list[RowCut]:
     """All that fit a matrix."""
-    found = [cut for cut in row_products.CUTS if cut.fits(matrix.inputs)]
-    assert found[0] == row_products.find_cut(matrix.inputs)
+    found = [cut for cut in row_products.ROW_CUTS if cut.fits(matrix.inputs)]
+    assert found[0] == row_products.find_row_cut(matrix.inputs)
     return found
 
 
@@ -191,9 +193,9 @@ class Chain:
         self._weights = [make_weights(matrix, grouped=grouped) for _ in range(count)]
         self._row = torch.randn(1, matrix.inputs, device="cuda").to(self._dtype)
         self._norm = make_norm(matrix, self._dtype)
-        self._joins = matrix.kind == Kind.JOINS
+        self._joins = matrix.kind == ProductKind.JOINS
         self._outputs = matrix.outputs // 2 if self._joins else matrix.outputs
-        adds = matrix.kind == Kind.ADDS
+        adds = matrix.kind == ProductKind.ADDS
         self._into = self._row.new_zeros(1, self._outputs) if adds else None
 
     def by_row(self, cut: RowCut) -> float:

@@ -78,6 +78,11 @@ CHECKS: Final[Mapping[str, Check]] = {
         "2e-2 of the largest value", 5,
         "--parity --times --shapes 0.6B,8B,14B --json {record}",
     ),
+    "lone": Check(
+        "lone_check.py", "attention by clusters and products that quantize their row are right; "
+        "times of the products", "2e-2 of the largest number seen, 5e-2 of the largest output", 5,
+        "--json {record}",
+    ),
     "accuracy": Check(
         "accuracy_check.py", "a checkpoint's perplexity and best tokens are those of transformers, "
         "by few kernels, by SGLang's layers and attention, and in FP8",

@@ -1,11 +1,12 @@
-"""GPU kernels in Triton, each with plain torch that computes the same.
+"""GPU kernels in Triton, each with plain torch that computes the same, and some in CUDA C++.
 
 `dense_layers.py` has the layers around attention, `few_rows.py` their products in steps of few rows
 and `experts.py` mixtures of experts, `many_rows.py` products by tiles and `quantize.py` rows in
-FP8. `lone_attend.py` is the attention of a step of one row. Decode attention over pages is
-`paged_splits.py` (which program computes what), `paged_attend.py` (the kernel) and
+FP8. `lone_attend.py` is the attention of a step of one row. On Hopper such a step has kernels of
+`cuda/`: `cluster_attend.py` attends, and `row_products.py` multiplies FP8 weights. Decode attention
+over pages is `paged_splits.py` (which program computes what), `paged_attend.py` (the kernel) and
 `paged_partials.py` (how partial results are merged). `masked_attend.py` is attention under masks,
 and `masked_torch.py` its torch version. `all_reduce_norm.py` sums over ranks, `sampler.py` samples,
 `page_copy.py` copies pages, and `chained.py` launches kernels early. `types.py` has shared
-arguments. Imports torch and Triton only.
+arguments. Imports torch, Triton, numpy and `cuda.core` only.
 """

@@ -35,7 +35,7 @@ class ClusterTuning:
     """Of a CTA."""
 
 
-def tuning_of(heads: Heads) -> ClusterTuning | None:
+def cluster_tuning(heads: Heads) -> ClusterTuning | None:
     """The best on an H100; None for heads with which other kernels are faster."""
     _, kv_heads, _ = heads.keys.shape
     cluster = _CLUSTERS.get(kv_heads)
@@ -46,7 +46,7 @@ class ClusterAttention:
     """The kernel for heads of one shape."""
 
     def __init__(self, heads: Heads, dtype: torch.dtype, tuning: ClusterTuning) -> None:
-        """Compiles it for heads for which :func:`takes` says so.
+        """Compiles it for heads for which :func:`knows_heads` says so.
 
         Args:
             heads: Of any layer.
@@ -109,7 +109,7 @@ class ClusterAttention:
         return out
 
 
-def takes(heads: Heads, dtype: torch.dtype) -> bool:
+def knows_heads(heads: Heads, dtype: torch.dtype) -> bool:
     """Whether the kernel knows such heads, and was measured on GPUs like theirs."""
     keys = heads.keys
     _, kv_heads, dim = keys.shape
@@ -121,9 +121,9 @@ def takes(heads: Heads, dtype: torch.dtype) -> bool:
     )  # fmt: skip
 
 
-def find(heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
+def find_clusters(heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
     """Compiles the kernel for heads of KV in `dtype`; None where it cannot run, or is slower."""
-    tuning = tuning_of(heads) if takes(heads, dtype) else None
+    tuning = cluster_tuning(heads) if knows_heads(heads, dtype) else None
     if tuning is None:
         return None
     made = ClusterAttention(heads, dtype, tuning)

@@ -21,7 +21,7 @@ _TILE = 16
 _HOPPER = 9
 
 
-class Kind(IntEnum):
+class ProductKind(IntEnum):
     """What a product does at its end."""
 
     STORES = 0
@@ -46,19 +46,19 @@ class RowCut:
         return inputs % (self.threads // 32 * self.batch * _PIECE) == 0
 
 
-CUTS = (RowCut(256, 4, 2), RowCut(256, 2, 3), RowCut(128, 2, 6), RowCut(64, 2, 12))
+ROW_CUTS = (RowCut(256, 4, 2), RowCut(256, 2, 3), RowCut(128, 2, 6), RowCut(64, 2, 12))
 """The best on an H100 first, then some for other shapes."""
 
 
-def find_cut(inputs: int) -> RowCut | None:
+def find_row_cut(inputs: int) -> RowCut | None:
     """How a product of so many inputs is divided; None where the kernel does not take it."""
-    return next((cut for cut in CUTS if cut.fits(inputs)), None)
+    return next((cut for cut in ROW_CUTS if cut.fits(inputs)), None)
 
 
-def takes(weights: QuantizedWeights) -> bool:
+def quantizes_row(weights: QuantizedWeights) -> bool:
     """Whether the kernel knows such a matrix, and was measured on GPUs like its own."""
     outputs, inputs = weights.weight.shape
-    whole = outputs % _TILE == 0 and find_cut(inputs) is not None
+    whole = outputs % _TILE == 0 and find_row_cut(inputs) is not None
     cuda = weights.weight.device.type == "cuda"
     return (
         cuda and whole and torch.cuda.get_device_capability(weights.weight.device)[0] == _HOPPER
@@ -71,7 +71,7 @@ class RowProduct:
     def __init__(
         self,
         inputs: int,
-        kind: Kind,
+        kind: ProductKind,
         dtype: torch.dtype,
         device: torch.device,
         cut: RowCut,
@@ -125,7 +125,7 @@ class RowProduct:
         Returns:
             ``[1, outputs]``, half of them of a product that joins; `into` of one that adds.
         """
-        outputs = len(weights.weight) // (2 if self._kind == Kind.JOINS else 1)
+        outputs = len(weights.weight) // (2 if self._kind == ProductKind.JOINS else 1)
         tiles = len(weights.weight) // _TILE
         out = row.new_empty(1, outputs) if into is None else into
         unused = weights.scales

@@ -181,7 +181,7 @@ class PagedDecode(AttentionBackend):
         """The kernel of such heads in clusters of CTAs, where it is the fastest."""
         shape = (heads.queries, *heads.keys.shape[1:], heads.query_norm is not None)
         if shape not in self._clustered_heads:
-            self._clustered_heads[shape] = cluster_attend.find(heads, dtype)
+            self._clustered_heads[shape] = cluster_attend.find_clusters(heads, dtype)
         return self._clustered_heads[shape]
 
     def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:

@@ -18,7 +18,7 @@ from pie_driver_sglang.kernels.dense_layers import Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Scratch
 from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
-from pie_driver_sglang.kernels.row_products import Kind, RowProduct
+from pie_driver_sglang.kernels.row_products import ProductKind, RowProduct
 from pie_driver_sglang.srt.few_rows import attend
 from pie_driver_sglang.srt.seams.model import run_instead
 from pie_driver_sglang.srt.seams.passes import is_decode
@@ -197,7 +197,7 @@ class LoneRows:
             for layer in layers
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
         )
-        taken = typed and all(row_products.takes(weights) for weights in matrices)
+        taken = typed and all(row_products.quantizes_row(weights) for weights in matrices)
         return cls(layers, norm, attention) if taken else None
 
     def run(
@@ -214,18 +214,18 @@ class LoneRows:
             ``[1, width]``: normalized hidden states.
         """
         for layer in self._layers:
-            qkv = self._multiply(residual, layer.qkv, Kind.STORES, norm=layer.before)
+            qkv = self._multiply(residual, layer.qkv, ProductKind.STORES, norm=layer.before)
             seen = attend(qkv, layer, self._attention, positions, forward_batch)
-            self._multiply(seen, layer.out, Kind.ADDS, into=residual)
-            middle = self._multiply(residual, layer.gate_up, Kind.JOINS, norm=layer.between)
-            self._multiply(middle, layer.down, Kind.ADDS, into=residual)
+            self._multiply(seen, layer.out, ProductKind.ADDS, into=residual)
+            middle = self._multiply(residual, layer.gate_up, ProductKind.JOINS, norm=layer.between)
+            self._multiply(middle, layer.down, ProductKind.ADDS, into=residual)
         return dense_layers.add_norm(residual[None], None, self._norm)[0]
 
     def _multiply(
         self,
         row: torch.Tensor,
         linear: QuantizedLinear,
-        kind: Kind,
+        kind: ProductKind,
         *,
         norm: Norm | None = None,
         into: torch.Tensor | None = None,
@@ -234,7 +234,7 @@ class LoneRows:
         fixed = weights.row_scale is not None
         key = (inputs, kind, norm is not None, fixed, weights.grouped)
         if key not in self._products:
-            cut = row_products.find_cut(inputs)
+            cut = row_products.find_row_cut(inputs)
             if cut is None:
                 raise ValueError(f"a row of {inputs} numbers is not divided")
             self._products[key] = RowProduct(

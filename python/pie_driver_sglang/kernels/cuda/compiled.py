@@ -55,7 +55,7 @@ class CudaKernel:
             cluster: CTAs of a cluster, as the source says.
         """
         major, minor = torch.cuda.get_device_capability(device)
-        # Features of one generation alone have an "a" behind its number.
+        # Features of one generation alone have an "a" after its number.
         arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
         self._device = Device(device.index or 0)
         self._device.set_current()
