@@ -213,6 +213,10 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
     from pie_driver_sglang.srt.seams.attention import decode_backend
 
     def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
+        # What a kernel in CUDA C++ takes, which knows no types of its arguments.
+        assert [each.dtype for each in row] == [torch.int32] + [torch.int64] * 4
+        assert heads.rotations.dtype is torch.float32
+        assert heads.rotations.stride(1) == heads.keys.stride(2) == heads.values.stride(2) == 1
         arrived = torch.zeros(heads.keys.shape[1], 1, dtype=torch.int32)
         tuning = lone_attend.LoneTuning(16, 4, 1, 128, 256)
         return lone_attend.attend_lone(qkv, heads, row, arrived, scale, tuning)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang.kernels import cluster_attend, row_products
 from pie_driver_sglang.kernels.cuda.compiled import compile_source
-from pie_driver_sglang.kernels.dense_layers import Heads
+from pie_driver_sglang.kernels.dense_layers import Heads, Norm
+from pie_driver_sglang.kernels.lone_attend import LoneRow
 from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedWeights
 from pie_driver_sglang.kernels.row_products import ROW_CUTS, ProductKind, find_row_cut
 
@@ -175,12 +176,25 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
     assert not takes(heads(32, 8, 256))
     assert not takes(heads(32, 8, 128)._replace(halves=False))
     assert not takes(heads(32, 8, 128), torch.float16), "KV of another type"
+    norm = Norm(torch.ones(128), 1e-6)
+    assert not takes(heads(32, 8, 128)._replace(query_norm=norm, key_norm=norm)), "float32 norms"
     tunings = {
         count: cluster_attend.cluster_tuning(heads(count, count, 128)) for count in range(1, 17)
     }
     assert {count for count, tuning in tunings.items() if tuning} == {4, 5, 6, 7, 8}
     for count, tuning in tunings.items():
         assert tuning is None or tuning.cluster * count <= 132, "CTAs that run at once"
+
+
+def test_a_row_of_other_types_is_refused() -> None:
+    kernel = cluster_attend.ClusterAttention.__new__(cluster_attend.ClusterAttention)
+    one = torch.zeros(1, dtype=torch.int64)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    row = LoneRow(table, one, one.int(), one, one)
+    with pytest.raises(ValueError, match="other numbers int64"):
+        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), row, 1.0)
+    with pytest.raises(ValueError, match="slots are int32"):
+        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), LoneRow(one, *[one] * 4), 1.0)
 
 
 class _OnGpu:

@@ -393,8 +393,8 @@ class TestProcesses:
         from pie_driver_sglang.server.seams import environment
 
         with mock.patch.dict(os.environ), environment.importing_server():
-            from pie_driver_sglang.server.seams import launching
-        manager = object.__new__(launching.StatusManager)
+            from pie_driver_sglang.server.seams import managers
+        manager = object.__new__(managers.StatusManager)
         manager.gracefully_exit = False
         waits: list[float] = []
         ends: list[int] = []
@@ -407,8 +407,8 @@ class TestProcesses:
             ends.append(len(waits))
 
         with (
-            mock.patch.object(launching.asyncio, "sleep", sleep),
-            mock.patch.object(launching.TokenizerManager, "sigterm_watchdog", end),
+            mock.patch.object(managers.asyncio, "sleep", sleep),
+            mock.patch.object(managers.TokenizerManager, "sigterm_watchdog", end),
         ):
             asyncio.run(manager.sigterm_watchdog())
         assert ends == [3]

@@ -93,7 +93,14 @@ class ClusterAttention:
 
         Returns:
             ``[1, queries * dim]``.
+
+        Raises:
+            ValueError: The row's numbers are of other types, which the kernel would misread.
         """
+        table, *numbers = row
+        types = [table.dtype, *(number.dtype for number in numbers)]
+        if types != [torch.int32] + [torch.int64] * len(numbers):
+            raise ValueError(f"a row of {types}: its slots are int32, other numbers int64")
         dim = heads.keys.shape[2]
         out = qkv.new_empty(1, heads.queries * dim)
         norms = (heads.query_norm, heads.key_norm)
@@ -114,7 +121,8 @@ def knows_heads(heads: Heads, dtype: torch.dtype) -> bool:
     keys = heads.keys
     _, kv_heads, dim = keys.shape
     known = heads.halves and heads.queries <= kv_heads * _MOST_HEADS and dim in _DIMS
-    typed = dtype in (torch.bfloat16, torch.float16) and keys.dtype is dtype
+    others = [norm.weight.dtype for norm in (heads.query_norm, heads.key_norm) if norm is not None]
+    typed = dtype in (torch.bfloat16, torch.float16) and {keys.dtype, *others} == {dtype}
     return (
         known and typed and keys.device.type == "cuda"
         and torch.cuda.get_device_capability(keys.device)[0] == _HOPPER

@@ -11,14 +11,53 @@ import contextlib
 import pickle
 import struct
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pie_driver_sglang.engine import ModelEngine
 from pie_driver_sglang.errors import AdapterError
 from pie_driver_sglang.ranks.types import Images, Mask, Span
 
 if TYPE_CHECKING:
-    from pie_driver_sglang._core import Pass, PassImages
-    from pie_driver_sglang.ranks.types import RankEngine
+    import torch
+
+    from pie_driver_sglang._core import Pass, PassImages, SlotGroup
+    from pie_driver_sglang.sampling.types import Outputs
+
+
+class RankEngine(ModelEngine, Protocol):
+    """The engine of one rank of several.
+
+    The leader calls it between a broadcast and the answer; every other rank calls it from the
+    commands that it receives. Threads, streams and errors are those of
+    :class:`~pie_driver_sglang.engine.ModelEngine`. Calls that reduce or gather over ranks block the
+    device until all ranks have made them.
+    """
+
+    def forward(self, batch: Pass | Forward) -> None:
+        """Runs the staged pass, or a copy of it that the leader has sent."""
+
+    def pass_bytes(self, batch: Pass) -> int:
+        """Bytes at the start of the block that hold a staged pass."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes at the start of the block that hold staged slots, without their masks."""
+
+    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
+        """Computes the logits of the staged slots, with all ranks.
+
+        Returns:
+            ``[slots, vocabulary]`` float32 on the device.
+        """
+
+    def compute_logits(self, slots: int) -> None:
+        """Computes this rank's part of the logits of the staged slots, for the leader."""
+
+    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
+        """Samples the staged slots from their logits, on this rank only.
+
+        Blocks as :meth:`~pie_driver_sglang.engine.ModelEngine.sample` does; may change `logits`.
+        """
 
 
 class Forward(NamedTuple):

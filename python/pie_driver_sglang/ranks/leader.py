@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pie_driver_sglang._core import Broadcast, GraphPath, Pass, SlotGroup
     from pie_driver_sglang.engine import Facts
-    from pie_driver_sglang.ranks.types import RankEngine
+    from pie_driver_sglang.ranks.commands import RankEngine
     from pie_driver_sglang.sampling.types import Outputs
 
 

@@ -1,19 +1,11 @@
-"""Ranks, their engine, and the data that a leader sends of a pass."""
+"""Ranks, and the data that a leader sends of a pass."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from pie_driver_sglang.engine import ModelEngine
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pickle import PickleBuffer
-
-    import torch
-
-    from pie_driver_sglang._core import Pass, SlotGroup
-    from pie_driver_sglang.ranks.commands import Forward
-    from pie_driver_sglang.sampling.types import Outputs
 
 
 class Rank(NamedTuple):
@@ -55,39 +47,3 @@ class Images(NamedTuple):
 
     spans: list[Span]
     positions: bytearray
-
-
-class RankEngine(ModelEngine, Protocol):
-    """The engine of one rank of several.
-
-    The leader calls it between a broadcast and the answer; every other rank calls it from the
-    commands that it receives (`commands.py`). Threads, streams and errors are those of
-    :class:`~pie_driver_sglang.engine.ModelEngine`. Calls that reduce or gather over ranks block the
-    device until all ranks have made them.
-    """
-
-    def forward(self, batch: Pass | Forward) -> None:
-        """Runs the staged pass, or a copy of it that the leader has sent."""
-
-    def pass_bytes(self, batch: Pass) -> int:
-        """Bytes at the start of the block that hold a staged pass."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes at the start of the block that hold staged slots, without their masks."""
-
-    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
-        """Computes the logits of the staged slots, with all ranks.
-
-        Returns:
-            ``[slots, vocabulary]`` float32 on the device.
-        """
-
-    def compute_logits(self, slots: int) -> None:
-        """Computes this rank's part of the logits of the staged slots, for the leader."""
-
-    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
-        """Samples the staged slots from their logits, on this rank only.
-
-        Blocks as :meth:`~pie_driver_sglang.engine.ModelEngine.sample` does; may change `logits`.
-        """

@@ -191,7 +191,11 @@ class LoneRows:
         cls, layers: Sequence[QuantizedLayer], norm: Norm, attention: PagedDecode
     ) -> LoneRows | None:
         """The layers of a model; None if the kernels do not take its matrices."""
-        typed = norm.weight.dtype in (torch.bfloat16, torch.float16)
+        dtype = norm.weight.dtype
+        norms = [each for layer in layers for each in (layer.before, layer.between)]
+        typed = dtype in (torch.bfloat16, torch.float16) and all(
+            each.weight.dtype is dtype for each in norms
+        )
         matrices = (
             linear.weights
             for layer in layers

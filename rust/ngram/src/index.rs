@@ -24,6 +24,7 @@ pub(crate) mod search;
 
 use std::mem;
 
+use crate::growth::push;
 use crate::table::{Child, Edge, Inner, LARGEST, Table};
 use crate::undo::Undo;
 
@@ -507,14 +508,6 @@ impl Index {
             node = inner;
         }
     }
-}
-
-/// Pushes with growth by a quarter: these are the large vectors, and doubling would leave half of them empty.
-pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
-    if vector.len() == vector.capacity() {
-        vector.reserve_exact(vector.capacity() / 4 + 16);
-    }
-    vector.push(value);
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ mod config;
 mod context;
 mod copying;
 mod drafter;
+mod growth;
 mod history;
 mod index;
 #[cfg(test)]

@@ -4,6 +4,8 @@
 //! newest changes. To go back further the index is rebuilt, which is at most some
 //! [`depth`](crate::Config::max_depth) times the work of undoing.
 
+use crate::growth;
+
 /// Words that each half may have for any text, however short.
 const ROOM: usize = if cfg!(test) { 4 } else { 512 };
 
@@ -32,7 +34,7 @@ impl Undo {
     }
 
     pub(crate) fn push(&mut self, word: u32) {
-        super::index::push(&mut self.young, word);
+        growth::push(&mut self.young, word);
     }
 
     /// Removes the word that was pushed last.

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
-from typing import Any, Final
+from typing import Any
 
-from fastapi import HTTPException
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.multimodal.mm_utils import has_valid_data
-from sglang.srt.multimodal.processors import base_processor
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
-from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams import forking, replicas, workers
-
-_LOOK_S: Final = 0.1
+from pie_driver_sglang.server.seams.managers import PieManager, StatusManager
 
 Scheduler = Callable[..., None]
 """What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
@@ -101,100 +93,6 @@ def launch(
             )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-class StatusManager(TokenizerManager):
-    """SGLang's tokenizer manager, for messages in msgpack.
-
-    A status arrives as a number there, and the OpenAI layer takes only an ``HTTPStatus`` for an
-    error: a stream that fails would end like one that was stopped.
-    """
-
-    def __init__(self, server_args: ServerArgs, *arguments: Any, **keywords: Any) -> None:
-        """Takes what SGLang's manager takes."""
-        if server_args.device == "cpu":
-            # Or processors of images ask for CUDA.
-            base_processor._is_cpu = True
-        super().__init__(server_args, *arguments, **keywords)
-
-    async def sigterm_watchdog(self) -> None:
-        """Ends the server soon after SIGTERM: SGLang looks every five seconds whether it came."""
-        while not self.gracefully_exit:
-            await asyncio.sleep(_LOOK_S)
-        await super().sigterm_watchdog()
-
-    async def _handle_batch_output(self, recv_obj: Any) -> None:
-        for reason in recv_obj.finished_reasons:
-            _name_status(reason)
-        await super()._handle_batch_output(recv_obj)
-
-    def _handle_abort_req(self, recv_obj: Any) -> None:
-        _name_status(recv_obj.finished_reason)
-        super()._handle_abort_req(recv_obj)
-
-
-class RefusingManager(StatusManager):
-    """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
-
-    async def _tokenize_one_request(self, obj: Any) -> Any:
-        # SGLang would leave out what a model cannot see, except in chats.
-        if self.mm_processor is None and obj.contains_mm_input():
-            raise ValueError("Model only supports text input; received images, audio or video.")
-        return await super()._tokenize_one_request(obj)
-
-    def _validate_mm_limits(self, obj: Any) -> None:
-        for name in ("audio_data", "video_data"):
-            if has_valid_data(getattr(obj, name)):
-                raise ValueError(refusals.why_no_medium(f"`{name}`"))
-        super()._validate_mm_limits(obj)
-
-    async def _execute_profile(self, req: Any) -> Any:
-        result = (await self.profile_communicator(req))[0]
-        if not result.success:
-            raise HTTPException(HTTPStatus.BAD_REQUEST, result.message)
-        return result
-
-
-class PieManager(RefusingManager):
-    """The only tokenizer manager of a server: it says when it has handled outputs."""
-
-    def __init__(self, *arguments: Any, acknowledger: Acknowledger, **keywords: Any) -> None:
-        """Takes what SGLang's manager takes, and where outputs are acknowledged."""
-        self._acknowledger = acknowledger
-        super().__init__(*arguments, **keywords)
-
-    async def _handle_batch_output(self, recv_obj: Any) -> None:
-        try:
-            await super()._handle_batch_output(recv_obj)
-        finally:
-            self._acknowledger.handled(recv_obj.dp_ranks)
-
-
-class StatusWorker(StatusManager, TokenizerWorker):
-    """One of several tokenizer managers, in front of SGLang's own scheduler."""
-
-
-class PieWorker(RefusingManager, TokenizerWorker):
-    """One of several tokenizer managers, in front of ours."""
-
-
-def _refuse(reason: str) -> Callable[..., Any]:
-    async def refuse(*_: Any, **__: Any) -> None:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"not served: {reason}; {refusals.INSTEAD}")
-
-    return refuse
-
-
-for _name, _reason in refusals.CALLS.items():
-    # A name that SGLang does not have would refuse nothing.
-    getattr(TokenizerManager, _name)
-    setattr(RefusingManager, _name, _refuse(_reason))
-
-
-def _name_status(reason: dict[str, Any] | None) -> None:
-    status = (reason or {}).get("status_code")
-    if reason is not None and isinstance(status, int):
-        reason["status_code"] = HTTPStatus(status)
 
 
 def sglang_scheduler(*, on_cpu: bool) -> Scheduler:

@@ -25,9 +25,9 @@ class PieSettings(ServerArgs):
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that refuses what our scheduler does not serve."""
-        from pie_driver_sglang.server.seams import launching
+        from pie_driver_sglang.server.seams import managers
 
-        return launching.PieWorker
+        return managers.PieWorker
 
 
 class StatusSettings(ServerArgs):
@@ -35,9 +35,9 @@ class StatusSettings(ServerArgs):
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that reads statuses from msgpack."""
-        from pie_driver_sglang.server.seams import launching
+        from pie_driver_sglang.server.seams import managers
 
-        return launching.StatusWorker
+        return managers.StatusWorker
 
 
 def set_worker_class(settings: ServerArgs, *, is_ours: bool) -> None:
