@@ -400,21 +400,34 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         stranger = stack.enter_context(asking(url, "wrong"))
         assert refusal(lambda: complete(stranger))[0] == 401
         client = stack.enter_context(asking(url, "secret"))
-        families = [f"{word} " * 60 for word in ("alpha", "beta", "gamma", "delta")]
-        places = [Counter[str]() for _ in families]
-        for turn in range(5):
-            for prompt, seen in zip(families, places, strict=True):
-                answer = client.completions.with_raw_response.create(
-                    model="pocket", prompt=f"{prompt}{turn}", max_tokens=4, temperature=0
-                )
-                seen[answer.headers["x-smg-routed-worker-id"]] += 1
-        assert all(max(seen.values()) >= 4 for seen in places), places
-        assert len({worker for seen in places for worker in seen}) == 2, places
+        share_by_family(client)
         lose_the_drivers(process, client)
         family = forking.family(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert psutil.wait_procs(family, 10)[1] == []
+
+
+def share_by_family(client: Any) -> None:
+    """Asks prompts of several families: both replicas have some, each family has one of them.
+
+    The gateway draws lots over a family that is new, so families are added until both have one.
+    """
+    places: dict[str, Counter[str]] = {}
+
+    def ask(family: str, turn: int) -> None:
+        answer = client.completions.with_raw_response.create(
+            model="pocket", prompt=f"{family} " * 60 + str(turn), max_tokens=4, temperature=0
+        )
+        places.setdefault(family, Counter())[answer.headers["x-smg-routed-worker-id"]] += 1
+
+    while len({worker for seen in places.values() for worker in seen}) < 2:
+        assert len(places) < 32, places
+        ask(f"family {len(places)}", 0)
+    for turn in range(1, 5):
+        for family in list(places):
+            ask(family, turn)
+    assert all(max(seen.values()) >= 4 for seen in places.values()), places
 
 
 def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
