@@ -85,7 +85,7 @@ pub struct Ready {
     /// Matchers at the start again, which know more states of the grammar than a new one.
     used: Mutex<Vec<Matcher>>,
     /// The first mask.
-    pub(crate) mask: Box<[u32]>,
+    pub(crate) mask: Arc<Vec<u32>>,
 }
 
 impl Ready {
@@ -367,7 +367,7 @@ fn compile(
         return Err(wrong(first_line(&error)));
     }
     let mut matcher = Matcher::new(inner, vocabulary.clone());
-    let mut mask = vec![0; vocabulary.mask_words()].into_boxed_slice();
+    let mut mask = vec![0; vocabulary.mask_words()];
     matcher
         .mask_into(&mut mask)
         .map_err(|error| wrong(error.to_string()))?;
@@ -379,7 +379,7 @@ fn compile(
     Ok(Ready {
         matcher,
         used,
-        mask,
+        mask: Arc::new(mask),
     })
 }
 

@@ -76,7 +76,6 @@ impl fmt::Debug for Follower {
 impl Follower {
     /// At the start of a text of at most `most` tokens. With `jumps` it goes on over tokens without alternative.
     pub fn new(compiler: &Compiler, ready: &Arc<Ready>, jumps: bool, most: usize) -> Self {
-        let mask = ready.mask.to_vec();
         // The first mask is there; what it forces is not.
         let jumps_first = jumps && only(&ready.mask).is_some();
         let state = State {
@@ -86,7 +85,7 @@ impl Follower {
                 Stage::Fresh
             },
             matcher: None,
-            mask: Arc::new(mask),
+            mask: Arc::clone(&ready.mask),
             spare: Arc::default(),
             taken: Vec::new(),
             forced: Vec::new(),
@@ -214,7 +213,10 @@ impl Shared {
             for &token in &taken {
                 matcher.advance(token)?;
             }
-            // Where the caller still has it, this makes another one.
+            if Arc::get_mut(&mut mask).is_none() {
+                // Somebody still has it.
+                mask = Arc::default();
+            }
             let room = Arc::make_mut(&mut mask);
             room.resize(matcher.vocabulary().mask_words(), 0);
             matcher.jump(most, room, &mut forced)

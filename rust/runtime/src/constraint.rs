@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_grammar::{Compiler, Follower, Grammar, Pending, Progress, Ready};
-use pie_sched::{Begun, Constrain, Constraint};
+use pie_sched::{Begun, Constrain, Constraint, Mask};
 
 /// A grammar for the sequences of requests: [`Arrival::constraint`](crate::Arrival::constraint).
 ///
@@ -91,12 +91,10 @@ impl Constraint for Following {
         self.0.prepare(budget)
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
+    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
         let next = self.0.following().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
-        mask.clear();
-        mask.extend_from_slice(&next.mask);
-        Ok(())
+        Ok(Some(next.mask))
     }
 }
 
@@ -129,11 +127,9 @@ impl Constraint for Thinking {
         binds.is_none_or(|binds| binds.prepare(budget))
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
-        if let Some(binds) = &mut self.binds {
-            return binds.next(forced, mask);
-        }
-        mask.clear();
-        Ok(())
+    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+        self.binds
+            .as_mut()
+            .map_or(Ok(None), |binds| binds.next(forced))
     }
 }

@@ -25,6 +25,9 @@ pub enum Begun {
     Failed(Arc<str>),
 }
 
+/// Which tokens may be drawn. Shared, because a constraint has it in room that it uses again.
+pub type Mask = Arc<Vec<u32>>;
+
 /// Binds one sequence. It may compute what [`next`](Self::next) will be asked for as soon as it has a token.
 pub trait Constraint: Debug + Send {
     /// Goes on by a token that was drawn. Returns whether the token ends the sequence; if not, `most` tokens may follow.
@@ -37,13 +40,13 @@ pub trait Constraint: Debug + Send {
         true
     }
 
-    /// Adds the tokens that come next because they have no alternative to `forced`, and goes on by them. Then writes which tokens may
-    /// be drawn: bit `i` of word `w` allows token `32 w + i`, and what is beyond the words is not allowed; no words allow every
-    /// token. Called once after each drawn token.
+    /// Adds the tokens that come next because they have no alternative to `forced`, and goes on by them. Then returns which tokens may
+    /// be drawn: bit `i` of word `w` allows token `32 w + i`, and what is beyond the words is not allowed; `None` allows every
+    /// token. Called once after each drawn token. The mask is let go before the next [`take`](Self::take).
     ///
     /// # Errors
     /// Why it cannot go on; the sequence ends as [`Finish::Constraint`](crate::Finish::Constraint).
-    fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>>;
+    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>>;
 }
 
 /// Where a sequence stands with its constraint.
@@ -54,10 +57,10 @@ pub(crate) enum Bond {
     Free,
     /// It has one that has not begun.
     Asked,
-    /// `fresh`: the mask is the one of the next token.
+    /// `fresh`: the mask is the one of the next token. `None`: every token may come, or none was asked for.
     Bound {
         constraint: Box<dyn Constraint>,
-        mask: Vec<u32>,
+        mask: Option<Mask>,
         fresh: bool,
     },
 }
@@ -69,8 +72,8 @@ impl Bond {
 
     pub(crate) fn mask(&self) -> Option<&[u32]> {
         match self {
-            Self::Bound { mask, .. } if !mask.is_empty() => Some(mask),
-            Self::Free | Self::Asked | Self::Bound { .. } => None,
+            Self::Bound { mask, .. } => mask.as_ref().map(|mask| mask.as_slice()),
+            Self::Free | Self::Asked => None,
         }
     }
 
@@ -93,9 +96,11 @@ impl Bond {
     pub(crate) fn take(&mut self, token: u32, most: u32) -> bool {
         match self {
             Self::Bound {
-                constraint, fresh, ..
+                constraint,
+                mask,
+                fresh,
             } => {
-                *fresh = false;
+                (*mask, *fresh) = (None, false);
                 constraint.take(token, most)
             }
             Self::Free | Self::Asked => false,

@@ -92,7 +92,7 @@ impl<S> Scheduler<S> {
                 Begun::Failed(reason) => return Err(Obstacle::Failed(reason)),
                 Begun::Ready(constraint) => Bond::Bound {
                     constraint,
-                    mask: Vec::new(),
+                    mask: None,
                     fresh: false,
                 },
             };
@@ -106,7 +106,7 @@ impl<S> Scheduler<S> {
             return Ok(());
         };
         if !*fresh {
-            constraint.next(forced, mask).map_err(Obstacle::Failed)?;
+            *mask = constraint.next(forced).map_err(Obstacle::Failed)?;
             *fresh = true;
         }
         Ok(())

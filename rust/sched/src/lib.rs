@@ -89,7 +89,7 @@ mod text;
 pub use answer::Answer;
 pub use arrival::{Arrival, Ends, Image};
 pub use config::{Config, Limits, Policy};
-pub use constraint::{Begun, Constrain, Constraint};
+pub use constraint::{Begun, Constrain, Constraint, Mask};
 pub use copies::Copies;
 pub use error::{Refusal, SchedError};
 pub use logprobs::Logprobs;

@@ -42,7 +42,7 @@ pub struct Row<'a, S> {
     pub next: Option<u32>,
     /// Tokens that must not be drawn.
     pub forbidden: &'a [u32],
-    /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) writes them; `None`: all.
+    /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) has them; `None`: all.
     pub mask: Option<&'a [u32]>,
 }
 

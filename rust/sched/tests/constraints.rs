@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pie_sched::{
-    Answer, Arrival, Begun, Config, Constrain, Constraint, Finish, Limits, Outputs, Scheduler,
+    Answer, Arrival, Begun, Config, Constrain, Constraint, Finish, Limits, Mask, Outputs, Scheduler,
 };
 use proptest::prelude::*;
 
@@ -49,6 +49,8 @@ struct Walker {
     late: u32,
     /// Calls until it is prepared.
     left: u32,
+    /// The mask that it gave last.
+    last: Option<Mask>,
 }
 
 /// So that a test keeps the path and the arrival has it, too.
@@ -71,6 +73,7 @@ impl Constrain for Shared {
             asked: false,
             late: self.0.late,
             left: 0,
+            last: None,
         }))
     }
 
@@ -82,6 +85,8 @@ impl Constrain for Shared {
 impl Constraint for Walker {
     fn take(&mut self, token: u32, most: u32) -> bool {
         assert!(self.asked, "a token that was not asked for");
+        let holders = self.last.take().map(|mask| Arc::strong_count(&mask));
+        assert!(holders.is_none_or(|count| count == 1), "a mask is kept");
         self.asked = false;
         self.left = self.late;
         self.most = most as usize;
@@ -103,7 +108,7 @@ impl Constraint for Walker {
         self.left == 0
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
+    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
         assert!(!self.asked, "asked twice");
         self.asked = true;
         if self.broken_at.is_some_and(|broken| self.at >= broken) {
@@ -114,14 +119,15 @@ impl Constraint for Walker {
             self.at += 1;
             self.most -= 1;
         }
-        mask.clear();
-        mask.resize(4, 0);
+        let mut mask = vec![0; 4];
         let end = [END];
         let set = self.sets.get(self.at).map_or(&end[..], |set| set);
         for &token in set {
             mask[token as usize / 32] |= 1 << (token % 32);
         }
-        Ok(())
+        let mask = Arc::new(mask);
+        self.last = Some(Arc::clone(&mask));
+        Ok(Some(mask))
     }
 }
 
