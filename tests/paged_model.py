@@ -19,6 +19,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.config.file import load_config
@@ -341,6 +343,11 @@ def check_ways(engine: Any, dense: Any) -> None:
         assert engine._way(plain, prefill) is prefilling.return_value
         assert engine._way(with_mask, prefill) is masked.applied.return_value
         assert isinstance(engine._way(plain, step), nullcontext)
+    model = dense._model
+    own = model.forward
+    with dense.applied(), pytest.raises(ValueError, match="tokens and nothing else"):
+        model.forward(None, None, None, input_embeds=[0.0])
+    assert model.forward == own
 
 
 def check_weights(runner: Any) -> None:

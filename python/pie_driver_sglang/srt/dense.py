@@ -39,8 +39,8 @@ from pie_driver_sglang.srt.seams.layers import (
     read_norm,
 )
 from pie_driver_sglang.srt.seams.loading import refuse_updates
-from pie_driver_sglang.srt.seams.model import resolved, run_instead
-from pie_driver_sglang.srt.seams.passes import is_decode
+from pie_driver_sglang.srt.seams.model import resolved
+from pie_driver_sglang.srt.seams.passes import is_decode, run_instead
 from pie_driver_sglang.srt.seams.pools import keeps_heads
 from pie_driver_sglang.srt.seams.ranks import place_of, shares_memory, tensor_group
 
@@ -159,16 +159,10 @@ class DenseLayers:
             yield
 
     def _run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        *others: None,
-        **named: None,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         if self._folded and len(input_ids) > self._most_few_rows():
-            return self._run_many(input_ids, positions, forward_batch, *others, **named)
-        _expect_nothing(*others, *named.values())
+            return self._run_many(input_ids, positions, forward_batch)
         if self._few is not None and len(input_ids) <= self._few.most_rows:
             embedded = self._model.embed_tokens(input_ids)
             return self._few.run(embedded, positions, forward_batch)
@@ -207,15 +201,9 @@ class DenseLayers:
         return self._sums.add_norm(turn, part, residual, norm)
 
     def _run_many(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        *others: None,
-        **named: None,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """Products take rows as they are; the kernels after them scale the results."""
-        _expect_nothing(*others, *named.values())
         out_of_place = not is_decode(forward_batch)
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
@@ -239,11 +227,6 @@ def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:
         expect(plain, "its weights are not plain tensors")
         there = all(weight.device == layer.heads.keys.device for weight in weights)
         expect(there, "some of its weights lie elsewhere")
-
-
-def _expect_nothing(*others: None) -> None:
-    if any(other is not None for other in others):
-        raise ValueError("a step or a prefill has tokens and nothing else")
 
 
 def _fold(runner: ModelRunner, layers: list[Layer] | list[ExpertLayer]) -> bool:

@@ -18,7 +18,7 @@ from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream
 from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.srt.seams.layers import ExpertLayer, Layer, QuantizedLayer
-from pie_driver_sglang.srt.seams.model import run_instead
+from pie_driver_sglang.srt.seams.passes import run_instead
 
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.paged_attention import PagedDecode
@@ -188,15 +188,8 @@ class ExpertLayers:
             yield
 
     def _run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        *others: None,
-        **named: None,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if any(other is not None for other in (*others, *named.values())):
-            raise ValueError("a step has tokens and nothing else")
         return self._layers.run(self._model.embed_tokens(input_ids), positions, forward_batch)
 
 

@@ -20,8 +20,7 @@ from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
 from pie_driver_sglang.kernels.row_products import ProductKind, RowProduct
 from pie_driver_sglang.srt.few_rows import attend
-from pie_driver_sglang.srt.seams.model import run_instead
-from pie_driver_sglang.srt.seams.passes import is_decode
+from pie_driver_sglang.srt.seams.passes import is_decode, run_instead
 from pie_driver_sglang.srt.seams.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -91,15 +90,8 @@ class QuantizedLayers:
             yield
 
     def _run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        *others: None,
-        **named: None,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if any(other is not None for other in (*others, *named.values())):
-            raise ValueError("a pass has tokens and nothing else")
         residual = self._model.embed_tokens(input_ids)
         if len(residual) == 1 and self._lone is not None and is_decode(forward_batch):
             return self._lone.run(residual, positions, forward_batch)

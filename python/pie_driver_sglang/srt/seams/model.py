@@ -85,16 +85,6 @@ def unpadded() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def run_instead(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it `forward` takes the place of a model's own, which SGLang calls by that name."""
-    model.forward = forward
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def uses_latent_attention(model_config: ModelConfig) -> bool:
     """Whether a model attends to latent KV (MLA); reads `attention_arch`."""
     return bool(model_config.attention_arch == AttentionArch.MLA)

@@ -6,9 +6,9 @@ embeddings are made and held as `MultimodalDataItem`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
@@ -165,3 +165,33 @@ def image_embeddings(
 def image_inputs(items: Iterable[MultimodalDataItem]) -> MultimodalInputs:
     """The images of a request."""
     return MultimodalInputs(mm_items=list(items))
+
+
+@contextmanager
+def run_instead(
+    model: Any, run: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor]
+) -> Iterator[None]:
+    """Within it `run` takes the place of a model's `forward`, which SGLang calls by that name.
+
+    Args:
+        model: SGLang's, without its LM head.
+        run: Takes token ids, positions, and the batch; returns hidden states. A pass that has more,
+            as embeddings of images, is refused by a `ValueError`.
+    """
+
+    def forward(
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        *others: None,
+        **named: None,
+    ) -> torch.Tensor:
+        if any(other is not None for other in (*others, *named.values())):
+            raise ValueError("a pass has tokens and nothing else")
+        return run(input_ids, positions, forward_batch)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
