@@ -214,7 +214,7 @@ impl Shared {
                 matcher.advance(token)?;
             }
             if Arc::get_mut(&mut mask).is_none() {
-                // Somebody still has it.
+                // It is still held elsewhere.
                 mask = Arc::default();
             }
             let room = Arc::make_mut(&mut mask);
