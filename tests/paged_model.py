@@ -130,6 +130,7 @@ def differences(config: DriverConfig) -> list[float]:
         found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
         with dense.prefilling():
             assert "forward" not in vars(runner.model.model)
+        found.append(by_batches(server, engine, dense, "_layers"))
         found.append(alone(server, engine, dense, expected))
         check_experts(runner)
     elif dense is not None:
@@ -140,6 +141,7 @@ def differences(config: DriverConfig) -> list[float]:
                 found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
             assert run.call_count == STEPS
             found += by_tiles(server, engine, dense, few)
+            found.append(by_batches(server, engine, dense, "_few"))
             found.append(alone(server, engine, dense, expected))
         with (
             mock.patch.object(dense_layers, "tiling", small_tiling),
@@ -260,6 +262,95 @@ def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
         ):
             yield decode(server, engine, Contexts(384, page_size, vocab), dense.applied)
         assert product.call_count == STEPS * layers * (4 if whole else 2)
+
+
+class TorchBatches:
+    """In place of `BatchProducts`, which takes a GPU: the same numbers by torch."""
+
+    def __init__(self, *_: object) -> None:
+        self.kinds: list[Any] = []
+        """Of all products so far."""
+
+    def multiply(
+        self, given: Any, matrix: Any, cut: Any, kind: Any, *, stream: Any = None,
+        epsilon: float = 0.0, into: Any = None,
+    ) -> Any:  # fmt: skip
+        import torch
+
+        from pie_driver_sglang.kernels.few_rows import Stream
+        from pie_driver_sglang.kernels.quantize import QuantizedRows
+        from pie_driver_sglang.kernels.row_products import ProductKind
+
+        self.kinds.append(kind)
+        rows = given.rows if isinstance(given, QuantizedRows) else given
+        (count, inputs), height = rows.shape, len(matrix.weight)
+        assert rows.is_contiguous()
+        assert matrix.weight.shape == (height, inputs)
+        assert (count <= cut.rows, height % cut.outputs) == (True, 0)
+        assert (into is not None) == (kind == ProductKind.ADDS)
+        products = rows.float() @ matrix.weight.float().t()
+        if isinstance(given, QuantizedRows):
+            assert (given.scales.shape, matrix.scales.shape) == ((count, 1), (height,))
+            assert stream is None
+            products *= given.scales * matrix.scales
+        elif stream is not None:
+            assert stream.rows is rows
+            products *= torch.rsqrt(stream.squares.sum(1, keepdim=True) / inputs + epsilon)
+        if kind == ProductKind.JOINS:
+            gate, up = products.chunk(2, -1)
+            return torch.nn.functional.silu(gate) * up
+        if into is None:
+            return products
+        if not isinstance(into, Stream):
+            return into.add_(products)
+        assert into.squares.shape == (count, height // cut.outputs)
+        tiles = into.rows.add_(products).unflatten(1, (-1, cut.outputs))
+        into.squares.copy_(tiles.square().sum(-1))
+        return into.rows
+
+
+def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
+    """Logits of steps whose products are those of batches, which take a GPU.
+
+    Args:
+        name: The attribute of `dense` that has the kernels of few rows.
+    """
+    from pie_driver_sglang.kernels import batch_products
+    from pie_driver_sglang.kernels.batch_products import BatchCut
+    from pie_driver_sglang.kernels.few_rows import Cut
+    from pie_driver_sglang.kernels.row_products import ProductKind
+    from pie_driver_sglang.srt import few_rows
+
+    def small(rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind) -> Any:
+        return BatchCut(8, 2 if kind == ProductKind.JOINS else 1, 2) if rows <= 8 else None
+
+    few = getattr(dense, name)
+    # On a CPU no model has any.
+    assert few._batch is None
+    assert not few.batches
+    layers = few._layers
+    products = TorchBatches()
+    with (
+        mock.patch.object(batch_products, "_GROUP_OUTPUTS", 16),
+        mock.patch.object(batch_products, "find_batch_cut", small),
+        mock.patch.object(batch_products, "runs_on", lambda _: True),
+        mock.patch.object(few_rows, "BatchProducts", lambda *_: products),
+    ):
+        batches = few_rows.FewRows.of(layers, few._norm, few._attention)
+        assert batches is not None
+        assert batches.batches
+        # One row, and more than all products take in batches.
+        for rows in (1, 9):
+            assert isinstance(batches._find(rows, layers[0])[0], Cut)
+        facts = engine.facts
+        contexts = Contexts(384, facts.page_size, facts.vocab_size)
+        with mock.patch.object(dense, name, batches):
+            found = decode(server, engine, contexts, dense.applied)
+    kinds = [ProductKind.STORES, ProductKind.ADDS]
+    if name == "_few":
+        kinds += [ProductKind.JOINS, ProductKind.ADDS]
+    assert products.kinds == kinds * len(layers) * STEPS
+    return found
 
 
 @contextlib.contextmanager

@@ -10,13 +10,14 @@ SGLang's class for them. KIND is what has a scale: `channel`, `tensor` (rows hav
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 import fp8_rounding
-from paged_model import MULTIPROCESSORS, STEPS, Contexts, alone, decode
+from paged_model import MULTIPROCESSORS, STEPS, Contexts, TorchBatches, alone, decode
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.srt import environment
@@ -156,6 +157,51 @@ def by_rows(server: Any, engine: Any, layers: Any, expected: Any) -> Any:
     return found
 
 
+def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
+    """Logits of prompts and steps whose products are those of batches, then half of the steps'.
+
+    Blocks with scales have no such products.
+    """
+    from pie_driver_sglang.kernels import batch_products
+    from pie_driver_sglang.kernels.row_products import ProductKind
+    from pie_driver_sglang.srt import quantized
+
+    # On a CPU no model has any.
+    assert layers._batch is None
+    grouped = layers._layers[0].qkv.weights.grouped
+    usual = batch_products.find_batch_cut
+    layer = [ProductKind.STORES, ProductKind.ADDS, ProductKind.JOINS, ProductKind.ADDS]
+    for whole in (True,) if grouped else (True, False):
+
+        def find(
+            rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind,
+            whole: bool = whole,
+        ) -> Any:  # fmt: skip
+            # Of some shapes and rows a library has the products that add.
+            taken = whole or kind != ProductKind.ADDS
+            return usual(rows, height, inputs, itemsize, kind) if taken else None
+
+        products, finder, facts = TorchBatches(), mock.Mock(side_effect=find), engine.facts
+        with (
+            mock.patch.object(layers, "_batch", products),
+            mock.patch.object(layers, "_prefills", whole),
+            mock.patch.object(quantized, "_multiplies", lambda _: not grouped),
+            mock.patch.object(batch_products, "find_batch_cut", finder),
+            # Else so few inputs are a library's where prompts have many rows.
+            mock.patch.object(batch_products, "_NARROW", 0),
+            mock.patch.object(batch_products, "_BOUND_BY_MEMORY", 512),
+        ):
+            engine.dense = layers
+            contexts = Contexts(256, facts.page_size, facts.vocab_size)
+            yield decode(server, engine, contexts, layers.applied)
+            engine.dense = None
+        kinds = layer if whole else [ProductKind.STORES, ProductKind.JOINS]
+        # Prompts are a step, too.
+        passes = 0 if grouped else STEPS + whole
+        assert products.kinds == kinds * len(layers._layers) * passes
+        assert finder.called != grouped
+
+
 def main() -> None:
     """Prefills and decodes, fused and not."""
     config, kind = load_config(Path(sys.argv[1])), sys.argv[2]
@@ -188,10 +234,12 @@ def main() -> None:
         assert isinstance(layers, QuantizedLayers)
         accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
         assert (accepted, reason) == (False, FROZEN_SCALES)
-        # By SGLang's products, by those without scales, then by the driver's where rows are few.
+        # By SGLang's products, by the driver's of one row or a batch, by those without scales, then
+        # by tiles where rows are few.
         ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
         ways.append(alone(server, engine, layers, expected))
         ways.append(by_rows(server, engine, layers, expected))
+        ways += by_batches(server, engine, layers)
         unscaled = mock.Mock(wraps=quantized.multiply_unscaled)
         with (
             mock.patch.object(quantized, "_multiplies", lambda linear: kind != "block"),

@@ -1,27 +1,45 @@
 """The kernels in CUDA C++ without a GPU: what NVRTC makes of them, and which rows they take.
 
-What they compute is checked on one: `benches/gpu/lone_check.py`.
+What they compute is checked on one: `benches/gpu/lone_check.py` and `batch_check.py`.
 """
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from cuda.bindings import nvrtc
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang.kernels import cluster_attend, row_products
+from pie_driver_sglang.kernels import batch_products, cluster_attend, row_products
+from pie_driver_sglang.kernels.batch_products import BatchCut, BatchProducts, find_batch_cut
+from pie_driver_sglang.kernels.cuda import compiled
 from pie_driver_sglang.kernels.cuda.compiled import compile_source
-from pie_driver_sglang.kernels.dense_layers import Heads, Norm
+from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.few_rows import Stream
 from pie_driver_sglang.kernels.lone_attend import LoneRow
-from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedWeights
+from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedRows, QuantizedWeights
 from pie_driver_sglang.kernels.row_products import ROW_CUTS, ProductKind, find_row_cut
 
 ARCH = "sm_90a"
+STORES, JOINS, ADDS = ProductKind
+LAYERS = {
+    "8B": ((STORES, 6144, 4096), (ADDS, 4096, 4096), (JOINS, 28672, 4096), (ADDS, 4096, 14336)),
+    "14B": ((STORES, 7168, 5120), (ADDS, 5120, 5120), (JOINS, 34816, 5120), (ADDS, 5120, 17408)),
+    "0.6B": ((STORES, 4096, 1024), (ADDS, 1024, 2048), (JOINS, 6144, 1024), (ADDS, 1024, 3072)),
+    "30B-A3B": ((STORES, 5120, 2048), (ADDS, 2048, 4096)),
+}
+"""Kind, outputs and inputs of the matrices of a layer, both halves of a gate and an up projection;
+of a mixture of experts those of its attention."""
+SHARED_BYTES = 227 << 10
+"""Most shared memory of a CTA. A multiprocessor has one KiB more, and takes one for each CTA."""
+REGISTERS = 1 << 16
+"""Of a multiprocessor."""
 
 
 def nvrtc_makes(file: str, constants: dict[str, int], arch: str) -> tuple[str, str]:
@@ -62,6 +80,32 @@ def product(**changed: int) -> dict[str, int]:
         "NORMED": 1, "FIXED": 0, "GROUPED": 0,
     }  # fmt: skip
     return usual | changed
+
+
+def batch_cut(name: str, number: int, rows: int, *, fp8: bool = False) -> BatchCut:
+    """The cut of a batch and a matrix of a layer."""
+    kind, height, inputs = LAYERS[name][number]
+    cut = find_batch_cut(rows, height, inputs, 1 if fp8 else 2, kind)
+    assert cut is not None
+    return cut
+
+
+def batch(
+    name: str, number: int, rows: int, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = False
+) -> dict[str, int]:
+    """The constants of the same, as a layer has them."""
+    kind, *_ = LAYERS[name][number]
+    cut = batch_cut(name, number, rows, fp8=fp8)
+    normed = not fp8 and kind != ADDS
+    return batch_products.constants(cut, kind, dtype, fp8=fp8, normed=normed)
+
+
+def unstaged_bytes(cut: BatchCut) -> int:
+    """Shared memory of a CTA except its stages: barriers, scales and sums of squares."""
+    blocks = -(-cut.rows // 8 // cut.parts)
+    warps = cut.warpgroups * 4
+    used = (2 * cut.stages + 1) * 8 + cut.rows * 4 + warps * blocks * 8 * 4
+    return -(-used // 16) * 16
 
 
 @pytest.mark.parametrize(
@@ -109,6 +153,40 @@ def test_products_of_a_row_compile_and_load_early(
 
 
 @pytest.mark.parametrize(
+    ("name", "number", "rows", "dtype", "fp8"),
+    [
+        ("8B", 0, 8, torch.bfloat16, False), ("0.6B", 0, 32, torch.bfloat16, True),
+        ("30B-A3B", 0, 96, torch.float16, False), ("8B", 0, 224, torch.float16, True),
+        ("14B", 2, 16, torch.float16, True), ("8B", 2, 96, torch.bfloat16, False),
+        ("8B", 2, 224, torch.bfloat16, True), ("0.6B", 1, 8, torch.bfloat16, False),
+        ("30B-A3B", 1, 96, torch.bfloat16, False), ("14B", 3, 32, torch.float16, True),
+        ("8B", 3, 224, torch.float16, False), ("0.6B", 3, 16, torch.bfloat16, True),
+    ],
+)  # fmt: skip
+def test_products_of_a_batch_compile_and_load_early(
+    name: str, number: int, rows: int, dtype: torch.dtype, fp8: bool
+) -> None:
+    cut = batch_cut(name, number, rows, fp8=fp8)
+    code = ptx("batch_product.cu", batch(name, number, rows, dtype, fp8=fp8))
+    before, wait, after = code.partition("griddepcontrol.wait")
+    assert wait
+    assert "griddepcontrol.launch_dependents" in before
+    # Weights of a stage, which have a hint; rows, which have none, are asked for later.
+    assert before.count("cp.async.bulk.tensor") == before.count("L2::cache_hint") == cut.slabs
+    assert after.count("cp.async.bulk.tensor") - after.count("L2::cache_hint") >= cut.slabs
+    # Nothing that another kernel writes is read, and nothing that it reads is written.
+    assert "ld.global" not in before
+    assert "st.global" not in before
+    assert "wgmma" not in before
+    kind = "e4m3" if fp8 else {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    instruction = f"m64n{cut.rows}k{32 if fp8 else 16}.f32.{kind}.{kind}"
+    assert after.count(f"wgmma.mma_async.sync.aligned.{instruction} ") == 4 * cut.slabs
+    assert after.count("wgmma.mma_async") == 4 * cut.slabs
+    assert ("multicast::cluster" in after) == (cut.across > 1)
+    assert ("st.async.shared::cluster" in after) == (cut.parts > 1)
+
+
+@pytest.mark.parametrize(
     ("file", "constants"),
     [
         ("lone_attend.cu", attention(GROUP=8, CLUSTER=16)),
@@ -126,6 +204,33 @@ def test_no_register_is_spilled(file: str, constants: dict[str, int]) -> None:
     assert " 0 bytes spill stores" in log
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
+@pytest.mark.parametrize("rows", [64, 128, 224])
+@pytest.mark.parametrize("number", [0, 2, 3], ids=["stores", "joins", "adds"])
+def test_products_of_a_batch_keep_their_sums_in_registers(
+    number: int, rows: int, fp8: bool
+) -> None:
+    cut = batch_cut("8B", number, rows, fp8=fp8)
+    _, log = nvrtc_makes("batch_product.cu", batch("8B", number, rows, fp8=fp8), ARCH)
+    assert " 0 bytes spill stores" in log
+    # The compiler waits for each instruction where it cannot prove that nothing uses the sums.
+    assert "serialized" not in log
+    used = re.search(r"Used (\d+) registers.* (\d+) bytes smem", log)
+    assert used is not None
+    registers, shared_bytes = (int(number) for number in used.groups())
+    assert shared_bytes <= unstaged_bytes(cut)
+    if cut.shared_bytes <= SHARED_BYTES // 2 - 4096:
+        # Two CTAs run at once on a multiprocessor, which gives registers by eights.
+        threads = cut.warpgroups * 128 + 64
+        assert 2 * threads * -(-registers // 8) * 8 <= REGISTERS
+        assert 2 * (cut.shared_bytes + shared_bytes + 1024) <= SHARED_BYTES + 1024
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
+    assert compile_source("row_product.cu", product(), ARCH).code
+
+
 def test_a_mistake_in_a_source_is_quoted() -> None:
     with pytest.raises(Exception, match="identifier"):
         compile_source("lone_attend.cu", {"DIM": 128}, ARCH)
@@ -134,6 +239,13 @@ def test_a_mistake_in_a_source_is_quoted() -> None:
         compile_source("lone_attend.cu", attention(DIM=96), ARCH)
     with pytest.raises(Exception, match="inputs are not divided"):
         compile_source("row_product.cu", product(INPUTS=4096 + 64), ARCH)
+    for changed, said in (
+        ({"ROWS": 40}, "no such rows"),
+        ({"ROWS": 8, "ACROSS": 2}, "rows are not divided"),
+        ({"ROWS": 224, "PARTS": 4, "SLABS": 1, "STAGES": 2}, "sums have no room"),
+    ):
+        with pytest.raises(Exception, match=said):
+            compile_source("batch_product.cu", batch("14B", 3, 64) | changed, ARCH)
 
 
 @given(inputs=st.integers(1, 400).map(lambda count: count * 64))
@@ -146,6 +258,158 @@ def test_cuts_of_a_row_divide_its_inputs(inputs: int) -> None:
     groups = inputs // GROUP // (cut.threads // 32)
     assert groups * GROUP * (cut.threads // 32) == inputs
     assert groups * GROUP % (cut.batch * 64) == 0
+
+
+def multiples(*units: int, most: int) -> st.SearchStrategy[int]:
+    """Multiples of one of some numbers."""
+    return st.sampled_from(units).flatmap(
+        lambda unit: st.integers(1, most // unit).map(lambda count: count * unit)
+    )
+
+
+@given(
+    rows=st.integers(1, 300),
+    height=multiples(8, 64, 256, most=40_000),
+    inputs=multiples(32, 256, most=20_000),
+    itemsize=st.sampled_from((1, 2)),
+    kind=st.sampled_from(ProductKind),
+)
+@settings(max_examples=500)
+def test_cuts_of_a_batch_divide_its_product(
+    rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind
+) -> None:
+    cut = find_batch_cut(rows, height, inputs, itemsize, kind)
+    if rows == 1 or rows > batch_products.MOST_BATCH_ROWS:
+        assert cut is None
+    if cut is None:
+        return
+    assert rows <= cut.rows
+    assert cut.rows in batch_products.ROWS
+    assert cut.rows % (8 * cut.across) == 0
+    # As many numbers of a dimension as the copy engine brings.
+    assert cut.outputs <= 256
+    assert height % (cut.outputs * cut.across) == 0
+    # CTAs of a cluster that every GPU with clusters takes.
+    assert cut.across * cut.parts <= 8
+    step_bytes = cut.slabs * 128
+    assert inputs * itemsize % step_bytes == 0
+    assert cut.parts <= inputs * itemsize // step_bytes
+    assert cut.stages >= 2
+    assert cut.shared_bytes + unstaged_bytes(cut) <= SHARED_BYTES
+    # As the source says.
+    own_blocks = (cut.rows // 8 + cut.parts - 1) // cut.parts
+    sums = cut.parts * own_blocks * cut.warpgroups * 128 * 16
+    assert cut.parts == 1 or sums <= cut.stages * step_bytes * (cut.outputs + cut.rows)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "most_fp8", "most"),
+    [("8B", 224, 224), ("14B", 96, 192), ("0.6B", 96, 128), ("30B-A3B", 96, 192)],
+)
+def test_batches_of_known_layers_are_taken(
+    name: str, most_fp8: int, most: int, itemsize: int
+) -> None:
+    taken = [
+        rows
+        for rows in range(301)
+        if all(
+            find_batch_cut(rows, height, inputs, itemsize, kind) is not None
+            for kind, height, inputs in LAYERS[name]
+        )
+    ]
+    assert taken == list(range(2, (most_fp8 if itemsize == 1 else most) + 1))
+
+
+@pytest.mark.parametrize("device", [(8, 0), (9, 0), (10, 0)])
+def test_batches_run_on_one_generation(
+    device: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not batch_products.runs_on(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device)
+    assert not batch_products.runs_on(torch.device("cpu"))
+    assert batch_products.runs_on(torch.device("cuda", 0)) == (device == (9, 0))
+
+
+class TestBatchProducts:
+    """What the host does for a kernel, without one."""
+
+    @pytest.fixture
+    def made(self, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+        """In place of kernels, and of the copy engine's descriptors."""
+        made = mock.Mock()
+        monkeypatch.setattr(compiled, "CudaKernel", made)
+        monkeypatch.setattr(compiled, "tile_map", lambda matrix, box: (tuple(matrix.shape), box))
+        return made
+
+    @pytest.fixture
+    def products(self) -> BatchProducts:
+        return BatchProducts(torch.bfloat16, torch.device("cpu"))
+
+    def test_too_many_rows_are_refused(self, products: BatchProducts) -> None:
+        rows, matrix = torch.zeros(17, 256), LinearWeights(torch.zeros(128, 256))
+        with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
+            products.multiply(rows, matrix, BatchCut(16, 1, 4), STORES)
+        quantized = QuantizedRows(rows.to(FP8), torch.ones(17, 1))
+        weights = QuantizedWeights(matrix.weight.to(FP8), torch.ones(128))
+        with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
+            products.multiply(quantized, weights, BatchCut(16, 1, 4), STORES)
+
+    def test_other_sums_of_squares_are_refused(self, products: BatchProducts) -> None:
+        rows, matrix = torch.zeros(16, 256), LinearWeights(torch.zeros(128, 256))
+        into = Stream(torch.zeros(16, 128), torch.zeros(16, 1))
+        with pytest.raises(ValueError, match="1 sums of squares for 2 tiles"):
+            products.multiply(rows, matrix, BatchCut(16, 1, 4), ADDS, into=into)
+
+    def test_a_gate_lies_next_to_its_up_projection(
+        self, products: BatchProducts, made: mock.Mock
+    ) -> None:
+        rows = torch.zeros(3, 256, dtype=torch.bfloat16)
+        matrix = LinearWeights(torch.zeros(512, 256, dtype=torch.bfloat16))
+        cut, stream = BatchCut(16, 2, 4, across=2), Stream(rows, torch.ones(3, 5))
+        for _ in range(2):
+            found = products.multiply(rows, matrix, cut, JOINS, stream=stream, epsilon=0.5)
+        assert found.shape == (3, 256)
+        # Compiled once.
+        [made_once] = made.call_args_list
+        assert made_once.args[1]["NORMED"] == 1
+        assert made_once.kwargs == {"shared_bytes": cut.shared_bytes, "cluster": 2}
+        grid, threads, weights, given, _, squares, out, left, *numbers = (
+            made.return_value.launch.call_args.args
+        )
+        assert (grid, threads) == ((4,), 2 * 128 + 64)
+        # Eights of rows of both halves, of which a CTA has eight of each.
+        assert weights == ((32, 2, 8, 256), (8, 2, 8, 64))
+        assert given == ((3, 256), (8, 64))
+        assert squares is stream.squares
+        assert out is found
+        assert left == 0
+        # The norm's epsilon, rows, outputs, inputs, and sums of squares of a row.
+        assert numbers == [0.5, 3, 256, 256, 5]
+
+    def test_parts_are_added_in_place(self, products: BatchProducts, made: mock.Mock) -> None:
+        rows = QuantizedRows(torch.zeros(9, 512, dtype=FP8), torch.ones(9, 1))
+        matrix = QuantizedWeights(torch.zeros(192, 512, dtype=FP8), torch.ones(192))
+        into = torch.zeros(9, 192, dtype=torch.bfloat16)
+        cut = BatchCut(16, 1, 4, slabs=2, parts=2)
+        assert products.multiply(rows, matrix, cut, ADDS, into=into) is into
+        launched = made.return_value.launch.call_args.args
+        grid, threads, weights, given, of_outputs, of_rows, out, left, *numbers = launched
+        assert (grid, threads) == ((6,), 128 + 64)
+        assert (weights, given) == (((192, 512), (64, 128)), ((9, 512), (16, 128)))
+        assert (of_outputs is matrix.scales, of_rows is rows.scales) == (True, True)
+        assert (out is into, left) == (True, 0)
+        assert numbers == [0.0, 9, 192, 512, 0]
+
+    def test_plain_rows_need_no_scales(self, products: BatchProducts, made: mock.Mock) -> None:
+        rows, matrix = torch.zeros(2, 256), LinearWeights(torch.zeros(128, 256))
+        into = Stream(torch.zeros(2, 128), torch.zeros(2, 2))
+        assert products.multiply(rows, matrix, BatchCut(8, 1, 4), ADDS, into=into) is into.rows
+        [constants] = [call.args[1] for call in made.call_args_list]
+        assert (constants["FP8"], constants["NORMED"]) == (0, 0)
+        _, threads, *_, left = made.return_value.launch.call_args.args[:8]
+        assert threads == 128 + 32
+        assert left is into.squares
 
 
 def heads(queries: int, kv_heads: int, dim: int) -> Heads:

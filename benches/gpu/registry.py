@@ -83,6 +83,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         "times of the products", "2e-2 of the largest number seen, 5e-2 of the largest output", 5,
         "--json {record}",
     ),
+    "batch": Check(
+        "batch_check.py", "products of 2 to 224 rows are right, and the same each time; their "
+        "times compared with cuBLAS", "2e-2 of the largest output", 5, "--json {record}",
+    ),
     "accuracy": Check(
         "accuracy_check.py", "a checkpoint's perplexity and best tokens are those of transformers, "
         "by few kernels, by SGLang's layers and attention, and in FP8",

@@ -4,10 +4,11 @@
         [--loads 256,1,64,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
         [--sides sglang,ours,gateway]
 
-The servers have the same flags and run at once on one GPU, each with a part of its memory. The
-loads of `sglang.bench_serving` alternate between them, so that a drift of the machine meets all.
-Weights are random, the tokenizer has a text for every token (`texts.py`). First some prompts are
-asked of each: greedy answers must have all tokens, and begin alike alone and at once.
+The servers have the same flags and run at once on one GPU, each with a part of its memory: they
+start one after the other, so that each knows what is free. The loads of `sglang.bench_serving`
+alternate between them, so that a drift of the machine meets all. Weights are random, the tokenizer
+has a text for every token (`texts.py`). First some prompts are asked of each: greedy answers must
+have all tokens, and begin alike alone and at once.
 
 A load `N` is N streams at once, of 128 random tokens in and 256 out. `all` sends its requests at
 once. `prefix` is `generated-shared-prefix`: groups that share a system prompt of 1,024 tokens. What
@@ -44,8 +45,10 @@ from frame import Report
 from processes import Runner
 
 SIDES: Final = ("sglang", "ours", "gateway")
-"""SGLang's starts first: it takes longest."""
+"""In the order of starts."""
 PORTS: Final = {"ours": 31811, "sglang": 31911, "gateway": 31711}
+LEFT: Final = 0.9
+"""Of the memory that is free when ours start."""
 POOL: Final = 200_000
 """Tokens of SGLang's pool: two times what the largest load needs."""
 MANY: Final = ("256", "all")
@@ -83,15 +86,16 @@ def main() -> None:
             raise SystemExit(f"something serves at port {PORTS[side]} already")
     with Report(__file__, arguments) as report, contextlib.ExitStack() as stack:
         model = model_folder(arguments)
-        sides = arguments.sides.split(",")
+        sides = sorted(arguments.sides.split(","), key=SIDES.index)
         started: dict[str, Served] = {}
         signal.signal(signal.SIGTERM, lambda *_: give_up(started))
-        for side in sides:
-            log = arguments.out / f"{side}.log"
-            started[side] = stack.enter_context(server(side, arguments, model, log))
         until = begin + arguments.start_s
         ready = {}
-        for side, served in started.items():
+        for number, side in enumerate(sides):
+            log = arguments.out / f"{side}.log"
+            share = 1 - arguments.share if side == "sglang" else LEFT / (len(sides) - number)
+            served = stack.enter_context(server(side, arguments, model, log, share))
+            started[side] = served
             try:
                 wait_ready(served, until)
                 differ = differing(side, served.url)
@@ -117,9 +121,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--loads", default="256,1,64,all,prefix", help="the first ones count most")
     made.add_argument("--repeats", type=int, default=2)
     made.add_argument("--bars", choices=[*LIMITS, "none"], default="small")
-    made.add_argument("--sides", default=",".join(SIDES), help="servers, in the order of starts")
+    made.add_argument("--sides", default=",".join(SIDES), help="servers")
     made.add_argument("--backend", default="flashinfer", help="SGLang's attention backend")
-    made.add_argument("--share", type=float, default=0.25, help="of the memory for each of ours")
+    made.add_argument("--share", type=float, default=0.5, help="of the memory for all of ours")
     made.add_argument("--clients", type=int, default=4, help="of loads of 256 streams and more")
     made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
     made.add_argument("--flag", action="append", default=[], help="a flag for both, as one word")
@@ -155,8 +159,10 @@ def give_up(started: Mapping[str, Served]) -> None:
 
 
 @contextlib.contextmanager
-def server(side: str, arguments: argparse.Namespace, model: Path, log: Path) -> Iterator[Served]:
-    """A server that starts, in a session of its own."""
+def server(
+    side: str, arguments: argparse.Namespace, model: Path, log: Path, share: float
+) -> Iterator[Served]:
+    """A server that starts, in a session of its own, with a share of the memory that is free."""
     on_cpu = str(arguments.device) == "cpu"
     port = PORTS[side]
     flags: list[object] = ["--model-path", model, "--port", port]
@@ -164,10 +170,7 @@ def server(side: str, arguments: argparse.Namespace, model: Path, log: Path) -> 
     if not (model / "model.safetensors").is_file():
         flags += ["--load-format", "dummy"]
     if not on_cpu:
-        # SGLang's share is of what is free once its weights are there, ours of what is free before:
-        # so each finds room, in whatever order they come to it.
-        share = 1 - arguments.share if side == "sglang" else arguments.share
-        flags += ["--mem-fraction-static", share, "--max-running-requests", 256]
+        flags += ["--mem-fraction-static", f"{share:.3f}", "--max-running-requests", 256]
     flags += [word for flag in arguments.flag for word in flag.split()]
     if side == "gateway":
         command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front", "gateway"]

@@ -5,9 +5,9 @@
 
 Random weights, tokens and KV in the shape of CONFIG_DIR, greedy samplers, scattered pages; each
 graph is launched back to back. A way changes fields of the attention's `SplitTuning`, or the rows
-from which on products are a library's (`few_rows`); `clusters=0` and `row_products=0` leave out the
-kernels of one row in CUDA C++. The driver's own choice is always the first and the last one, which
-shows how much the machine drifts.
+from which on products are a library's (`few_rows`). `clusters=0` and `row_products=0` leave out the
+kernels of one row in CUDA C++, `batch_products=0` those of more. The driver's own choice is always
+the first and the last one, which shows how much the machine drifts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,8 @@ class Steps:
             return replace(usual(*args, **named), **changed)
 
         with contextlib.ExitStack() as patches:
+            if changed.pop("batch_products", 1) == 0:
+                patches.enter_context(self._without_batches())
             patches.enter_context(mock.patch.object(dense, "_FEW_ROWS", few_rows))
             patches.enter_context(mock.patch.object(paged_splits, "split_tuning", tuning))
             for patch in left_out:
@@ -86,6 +88,18 @@ class Steps:
             figures = "  ".join(f"{count}: {us:.0f}" for count, us in found.items())
             print(f"{way or 'as it is'} at {length}: {figures}", flush=True)
             report.add(way=way, length=length, us_by_rows=found)
+
+    @contextlib.contextmanager
+    def _without_batches(self) -> Iterator[None]:
+        """Within, layers have no kernels of batches."""
+        from pie_driver_sglang.kernels import batch_products
+        from pie_driver_sglang.srt.dense import DenseLayers
+
+        with mock.patch.object(batch_products, "runs_on", lambda _: False):
+            # Graphs use its memory after this has ended.
+            self._layers = DenseLayers.of(self.engine.runner)
+        with mock.patch.object(self.engine, "dense", self._layers):
+            yield
 
     def _place(self, rows: int, length: int) -> torch.Tensor:
         """Scattered pages for every row of the block table: ``[rows, tokens]`` slots."""

@@ -2,8 +2,9 @@
 
 `dense_layers.py` has the layers around attention, `few_rows.py` their products in steps of few rows
 and `experts.py` mixtures of experts, `many_rows.py` products by tiles and `quantize.py` rows in
-FP8. `lone_attend.py` is the attention of a step of one row. On Hopper such a step has kernels of
-`cuda/`: `cluster_attend.py` attends, and `row_products.py` multiplies FP8 weights. Decode attention
+FP8. `lone_attend.py` is the attention of a step of one row. Hopper has kernels of `cuda/`: of one
+row `cluster_attend.py` attends and `row_products.py` multiplies FP8 weights, and of more rows
+`batch_products.py` has all products. Decode attention
 over pages is `paged_splits.py` (which program computes what), `paged_attend.py` (the kernel) and
 `paged_partials.py` (how partial results are merged). `masked_attend.py` is attention under masks,
 and `masked_torch.py` its torch version. `all_reduce_norm.py` sums over ranks, `sampler.py` samples,

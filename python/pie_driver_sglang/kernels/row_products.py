@@ -29,6 +29,11 @@ class ProductKind(IntEnum):
     """Joins a gate and an up projection."""
     ADDS = 2
 
+    @classmethod
+    def of(cls, *, gated: bool, adds: bool) -> ProductKind:
+        """That of a product with a gate, or one that adds, or of another one."""
+        return cls.JOINS if gated else cls.ADDS if adds else cls.STORES
+
 
 @dataclass(frozen=True)
 class RowCut:

@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
-_FEW_ROWS, _NARROW_FEW_ROWS = 128, 64
+_FEW_ROWS, _NARROW_FEW_ROWS = 256, 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay; the
-second for layers that are narrow."""
+second for layers that are narrow, where batches have no kernels of their own."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 FROZEN = (
@@ -181,7 +181,8 @@ class DenseLayers:
 
     def _most_few_rows(self) -> int:
         """Of more rows a library's products are the faster ones; later where layers are small."""
-        if self._few is not None and len(self._norms[-1].weight) >= NARROW:
+        wide = len(self._norms[-1].weight) >= NARROW
+        if self._few is not None and (wide or self._few.batches):
             return min(_FEW_ROWS, self._few.most_rows)
         return min(_FEW_ROWS, _NARROW_FEW_ROWS)
 

@@ -1,8 +1,9 @@
 """Decodes of few rows: the layers of a model as kernels that read weights and little else.
 
-See ``kernels/few_rows.py``, ``kernels/many_rows.py`` for what it calls few rows of large matrices,
-and ``kernels/experts.py``. They want norms that were folded into the matrices after them, so they
-run what can be folded.
+See ``kernels/few_rows.py`` and ``kernels/experts.py``. More than one row go by
+``kernels/batch_products.py`` on GPUs that run it; on others ``kernels/many_rows.py`` has what is
+called few rows of large matrices. They want norms that were folded into the matrices after them, so
+they run what can be folded.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.kernels import dense_layers, experts, few_rows, many_rows
+from pie_driver_sglang.kernels import batch_products, dense_layers, experts, few_rows, many_rows
+from pie_driver_sglang.kernels.batch_products import BatchCut, BatchProducts
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream
 from pie_driver_sglang.kernels.many_rows import Tile
+from pie_driver_sglang.kernels.row_products import ProductKind
 from pie_driver_sglang.srt.seams.layers import ExpertLayer, Layer, QuantizedLayer
 from pie_driver_sglang.srt.seams.passes import run_instead
 
@@ -30,7 +33,7 @@ _TILED = (64, 128)
 """Rows up to which products of large matrices may go by tiles."""
 _RESCALED_ROWS = 512
 """Of more rows it takes less time to compute their scale in a kernel of its own."""
-_Cuts = tuple[Cut | Tile | None, ...]
+_Cuts = tuple[Cut | Tile | BatchCut | None, ...]
 """Of the products of a layer, the experts' last; None for those that are a library's."""
 
 
@@ -45,6 +48,7 @@ class FewRows:
         most_rows: int,
         *,
         most_tiled: int = 0,
+        batch: BatchProducts | None = None,
     ) -> None:
         """Takes layers for which :meth:`of` finds cuts, and the norm after the last one.
 
@@ -54,8 +58,11 @@ class FewRows:
             attention: Of decodes.
             most_rows: Of a step whose products are those of few rows.
             most_tiled: Of a step whose products go by tiles.
+            batch: Kernels of more than one row; those above are for one row then.
         """
-        self.most_rows = max(most_rows, most_tiled)
+        self._batch = batch
+        self._most_batch = 0 if batch is None else _most_batch_rows(layers)
+        self.most_rows = max(most_rows, most_tiled, self._most_batch)
         """Most rows of a step."""
         self._most_cut = most_rows
         self._layers = layers
@@ -63,7 +70,7 @@ class FewRows:
         self._attention = attention
         [width], device = norm.weight.shape, norm.weight.device
         highest = max(width, *(len(layer.qkv.weight) for layer in layers))
-        parts, tiles = many_rows.scratch_sizes(self.most_rows, highest)
+        parts, tiles = many_rows.scratch_sizes(max(most_rows, most_tiled), highest)
         self._scratch = Scratch(
             torch.zeros(parts, device=device),
             torch.zeros(tiles + most_rows, dtype=torch.int32, device=device),
@@ -84,10 +91,17 @@ class FewRows:
         steps = [rows for rows in (1, 2, 16, 32, 64) if rows <= most_rows]
         if any(_cuts(rows, layer) is None for rows in steps for layer in layers):
             return None
-        most_tiled = 0
-        if width >= NARROW and weight.itemsize == 2:
+        most_tiled, batch = 0, None
+        if batch_products.runs_on(weight.device):
+            batch = BatchProducts(weight.dtype, weight.device)
+        elif width >= NARROW and weight.itemsize == 2:
             most_tiled = max((rows for rows in _TILED if _tiled(rows, layers)), default=0)
-        return cls(layers, norm, attention, most_rows, most_tiled=most_tiled)
+        return cls(layers, norm, attention, most_rows, most_tiled=most_tiled, batch=batch)
+
+    @property
+    def batches(self) -> bool:
+        """Whether it has kernels of its own for batches of rows."""
+        return self._most_batch > 1
 
     def run(
         self, embedded: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
@@ -103,9 +117,8 @@ class FewRows:
             ``[rows, width]``: normalized hidden states.
         """
         stream: Stream | None = None
-        find = _cuts if len(embedded) <= self._most_cut else _tiles
         for layer in self._layers:
-            cuts = find(len(embedded), layer)
+            cuts = self._find(len(embedded), layer)
             if cuts is None:
                 raise ValueError(f"no cuts for a step of {len(embedded)} rows")
             if stream is None:
@@ -113,6 +126,12 @@ class FewRows:
             stream = self._attend(layer, stream, cuts, positions, forward_batch)
             stream = self._transform(layer, stream, cuts)
         return dense_layers.add_norm(embedded[None], None, self._norm)[0]
+
+    def _find(self, rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
+        """How the products of a layer are divided."""
+        if 1 < rows <= self._most_batch:
+            return _batch_cuts(rows, layer)
+        return _cuts(rows, layer) if rows <= self._most_cut else _tiles(rows, layer)
 
     def _attend(
         self,
@@ -147,7 +166,11 @@ class FewRows:
         return self._add(middle, layer.down, cuts[3], stream)
 
     def _add(
-        self, rows: torch.Tensor, matrix: LinearWeights, cut: Cut | Tile | None, stream: Stream
+        self,
+        rows: torch.Tensor,
+        matrix: LinearWeights,
+        cut: Cut | Tile | BatchCut | None,
+        stream: Stream,
     ) -> Stream:
         if cut is None:
             return _unknown(stream.rows.addmm_(rows, matrix.weight.t()))
@@ -157,8 +180,13 @@ class FewRows:
         return into
 
     def _multiply(
-        self, rows: torch.Tensor, matrix: LinearWeights, cut: Cut | Tile, **named: Any
+        self, rows: torch.Tensor, matrix: LinearWeights, cut: Cut | Tile | BatchCut, **named: Any
     ) -> torch.Tensor:
+        if isinstance(cut, BatchCut):
+            assert self._batch is not None
+            gated = named.pop("gated", False)
+            kind = ProductKind.of(gated=gated, adds="into" in named)
+            return self._batch.multiply(rows, matrix, cut, kind, **named)
         if isinstance(cut, Cut):
             return few_rows.product(rows, matrix, cut, self._scratch, **named)
         return many_rows.tiled_product(rows, matrix, cut, self._scratch, **named)
@@ -277,7 +305,7 @@ def _unknown(rows: torch.Tensor) -> Stream:
     return Stream(rows, rows.new_empty(len(rows), 0, dtype=torch.float32))
 
 
-def _squares(stream: torch.Tensor, cut: Cut | Tile) -> int:
+def _squares(stream: torch.Tensor, cut: Cut | Tile | BatchCut) -> int:
     """Sums of squares of a row that a product with this cut leaves."""
     return stream.shape[1] // cut.outputs
 
@@ -308,6 +336,38 @@ def _tiles(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
         )
     )  # fmt: skip
     return (None if down is None else qkv, out, None if out is None else gate_up, down)
+
+
+def _most_batch_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
+    """Most rows of which all products have kernels of batches; 0 for none."""
+    most = (
+        few_rows.MOST_ROWS if isinstance(layers[0], ExpertLayer) else batch_products.MOST_BATCH_ROWS
+    )
+    taken = 0
+    for rows in (count for count in batch_products.ROWS if count <= most):
+        if any(_batch_cuts(rows, layer) is None for layer in layers):
+            break
+        taken = rows
+    return taken
+
+
+def _batch_cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
+    """The same as :func:`_cuts`, by kernels of batches."""
+
+    def cut(matrix: LinearWeights, kind: ProductKind) -> BatchCut | None:
+        weight = matrix.weight
+        height, inputs = weight.shape
+        return batch_products.find_batch_cut(rows, height, inputs, weight.itemsize, kind)
+
+    found: list[Cut | BatchCut | None] = [
+        cut(layer.qkv, ProductKind.STORES),
+        cut(layer.out, ProductKind.ADDS),
+    ]
+    if isinstance(layer, ExpertLayer):
+        found += experts.find_cuts(rows, layer.experts) or (None,)
+    else:
+        found += [cut(layer.gate_up, ProductKind.JOINS), cut(layer.down, ProductKind.ADDS)]
+    return None if None in found else tuple(found)
 
 
 def _cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:

@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.kernels import dense_layers, many_rows, row_products
+from pie_driver_sglang.kernels import batch_products, dense_layers, many_rows, row_products
+from pie_driver_sglang.kernels.batch_products import BatchCut, BatchProducts
 from pie_driver_sglang.kernels.dense_layers import Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Scratch
 from pie_driver_sglang.kernels.many_rows import Tile
-from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
+from pie_driver_sglang.kernels.quantize import (
+    QuantizedRows,
+    UnscaledRows,
+    multiply_unscaled,
+    quantize,
+)
 from pie_driver_sglang.kernels.row_products import ProductKind, RowProduct
 from pie_driver_sglang.srt.few_rows import attend
 from pie_driver_sglang.srt.seams.passes import is_decode, run_instead
@@ -28,8 +34,8 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.layers import QuantizedLayer
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
-_MOST_ROWS = 128
-"""Rows up to which products may be the driver's own."""
+_MOST_TILED = 128
+"""Rows up to which products may go by tiles."""
 _MULTIPLE = 16
 """Of outputs and of inputs, as cuBLAS wants FP8."""
 _Rows = torch.Tensor | UnscaledRows
@@ -66,12 +72,15 @@ class QuantizedLayers:
         [first, *_] = layers
         matrices = (first.qkv, first.out, first.down)
         highest = max(len(matrix.weights.weight) for matrix in matrices)
-        parts, tiles = many_rows.scratch_sizes(_MOST_ROWS, highest)
+        parts, tiles = many_rows.scratch_sizes(_MOST_TILED, highest)
         self._scratch = Scratch(
             torch.empty(parts, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
         )
         self._lone = LoneRows.of(layers, norm, attention)
+        halves = norm.weight.dtype in (torch.bfloat16, torch.float16)
+        runs = halves and batch_products.runs_on(device)
+        self._batch = BatchProducts(norm.weight.dtype, device) if runs else None
 
     def takes(self, rows: int) -> bool:
         """Whether it runs steps of so many rows."""
@@ -131,19 +140,17 @@ class QuantizedLayers:
         The product is that of a gate and an up projection if `gated`; the driver's own one has
         joined them.
         """
-        weights, tile = linear.weights, _find_tile(residual, linear, gated=gated)
-        if tile is None and not _multiplies(linear):
+        weights, cut = linear.weights, self._find(residual, linear, gated=gated)
+        if cut is None and not _multiplies(linear):
             rows, before, scales = _apart(residual, added)
             return linear.apply(dense_layers.add_norm(rows[None], before, norm, scales)[0])
         given = quantize(
             residual if added is None else added, residual=None if added is None else residual,
             norm=norm, grouped=weights.grouped, scale=weights.row_scale,
         )  # fmt: skip
-        if tile is None:
+        if cut is None:
             return multiply_unscaled(given, weights, self._one, residual.dtype)
-        return many_rows.tiled_product(
-            given, weights, tile, self._scratch, gated=gated, dtype=residual.dtype
-        )
+        return self._multiply(given, linear, cut, gated=gated)
 
     def _add(
         self, rows: _Rows, linear: QuantizedLinear, residual: torch.Tensor, *, gated: bool = False
@@ -152,18 +159,57 @@ class QuantizedLayers:
 
         Rows are still to be joined if `gated`, unless they are as wide as the matrix.
         """
-        weights, tile = linear.weights, _find_tile(residual, linear, adds=True)
+        weights, cut = linear.weights, self._find(residual, linear, adds=True)
         width = (rows.rows if isinstance(rows, UnscaledRows) else rows).shape[1]
         gated = gated and width != weights.weight.shape[1]
-        if tile is None and not _multiplies(linear):
+        if cut is None and not _multiplies(linear):
             if isinstance(rows, UnscaledRows):
                 raise ValueError("some matrices of a layer have blocks, others have not")
             return linear.apply(dense_layers.gate(rows) if gated else rows)
         given = quantize(rows, gated=gated, grouped=weights.grouped, scale=weights.row_scale)
-        if tile is None:
+        if cut is None:
             return multiply_unscaled(given, weights, self._one, residual.dtype)
-        many_rows.tiled_product(given, weights, tile, self._scratch, into=residual)
+        self._multiply(given, linear, cut, into=residual)
         return None
+
+    def _find(
+        self,
+        rows: torch.Tensor,
+        linear: QuantizedLinear,
+        *,
+        adds: bool = False,
+        gated: bool = False,
+    ) -> Tile | BatchCut | None:
+        """How the driver's own product of so many rows is divided; None where it is another's."""
+        count, (height, inputs) = len(rows), linear.weights.weight.shape
+        if self._batch is not None and not linear.weights.grouped:
+            kind = ProductKind.of(gated=gated, adds=adds)
+            found = batch_products.find_batch_cut(count, height, inputs, 1, kind)
+            if found is not None:
+                return found
+        if count > _MOST_TILED:
+            return None
+        outputs = height // 2 if gated else height
+        return many_rows.find_tile(count, outputs, inputs, 1, adds=adds, gated=gated)
+
+    def _multiply(
+        self,
+        given: QuantizedRows,
+        linear: QuantizedLinear,
+        cut: Tile | BatchCut,
+        *,
+        gated: bool = False,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weights = linear.weights
+        if isinstance(cut, BatchCut):
+            assert self._batch is not None
+            kind = ProductKind.of(gated=gated, adds=into is not None)
+            return self._batch.multiply(given, weights, cut, kind, into=into)
+        return many_rows.tiled_product(
+            given, weights, cut, self._scratch, gated=gated, into=into,
+            dtype=self._norm.weight.dtype,
+        )  # fmt: skip
 
 
 class LoneRows:
@@ -268,17 +314,6 @@ def _apart(
     if isinstance(added, UnscaledRows):
         return added.rows, residual, (added.of_rows, added.of_outputs)
     return added, residual, None
-
-
-def _find_tile(
-    rows: torch.Tensor, linear: QuantizedLinear, *, adds: bool = False, gated: bool = False
-) -> Tile | None:
-    """How the driver's own product of so many rows is cut; None where it is another's."""
-    count, (outputs, inputs) = len(rows), linear.weights.weight.shape
-    if count > _MOST_ROWS:
-        return None
-    height = outputs // 2 if gated else outputs
-    return many_rows.find_tile(count, height, inputs, 1, adds=adds, gated=gated)
 
 
 def _multiplies(linear: QuantizedLinear) -> bool:

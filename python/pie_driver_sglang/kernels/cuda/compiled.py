@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 import torch
 from cuda.bindings import driver
-from cuda.core import Device, Kernel, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream
+from cuda.core import (
+    Device,
+    Kernel,
+    LaunchConfig,
+    ObjectCode,
+    Program,
+    ProgramOptions,
+    Stream,
+    TensorMapDescriptor,
+)
 from cuda.core import launch as launch_kernel
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
+from cuda.core.utils import FileStreamProgramCache, StridedMemoryView
 
+logger = logging.getLogger(__name__)
+
+_NO_STREAM = -1
+"""Of an exported tensor, which is only read by kernels: nothing to wait for."""
 _MOST_PORTABLE = 8
 """CTAs of a cluster that every GPU with clusters takes."""
 
@@ -30,7 +46,34 @@ def compile_source(file: str, constants: Mapping[str, int], arch: str) -> Object
     options = ProgramOptions(
         name=file, arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in constants.items()]
     )
-    return Program(source, "c++", options).compile("cubin")
+    return Program(source, "c++", options).compile("cubin", cache=_cache())
+
+
+def _cache() -> FileStreamProgramCache | None:
+    """What was compiled before: some kernels take a second, and a model has dozens.
+
+    None where the user's cache folder cannot be written to.
+    """
+    try:
+        return FileStreamProgramCache()
+    except OSError as error:
+        logger.info("kernels are compiled again at every start: %s", error)
+        return None
+
+
+def tile_map(matrix: torch.Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
+    """A matrix as the copy engine reads it, box by box, with words of 16 bytes swizzled.
+
+    Args:
+        matrix: Of 8 or 16 bits a number; the last dimension is contiguous.
+        box: Numbers of each dimension; 128 bytes of the last one.
+    """
+    raw = matrix.view(torch.uint16 if matrix.itemsize == 2 else torch.uint8)
+    view = StridedMemoryView.from_dlpack(raw, stream_ptr=_NO_STREAM)
+    made: TensorMapDescriptor = view.as_tensor_map(
+        box, swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
+    )
+    return made
 
 
 class CudaKernel:
