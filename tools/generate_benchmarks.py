@@ -64,6 +64,8 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Throughput": (("h200", "tokens_per_s"), benchmark_gpu.throughput),
     "Larger shapes": (("shapes",), benchmark_gpu.shapes),
     "One row": (("one-row",), benchmark_gpu.one_row),
+    "Several rows": (("batch-steps",), benchmark_gpu.batch_steps),
+    "Products of several rows": (("batch-products",), benchmark_gpu.batch_products),
     "Step time": (("h200", "runner"), benchmark_gpu.steps),
     "Host share of a step": (("h200", "lane"), benchmark_gpu.host_share),
     "Attention": (("h200", "attention"), benchmark_gpu.attention),
