@@ -6,7 +6,6 @@ What they compute is checked on one: `benches/gpu/lone_check.py` and `batch_chec
 from __future__ import annotations
 
 import re
-from importlib import resources
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from pie_driver_sglang.kernels import batch_products, cluster_attend, row_products
 from pie_driver_sglang.kernels.batch_products import BatchCut, BatchProducts, find_batch_cut
 from pie_driver_sglang.kernels.cuda import compiled
-from pie_driver_sglang.kernels.cuda.compiled import compile_source
+from pie_driver_sglang.kernels.cuda.compiled import compile_source, read_source
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.few_rows import Stream
 from pie_driver_sglang.kernels.lone_attend import LoneRow
@@ -50,7 +49,7 @@ def nvrtc_makes(file: str, constants: dict[str, int], arch: str) -> tuple[str, s
         assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, (function, status)
         return found[0] if found else None
 
-    source = resources.files("pie_driver_sglang.kernels.cuda").joinpath(file).read_bytes()
+    source = read_source(file).encode()
     program = call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
     options = [f"--gpu-architecture={arch}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in constants.items()]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import frame
 import torch
 from frame import Report
+from graph_times import time_graph
 
 from pie_driver_sglang.kernels import batch_products, dense_layers
 from pie_driver_sglang.kernels.batch_products import BatchProducts
@@ -38,7 +39,6 @@ TOLERANCE = 0.02
 EPSILON = 1e-6
 ROTATED_BYTES = 250 << 20
 """Weights of a graph, at least: several times the L2 cache."""
-ROUNDS, LAUNCHES = 5, 3
 STORES, JOINS, ADDS = ProductKind
 _TYPES = (torch.bfloat16, torch.float16)
 
@@ -163,25 +163,6 @@ def errors(report: Report) -> Iterator[float]:
                     cut=str(case.cut), off=off, squares=squares,
                 )  # fmt: skip
                 yield max(off, squares)
-
-
-def time_graph(run: Callable[[], Any], count: int) -> float:
-    """Microseconds of one of `count` products that are launched as a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(LAUNCHES):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAUNCHES / count)
-    return min(times)
 
 
 def by_library(case: Case) -> Callable[[], Any]:

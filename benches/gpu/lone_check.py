@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import frame
 import torch
 from frame import Report
+from graph_times import time_graph
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
@@ -40,7 +41,6 @@ the scales differ, and so do some numbers of the row, by an FP8 step."""
 EPSILON = 1e-6
 ROTATED_BYTES = 400 << 20
 """Weights of a graph, at least: several times the L2 cache."""
-ROUNDS, LAUNCHES = 6, 5
 ROWS = (
     # Length, queries, KV heads, head size, normed.
     (1, 16, 8, 128, True), (2, 16, 8, 128, False), (17, 32, 8, 128, False),
@@ -162,25 +162,6 @@ def cuts(matrix: Matrix) -> list[RowCut]:
     found = [cut for cut in row_products.ROW_CUTS if cut.fits(matrix.inputs)]
     assert found[0] == row_products.find_row_cut(matrix.inputs)
     return found
-
-
-def time_graph(run: Callable[[], None], count: int) -> float:
-    """Microseconds of one of `count` products that are launched as a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(LAUNCHES):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAUNCHES / count)
-    return min(times)
 
 
 class Chain:

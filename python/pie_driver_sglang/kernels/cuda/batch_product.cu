@@ -13,7 +13,6 @@
 // (8, 16 or a multiple of 32, at most 256), WARPGROUPS, ACROSS, PARTS, SLABS (of 128 bytes of each row
 // of a stage), STAGES, KIND (0 stores, 1 joins a gate and an up projection, 2 adds), NORMED.
 
-typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr bool JOINS = KIND == 1, ADDS = KIND == 2, SCALES = FP8 || NORMED;
@@ -197,27 +196,6 @@ __device__ inline void multiply(float (&sums)[ROWS / 2], u64 weights, u64 rows, 
     asm volatile("{.reg .pred added;\nsetp.ne.b32 added, " ADDED ", 0;\n"
                  INSTRUCTION "{" NAMES "}, " BOTH ENDING
                  : ALL_SUMS : "l"(weights), "l"(rows), "r"(adds));
-}
-
-__device__ inline float widen(unsigned short x) {
-    float out;
-#if BF16
-    out = __uint_as_float((u32)x << 16);
-#else
-    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x));
-#endif
-    return out;
-}
-
-// Two numbers of 16 bits; `low` comes first in memory.
-__device__ inline u32 narrow(float low, float high) {
-    u32 out;
-#if BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-#endif
-    return out;
 }
 
 __device__ inline float lower(u32 x) { return widen((unsigned short)x); }

@@ -31,6 +31,19 @@ _MOST_PORTABLE = 8
 """CTAs of a cluster that every GPU with clusters takes."""
 
 
+_HEADER = "halves.cuh"
+"""What every source begins with."""
+
+
+def read_source(file: str) -> str:
+    """A file of this folder, and what it begins with; errors name the file's own lines."""
+    header, own = (
+        resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in (_HEADER, file)
+    )
+    return f'#line 1 "{_HEADER}"\n{header}#line 1 "{file}"\n{own}'
+
+
 def compile_source(file: str, constants: Mapping[str, int], arch: str) -> ObjectCode:
     """Compiles a file of this folder; takes no GPU.
 
@@ -42,7 +55,7 @@ def compile_source(file: str, constants: Mapping[str, int], arch: str) -> Object
     Raises:
         cuda.core.NVRTCError: It has mistakes, which the error quotes.
     """
-    source = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+    source = read_source(file)
     options = ProgramOptions(
         name=file, arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in constants.items()]
     )

@@ -17,7 +17,6 @@
 // Constants from outside: BF16 (or FP16 if 0), DIM (64 or 128), GROUP (query heads of a KV head, at
 // most 8), CLUSTER (CTAs), THREADS, NORMED (heads are RMS-normed).
 
-typedef unsigned int u32;
 typedef long long i64;
 
 constexpr int LANES = DIM / 8;
@@ -65,16 +64,6 @@ __device__ inline Eight widen(uint4 from) {
             : "=f"(out.x[2 * i]), "=f"(out.x[2 * i + 1]) : "r"(words[i]));
 #endif
     }
-    return out;
-}
-
-__device__ inline u32 narrow(float lo, float hi) {
-    u32 out;
-#if BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#endif
     return out;
 }
 

@@ -13,8 +13,6 @@
 // up projection, 2 adds), NORMED, FIXED (the row's scale is given), GROUPED (128 inputs of the row,
 // and 128 by 128 weights, have a scale of their own).
 
-typedef unsigned int u32;
-
 constexpr int WARPS = THREADS / 32;
 constexpr int PIECE = 64;
 constexpr int PIECES = INPUTS / WARPS / PIECE;
@@ -56,16 +54,6 @@ __device__ inline unsigned short narrow(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(x));
 #else
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#endif
-    return out;
-}
-
-__device__ inline float widen(unsigned short x) {
-    float out;
-#if BF16
-    out = __uint_as_float((u32)x << 16);
-#else
-    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x));
 #endif
     return out;
 }
