@@ -339,6 +339,11 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
         batches = few_rows.FewRows.of(layers, few._norm, few._attention)
         assert batches is not None
         assert batches.batches
+        with mock.patch.object(batch_products, "find_batch_cut", lambda *_: None):
+            # Matrices of other shapes have what GPUs without the kernel have.
+            others = few_rows.FewRows.of(layers, few._norm, few._attention)
+            assert others is not None
+            assert others._batch is None
         # One row, and more than all products take in batches.
         for rows in (1, 9):
             assert isinstance(batches._find(rows, layers[0])[0], Cut)

@@ -92,7 +92,7 @@ class FewRows:
         if any(_cuts(rows, layer) is None for rows in steps for layer in layers):
             return None
         most_tiled, batch = 0, None
-        if batch_products.runs_on(weight.device):
+        if batch_products.runs_on(weight.device) and _most_batch_rows(layers):
             batch = BatchProducts(weight.dtype, weight.device)
         elif width >= NARROW and weight.itemsize == 2:
             most_tiled = max((rows for rows in _TILED if _tiled(rows, layers)), default=0)
