@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -22,8 +21,6 @@ from cuda.core import (
 from cuda.core import launch as launch_kernel
 from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
 from cuda.core.utils import FileStreamProgramCache, StridedMemoryView
-
-logger = logging.getLogger(__name__)
 
 _NO_STREAM = -1
 """Of an exported tensor, which is only read by kernels: nothing to wait for."""
@@ -65,12 +62,11 @@ def compile_source(file: str, constants: Mapping[str, int], arch: str) -> Object
 def _cache() -> FileStreamProgramCache | None:
     """What was compiled before: some kernels take a second, and a model has dozens.
 
-    None where the user's cache folder cannot be written to.
+    None where the user's cache folder cannot be written to: then they are compiled at every start.
     """
     try:
         return FileStreamProgramCache()
-    except OSError as error:
-        logger.info("kernels are compiled again at every start: %s", error)
+    except OSError:
         return None
 
 
