@@ -104,7 +104,7 @@ def batch_steps(results: Results) -> list[str]:
         for count, each in counts.items()
     ]
     return [
-        "Decode steps of several rows with the kernel of their products in CUDA C++ and without it.",
+        "Decode steps of several rows, with the kernel of their products in CUDA C++ and without.",
         "The experts of 30b-a3b are chosen anew each time, which makes up to 3 % of difference.",
         table(["shape", "rows", "without, µs", "with, µs", "without / with"], rows),
         source(record),
