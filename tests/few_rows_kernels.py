@@ -9,15 +9,13 @@ import itertools
 
 import torch
 
-from pie_driver_sglang.kernels import experts as experts_module
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
 from pie_driver_sglang.kernels.experts import (
-    FEWEST,
     Experts,
     add_chosen,
     expert_product,
     find_cuts,
-    route,
+    most_rows,
 )
 from pie_driver_sglang.kernels.few_rows import (
     Cut,
@@ -27,6 +25,7 @@ from pie_driver_sglang.kernels.few_rows import (
     find_cut,
     product,
 )
+from pie_driver_sglang.kernels.routing import FEWEST, Routing, route, scratch_sizes
 
 ROWS = (1, 5, 16, 20)
 TOLERANCE = 1e-5
@@ -121,7 +120,7 @@ def make_experts(total: int, chosen: int, width: int, middle: int, *, normalized
 def check_experts() -> None:
     """Few experts and many, as many as are chosen, and numbers that are no powers of two."""
     shapes = ((12, 3, 96, 64, True), (4, 4, 64, 32, False), (20, 8, 80, 48, True))
-    counts = ((1, 2, 3, 20), (1, 3), (2, 4))
+    counts = ((1, 2, 3, 20, 65), (1, 3), (2, 4, 71))
     cases = [(each, *shape) for shape, some in zip(shapes, counts, strict=True) for each in some]
     for count, total, chosen, width, middle, sums in cases:
         experts = make_experts(total, chosen, width, middle, normalized=sums)
@@ -140,23 +139,44 @@ def check_experts() -> None:
         assert not scratch.arrived.any()
 
 
+def check_lists() -> None:
+    """Pairs of each expert are listed once; sums of squares may be unknown."""
+    experts = make_experts(37, 5, 200, 32, normalized=True)
+    rows, norm = torch.randn(90, 200), Norm(torch.rand(200) + 0.5, EPSILON)
+    scratch = make_scratch()
+    floats, counters = scratch_sizes(90, 37)
+    assert floats <= len(scratch.parts)
+    assert counters <= len(scratch.arrived)
+    exact, ids, weights = mixed(rows, norm, experts)
+    unknown = Stream(rows.clone(), torch.empty(90, 0))
+    routing = route(unknown, norm, experts, scratch)
+    assert torch.equal(routing.experts, ids.int())
+    close(routing.weights, weights)
+    assert routing.lists is not None
+    for number, (pairs, count) in enumerate(zip(*routing.lists, strict=True)):
+        assert sorted(pairs[:count].tolist()) == (ids.flatten() == number).nonzero()[:, 0].tolist()
+    routing.lists.counts.zero_()
+    close(add_chosen(unknown, norm, experts, scratch).rows, exact)
+
+
 def check_ties() -> None:
     """Of experts with equal logits, also of below zero, the first ones are chosen."""
     experts = make_experts(12, 3, 64, 32, normalized=True)
     experts = experts._replace(router=experts.router[:1].repeat(12, 1))
-    stream = begin(torch.randn(6, 64), 1)
-    routing = route(stream, Norm(torch.ones(64), EPSILON), experts, make_scratch())
-    assert (routing.experts == torch.arange(3)).all()
-    close(routing.weights, torch.full((6, 3), 1 / 3, dtype=torch.float64))
+    for count in (FEWEST, 6, 70):
+        stream = begin(torch.randn(count, 64), 1)
+        routing = route(stream, Norm(torch.ones(64), EPSILON), experts, make_scratch())
+        assert (routing.experts == torch.arange(3)).all()
+        close(routing.weights, torch.full((count, 3), 1 / 3, dtype=torch.float64))
 
 
-def check_one_expert_of_many_rows() -> None:
+def check_one_expert_of_many_rows(count: int) -> None:
     """More pairs of an expert than a program computes at once."""
     experts = make_experts(5, 2, 64, 32, normalized=True)
     experts.router[2:] = -experts.router[:1]
     experts.router[1] = experts.router[0]
     norm = Norm(torch.ones(64), EPSILON)
-    rows = experts.router[:1] + 0.01 * torch.randn(37, 64)
+    rows = experts.router[:1] + 0.01 * torch.randn(count, 64)
     exact, ids, _ = mixed(rows, norm, experts)
     assert sorted(ids.unique().tolist()) == [0, 1]
     close(add_chosen(begin(rows.clone(), 1), norm, experts, make_scratch()).rows, exact)
@@ -171,7 +191,10 @@ def check_cuts() -> None:
         assert cuts[0].fits(64, 96)
         assert cuts[1].fits(96, 64)
     assert find_cuts(1, make_experts(3, 2, 90, 64, normalized=True)) is None
-    routing = experts_module.Routing(
+    # Of the Qwen3-30B-A3B and of Mixtral: of more rows an expert would have too many pairs.
+    assert most_rows(make_experts(128, 8, 2, 1, normalized=True)) == 256
+    assert most_rows(make_experts(8, 2, 2, 1, normalized=True)) == 64
+    routing = Routing(
         torch.randn(FEWEST, 96), torch.tensor([[2, 0]] * FEWEST, dtype=torch.int32),
         torch.ones(FEWEST, 2),
     )  # fmt: skip
@@ -187,6 +210,8 @@ if __name__ == "__main__":
     check_shapes()
     check_experts()
     check_ties()
-    check_one_expert_of_many_rows()
+    for many in (37, 80):
+        check_one_expert_of_many_rows(many)
+    check_lists()
     check_cuts()
     print("all close")

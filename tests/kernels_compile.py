@@ -36,6 +36,7 @@ from pie_driver_sglang.kernels import (
     paged_splits,
     places,
     quantize,
+    routing,
     sampler,
 )
 from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
@@ -111,7 +112,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         modules = (paged_splits, paged_attend, dense_layers, few_rows, many_rows, quantize)
-        modules += (lone_attend, experts, all_reduce_norm, sampler, adjust, places)
+        modules += (lone_attend, experts, routing, all_reduce_norm, sampler, adjust, places)
         for module in modules:
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
@@ -263,7 +264,7 @@ def check_dense(dtype: torch.dtype) -> None:
         )
         [kernel] = recorded(prepare)
         # A slot, a position, and its cosines and sines.
-        check_order(kernel, early=4 if scale is None else 0)
+        check_order(kernel, early=4, leads=True)
         [kernel] = recorded(functools.partial(dense_layers.gate, zeros(40, width), scale))
         check_order(kernel)
     [kernel] = recorded(lambda: dense_layers.find_scale(zeros(40, width), 1e-6))
@@ -275,7 +276,7 @@ def check_dense(dtype: torch.dtype) -> None:
         of_outputs=outputs,
     )  # fmt: skip
     [kernel] = recorded(prepare)
-    check_order(kernel)
+    check_order(kernel, early=4, leads=True)
     scales = (torch.ones(40, 1), torch.ones(128))
     [kernel] = recorded(
         lambda: dense_layers.add_norm(zeros(1, 40, 128), zeros(40, 128), norm, scales)
@@ -372,7 +373,7 @@ def check_quantized() -> None:
     ):
         make = functools.partial(quantize.quantize, rows, **named)
         [kernel] = recorded(make)
-        check_order(kernel, early=early)
+        check_order(kernel, early=early, leads=True)
         assert "cvt.rn.satfinite.e4m3x2" in kernel.asm["ptx"]
     products = torch.zeros(3, 4096, dtype=torch.bfloat16)
     unscaled = quantize.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
@@ -380,7 +381,7 @@ def check_quantized() -> None:
         residual = None if "gated" in named else rows.clone()
         make = functools.partial(quantize.quantize, unscaled, residual=residual, **named)
         [kernel] = recorded(make)
-        check_order(kernel, early=None)
+        check_order(kernel, early=None, leads=True)
 
 
 def check_experts(dtype: torch.dtype) -> None:
@@ -392,15 +393,20 @@ def check_experts(dtype: torch.dtype) -> None:
     mixture = Experts(
         zeros(128, 2048), zeros(1).expand(128, 1536, 2048), zeros(1).expand(128, 2048, 768), 8, True
     )
-    scratch = Scratch(torch.zeros(64), torch.zeros(64, dtype=torch.int32))
-    names = ["_route", "_expert_product"]
-    for count, last in ((1, ["_add_experts"]), (16, ["_expert_product", "_add_pairs"])):
-        stream = Stream(zeros(count, 2048), torch.zeros(count, 512))
+    scratch = Scratch(torch.zeros(64), torch.zeros(256, dtype=torch.int32))
+    products = ["_expert_product", "_expert_product", "_add_pairs"]
+    for count, squares, names in (
+        (1, 512, ["_route", "_expert_product", "_add_experts"]),
+        (16, 512, ["_route_tile", *products]),
+        (128, 32, ["_route_tile", *products]),
+        (256, 0, ["_route_tile", *products]),
+    ):
+        stream = Stream(zeros(count, 2048), torch.zeros(count, squares))
         add = functools.partial(
             experts.add_chosen, stream, Norm(zeros(2048), 1e-6), mixture, scratch
         )
         kernels = recorded(add)
-        assert [kernel.name for kernel in kernels] == names + last
+        assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             # The router's weights; of one row the experts, and some weights of theirs.
             some = kernel.name in ("_route", "_add_experts")

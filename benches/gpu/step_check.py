@@ -7,7 +7,8 @@ Random weights, tokens and KV in the shape of CONFIG_DIR, greedy samplers, scatt
 graph is launched back to back. A way changes fields of the attention's `SplitTuning`, or the rows
 from which on products are a library's (`few_rows`). `clusters=0` and `row_products=0` leave out the
 kernels of one row in CUDA C++, `batch_products=0` those of more. The driver's own choice is always
-the first and the last one, which shows how much the machine drifts.
+the first and the last one, which shows how much the machine drifts. `mixture_rows=64` leaves steps
+of more rows of a mixture of experts to SGLang's layers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ class Steps:
             left_out.append(mock.patch.object(PagedDecode, "_clustered", lambda *_: None))
         if changed.pop("row_products", 1) == 0:
             left_out.append(mock.patch.object(self.engine.dense, "_lone", None))
+        most_rows = changed.pop("mixture_rows", None)
+        if most_rows is not None:
+            left_out.append(mock.patch.object(self.engine.dense._layers, "most_rows", most_rows))
 
         def tuning(*args: Any, **named: Any) -> Any:
             return replace(usual(*args, **named), **changed)

@@ -14,7 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.chained import chained, follow
+from pie_driver_sglang.kernels.chained import (
+    await_previous,
+    chained,
+    follow,
+    release_next,
+)
 
 _GATE_BLOCK = tl.constexpr(1024)
 _HEADS = 8
@@ -456,17 +461,17 @@ def _norm_rope_store(
     if not HALVES:
         first = 2 * pair
         second = 2 * pair + 1
-    # After a kernel without PDL this does not wait: called first, it lets the next kernel start.
-    if CHAINED and WIDTH_BLOCK > 0:
-        follow()
+    if CHAINED:
+        # Attention comes next, which looks up its pages while this kernel waits and runs.
+        release_next()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     turn = rotations + tl.load(positions + row).to(tl.int64) * rotation_stride + pair
     cosine = tl.load(turn, mask=in_half, other=0.0)[None, :].to(tl.float32)
     sine = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :].to(tl.float32)
-    if CHAINED and WIDTH_BLOCK == 0:
+    if CHAINED:
         # The previous kernel writes nothing of what is loaded above.
-        follow()
+        await_previous()
     place = rows + row * row_stride + head * DIM
     known = (head < QUERIES + KV_HEADS) & in_half[None, :]
     x = tl.load(place + first[None, :], mask=known, other=0.0).to(tl.float32)

@@ -1,11 +1,10 @@
-"""GPU kernels of a mixture of experts in a decode step of few rows.
+"""GPU kernels of a mixture of experts in a decode step.
 
 Such a step reads the weights of the chosen experts once, and little else. Its kernels are the
-router's, which normalizes rows and chooses experts, two products, and a weighted sum. A pair is a
-row and one of its experts. With few pairs, each program of the first product computes one pair, and
-each of the second sums some outputs of all pairs of a row. With more, a program belongs to an
-expert: it looks for the expert's pairs itself, so that nothing needs to be sorted, and ends at once
-where there are none.
+router's (`routing.py`), two products, and a weighted sum. A pair is a row and one of its experts.
+With few pairs, each program of the first product computes one pair, and each of the second sums
+some outputs of all pairs of a row. With more, a program belongs to an expert and its list of pairs,
+and ends at once where there are none.
 """
 
 from __future__ import annotations
@@ -17,22 +16,23 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow, lead
-from pie_driver_sglang.kernels.dense_layers import Norm, silu
+from pie_driver_sglang.kernels.dense_layers import Norm, prefetch, silu
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, smaller_cut
+from pie_driver_sglang.kernels.routing import FEWEST, Routing, route
 
-_LOADED = 2048
-"""Elements of a row that a warp of the router loads."""
-_PAIR_ROWS = 16
-"""Pairs of an expert that a program computes at once."""
-FEWEST = 2
-"""Rows up to which each program computes one pair, or outputs of one row."""
+_MOST_ROWS, _LEAST_ROWS, _MOST_PAIRS = 256, 64, 16
+"""Most rows of a step, rows that are taken anyway, and pairs of an expert on average otherwise."""
+_AHEAD = 0
+"""Bytes of each weight row of a program that are asked for before the previous kernel has ended."""
 _CUTS = {
-    ("up", True): Cut(2, 512, warps=1),
-    ("down", True): Cut(2, 256, warps=4),
-    ("up", False): Cut(64, 128, stages=3),
-    ("down", False): Cut(128, 64, stages=4),
+    ("up", 1): Cut(2, 512, warps=1),
+    ("down", 1): Cut(2, 256, warps=4),
+    ("up", 16): Cut(64, 128, stages=3),
+    ("down", 16): Cut(128, 64, stages=4),
+    ("up", 32): Cut(64, 64, stages=5),
+    ("down", 32): Cut(128, 64, stages=4),
 }
-"""The best cuts on an H200 for experts of 768 by 2,048: by product, and whether rows are few."""
+"""The best cuts on an H200 for experts of 768 by 2,048: by product, and pairs of a program."""
 
 
 class Experts(NamedTuple):
@@ -50,30 +50,31 @@ class Experts(NamedTuple):
     """Whether the weights of a row's experts sum to 1."""
 
 
-class Routing(NamedTuple):
-    """Which experts the rows of a step take."""
-
-    rows: torch.Tensor
-    """``[rows, width]``: normalized."""
-    experts: torch.Tensor
-    """``[rows, chosen]`` int32."""
-    weights: torch.Tensor
-    """``[rows, chosen]`` float32."""
-
-
 def find_cuts(rows: int, experts: Experts) -> tuple[Cut, Cut] | None:
     """The cuts of both products of a step of so many rows; None if they fit none."""
     found = []
     for name, weights in (("up", experts.gate_up), ("down", experts.down)):
         _, height, inputs = weights.shape
         outputs = height // 2 if name == "up" else height
-        cut: Cut | None = _CUTS[name, rows <= FEWEST]
+        cut: Cut | None = _CUTS[name, _pairs_at_once(rows, len(weights), experts.chosen)]
         if cut is not None and not cut.fits(outputs, inputs):
             cut = smaller_cut(outputs, inputs, cut)
         if cut is None:
             return None
         found.append(cut)
     return found[0], found[1]
+
+
+def most_rows(experts: Experts) -> int:
+    """Most rows of a step: of more pairs a program would read its weights several times."""
+    return max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_PAIRS * len(experts.router) // experts.chosen))
+
+
+def _pairs_at_once(rows: int, total: int, chosen: int) -> int:
+    """Pairs of an expert that a program computes at once."""
+    if rows <= FEWEST:
+        return 1
+    return 16 if 2 * rows * chosen <= 16 * total else 32
 
 
 def add_chosen(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Stream:
@@ -96,28 +97,7 @@ def add_chosen(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -
     if len(stream.rows) <= FEWEST:
         return add_experts(middle, experts.down, routing, cuts[1], stream)
     pairs = expert_product(middle, experts.down, routing, cuts[1], gated=False)
-    return add_pairs(pairs, stream)
-
-
-def route(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Routing:
-    """Normalizes the rows of a stream and chooses their experts. Can be captured."""
-    count, width = stream.rows.shape
-    total, block = len(experts.router), triton.next_power_of_2(width)
-    ids, weights = (
-        stream.rows.new_empty(count, experts.chosen, dtype=dtype)
-        for dtype in (torch.int32, torch.float32)
-    )
-    out = torch.empty_like(stream.rows)
-    tiles = stream.squares.shape[1]
-    _route[(total, count)](
-        stream.rows, stream.squares, norm.weight, experts.router, out, scratch.parts,
-        scratch.arrived, ids, weights, width, tiles, norm.epsilon,
-        WIDTH=block, SQUARES=triton.next_power_of_2(tiles),
-        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=experts.chosen,
-        LISTED=triton.next_power_of_2(experts.chosen), NORMALIZED=experts.normalized,
-        num_warps=max(1, block // _LOADED), **chained(stream.rows.device),
-    )  # fmt: skip
-    return Routing(out, ids, weights)
+    return add_pairs(pairs, stream, routing)
 
 
 def expert_product(
@@ -139,24 +119,33 @@ def expert_product(
     total, height, inputs = weights.shape
     outputs = height // (2 if gated else 1)
     out = rows.new_empty(pairs, outputs)
-    alone = len(routing.rows) <= FEWEST
-    _expert_product[(outputs // cut.outputs, pairs if alone else total)](
-        rows, weights, routing.experts, routing.weights, out, pairs, outputs, inputs,
-        ROWS=1 if alone else _PAIR_ROWS, PAIRS=triton.next_power_of_2(pairs),
-        SHARED=chosen if gated else 1, OUTPUTS=cut.outputs, INPUTS=cut.inputs, STAGES=cut.stages,
-        GATED=gated, num_warps=cut.warps, **chained(rows.device),
+    at_once = _pairs_at_once(len(routing.rows), total, chosen)
+    # Of one pair a program needs the expert only.
+    listed, counts = routing.lists or (routing.experts, routing.experts)
+    _expert_product[(outputs // cut.outputs, pairs if at_once == 1 else total)](
+        rows, weights, listed, counts, routing.weights, out, len(routing.rows), outputs, inputs,
+        ROWS=at_once, SHARED=chosen if gated else 1, OUTPUTS=cut.outputs, INPUTS=cut.inputs,
+        STAGES=cut.stages, AHEAD=_AHEAD if pairs >= total else 0, GATED=gated,
+        num_warps=cut.warps, **chained(rows.device),
     )  # fmt: skip
     return out
 
 
-def add_pairs(pairs: torch.Tensor, stream: Stream) -> Stream:
-    """Adds the pairs of each row, ``[pairs, width]``, to a stream in place. Can be captured."""
+def add_pairs(pairs: torch.Tensor, stream: Stream, routing: Routing) -> Stream:
+    """Adds the pairs of each row, ``[pairs, width]``, to a stream in place. Can be captured.
+
+    It clears the counts of the routing's lists.
+    """
     count, width = stream.rows.shape
     squares = stream.rows.new_empty(count, 1, dtype=torch.float32)
-    chosen = len(pairs) // count
+    chosen = routing.experts.shape[1]
+    counts = None if routing.lists is None else routing.lists.counts
+    total = 0 if counts is None else len(counts)
     _add_pairs[(count,)](
-        pairs, stream.rows, squares, width, chosen, WIDTH=triton.next_power_of_2(width),
-        CHOSEN=triton.next_power_of_2(chosen), num_warps=8, **chained(pairs.device),
+        pairs, stream.rows, squares, counts, width, chosen, total,
+        WIDTH=triton.next_power_of_2(width), CHOSEN=triton.next_power_of_2(chosen),
+        CLEARED=triton.next_power_of_2(triton.cdiv(total, count)) if total else 0,
+        num_warps=8, **chained(pairs.device),
     )  # fmt: skip
     return Stream(stream.rows, squares)
 
@@ -192,71 +181,11 @@ def add_experts(
     return Stream(stream.rows, squares)
 
 
-@triton.jit
-def _route(
-    rows, squares, norm, router, out, logits, arrived, ids, weights, width, tiles, epsilon,
-    WIDTH: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr,
-    CHOSEN: tl.constexpr, LISTED: tl.constexpr, NORMALIZED: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """An expert's logit of a row; the row's last program chooses."""
-    expert = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    lanes = tl.arange(0, WIDTH)
-    inside = lanes < width
-    w = tl.load(router + expert.to(tl.int64) * width + lanes, mask=inside, other=0.0)
-    scale = tl.load(norm + lanes, mask=inside, other=0.0)
-    if CHAINED:
-        lead()
-    x = tl.load(rows + row * width + lanes, mask=inside, other=0.0).to(tl.float32)
-    tile = tl.arange(0, SQUARES)
-    square = tl.sum(tl.load(squares + row * tiles + tile, mask=tile < tiles, other=0.0), 0)
-    kind = out.dtype.element_ty
-    x = (x * tl.rsqrt(square / width + epsilon) * scale.to(tl.float32)).to(kind)
-    tl.store(out + row * width + lanes, x, mask=inside & (expert == 0))
-    # Rounded as the output of a separate product would be.
-    logit = tl.sum(w.to(tl.float32) * x.to(tl.float32), 0).to(kind).to(tl.float32)
-    tl.store(logits + row * TOTAL + expert, logit)
-    # All warps must have stored their part before one of them counts it.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == TOTAL - 1:
-        tl.store(arrived + row, 0)
-        numbers = tl.arange(0, LANES)
-        # Bypasses L1, which is not coherent with other SMs.
-        found = tl.load(
-            logits + row * TOTAL + numbers, mask=numbers < TOTAL, other=float("-inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        # Integers in the order of the logits, and of equal ones the first expert first.
-        left = (_ordered(found.to(tl.int32, bitcast=True)).to(tl.int64) << 32) + LANES - numbers
-        place = tl.arange(0, LISTED)
-        chosen = tl.zeros([LISTED], tl.int32)
-        best = tl.full([LISTED], float("-inf"), tl.float32)
-        for turn in tl.static_range(CHOSEN):
-            largest = tl.max(left, 0)
-            left = tl.where(left == largest, -(1 << 63), left)
-            number = LANES - (largest & 0xFFFFFFFF).to(tl.int32)
-            value = _ordered((largest >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-            chosen = tl.where(place == turn, number, chosen)
-            best = tl.where(place == turn, value, best)
-        highest = tl.max(best, 0)
-        shares = tl.exp(best - highest)
-        shares = shares / tl.sum(shares if NORMALIZED else tl.exp(found - highest), 0)
-        listed = place < CHOSEN
-        tl.store(ids + row * CHOSEN + place, chosen, mask=listed)
-        tl.store(weights + row * CHOSEN + place, shares, mask=listed)
-
-
-@triton.jit
-def _ordered(bits):
-    """Maps the bits of float32 numbers to integers of the same order, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["most"])
 def _expert_product(
-    rows, weight, ids, shares, out, pairs, outputs, inputs,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, CHAINED: tl.constexpr,
+    rows, weight, listed, counts, shares, out, most, outputs, inputs,
+    ROWS: tl.constexpr, SHARED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs, of one pair or of all pairs of an expert."""
     units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -266,23 +195,26 @@ def _expert_product(
             # The next kernel reads what the router's has written before it waits.
             follow()
         else:
+            if AHEAD > 0:
+                # Most experts have pairs.
+                height = outputs * 2 if GATED else outputs
+                own = weight + (number.to(tl.int64) * height + units) * inputs
+                prefetch(own, AHEAD)
+                if GATED:
+                    prefetch(own + outputs.to(tl.int64) * inputs, AHEAD)
             lead()
     if ROWS == 1:
-        expert = tl.load(ids + number)
+        expert = tl.load(listed + number)
         pair = number + tl.arange(0, 1)
         _pair_product(
             rows, weight, shares, out, expert, pair, pair >= 0, units, outputs, inputs,
             ROWS, SHARED, INPUTS, STAGES, GATED,
         )  # fmt: skip
     else:
-        listed = tl.arange(0, PAIRS)
-        own = tl.load(ids + listed, mask=listed < pairs, other=-1) == number
-        ranks = tl.cumsum(own.to(tl.int32), 0) - 1
-        count = tl.sum(own.to(tl.int32), 0)
+        count = tl.load(counts + number)
         for first in tl.range(0, count, ROWS, num_stages=1):
             turn = first + tl.arange(0, ROWS)
-            found = own[None, :] & (ranks[None, :] == turn[:, None])
-            pair = tl.sum(tl.where(found, listed[None, :], 0), 1)
+            pair = tl.load(listed + number * most + turn, mask=turn < count, other=0)
             _pair_product(
                 rows, weight, shares, out, number, pair, turn < count, units, outputs, inputs,
                 ROWS, SHARED, INPUTS, STAGES, GATED,
@@ -351,12 +283,15 @@ def _pair_product(
 
 @triton.jit
 def _add_pairs(
-    pairs, rows, squares, width, chosen, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
-    CHAINED: tl.constexpr,
+    pairs, rows, squares, counts, width, chosen, total, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+    CLEARED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         lead()
     row = tl.program_id(0).to(tl.int64)
+    if CLEARED > 0:
+        experts = row + tl.arange(0, CLEARED) * tl.num_programs(0)
+        tl.store(counts + experts, 0, mask=experts < total)
     lanes = tl.arange(0, WIDTH)
     inside = lanes < width
     place = rows + row * width + lanes

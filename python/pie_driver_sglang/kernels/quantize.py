@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.chained import chained, follow
+from pie_driver_sglang.kernels.chained import chained, lead
 from pie_driver_sglang.kernels.dense_layers import Norm, silu
 
 FP8 = torch.float8_e4m3fn
@@ -140,7 +140,8 @@ def _quantize(
     if NORMED:
         own = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
     if CHAINED:
-        follow()
+        # A product comes next, which reads its weights while this kernel waits and runs.
+        lead()
     row = tl.program_id(0).to(tl.int64)
     kind = rows.dtype.element_ty
     place = rows + row * row_stride + lanes

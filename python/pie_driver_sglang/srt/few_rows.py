@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.kernels import batch_products, dense_layers, experts, few_rows, many_rows
+from pie_driver_sglang.kernels import (
+    batch_products,
+    dense_layers,
+    experts,
+    few_rows,
+    many_rows,
+    routing,
+)
 from pie_driver_sglang.kernels.batch_products import BatchCut, BatchProducts
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream
@@ -70,10 +77,15 @@ class FewRows:
         self._attention = attention
         [width], device = norm.weight.shape, norm.weight.device
         highest = max(width, *(len(layer.qkv.weight) for layer in layers))
-        parts, tiles = many_rows.scratch_sizes(max(most_rows, most_tiled), highest)
+        most_cut = min(max(most_rows, most_tiled), few_rows.MOST_ROWS)
+        floats, counters = many_rows.scratch_sizes(max(most_cut, most_tiled), highest)
+        for layer in layers:
+            if isinstance(layer, ExpertLayer):
+                sizes = routing.scratch_sizes(most_rows, len(layer.experts.router))
+                floats, counters = max(floats, sizes[0]), max(counters, sizes[1])
         self._scratch = Scratch(
-            torch.zeros(parts, device=device),
-            torch.zeros(tiles + most_rows, dtype=torch.int32, device=device),
+            torch.zeros(floats, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
         )
 
     @classmethod
@@ -84,11 +96,10 @@ class FewRows:
         [width], weight = norm.weight.shape, norm.weight
         if weight.device.type == "cuda" and weight.itemsize != 2:
             return None
-        if isinstance(layers[0], ExpertLayer):
-            most_rows = few_rows.MOST_ROWS
-        else:
+        most_rows = _most_expert_rows(layers)
+        if not most_rows:
             most_rows = 32 if NARROW <= width <= _WIDEST else 16
-        steps = [rows for rows in (1, 2, 16, 32, 64) if rows <= most_rows]
+        steps = [rows for rows in (1, 2, 16, 32, 64, 65, 256) if rows <= most_rows]
         if any(_cuts(rows, layer) is None for rows in steps for layer in layers):
             return None
         most_tiled, batch = 0, None
@@ -143,7 +154,6 @@ class FewRows:
     ) -> Stream:
         """The first half of a layer."""
         if cuts[0] is None:
-            assert isinstance(layer, Layer)
             seen = attend_unscaled(layer, stream.rows, positions, forward_batch, out_of_place=False)
         else:
             qkv = self._multiply(
@@ -247,7 +257,7 @@ def attend(
 
 
 def attend_unscaled(
-    layer: Layer,
+    layer: Layer | ExpertLayer,
     rows: torch.Tensor,
     positions: torch.Tensor,
     forward_batch: ForwardBatch,
@@ -340,15 +350,19 @@ def _tiles(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
 
 def _most_batch_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
     """Most rows of which all products have kernels of batches; 0 for none."""
-    most = (
-        few_rows.MOST_ROWS if isinstance(layers[0], ExpertLayer) else batch_products.MOST_BATCH_ROWS
-    )
+    most = _most_expert_rows(layers) or batch_products.MOST_BATCH_ROWS
     taken = 0
     for rows in (count for count in batch_products.ROWS if count <= most):
         if any(_batch_cuts(rows, layer) is None for layer in layers):
             break
         taken = rows
     return taken
+
+
+def _most_expert_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
+    """Most rows that mixtures of experts take; 0 for layers without."""
+    mixtures = [layer.experts for layer in layers if isinstance(layer, ExpertLayer)]
+    return min(map(experts.most_rows, mixtures), default=0)
 
 
 def _batch_cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
@@ -372,6 +386,9 @@ def _batch_cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
 
 def _cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
     """The cuts of the products of a layer, the experts' last; None where one has none."""
+    if isinstance(layer, ExpertLayer) and rows > few_rows.MOST_ROWS:
+        found = experts.find_cuts(rows, layer.experts)
+        return None if found is None else (None, None, *found)
     found = [
         few_rows.find_cut(rows, *layer.qkv.weight.shape),
         few_rows.find_cut(rows, *layer.out.weight.shape, adds=True),
