@@ -147,6 +147,51 @@ def test_records_that_are_to_come(tool: ModuleType, results: dict[str, Any]) -> 
     assert "2026-12-01; commit" in found["Sampling"]
 
 
+def test_peers_of_parts(tool: ModuleType) -> None:
+    """Each peer has a column, which is empty where it has no figure."""
+    about = {
+        "commit": "0123456",
+        "date": "2026-12-01T00:00:00+00:00",
+        "device": "1 x NVIDIA H100",
+        "command": "benches/gpu/some_check.py",
+    }
+    long = {"tokens": 16384, "prompt": 562, "ms": {"driver": 200.0, "sglang": 220.0}}
+    short = {"tokens": 2048, "prompt": 562, "ms": {"driver": 20, "sglang": 22, "breakable": 21}}
+    steps = [
+        {"way": {"peer": "sglang"}, "length": 700, "us_by_rows": {"1": 5000.0, "16": 6000.0}},
+        {"way": {"peer": "compiled"}, "length": 700, "us_by_rows": {"1": 4500.0}},
+        {"way": {}, "length": 700, "us_by_rows": {"1": 4000.0, "16": 5000.0}},
+        {"way": {"stages": 4}, "length": 700, "us_by_rows": {"1": 1.0, "16": 1.0}},
+    ]
+    kinds = [
+        {"kind": "top-p", "kernel_ms": 0.5, "sorting_ms": 9.0, "sglang_ms": 2, "flashinfer_ms": 1},
+        {"kind": "greedy", "kernel_ms": 0.1, "sorting_ms": 0.1},
+        {"kind": "one read of the logits", "kernel_ms": 0.1},
+    ]
+    turns = [
+        {"ranks": 2, "part": "turns", "off": 0.01},
+        {"ranks": 2, "part": "times", "rows": 8, "us": {"1-shot/8": 9.5, "SGLang": 12.5}},
+        {"ranks": 2, "part": "flashinfer", "rows": 8, "us": {"1-shot/8": 9.6, "FlashInfer": 11.0}},
+    ]
+    passes = [short | {"graphs": {"breakable": {}}}, long | {"graphs": {}}]
+    records = {
+        "prefill": {"8b": {**about, "rows": passes}},
+        "step-peers": {"8b": {**about, "rows": steps}},
+        "samplers": {**about, "rows": kinds},
+        "sums": {**about, "rows": turns},
+    }
+    found = sections(tool.render(records))
+    assert "| 8b | 2,048 | 562 | 20 | 22 | 21 | 1.05 |" in found["Prefill"]
+    assert "| 8b | 16,384 | 562 | 200 | 220 |  | 1.10 |" in found["Prefill"]
+    both = found["Steps and graphs of SGLang"]
+    assert "| 8b | 700 | 1 | 4,000 | 5,000 | 4,500 | 1.12 |" in both
+    assert "| 8b | 700 | 16 | 5,000 | 6,000 |  | 1.20 |" in both
+    assert "| top-p | 0.50 | 9.00 | 2 | 1 | 2.00 |" in found["Sampling kernels"]
+    assert "| greedy | 0.10 | 0.10 |  |  |  |" in found["Sampling kernels"]
+    assert "| 2 | 8 | 9.50 | 12.5 | 11.0 | 9.60 |" in found["Sums over ranks"]
+    assert all("2026-12-01; commit `0123456`" in text for text in found.values())
+
+
 def test_the_readme_quotes_the_records(results: dict[str, Any]) -> None:
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
     h200 = results["h200"]

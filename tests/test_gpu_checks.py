@@ -342,6 +342,52 @@ def test_peers_are_quantized_as_the_driver_is(frame: Any) -> None:
 
 
 @pytest.mark.engine
+class TestPeersOfSGLang:
+    """What the checks read of SGLang's graphs and FlashInfer's kernels."""
+
+    def test_passes_with_and_without_a_graph(
+        self, frame: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("torch")
+        check = importlib.import_module("prefill_check")
+        arguments = argparse.Namespace(tokens="512,4096", prompt=562)
+        assert check.passes(arguments) == [(512, 512), (4096, 562), (4096, 4096)]
+        end = "its graphs end at 2048 tokens"
+        row = {"tokens": 4096, "prompts": 8, "graphs": "full", "why": end, "eager_ms": 50.0}
+        [found] = check.figures(f"noise\nprefill {json.dumps(row)}\nprefill of others")
+        assert found == row
+        replayed = {"why": None, "eager_ms": 51.0, "graph_ms": 45.0, "off": 0.001}
+        check.show(4096, 562, {"driver": 40.0, "breakable": 45.0}, {"full": row, "x": replayed})
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith("driver 40.0 ms, breakable 45.0 ms; over the driver: 1.125")
+        assert lines[1] == f"    SGLang, full: {end}; 50.0 ms"
+        assert lines[2] == "    SGLang, x: 51.0 ms without, states off by 0.0010"
+
+    def test_steps_and_their_graphs(self, frame: Any) -> None:
+        pytest.importorskip("torch")
+        check = importlib.import_module("step_check")
+        lines = ["runner fa3 1x700: 5095 us, 4900 us of its graph", "runner fa3 16x700: 5929 us"]
+        found = check.peer_figures("\n".join(lines))
+        assert found == {700: {"step": {1: 5095.0, 16: 5929.0}, "graph": {1: 4900.0}}}
+        load_check = importlib.import_module("load_check")
+        assert load_check.runner_figures(lines[0]) == {"1x700": 5095.0}
+
+    def test_kernels_that_cannot_be_built_are_named(
+        self, frame: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kernels = importlib.import_module("flashinfer_kernels")
+        assert set(kernels.BUILDS) == {"sampling", "all-reduce"}
+        builds = {
+            "none": "",
+            "lacks": "import no_such_package",
+            "slow": "import time; time.sleep(9)",
+        }
+        monkeypatch.setattr(kernels, "BUILDS", builds)
+        assert kernels.obstacle("none", 60) is None
+        assert "No module named 'no_such_package'" in kernels.obstacle("lacks", 60)
+        assert kernels.obstacle("slow", 0.3) == "TimeoutExpired after 0.3 s"
+
+
 def test_accuracy_of_the_embedded_model(frame: Any, forked_python: str, tmp_path: Path) -> None:
     """In float32 the driver's engine says what transformers says of a text."""
     words = ["--device", "cpu", "--dtype", "float32", "--gap", "0.001", "--ways", "fused"]

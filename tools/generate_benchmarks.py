@@ -2,8 +2,8 @@
 
     python tools/generate_benchmarks.py
 
-The sections are made in `benchmark_gpu.py` and `benchmark_host.py`, from what `benchmark_tables.py`
-has.
+The sections are made in `benchmark_gpu.py`, `benchmark_peers.py` and `benchmark_host.py`, from what
+`benchmark_tables.py` has.
 
 Every table names device, date, commit and command of its record. A record that is not there has no
 table, so new files only have to be put into the folder: `shapes.json`, and any record of
@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import benchmark_gpu
 import benchmark_host
+import benchmark_peers
 from benchmark_tables import Results, bars, source
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
@@ -74,6 +75,10 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "GPUs": (("h200", "tp"), benchmark_gpu.gpus),
     "Prompts among decodes": (("h200", "mixed"), benchmark_gpu.prompts),
     "Samplers and probes": (("h200", "samplers"), benchmark_gpu.samplers),
+    "Sampling kernels": (("samplers",), benchmark_peers.samplers),
+    "Prefill": (("prefill",), benchmark_peers.prefill),
+    "Steps and graphs of SGLang": (("step-peers",), benchmark_peers.step_peers),
+    "Sums over ranks": (("sums",), benchmark_peers.sums),
     "Adapters": (("h200", "adapters"), benchmark_gpu.adapters),
     "Memory": (("h200", "memory"), benchmark_gpu.memory),
     "Offline engine": (("engine",), benchmark_gpu.engine),

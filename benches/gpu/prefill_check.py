@@ -1,12 +1,23 @@
 """Prefills on a GPU: milliseconds of a pass by the driver's layers and by SGLang's.
 
     python benches/gpu/prefill_check.py --shapes CONFIG_DIR [--tokens 2048,4096,8192,16384]
-        [--prompt 562] [--option KEY=VALUE] [--json FILE]
+        [--prompt 562] [--graphs breakable,tc_piecewise] [--graph-tokens 8192]
+        [--option KEY=VALUE] [--json FILE]
 
 Random weights in the shape of CONFIG_DIR and random tokens. A pass has so many tokens, as one
 prompt and as prompts of `--prompt` tokens. Both ways attend by the same backend, whose kernels are
 those of SGLang's engine without its prefill graphs, and take turns. Before they are timed their
 hidden states are compared. `--profile` prints where the time of the longest pass goes.
+
+Before that, SGLang's own runner runs the same passes with its prefill graphs, in a process for each
+kind of `--graphs` (`peers/sglang_prefill.py`):
+
+- `breakable`, its default: attention runs between graphs;
+- `full`: attention is in the graph;
+- `tc_piecewise`: torch.compile cuts the model, and `tc_piecewise:inductor` compiles the parts.
+
+Graphs end at `--graph-tokens`, where SGLang cuts prompts: a longer pass has none. A kind that fails
+is left out. What the passes take without graphs in that process says how much two processes differ.
 """
 
 from __future__ import annotations
@@ -15,18 +26,21 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import frame
 import torch
 from frame import Report
+from processes import Runner
 from serving import PAGE
 from step_check import Steps
 
@@ -35,6 +49,12 @@ TOLERANCE: Final = 0.03
 """Of the hidden states' norm, by which bfloat16 may have the ways differ."""
 SHOWN = 12
 """Kernels of a profile."""
+PEER: Final = frame.REPOSITORY / "benches" / "peers" / "sglang_prefill.py"
+LINE: Final = "prefill {"
+"""How a line of the peer's figures begins."""
+
+Peers = Mapping[tuple[int, int], Mapping[str, Mapping[str, Any]]]
+"""What the peer found, by tokens and prompts of a pass, then by kind of graphs."""
 
 
 class Prefill:
@@ -119,26 +139,73 @@ def prompts(tokens: int, each: int) -> list[int]:
     return [each] * whole + [rest] * (rest > 0)
 
 
-def check(engine: Any, arguments: argparse.Namespace, report: Report) -> None:
-    """Every pass in both ways."""
+def passes(arguments: argparse.Namespace) -> list[tuple[int, int]]:
+    """Tokens of each pass, and of its prompts."""
+    return [
+        (tokens, each)
+        for tokens in map(int, arguments.tokens.split(","))
+        for each in sorted({tokens, min(tokens, arguments.prompt)})
+    ]
+
+
+def figures(output: str) -> list[dict[str, Any]]:
+    """What the peer has printed, a pass each."""
+    start = len(LINE) - 1
+    return [json.loads(line[start:]) for line in output.splitlines() if line.startswith(LINE)]
+
+
+def with_graphs(arguments: argparse.Namespace, folder: Path) -> Peers:
+    """Has SGLang's runner run the passes with each kind of its graphs; what fails is missing."""
+    kinds = [kind for kind in arguments.graphs.split(",") if kind]
+    runner = Runner(folder / "peers.log", arguments.peer_limit * len(kinds))
+    lengths = json.dumps([prompts(*one) for one in passes(arguments)])
+    found: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
+    for kind in kinds:
+        command: list[object] = [sys.executable, PEER, folder, arguments.peer_backend, lengths]
+        command += ["--graphs", kind, "--most", arguments.graph_tokens, "--page-size", PAGE]
+        for row in figures(runner.run(f"SGLang, {kind}", command, arguments.peer_limit)):
+            found.setdefault((row["tokens"], row["prompts"]), {})[kind] = row
+    runner.close()
+    for what in runner.failed:
+        print(f"without {what}", flush=True)
+    return found
+
+
+def show(tokens: int, each: int, found: Mapping[str, float], theirs: Mapping[str, Any]) -> None:
+    """Prints a pass, and why a peer has no graph for it."""
+    shown = ", ".join(f"{way} {took:.1f} ms" for way, took in found.items())
+    ratios = ", ".join(
+        f"{took / found['driver']:.3f}" for way, took in found.items() if way != "driver"
+    )
+    print(f"{tokens} tokens in prompts of {each}: {shown}; over the driver: {ratios}", flush=True)
+    for kind, row in theirs.items():
+        if row["why"] is not None:
+            print(f"    SGLang, {kind}: {row['why']}; {row['eager_ms']:.1f} ms", flush=True)
+        else:
+            eager, off = row["eager_ms"], row["off"]
+            print(
+                f"    SGLang, {kind}: {eager:.1f} ms without, states off by {off:.4f}", flush=True
+            )
+
+
+def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Peers) -> None:
+    """Every pass in both ways, next to what SGLang took with its graphs."""
     ways = {"driver": engine.dense, "sglang": None}
     print(f"layers: {type(engine.dense).__name__}", flush=True)
-    for tokens in map(int, arguments.tokens.split(",")):
-        for each in sorted({tokens, min(tokens, arguments.prompt)}):
-            one = Prefill(engine, prompts(tokens, each))
-            states = {way: one.run(layers).clone() for way, layers in ways.items()}
-            own, other = (states[way].double() for way in ways)
-            off = float((own - other).norm() / other.norm())
-            report.hold(f"{tokens} tokens in prompts of {each}", off, at_most=TOLERANCE)
-            calls = {
-                way: functools.partial(one.milliseconds, layers) for way, layers in ways.items()
-            }
-            times = frame.in_turns(calls, ROUNDS, settle=SETTLE)
-            found = {way: statistics.median(took) for way, took in times.items()}
-            report.add(tokens=tokens, prompt=each, ms=found, off=off)
-            figures = ", ".join(f"{way} {took:.1f} ms" for way, took in found.items())
-            ratio = found["sglang"] / found["driver"]
-            print(f"{tokens} tokens in prompts of {each}: {figures}, {ratio:.3f}", flush=True)
+    for tokens, each in passes(arguments):
+        lengths = prompts(tokens, each)
+        one = Prefill(engine, lengths)
+        states = {way: one.run(layers).clone() for way, layers in ways.items()}
+        own, other = (states[way].double() for way in ways)
+        off = float((own - other).norm() / other.norm())
+        report.hold(f"{tokens} tokens in prompts of {each}", off, at_most=TOLERANCE)
+        calls = {way: functools.partial(one.milliseconds, layers) for way, layers in ways.items()}
+        times = frame.in_turns(calls, ROUNDS, settle=SETTLE)
+        found = {way: statistics.median(took) for way, took in times.items()}
+        theirs = peers.get((tokens, len(lengths)), {})
+        found |= {kind: row["graph_ms"] for kind, row in theirs.items() if "graph_ms" in row}
+        report.add(tokens=tokens, prompt=each, ms=found, off=off, graphs=theirs)
+        show(tokens, each, found, theirs)
     if arguments.profile:
         for way, layers in ways.items():
             show_kernels(way, functools.partial(one.run, layers))
@@ -150,6 +217,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", required=True, **frame.SHAPES)
     made.add_argument("--tokens", default="2048,4096,8192,16384", help="of a pass, with comma")
     made.add_argument("--prompt", type=int, default=562, help="tokens of a prompt")
+    made.add_argument("--graphs", default="breakable", help="SGLang's kinds, with comma; or none")
+    made.add_argument("--graph-tokens", type=int, default=8192, help="of SGLang's longest graph")
+    made.add_argument("--peer-backend", default="fa3", help="SGLang's attention with its graphs")
+    made.add_argument(
+        "--peer-limit", type=float, default=150.0, help="seconds for a kind of graphs"
+    )
     made.add_argument("--profile", action="store_true", help="print kernels of the last pass")
     return made
 
@@ -158,9 +231,11 @@ def main() -> None:
     """Every pass of one shape."""
     arguments = parser().parse_args()
     with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
+        # The engine takes the memory that they need.
+        peers = with_graphs(arguments, frame.model_folder(arguments.shapes, Path(folder)))
         steps = Steps(Path(folder), arguments.shapes, arguments.option)
         with torch.inference_mode():
-            check(steps.engine, arguments, report)
+            check(steps.engine, arguments, report, peers)
     # The interpreter's end would wait for SGLang's threads.
     os._exit(0)
 

@@ -94,7 +94,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--ways fused,unfused,sglang,fp8,fp8-unfused --json {record}",
     ),
     "prefill": Check(
-        "prefill_check.py", "long passes by the driver's layers, against SGLang's",
+        "prefill_check.py", "long passes by the driver's layers, against SGLang's, and its graphs",
         "hidden states differ by 3 %", 5, "--shapes {small} --json {record}", alone=True,
     ),
     "adapters": Check(
@@ -111,7 +111,8 @@ CHECKS: Final[Mapping[str, Check]] = {
         "no decided token differs", 5, "--json {record}",
     ),
     "samplers": Check(
-        "sampler_check.py", "the sampling kernel draws the token that float64 draws; its times",
+        "sampler_check.py", "the sampling kernel draws the token that float64 draws; its times "
+        "against SGLang's sampler and FlashInfer's kernels",
         "no wrong token", 5, "--json {record}",
     ),
     "sampling": Check(
@@ -130,8 +131,8 @@ CHECKS: Final[Mapping[str, Check]] = {
         "every bit, every token", 5, "--pocket {pocket} --json {record}",
     ),
     "sums": Check(
-        "sums_check.py", "sums over ranks are right; their times against SGLang's and NCCL's",
-        "2e-2 of a sum, 0.25 after 40 of them", 5,
+        "sums_check.py", "sums over ranks are right; their times against SGLang's, NCCL's and "
+        "FlashInfer's", "2e-2 of a sum, 0.25 after 40 of them", 10,
         "--times --ranks {several} --json {record}", gpus=2,
     ),
     "ranks": Check(

@@ -5,7 +5,8 @@
 1. Rows and filters of every kind, common and hostile. Each token must be one that the filter keeps,
    and the one that the uniform number selects, by a float64 reference that sorts the row.
 2. A batch of 256 slots over 151,936 logits: each kind of sampler alone, all of them mixed, and the
-   same through the implementation in torch, which sorts.
+   same through the implementation in torch, which sorts. Next to them SGLang's sampler and
+   FlashInfer's kernels, with the softmax that these need; a peer that is missing has no column.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first part runs anywhere, on fewer cases.
 """
@@ -19,7 +20,9 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flashinfer_kernels
 import frame
+import sampling_peers
 import torch
 from frame import Report
 
@@ -255,11 +258,18 @@ def sample_by_sorting(logits: torch.Tensor, group: SlotGroup, params: SlotParams
         groups.sample_filtered(logits[plain_end:], params.rows(plain_end, SLOTS))
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """The median time on the device, of calls that the device is not waiting for."""
+def milliseconds(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """The median time on the device, of calls that the device is not waiting for.
+
+    Args:
+        run: What is timed.
+        before: Called before each run, outside of its time.
+    """
     times = []
     for _ in range(RUNS + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if before is not None:
+            before()
         # Holds the device until the host has issued everything.
         torch.cuda._sleep(2_000_000)
         start.record()
@@ -270,17 +280,48 @@ def milliseconds(run: Callable[[], object]) -> float:
     return statistics.median(times[3:])
 
 
-def time_kinds(device: str, report: Report) -> None:
+class Peers:
+    """SGLang's sampler and FlashInfer's kernels, as far as they can be had."""
+
+    def __init__(self, limit_s: float) -> None:
+        """Has FlashInfer's kernels built, within so many seconds."""
+        missing = flashinfer_kernels.obstacle("sampling", limit_s)
+        if missing is not None:
+            print(f"    without FlashInfer's kernels: {missing}", flush=True)
+        self.names = [] if missing is not None else list(sampling_peers.PEERS)
+
+    def times(self, kind: str, logits: torch.Tensor, params: SlotParams) -> dict[str, float]:
+        """Milliseconds of a batch, by peer; one that fails is left out from then on."""
+        asked = sampling_peers.as_sglang(params, VOCABULARY)
+        found = {}
+        for name in list(self.names):
+            try:
+                ways = sampling_peers.PEERS[name](kind, logits, asked)
+                times = [milliseconds(way.run, way.before) for way in ways]
+            except Exception as error:
+                print(f"    without {name}: {type(error).__name__}: {error}", flush=True)
+                self.names.remove(name)
+                continue
+            if times:
+                found[name] = min(times)
+        return found
+
+
+def time_kinds(device: str, report: Report, peers: Peers) -> None:
     """One kind after the other, then all."""
     print(f"{SLOTS} slots x {VOCABULARY} logits, ms on the device")
-    print(f"    {'':14} kernel  sorting")
+    names = list(peers.names)
+    print(f"    {'':14} kernel  sorting  {'  '.join(f'{name:>10}' for name in names)}")
     times = {}
     for kind in [*KINDS, "all kinds"]:
         logits, params, group = batch(kind, device)
         times[kind] = milliseconds(lambda: groups.sample_group(logits, group, params))  # noqa: B023
         before = milliseconds(lambda: sample_by_sorting(logits, group, params))  # noqa: B023
-        print(f"    {kind:14} {times[kind]:6.3f}  {before:7.3f}")
-        report.add(kind=kind, kernel_ms=times[kind], sorting_ms=before)
+        theirs = peers.times(kind, logits, params)
+        columns = (f"{theirs[name]:10.3f}" if name in theirs else " " * 10 for name in names)
+        print(f"    {kind:14} {times[kind]:6.3f}  {before:7.3f}  {'  '.join(columns)}", flush=True)
+        others = {f"{name}_ms": took for name, took in theirs.items()}
+        report.add(kind=kind, kernel_ms=times[kind], sorting_ms=before, **others)
     words = torch.arange(SLOTS * 40, dtype=torch.int32, device=device) % 40 * 3000 + 500
     places = torch.arange(SLOTS, dtype=torch.int32, device=device) * 40
     places = torch.stack([places, torch.full_like(places, 40)], dim=1)
@@ -299,7 +340,11 @@ def time_kinds(device: str, report: Report) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
-    return frame.parser(__doc__, "device")
+    made = frame.parser(__doc__, "device")
+    made.add_argument(
+        "--build-limit", type=float, default=180.0, help="seconds to build FlashInfer's kernels"
+    )
+    return made
 
 
 def main() -> None:
@@ -315,7 +360,7 @@ def main() -> None:
         if device != "cpu":
             differ = check_company(device)
             report.hold("tokens that depend on the batch", differ, at_most=0)
-            time_kinds(device, report)
+            time_kinds(device, report, Peers(arguments.build_limit))
 
 
 if __name__ == "__main__":

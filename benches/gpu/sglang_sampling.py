@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from frame import in_turns
+from sampling_peers import sglang_sampler
 
 ROUNDS = 40
 
@@ -22,20 +23,9 @@ def extra_us(rows: int, vocab: int) -> dict[str, float]:
     """Microseconds by case that SGLang takes longer than for rows that ask for nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sglang.srt.layers import logprob_processor, sampler
-        from sglang.srt.runtime_context import publish
         from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-        from sglang.srt.server_args import ServerArgs
 
-    # Its sampler reads there how it filters; of a model so named nothing is read.
-    publish(ServerArgs(model_path="dummy", sampling_backend="flashinfer"), role="test")
-
-    made = sampler.Sampler.__new__(sampler.Sampler)
-    torch.nn.Module.__init__(made)
-    made.rl_on_policy_target = None
-    made.use_log_softmax_logprob = made.enable_deterministic = made.use_ascend_backend = False
-    made.output_logprob_processor = logprob_processor.OutputLogprobProcessor()
-    made._sync_token_ids_across_tp = lambda *_: None
+        made = sglang_sampler()
     device = torch.device("cuda")
     source = torch.randn(rows, vocab, device=device) * 3
     ones = torch.ones(rows, device=device)

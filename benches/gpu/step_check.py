@@ -1,7 +1,8 @@
 """Graphs of decode steps on a GPU, by how their kernels are cut: microseconds of a step.
 
     python benches/gpu/step_check.py --shapes CONFIG_DIR [--rows 64,128,256] [--lengths 512,1024]
-        [--way "stages=4" --way "few_rows=16" ...] [--option KEY=VALUE] [--json FILE]
+        [--way "stages=4" --way "few_rows=16" ...] [--peers sglang,compiled]
+        [--option KEY=VALUE] [--json FILE]
 
 Random weights, tokens and KV in the shape of CONFIG_DIR, greedy samplers, scattered pages; each
 graph is launched back to back. A way changes fields of the attention's `SplitTuning`, or the rows
@@ -9,6 +10,10 @@ from which on products are a library's (`few_rows`). `clusters=0` and `row_produ
 kernels of one row in CUDA C++, `batch_products=0` those of more. The driver's own choice is always
 the first and the last one, which shows how much the machine drifts. `mixture_rows=64` leaves steps
 of more rows of a mixture of experts to SGLang's layers.
+
+`--peers` has SGLang's runner run the same steps first (`peers/sglang_runner.py`): `sglang` with its
+own graphs, `compiled` with torch.compile in them, which takes minutes. Their graphs are launched
+back to back, too. They have logits in float32, but no samplers, and no copies from the host.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +33,7 @@ from unittest import mock
 import frame
 import torch
 from frame import Report
+from processes import Runner
 from serving import PAGE, write_config
 
 from pie_driver_sglang.config.file import load_config
@@ -33,7 +41,11 @@ from pie_driver_sglang.srt import environment
 
 REPEATS = 20
 ROUNDS = 3
+PEER = frame.REPOSITORY / "benches" / "peers" / "sglang_runner.py"
+PEERS = {"sglang": [], "compiled": ["--compile"]}
+"""Arguments of the peer's script, by name."""
 OPTIONS = ('load_format = "dummy"', f"page_size = {PAGE}", "mem_fraction_static = 0.8")
+_PEER_LINE = re.compile(r"runner \S+ (\d+)x(\d+): (\d+) us(?:, (\d+) us of its graph)?")
 
 
 class Steps:
@@ -130,6 +142,37 @@ class Steps:
         return min(steps.time(rows, REPEATS) for _ in range(ROUNDS))
 
 
+def peer_figures(output: str) -> dict[int, dict[str, dict[int, float]]]:
+    """Microseconds by context, then of steps (`step`) and of their graphs (`graph`), by rows."""
+    found: dict[int, dict[str, dict[int, float]]] = {}
+    for rows, length, step, graph in _PEER_LINE.findall(output):
+        times = found.setdefault(int(length), {"step": {}, "graph": {}})
+        times["step"][int(rows)] = float(step)
+        if graph:
+            times["graph"][int(rows)] = float(graph)
+    return found
+
+
+def run_peers(arguments: argparse.Namespace, folder: Path, report: Report) -> None:
+    """Has SGLang's runner run the steps; a peer that fails is left out."""
+    names = [name for name in arguments.peers.split(",") if name]
+    runner = Runner(folder / "peers.log", arguments.peer_limit * len(names))
+    for name in names:
+        command: list[object] = [sys.executable, PEER, folder, arguments.peer_backend, *PEERS[name]]
+        command += ["--batches", arguments.rows, "--contexts", arguments.lengths]
+        command += ["--page-size", PAGE, "--steps", 50]
+        output = runner.run(name, command, arguments.peer_limit)
+        for length, times in peer_figures(output).items():
+            shown = "  ".join(f"{count}: {us:.0f}" for count, us in times["graph"].items())
+            print(f"{name} at {length}, graphs alone: {shown}", flush=True)
+            # With a way, so that no one takes it for ours.
+            way = {"peer": name, "backend": arguments.peer_backend}
+            report.add(way=way, length=length, us_by_rows=times["graph"], step_us=times["step"])
+    runner.close()
+    for what in runner.failed:
+        print(f"without {what}", flush=True)
+
+
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "option")
@@ -137,6 +180,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", default="1,16,64,128,256")
     made.add_argument("--lengths", default="512,1024")
     made.add_argument("--way", action="append", default=[], help="KEY=VALUE, with comma")
+    made.add_argument("--peers", default="", help="of sglang and compiled, with comma")
+    made.add_argument("--peer-backend", default="fa3", help="the peers' attention")
+    made.add_argument("--peer-limit", type=float, default=420.0, help="seconds for a peer")
     return made
 
 
@@ -151,6 +197,9 @@ def main() -> None:
         for way in arguments.way
     ]
     with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
+        if arguments.peers:
+            # The engine takes the memory that they need.
+            run_peers(arguments, frame.model_folder(arguments.shapes, Path(folder)), report)
         steps = Steps(Path(folder), arguments.shapes, arguments.option)
         for way in ({}, *ways, {}):
             steps.time(rows, lengths, way, report)

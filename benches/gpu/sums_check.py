@@ -9,6 +9,9 @@ float64, and graphs of products and sums, as layers have them, against where the
 and the sum with its norm. These are in one and two shots by so many warps. The same product is
 timed with SGLang's all-reduce and norm, with NCCL's all-reduce, and without the other ranks. Ends
 when it takes more than `--limit` seconds.
+
+After that, other processes time FlashInfer's fused all-reduce and norm, which is what SGLang runs
+with `--enable-flashinfer-allreduce-fusion`, next to ours. Where it cannot start, a line says why.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flashinfer_kernels
 import frame
 import torch
 import torch.distributed as dist
@@ -50,6 +54,10 @@ STEPS = 200
 LAUNCHES = 40
 TURNS = 80
 REPEATS = 3
+FLASHINFER_ROWS = 2048
+"""For so many rows SGLang has FlashInfer make its buffers."""
+FLASHINFER_TOLERANCE = 0.15
+"""It adds in bfloat16, as SGLang has it; this only says that it has added and normed."""
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -97,6 +105,7 @@ class Rows:
     def __init__(self, check: Check, rows: int) -> None:
         self._check = check
         self.start, self.residual = check.random(rows, check.width), check.random(rows, check.width)
+        self._other, self._normed = (torch.empty_like(self.residual) for _ in range(2))
         self._given = check.random(rows, INPUTS)
         self._tiling = tiling(rows, check.width, INPUTS)
 
@@ -116,6 +125,12 @@ class Rows:
         summed = all_reduce.custom_all_reduce(self._product(turn))
         fused_add_rmsnorm(summed, self.residual, self._check.norm.weight, EPSILON)
 
+    def flashinfer(self, sums: FlashInferSums, turn: int) -> None:
+        """With FlashInfer's fused all-reduce and norm; the residuals take turns, as in SGLang."""
+        residuals = (self.residual, self._other)
+        before, after = residuals[turn], residuals[1 - turn]
+        sums.add_norm(self._product(turn), before, after, self._normed)
+
     def nccl(self, turn: int) -> None:
         """With an all-reduce between product and norm."""
         parts = self._product(turn)
@@ -128,6 +143,59 @@ class Rows:
 
     def _product(self, turn: int) -> torch.Tensor:
         return torch.mm(self._given, self._check.matrices[turn].weight.T)
+
+
+class FlashInferSums:
+    """FlashInfer's fused all-reduce, residual and norm, by the memory of peers without multicast.
+
+    It is called as SGLang's `flashinfer_comm_fusion.py` calls it on Hopper.
+    """
+
+    def __init__(self, check: Check) -> None:
+        """Shares buffers with the other ranks."""
+        from flashinfer import comm
+        from flashinfer.comm.mnnvl import TorchDistBackend
+
+        self._comm, self._norm = comm, check.norm
+        self._workspace = comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=check.count,
+            rank=check.rank,
+            max_token_num=FLASHINFER_ROWS,
+            hidden_dim=check.width,
+            dtype=torch.bfloat16,
+            # By way of the host: objects go through it, and NCCL has its own buffers.
+            comm_backend=TorchDistBackend(group=check.group),
+            group=check.group,
+        )
+
+    def add_norm(
+        self, part: torch.Tensor, before: torch.Tensor, after: torch.Tensor, normed: torch.Tensor
+    ) -> None:
+        """Writes the residual with the sum of all ranks' parts, and its norm."""
+        self._comm.allreduce_fusion(
+            input=part,
+            workspace=self._workspace,
+            pattern=self._comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            launch_with_pdl=True,
+            trigger_completion_at_end=False,
+            residual_in=before,
+            residual_out=after,
+            norm_out=normed,
+            rms_gamma=self._norm.weight,
+            rms_eps=EPSILON,
+        )
+
+    def error(self, check: Check, rows: int) -> float:
+        """How far a turn of so many rows is off."""
+        parts, residual = (
+            check.random(check.count, rows, check.width),
+            check.random(rows, check.width),
+        )
+        after, normed = torch.empty_like(residual), torch.empty_like(residual)
+        self.add_norm(parts[check.rank], residual, after, normed)
+        exact = residual.double() + parts.double().sum(0)
+        return max(off(after, exact), off(normed, check.normed(exact)))
 
 
 class Check:
@@ -167,14 +235,17 @@ class Check:
             exact = residual.double() + parts.double().sum(0)
             sums = ways[self.pick(len(ways))]
             out, after = sums.add_norm(turn % 2, parts[self.rank], residual, self.norm)
-            scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
-            normed = exact * scale * self.norm.weight.double()
-            worst = max(worst, off(out, normed), off(after, exact))
+            worst = max(worst, off(out, self.normed(exact)), off(after, exact))
             self.expect_equal(out, f"turn {turn}")
         self.say(f"{self.count} ranks, {STEPS} turns: off by {worst:.4f} at most")
         self.keep(part="turns", off=worst)
         if worst > TOLERANCE:
             raise AssertionError(f"more than {TOLERANCE}")
+
+    def normed(self, exact: torch.Tensor) -> torch.Tensor:
+        """The norm of sums in float64."""
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
+        return exact * scale * self.norm.weight.double()
 
     def compare_graphs(self) -> None:
         """Launches graphs of products and sums in random order: each ends where it began."""
@@ -214,13 +285,32 @@ class Check:
                 step = functools.partial(work.sglang, theirs)
                 graphs["SGLang"] = Graph(step, theirs.capture())
             graphs["NCCL"], graphs["alone"] = Graph(work.nccl), Graph(work.alone)
-            # The best of some: other processes may hold up a launch.
-            found = {
-                way: min(graph.launch(10) for _ in range(REPEATS)) for way, graph in graphs.items()
+            self._time("times", rows, graphs)
+
+    def flashinfer_times(self) -> None:
+        """Prints FlashInfer's times and ours for each number of rows."""
+        theirs = FlashInferSums(self)
+        worst = max(theirs.error(self, rows) for rows in ROWS)
+        self.say(f"{self.count} ranks: FlashInfer is off by {worst:.4f} at most")
+        if not worst <= FLASHINFER_TOLERANCE:
+            raise AssertionError(f"more than {FLASHINFER_TOLERANCE}")
+        for rows in ROWS:
+            work = Rows(self, rows)
+            graphs = {
+                way: Graph(functools.partial(work.ours, sums)) for way, sums in self.sums.items()
             }
-            shown = ", ".join(f"{way} {micros:.1f}" for way, micros in found.items())
-            self.say(f"{self.count} ranks, {rows} x {self.width}, us: {shown}")
-            self.keep(part="times", rows=rows, width=self.width, us=found)
+            graphs["FlashInfer"] = Graph(functools.partial(work.flashinfer, theirs))
+            self._time("flashinfer", rows, graphs)
+
+    def _time(self, part: str, rows: int, graphs: dict[str, Graph]) -> None:
+        """Prints and keeps microseconds of a turn."""
+        # The best of some: other processes may hold up a launch.
+        found = {
+            way: min(graph.launch(10) for _ in range(REPEATS)) for way, graph in graphs.items()
+        }
+        shown = ", ".join(f"{way} {micros:.1f}" for way, micros in found.items())
+        self.say(f"{self.count} ranks, {rows} x {self.width}, us: {shown}")
+        self.keep(part=part, rows=rows, width=self.width, us=found)
 
     def sglang(self) -> Any:
         """SGLang's all-reduce, as its groups make it; None where it cannot be had."""
@@ -258,8 +348,10 @@ def tunings(warps: list[int]) -> dict[str, AllReduceTuning]:
     }
 
 
-def play(rank: int, count: int, leader: int, path: str, arguments: argparse.Namespace) -> None:
-    """Runs in a process of its own."""
+def play(
+    rank: int, count: int, leader: int, path: str, arguments: argparse.Namespace, part: str
+) -> None:
+    """Runs a part in a process of its own: `sums` for ours, or `flashinfer`."""
     _core.die_with_parent(leader)
     torch.cuda.set_device(rank)
     store = dist.FileStore(path, count)
@@ -267,25 +359,29 @@ def play(rank: int, count: int, leader: int, path: str, arguments: argparse.Name
     with torch.inference_mode():
         rows = Path(path).with_name("rows")
         check = Check(rank, count, arguments.width, arguments.warps, rows)
-        check.compare()
-        check.compare_graphs()
-        if arguments.times:
-            check.times()
+        if part == "flashinfer":
+            check.flashinfer_times()
+        else:
+            check.compare()
+            check.compare_graphs()
+            if arguments.times:
+                check.times()
     dist.barrier()
 
 
-def run(count: int, arguments: argparse.Namespace, report: Report) -> None:
-    """Runs the check on some ranks; kills them when they take too long: a GPU that waits stays."""
-    until = time.monotonic() + arguments.limit
+def run(count: int, arguments: argparse.Namespace, report: Report, part: str = "sums") -> None:
+    """Runs a part on some ranks; kills them when they take too long: a GPU that waits stays."""
+    limit = arguments.limit if part == "sums" else arguments.flashinfer_limit
+    until = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
-        given = (count, os.getpid(), str(Path(folder) / "store"), arguments)
+        given = (count, os.getpid(), str(Path(folder) / "store"), arguments, part)
         ranks = torch.multiprocessing.spawn(play, given, nprocs=count, join=False)
         try:
             while not ranks.join(timeout=1.0, grace_period=5.0):
                 if time.monotonic() > until:
-                    raise TimeoutError(f"{count} ranks took more than {arguments.limit} s")
+                    raise TimeoutError(f"{count} ranks took more than {limit} s")
         finally:
             for process in ranks.processes:
                 process.kill()
@@ -294,6 +390,20 @@ def run(count: int, arguments: argparse.Namespace, report: Report) -> None:
                 if row["part"] in LIMITS:
                     what = f"{count} ranks: errors of {row['part']}"
                     report.hold(what, row["off"], at_most=LIMITS[row["part"]])
+
+
+def run_flashinfer(arguments: argparse.Namespace, report: Report) -> None:
+    """Times FlashInfer's sums for each number of ranks; what fails is one line."""
+    missing = flashinfer_kernels.obstacle("all-reduce", arguments.build_limit)
+    if missing is not None:
+        print(f"without FlashInfer's all-reduce: {missing}", flush=True)
+        return
+    for count in arguments.ranks:
+        try:
+            run(count, arguments, report, "flashinfer")
+        except Exception as error:
+            last = str(error).strip().splitlines() or [""]
+            print(f"{count} ranks without FlashInfer: {type(error).__name__}: {last[-1]}")
 
 
 def numbers(text: str) -> list[int]:
@@ -309,6 +419,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warps", type=numbers, default=[8], help="of a program")
     made.add_argument("--times", action="store_true")
     made.add_argument("--limit", type=float, default=240.0, help="seconds for some ranks")
+    made.add_argument(
+        "--flashinfer-limit", type=float, default=90.0, help="the same for FlashInfer; 0 for none"
+    )
+    made.add_argument(
+        "--build-limit", type=float, default=240.0, help="seconds to build FlashInfer's kernels"
+    )
     return made
 
 
@@ -319,6 +435,8 @@ def main() -> None:
         for count in arguments.ranks:
             prepare("cuda:0", [], spins=True, ranks=count)
             run(count, arguments, report)
+        if arguments.times and arguments.flashinfer_limit > 0:
+            run_flashinfer(arguments, report)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """SGLang's `ModelRunner` with its own CUDA graphs, driven by Python: decode steps in microseconds.
 
     sglang_runner.py MODEL BACKEND [--batches 1,8,64,256] [--contexts 512,2048] [--steps 200]
-        [--page-size 16] [--device cuda]
+        [--page-size 16] [--compile] [--device cuda]
 
 A step is what a caller without a scheduler has to do: write the step's numbers, build the
 `ForwardBatch`, have the runner replay its graph, take the arg-max and fetch the tokens. These are
-the next step's input, and stay on the device. Prints the p50 of each batch and context, then what
-a step must read by then: weights (an embedding only where it is the LM head, too), and keys and
-values of a token. A MODEL without weights gets random ones. `--device cpu` tries the script out;
-SGLang has no graphs there.
+the next step's input, and stay on the device. Prints the p50 of each batch and context, and what
+its graph alone takes, launched back to back. Then comes what a step must read by then: weights (an
+embedding only where it is the LM head, too), and keys and values of a token. A MODEL without
+weights gets random ones. `--compile` is SGLang's `enable_torch_compile`, which is for decodes only
+and takes minutes. `--device cpu` tries the script out; SGLang has no graphs there.
 """
 
 from __future__ import annotations
@@ -16,46 +17,72 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 WARM_STEPS = 10
+REPLAYS, ROUNDS = 20, 3
+"""Launches of a graph that are timed together, and how often; the shortest time counts."""
 PORT = 29517
 
 
-def boot(arguments: argparse.Namespace) -> Any:
-    """A runner with its pools and graphs."""
+def boot(
+    model: Path, settings: Mapping[str, Any], prepare: Callable[[Any], None] | None = None
+) -> Any:
+    """A runner with its pools and graphs.
+
+    Args:
+        model: Its folder; without weights in it they are random.
+        settings: Fields of SGLang's `ServerArgs`.
+        prepare: Called with the runner before its graphs are captured.
+    """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.layers import logits_processor
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
     from sglang.srt.layers.rotary_embedding import base as rotary_base
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
-    if arguments.device == "cpu":
+    if settings["device"] == "cpu":
         # Otherwise these two ask for kernels of GPUs.
         rotary_base._is_cpu = logits_processor._is_cpu = True
-    most = max(arguments.batches)
     args = ServerArgs(
-        model_path=str(arguments.model), device=arguments.device, dtype="bfloat16",
-        attention_backend=arguments.backend, page_size=arguments.page_size,
-        load_format="auto" if any(arguments.model.glob("*.safetensors")) else "dummy",
-        mem_fraction_static=arguments.mem_fraction, max_running_requests=most,
-        cuda_graph_max_bs_decode=most, disable_prefill_cuda_graph=True, disable_radix_cache=True,
-        skip_tokenizer_init=True, log_level="error",
+        model_path=str(model), dtype="bfloat16", skip_tokenizer_init=True, log_level="error",
+        disable_radix_cache=True,
+        load_format="auto" if any(model.glob("*.safetensors")) else "dummy", **settings,
     )  # fmt: skip
     publish(args, role="scheduler")
+    # What SGLang's scheduler does before it makes a runner.
+    initialize_moe_config(args)
+    initialize_bf16_gemm_config(args)
     runner = ModelRunner(
         model_config=ModelConfig.from_server_args(args), gpu_id=0, ps=ParallelState.trivial(),
-        mem_fraction_static=arguments.mem_fraction, nccl_port=PORT, server_args=args,
+        mem_fraction_static=args.mem_fraction_static, nccl_port=PORT, server_args=args,
     )  # fmt: skip
     runner.alloc_memory_pool()
     runner.init_attention_backends()
+    if prepare is not None:
+        prepare(runner)
     runner.init_cuda_graphs()
     return runner
+
+
+def decode_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of a runner for decodes of these batches."""
+    most = max(arguments.batches)
+    compiled = {"enable_torch_compile": True, "torch_compile_max_bs": most}
+    return {
+        "device": arguments.device, "attention_backend": arguments.backend,
+        "page_size": arguments.page_size, "mem_fraction_static": arguments.mem_fraction,
+        "max_running_requests": most, "cuda_graph_bs_decode": sorted(arguments.batches),
+        "disable_prefill_cuda_graph": True, **(compiled if arguments.compile else {}),
+    }  # fmt: skip
 
 
 class Decode:
@@ -101,6 +128,28 @@ class Decode:
         tokens: list[int] = self._tokens.tolist()
         return tokens
 
+    def graph_us(self) -> float | None:
+        """Microseconds of the graph of one more step, launched back to back; None without one.
+
+        The rows have random tokens: those of the same text would take the same experts.
+        """
+        graphs = self._runner.decode_cuda_graph_runner
+        if not hasattr(graphs, "backend"):
+            return None
+        self._tokens = torch.randint_like(self._tokens, self._runner.model_config.vocab_size)
+        self.step()
+        times = []
+        with graphs.backend.replay_session():
+            for _ in range(ROUNDS):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(REPLAYS):
+                    graphs.backend.replay(graphs._replay_graph_key, None)
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) * 1000 / REPLAYS)
+        return min(times)
+
 
 def times_us(decode: Decode, steps: int) -> list[float]:
     """Of steps that are timed one by one."""
@@ -140,22 +189,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--mem-fraction", type=float, default=0.8)
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     for name in ("batches", "contexts"):
         setattr(arguments, name, [int(part) for part in getattr(arguments, name).split(",")])
-    runner = boot(arguments)
+    runner = boot(arguments.model, decode_settings(arguments))
     steps = WARM_STEPS + arguments.steps
     with torch.inference_mode():
         for context in arguments.contexts:
             for batch in arguments.batches:
                 try:
-                    decode = Decode(runner, batch, context, steps, arguments.page_size)
+                    # One more for the graph alone.
+                    decode = Decode(runner, batch, context, steps + 1, arguments.page_size)
                 except MemoryError as error:
                     print(f"runner {arguments.backend} {batch}x{context}: {error}", flush=True)
                     continue
                 p50 = statistics.median(times_us(decode, steps)[WARM_STEPS:])
-                print(f"runner {arguments.backend} {batch}x{context}: {p50:.0f} us", flush=True)
+                graph = decode.graph_us()
+                alone = "" if graph is None else f", {graph:.0f} us of its graph"
+                print(
+                    f"runner {arguments.backend} {batch}x{context}: {p50:.0f} us{alone}", flush=True
+                )
     read = f"weights {weight_bytes(runner.model)}, a token {token_bytes(runner)}"
     print(f"runner bytes: {read}", flush=True)
 
