@@ -397,7 +397,7 @@ def check_experts(dtype: torch.dtype) -> None:
     products = ["_expert_product", "_expert_product", "_add_pairs"]
     for count, squares, names in (
         (1, 512, ["_route", "_expert_product", "_add_experts"]),
-        (16, 512, ["_route_tile", *products]),
+        (16, 512, ["_route", *products]),
         (128, 32, ["_route_tile", *products]),
         (256, 0, ["_route_tile", *products]),
     ):

@@ -130,6 +130,9 @@ def differences(config: DriverConfig) -> list[float]:
         found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
         with dense.prefilling():
             assert "forward" not in vars(runner.model.model)
+        with by_libraries() as unscaled:
+            found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+        assert unscaled.called
         found.append(by_batches(server, engine, dense, "_layers"))
         found.append(alone(server, engine, dense, expected))
         check_experts(runner)
@@ -464,6 +467,19 @@ def check_weights(runner: Any) -> None:
         assert DenseLayers.of(runner) is None
     linear.weight = own
     assert DenseLayers.of(runner) is not None
+
+
+@contextlib.contextmanager
+def by_libraries() -> Iterator[mock.Mock]:
+    """Within, a library multiplies in mixtures of experts, as it does in steps of many rows."""
+    from pie_driver_sglang.kernels import few_rows as kernels
+    from pie_driver_sglang.srt import few_rows
+
+    with (
+        mock.patch.object(kernels, "MOST_ROWS", 2),
+        mock.patch.object(few_rows, "attend_unscaled", wraps=few_rows.attend_unscaled) as unscaled,
+    ):
+        yield unscaled
 
 
 def check_experts(runner: Any) -> None:

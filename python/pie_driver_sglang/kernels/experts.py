@@ -16,14 +16,12 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow, lead
-from pie_driver_sglang.kernels.dense_layers import Norm, prefetch, silu
+from pie_driver_sglang.kernels.dense_layers import Norm, silu
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, smaller_cut
 from pie_driver_sglang.kernels.routing import FEWEST, Routing, route
 
 _MOST_ROWS, _LEAST_ROWS, _MOST_PAIRS = 256, 64, 16
 """Most rows of a step, rows that are taken anyway, and pairs of an expert on average otherwise."""
-_AHEAD = 0
-"""Bytes of each weight row of a program that are asked for before the previous kernel has ended."""
 _CUTS = {
     ("up", 1): Cut(2, 512, warps=1),
     ("down", 1): Cut(2, 256, warps=4),
@@ -125,7 +123,7 @@ def expert_product(
     _expert_product[(outputs // cut.outputs, pairs if at_once == 1 else total)](
         rows, weights, listed, counts, routing.weights, out, len(routing.rows), outputs, inputs,
         ROWS=at_once, SHARED=chosen if gated else 1, OUTPUTS=cut.outputs, INPUTS=cut.inputs,
-        STAGES=cut.stages, AHEAD=_AHEAD if pairs >= total else 0, GATED=gated,
+        STAGES=cut.stages, GATED=gated,
         num_warps=cut.warps, **chained(rows.device),
     )  # fmt: skip
     return out
@@ -185,7 +183,7 @@ def add_experts(
 def _expert_product(
     rows, weight, listed, counts, shares, out, most, outputs, inputs,
     ROWS: tl.constexpr, SHARED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs, of one pair or of all pairs of an expert."""
     units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -195,13 +193,6 @@ def _expert_product(
             # The next kernel reads what the router's has written before it waits.
             follow()
         else:
-            if AHEAD > 0:
-                # Most experts have pairs.
-                height = outputs * 2 if GATED else outputs
-                own = weight + (number.to(tl.int64) * height + units) * inputs
-                prefetch(own, AHEAD)
-                if GATED:
-                    prefetch(own + outputs.to(tl.int64) * inputs, AHEAD)
             lead()
     if ROWS == 1:
         expert = tl.load(listed + number)

@@ -2,8 +2,8 @@
 
 An RMS norm is applied first, since experts take the same rows. Of few rows every program finds the
 logit of an expert and a row, and the last one of a row chooses. Of more a program has some inputs
-of several rows and all experts; the last one of these rows chooses, and lists the pairs of each
-expert. A pair is a row and one of its experts.
+of several rows and all experts, and the last one of these rows chooses. Who chooses adds to the
+lists of the experts' pairs: a pair is a row and one of its experts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 FEWEST = 2
 """Rows up to which pairs are not listed: each is computed alone."""
+_FEW = 16
+"""Rows up to which a program has one expert and one row."""
 _LOADED = 2048
 """Elements of a row that a warp of the router loads, if rows are few."""
-_TILE_ROWS, _PARTS, _INPUTS = 16, 4, 128
+_TILE_ROWS, _PARTS, _INPUTS = 16, 8, 128
 """Of more: rows of a program, programs that divide their inputs, and inputs of an iteration."""
 
 
@@ -59,37 +61,29 @@ def route(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Rou
             ``[rows, 0]``.
         norm: The norm of what experts take.
         experts: Of which to choose.
-        scratch: Of :func:`scratch_sizes`; the counts of lists must be cleared later.
+        scratch: Of :func:`routing_scratch`; the counts of lists must be cleared later.
     """
-    count, width = stream.rows.shape
-    total = len(experts.router)
+    count, total = len(stream.rows), len(experts.router)
     ids, weights = (
         stream.rows.new_empty(count, experts.chosen, dtype=dtype)
         for dtype in (torch.int32, torch.float32)
     )
-    out = torch.empty_like(stream.rows)
-    routing = Routing(out, ids, weights)
+    routing = Routing(torch.empty_like(stream.rows), ids, weights)
     if count > FEWEST:
         lists = PairLists(ids.new_empty(total, count), scratch.arrived[:total])
-        _route_listed(stream, norm, experts, scratch, routing, lists)
-        return routing._replace(lists=lists)
-    tiles, block = stream.squares.shape[1], triton.next_power_of_2(width)
-    _route[(total, count)](
-        stream.rows, stream.squares, norm.weight, experts.router, out, scratch.parts,
-        scratch.arrived, ids, weights, width, tiles, norm.epsilon,
-        WIDTH=block, SQUARES=triton.next_power_of_2(tiles),
-        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=experts.chosen,
-        LISTED=triton.next_power_of_2(experts.chosen), NORMALIZED=experts.normalized,
-        num_warps=max(1, block // _LOADED), **chained(stream.rows.device),
-    )  # fmt: skip
+        routing = routing._replace(lists=lists)
+    if count > _FEW or not stream.squares.shape[1]:
+        _route_tiles(stream, norm, experts, scratch, routing)
+    else:
+        _route_rows(stream, norm, experts, scratch, routing)
     return routing
 
 
-def scratch_sizes(rows: int, experts: int) -> tuple[int, int]:
+def routing_scratch(rows: int, experts: int) -> tuple[int, int]:
     """Floats and counters of a :class:`Scratch` for so many rows and experts."""
     tiles = triton.cdiv(rows, _TILE_ROWS)
     floats = max(rows, _PARTS * tiles * _TILE_ROWS) * _lanes(experts)
-    return floats, max(rows, experts + tiles)
+    return floats, experts + max(rows, tiles)
 
 
 def _lanes(experts: int) -> int:
@@ -97,19 +91,31 @@ def _lanes(experts: int) -> int:
     return max(16, triton.next_power_of_2(experts))
 
 
-def _route_listed(
-    stream: Stream,
-    norm: Norm,
-    experts: Experts,
-    scratch: Scratch,
-    routing: Routing,
-    lists: PairLists,
+def _route_rows(
+    stream: Stream, norm: Norm, experts: Experts, scratch: Scratch, routing: Routing
 ) -> None:
-    (count, width), tiles = stream.rows.shape, stream.squares.shape[1]
-    total = len(experts.router)
+    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(experts.router)
+    block, ids = triton.next_power_of_2(width), routing.experts
+    _route[(total, count)](
+        stream.rows, stream.squares, norm.weight, experts.router, routing.rows, scratch.parts,
+        scratch.arrived[total:], ids, routing.weights, *(routing.lists or (ids, ids)), width, tiles,
+        norm.epsilon,
+        WIDTH=block, SQUARES=triton.next_power_of_2(tiles),
+        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=experts.chosen,
+        LISTED=triton.next_power_of_2(experts.chosen), NORMALIZED=experts.normalized,
+        LISTS=routing.lists is not None, num_warps=max(1, block // _LOADED),
+        **chained(stream.rows.device),
+    )  # fmt: skip
+
+
+def _route_tiles(
+    stream: Stream, norm: Norm, experts: Experts, scratch: Scratch, routing: Routing
+) -> None:
+    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(experts.router)
+    assert routing.lists is not None
     _route_tile[(triton.cdiv(count, _TILE_ROWS), _PARTS)](
         stream.rows, stream.squares, norm.weight, experts.router, routing.rows, scratch.parts,
-        scratch.arrived[total:], routing.experts, routing.weights, *lists, count, width,
+        scratch.arrived[total:], routing.experts, routing.weights, *routing.lists, count, width,
         triton.cdiv(width, _PARTS * _INPUTS) * _INPUTS, tiles, norm.epsilon,
         ROWS=_TILE_ROWS, INPUTS=_INPUTS, SQUARES=triton.next_power_of_2(tiles) if tiles else 0,
         TOTAL=total, LANES=_lanes(total), CHOSEN=experts.chosen,
@@ -120,9 +126,11 @@ def _route_listed(
 
 @triton.jit
 def _route(
-    rows, squares, norm, router, out, logits, arrived, ids, weights, width, tiles, epsilon,
+    rows, squares, norm, router, out, logits, arrived, ids, weights, pairs, counts, width, tiles,
+    epsilon,
     WIDTH: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr,
-    CHOSEN: tl.constexpr, LISTED: tl.constexpr, NORMALIZED: tl.constexpr, CHAINED: tl.constexpr,
+    CHOSEN: tl.constexpr, LISTED: tl.constexpr, NORMALIZED: tl.constexpr, LISTS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """An expert's logit of a row; the row's last program chooses."""
     expert = tl.program_id(0)
@@ -152,11 +160,26 @@ def _route(
             logits + row * TOTAL + numbers, mask=numbers < TOTAL, other=float("-inf"),
             cache_modifier=".cg",
         )  # fmt: skip
-        chosen, shares = _choose(found[None, :], numbers, LANES, CHOSEN, LISTED, NORMALIZED)
-        place = tl.arange(0, LISTED)[None, :]
-        listed = place < CHOSEN
-        tl.store(ids + row * CHOSEN + place, chosen, mask=listed)
-        tl.store(weights + row * CHOSEN + place, shares, mask=listed)
+        left = _keys(found, numbers, LANES)
+        turns = tl.arange(0, LISTED)
+        chosen = tl.zeros([LISTED], tl.int32)
+        best = tl.full([LISTED], float("-inf"), tl.float32)
+        for turn in tl.static_range(CHOSEN):
+            largest = tl.max(left, 0)
+            left = tl.where(left == largest, -(1 << 63), left)
+            number, logit = _apart(largest, LANES)
+            chosen = tl.where(turns == turn, number, chosen)
+            best = tl.where(turns == turn, logit, best)
+        highest = tl.max(best, 0)
+        shares = tl.exp(best - highest)
+        shares = shares / tl.sum(shares if NORMALIZED else tl.exp(found - highest), 0)
+        listed = turns < CHOSEN
+        pair = row * CHOSEN + turns
+        tl.store(ids + pair, chosen, mask=listed)
+        tl.store(weights + pair, shares, mask=listed)
+        if LISTS:
+            place = tl.atomic_add(counts + chosen, 1, mask=listed, sem="relaxed")
+            tl.store(pairs + chosen * tl.num_programs(1) + place, pair.to(tl.int32), mask=listed)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -234,22 +257,33 @@ def _choose(
     NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     """The best experts of rows by their logits, ``[rows, LANES]``, and their weights."""
-    # Integers in the order of the logits, and of equal ones the first expert first.
-    left = _ordered(logits.to(tl.int32, bitcast=True)).to(tl.int64) << 32
-    left += (LANES - numbers)[None, :]
-    place = tl.arange(0, LISTED)[None, :]
+    left = _keys(logits, numbers[None, :], LANES)
+    turns = tl.arange(0, LISTED)[None, :]
     chosen = tl.zeros([logits.shape[0], LISTED], tl.int32)
     best = tl.full([logits.shape[0], LISTED], float("-inf"), tl.float32)
     for turn in tl.static_range(CHOSEN):
         largest = tl.max(left, 1)[:, None]
         left = tl.where(left == largest, -(1 << 63), left)
-        number = LANES - (largest & 0xFFFFFFFF).to(tl.int32)
-        value = _ordered((largest >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        chosen = tl.where(place == turn, number, chosen)
-        best = tl.where(place == turn, value, best)
+        number, logit = _apart(largest, LANES)
+        chosen = tl.where(turns == turn, number, chosen)
+        best = tl.where(turns == turn, logit, best)
     highest = tl.max(best, 1)[:, None]
     shares = tl.exp(best - highest)
     return chosen, shares / tl.sum(shares if NORMALIZED else tl.exp(logits - highest), 1)[:, None]
+
+
+@triton.jit
+def _keys(logits, numbers, LANES: tl.constexpr):
+    """Integers in the order of the logits, and of equal ones the first expert first."""
+    bits = logits.to(tl.int32, bitcast=True)
+    return (_ordered(bits).to(tl.int64) << 32) + LANES - numbers
+
+
+@triton.jit
+def _apart(keys, LANES: tl.constexpr):
+    """The experts and logits of keys."""
+    logits = _ordered((keys >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+    return LANES - (keys & 0xFFFFFFFF).to(tl.int32), logits
 
 
 @triton.jit

@@ -75,18 +75,7 @@ class FewRows:
         self._layers = layers
         self._norm = norm
         self._attention = attention
-        [width], device = norm.weight.shape, norm.weight.device
-        highest = max(width, *(len(layer.qkv.weight) for layer in layers))
-        most_cut = min(max(most_rows, most_tiled), few_rows.MOST_ROWS)
-        floats, counters = many_rows.scratch_sizes(max(most_cut, most_tiled), highest)
-        for layer in layers:
-            if isinstance(layer, ExpertLayer):
-                sizes = routing.scratch_sizes(most_rows, len(layer.experts.router))
-                floats, counters = max(floats, sizes[0]), max(counters, sizes[1])
-        self._scratch = Scratch(
-            torch.zeros(floats, device=device),
-            torch.zeros(counters, dtype=torch.int32, device=device),
-        )
+        self._scratch = _make_scratch(layers, norm, most_rows, most_tiled)
 
     @classmethod
     def of(
@@ -99,6 +88,7 @@ class FewRows:
         most_rows = _most_expert_rows(layers)
         if not most_rows:
             most_rows = 32 if NARROW <= width <= _WIDEST else 16
+        # One of each kind of cut.
         steps = [rows for rows in (1, 2, 16, 32, 64, 65, 256) if rows <= most_rows]
         if any(_cuts(rows, layer) is None for rows in steps for layer in layers):
             return None
@@ -357,6 +347,26 @@ def _most_batch_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
             break
         taken = rows
     return taken
+
+
+def _make_scratch(
+    layers: Sequence[Layer | ExpertLayer], norm: Norm, most_rows: int, most_tiled: int
+) -> Scratch:
+    """What products and routers need of steps of so many rows."""
+    [width], device = norm.weight.shape, norm.weight.device
+    highest = max(width, *(len(layer.qkv.weight) for layer in layers))
+    own_rows = max(min(most_rows, few_rows.MOST_ROWS), most_tiled)
+    sizes = [many_rows.scratch_sizes(own_rows, highest)]
+    sizes += [
+        routing.routing_scratch(most_rows, len(layer.experts.router))
+        for layer in layers
+        if isinstance(layer, ExpertLayer)
+    ]
+    floats, counters = map(max, zip(*sizes, strict=True))
+    return Scratch(
+        torch.zeros(floats, device=device),
+        torch.zeros(counters, dtype=torch.int32, device=device),
+    )
 
 
 def _most_expert_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
