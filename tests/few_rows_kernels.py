@@ -148,8 +148,8 @@ def check_experts() -> None:
 
 def check_lists() -> None:
     """Pairs of each expert are listed once; sums of squares may be unknown."""
-    experts = make_experts(37, 5, 200, 32, normalized=True)
-    rows, norm = torch.randn(90, 200), Norm(torch.rand(200) + 0.5, EPSILON)
+    experts = make_experts(37, 5, 208, 32, normalized=True)
+    rows, norm = torch.randn(90, 208), Norm(torch.rand(208) + 0.5, EPSILON)
     scratch = make_scratch()
     floats, counters = routing_scratch(90, 37)
     assert floats <= len(scratch.parts)
