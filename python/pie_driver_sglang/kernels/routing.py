@@ -88,7 +88,7 @@ def routing_scratch(rows: int, experts: int) -> tuple[int, int]:
 
 def _lanes(experts: int) -> int:
     """Columns of a tile of logits, of which matrix instructions want some."""
-    return max(16, triton.next_power_of_2(experts))
+    return max(16, int(triton.next_power_of_2(experts)))
 
 
 def _route_rows(

@@ -397,8 +397,9 @@ def _batch_cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
 def _cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
     """The cuts of the products of a layer, the experts' last; None where one has none."""
     if isinstance(layer, ExpertLayer) and rows > few_rows.MOST_ROWS:
-        found = experts.find_cuts(rows, layer.experts)
-        return None if found is None else (None, None, *found)
+        own = experts.find_cuts(rows, layer.experts)
+        # A library multiplies around attention.
+        return None if own is None else (None, None, *own)
     found = [
         few_rows.find_cut(rows, *layer.qkv.weight.shape),
         few_rows.find_cut(rows, *layer.out.weight.shape, adds=True),
