@@ -25,7 +25,7 @@ from pie_driver_sglang.kernels.few_rows import (
     find_cut,
     product,
 )
-from pie_driver_sglang.kernels.routing import FEWEST, Routing, route, routing_scratch
+from pie_driver_sglang.kernels.routing import FEWEST, Router, Routing, route, routing_scratch
 
 ROWS = (1, 5, 16, 20)
 TOLERANCE = 1e-5
@@ -96,12 +96,12 @@ def check_shapes() -> None:
 def mixed(rows: torch.Tensor, norm: Norm, experts: Experts) -> tuple[torch.Tensor, ...]:
     """The rows with what their experts add; the experts and their weights. In float64."""
     given = normalized(rows) * norm.weight.double()
-    chances = torch.softmax(given @ experts.router.double().T, -1)
-    weights, chosen = chances.topk(experts.chosen, -1)
-    if experts.normalized:
+    chances = torch.softmax(given @ experts.router.weight.double().T, -1)
+    weights, chosen = chances.topk(experts.router.chosen, -1)
+    if experts.router.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     out = rows.double()
-    for row, turn in itertools.product(range(len(rows)), range(experts.chosen)):
+    for row, turn in itertools.product(range(len(rows)), range(experts.router.chosen)):
         number = chosen[row, turn]
         gate, up = (experts.gate_up[number].double() @ given[row]).chunk(2)
         middle = torch.nn.functional.silu(gate) * up
@@ -111,10 +111,9 @@ def mixed(rows: torch.Tensor, norm: Norm, experts: Experts) -> tuple[torch.Tenso
 
 def make_experts(total: int, chosen: int, width: int, middle: int, *, normalized: bool) -> Experts:
     """Random ones."""
-    return Experts(
-        torch.randn(total, width), torch.randn(total, 2 * middle, width) * width**-0.5,
-        torch.randn(total, width, middle), chosen, normalized,
-    )  # fmt: skip
+    gate_up = torch.randn(total, 2 * middle, width) * width**-0.5
+    router = Router(torch.randn(total, width), chosen, normalized)
+    return Experts(router, gate_up, torch.randn(total, width, middle))
 
 
 def clear(routing: Routing) -> None:
@@ -134,7 +133,7 @@ def check_experts() -> None:
         rows = torch.randn(count, width)
         exact, ids, weights = mixed(rows, norm, experts)
         stream = begin(rows.clone(), 5)
-        routing = route(stream, norm, experts, scratch)
+        routing = route(stream, norm, experts.router, scratch)
         assert torch.equal(routing.experts, ids.int())
         close(routing.weights, weights)
         close(routing.rows, normalized(rows) * norm.weight.double())
@@ -156,7 +155,7 @@ def check_lists() -> None:
     assert counters <= len(scratch.arrived)
     exact, ids, weights = mixed(rows, norm, experts)
     unknown = Stream(rows.clone(), torch.empty(90, 0))
-    routing = route(unknown, norm, experts, scratch)
+    routing = route(unknown, norm, experts.router, scratch)
     assert torch.equal(routing.experts, ids.int())
     close(routing.weights, weights)
     assert routing.lists is not None
@@ -169,10 +168,11 @@ def check_lists() -> None:
 def check_ties() -> None:
     """Of experts with equal logits, also of below zero, the first ones are chosen."""
     experts = make_experts(12, 3, 64, 32, normalized=True)
-    experts = experts._replace(router=experts.router[:1].repeat(12, 1))
+    weight = experts.router.weight[:1].repeat(12, 1)
+    experts = experts._replace(router=experts.router._replace(weight=weight))
     for count in (FEWEST, 6, 20):
         stream = begin(torch.randn(count, 64), 1)
-        routing = route(stream, Norm(torch.ones(64), EPSILON), experts, make_scratch())
+        routing = route(stream, Norm(torch.ones(64), EPSILON), experts.router, make_scratch())
         assert (routing.experts == torch.arange(3)).all()
         close(routing.weights, torch.full((count, 3), 1 / 3, dtype=torch.float64))
 
@@ -180,10 +180,11 @@ def check_ties() -> None:
 def check_one_expert_of_many_rows(count: int) -> None:
     """More pairs of an expert than a program computes at once."""
     experts = make_experts(5, 2, 64, 32, normalized=True)
-    experts.router[2:] = -experts.router[:1]
-    experts.router[1] = experts.router[0]
+    weight = experts.router.weight
+    weight[2:] = -weight[:1]
+    weight[1] = weight[0]
     norm = Norm(torch.ones(64), EPSILON)
-    rows = experts.router[:1] + 0.01 * torch.randn(count, 64)
+    rows = weight[:1] + 0.01 * torch.randn(count, 64)
     exact, ids, _ = mixed(rows, norm, experts)
     assert sorted(ids.unique().tolist()) == [0, 1]
     close(add_chosen(begin(rows.clone(), 1), norm, experts, make_scratch()).rows, exact)

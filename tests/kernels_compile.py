@@ -54,6 +54,7 @@ from pie_driver_sglang.kernels.paged_splits import (
     split_tuning,
 )
 from pie_driver_sglang.kernels.quantize import FP8, QuantizedRows, QuantizedWeights
+from pie_driver_sglang.kernels.routing import Router
 from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS, SlotParams
 
 FEW = 3
@@ -391,7 +392,9 @@ def check_experts(dtype: torch.dtype) -> None:
         return torch.zeros(*size, dtype=dtype)
 
     mixture = Experts(
-        zeros(128, 2048), zeros(1).expand(128, 1536, 2048), zeros(1).expand(128, 2048, 768), 8, True
+        Router(zeros(128, 2048), 8, True),
+        zeros(1).expand(128, 1536, 2048),
+        zeros(1).expand(128, 2048, 768),
     )
     scratch = Scratch(torch.zeros(64), torch.zeros(256, dtype=torch.int32))
     products = ["_expert_product", "_expert_product", "_add_pairs"]

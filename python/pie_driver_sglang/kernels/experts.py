@@ -18,7 +18,7 @@ import triton.language as tl
 from pie_driver_sglang.kernels.chained import chained, follow, lead
 from pie_driver_sglang.kernels.dense_layers import Norm, silu
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, smaller_cut
-from pie_driver_sglang.kernels.routing import FEWEST, Routing, route
+from pie_driver_sglang.kernels.routing import FEWEST, Router, Routing, route
 
 _MOST_ROWS, _LEAST_ROWS, _MOST_PAIRS = 256, 64, 16
 """Most rows of a step, rows that are taken anyway, and pairs of an expert on average otherwise."""
@@ -36,16 +36,12 @@ _CUTS = {
 class Experts(NamedTuple):
     """The weights of a mixture of experts."""
 
-    router: torch.Tensor
-    """``[experts, width]``."""
+    router: Router
+    """Chooses among them."""
     gate_up: torch.Tensor
     """``[experts, 2 * middle, width]``: of the gate, then of the up projection."""
     down: torch.Tensor
     """``[experts, width, middle]``."""
-    chosen: int
-    """Experts of a row."""
-    normalized: bool
-    """Whether the weights of a row's experts sum to 1."""
 
 
 def find_cuts(rows: int, experts: Experts) -> tuple[Cut, Cut] | None:
@@ -54,7 +50,7 @@ def find_cuts(rows: int, experts: Experts) -> tuple[Cut, Cut] | None:
     for name, weights in (("up", experts.gate_up), ("down", experts.down)):
         _, height, inputs = weights.shape
         outputs = height // 2 if name == "up" else height
-        cut: Cut | None = _CUTS[name, _pairs_at_once(rows, len(weights), experts.chosen)]
+        cut: Cut | None = _CUTS[name, _pairs_at_once(rows, len(weights), experts.router.chosen)]
         if cut is not None and not cut.fits(outputs, inputs):
             cut = smaller_cut(outputs, inputs, cut)
         if cut is None:
@@ -65,7 +61,9 @@ def find_cuts(rows: int, experts: Experts) -> tuple[Cut, Cut] | None:
 
 def most_rows(experts: Experts) -> int:
     """Most rows of a step: of more pairs a program would read its weights several times."""
-    return max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_PAIRS * len(experts.router) // experts.chosen))
+    router = experts.router
+    most = _MOST_PAIRS * len(router.weight) // router.chosen
+    return max(_LEAST_ROWS, min(_MOST_ROWS, most))
 
 
 def _pairs_at_once(rows: int, total: int, chosen: int) -> int:
@@ -90,7 +88,7 @@ def add_chosen(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -
     cuts = find_cuts(len(stream.rows), experts)
     if cuts is None:
         raise ValueError(f"no cut fits experts of {tuple(experts.down.shape)}")
-    routing = route(stream, norm, experts, scratch)
+    routing = route(stream, norm, experts.router, scratch)
     middle = expert_product(routing.rows, experts.gate_up, routing, cuts[0], gated=True)
     if len(stream.rows) <= FEWEST:
         return add_experts(middle, experts.down, routing, cuts[1], stream)

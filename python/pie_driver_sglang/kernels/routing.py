@@ -8,7 +8,7 @@ lists of the experts' pairs: a pair is a row and one of its experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,6 @@ from pie_driver_sglang.kernels.chained import chained, lead
 from pie_driver_sglang.kernels.dense_layers import Norm
 from pie_driver_sglang.kernels.few_rows import Scratch, Stream
 
-if TYPE_CHECKING:
-    from pie_driver_sglang.kernels.experts import Experts
-
 FEWEST = 2
 """Rows up to which pairs are not listed: each is computed alone."""
 _FEW = 16
@@ -29,6 +26,17 @@ _LOADED = 2048
 """Elements of a row that a warp of the router loads, if rows are few."""
 _TILE_ROWS, _PARTS, _INPUTS = 16, 8, 128
 """Of more: rows of a program, programs that divide their inputs, and inputs of an iteration."""
+
+
+class Router(NamedTuple):
+    """How a mixture chooses experts."""
+
+    weight: torch.Tensor
+    """``[experts, width]``."""
+    chosen: int
+    """Experts of a row."""
+    normalized: bool
+    """Whether the weights of a row's experts sum to 1."""
 
 
 class PairLists(NamedTuple):
@@ -53,19 +61,19 @@ class Routing(NamedTuple):
     """The pairs of each expert, if rows are more than :data:`FEWEST`."""
 
 
-def route(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Routing:
+def route(stream: Stream, norm: Norm, router: Router, scratch: Scratch) -> Routing:
     """Normalizes the rows of a stream and chooses their experts. Can be captured.
 
     Args:
         stream: The stream; of more than :data:`FEWEST` rows its sums of squares may be unknown,
             ``[rows, 0]``.
         norm: The norm of what experts take.
-        experts: Of which to choose.
+        router: What chooses.
         scratch: Of :func:`routing_scratch`; the counts of lists must be cleared later.
     """
-    count, total = len(stream.rows), len(experts.router)
+    count, total = len(stream.rows), len(router.weight)
     ids, weights = (
-        stream.rows.new_empty(count, experts.chosen, dtype=dtype)
+        stream.rows.new_empty(count, router.chosen, dtype=dtype)
         for dtype in (torch.int32, torch.float32)
     )
     routing = Routing(torch.empty_like(stream.rows), ids, weights)
@@ -73,9 +81,9 @@ def route(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Rou
         lists = PairLists(ids.new_empty(total, count), scratch.arrived[:total])
         routing = routing._replace(lists=lists)
     if count > _FEW or not stream.squares.shape[1]:
-        _route_tiles(stream, norm, experts, scratch, routing)
+        _route_tiles(stream, norm, router, scratch, routing)
     else:
-        _route_rows(stream, norm, experts, scratch, routing)
+        _route_rows(stream, norm, router, scratch, routing)
     return routing
 
 
@@ -92,34 +100,34 @@ def _lanes(experts: int) -> int:
 
 
 def _route_rows(
-    stream: Stream, norm: Norm, experts: Experts, scratch: Scratch, routing: Routing
+    stream: Stream, norm: Norm, router: Router, scratch: Scratch, routing: Routing
 ) -> None:
-    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(experts.router)
+    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(router.weight)
     block, ids = triton.next_power_of_2(width), routing.experts
     _route[(total, count)](
-        stream.rows, stream.squares, norm.weight, experts.router, routing.rows, scratch.parts,
+        stream.rows, stream.squares, norm.weight, router.weight, routing.rows, scratch.parts,
         scratch.arrived[total:], ids, routing.weights, *(routing.lists or (ids, ids)), width, tiles,
         norm.epsilon,
         WIDTH=block, SQUARES=triton.next_power_of_2(tiles),
-        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=experts.chosen,
-        LISTED=triton.next_power_of_2(experts.chosen), NORMALIZED=experts.normalized,
+        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=router.chosen,
+        LISTED=triton.next_power_of_2(router.chosen), NORMALIZED=router.normalized,
         LISTS=routing.lists is not None, num_warps=max(1, block // _LOADED),
         **chained(stream.rows.device),
     )  # fmt: skip
 
 
 def _route_tiles(
-    stream: Stream, norm: Norm, experts: Experts, scratch: Scratch, routing: Routing
+    stream: Stream, norm: Norm, router: Router, scratch: Scratch, routing: Routing
 ) -> None:
-    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(experts.router)
+    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(router.weight)
     assert routing.lists is not None
     _route_tile[(triton.cdiv(count, _TILE_ROWS), _PARTS)](
-        stream.rows, stream.squares, norm.weight, experts.router, routing.rows, scratch.parts,
+        stream.rows, stream.squares, norm.weight, router.weight, routing.rows, scratch.parts,
         scratch.arrived[total:], routing.experts, routing.weights, *routing.lists, count, width,
         triton.cdiv(width, _PARTS * _INPUTS) * _INPUTS, tiles, norm.epsilon,
         ROWS=_TILE_ROWS, INPUTS=_INPUTS, SQUARES=triton.next_power_of_2(tiles) if tiles else 0,
-        TOTAL=total, LANES=_lanes(total), CHOSEN=experts.chosen,
-        LISTED=triton.next_power_of_2(experts.chosen), NORMALIZED=experts.normalized,
+        TOTAL=total, LANES=_lanes(total), CHOSEN=router.chosen,
+        LISTED=triton.next_power_of_2(router.chosen), NORMALIZED=router.normalized,
         num_warps=4, num_stages=3, **chained(stream.rows.device),
     )  # fmt: skip
 

@@ -223,7 +223,8 @@ def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:
     for layer in layers:
         weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
         if isinstance(layer, ExpertLayer):
-            weights += [layer.experts.router, layer.experts.gate_up, layer.experts.down]
+            mixture = layer.experts
+            weights += [mixture.router.weight, mixture.gate_up, mixture.down]
         plain = all(type(weight) is torch.Tensor for weight in weights)
         expect(plain, "its weights are not plain tensors")
         there = all(weight.device == layer.heads.keys.device for weight in weights)

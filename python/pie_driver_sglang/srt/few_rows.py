@@ -358,7 +358,7 @@ def _make_scratch(
     own_rows = max(min(most_rows, few_rows.MOST_ROWS), most_tiled)
     sizes = [many_rows.scratch_sizes(own_rows, highest)]
     sizes += [
-        routing.routing_scratch(most_rows, len(layer.experts.router))
+        routing.routing_scratch(most_rows, len(layer.experts.router.weight))
         for layer in layers
         if isinstance(layer, ExpertLayer)
     ]

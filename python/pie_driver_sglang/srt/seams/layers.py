@@ -24,6 +24,7 @@ from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.experts import Experts
+from pie_driver_sglang.kernels.routing import Router
 from pie_driver_sglang.srt.seams.pools import MHATokenToKVPool, stored_kv
 from pie_driver_sglang.srt.seams.quantized import (
     QuantizedLinear,
@@ -239,7 +240,7 @@ def _read_experts(block: Any) -> Experts:
     shapes = (chooses, down_shape) == ((total, width), (total, width, height // 2))
     expect(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
     expect(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
-    return Experts(router.weight, gate_up, down, config.top_k, config.renormalize)
+    return Experts(Router(router.weight, config.top_k, config.renormalize), gate_up, down)
 
 
 def _read_matrix(linear: Any, kind: type) -> _Matrix:
