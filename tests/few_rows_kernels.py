@@ -125,7 +125,7 @@ def clear(routing: Routing) -> None:
 def check_experts() -> None:
     """Few experts and many, as many as are chosen, and numbers that are no powers of two."""
     shapes = ((12, 3, 96, 64, True), (4, 4, 64, 32, False), (20, 8, 80, 48, True))
-    counts = ((1, 2, 3, 20, 65), (1, 3), (2, 4, 71))
+    counts = ((1, 2, 3, 20), (1, 3, 20), (2, 4))
     cases = [(each, *shape) for shape, some in zip(shapes, counts, strict=True) for each in some]
     for count, total, chosen, width, middle, sums in cases:
         experts = make_experts(total, chosen, width, middle, normalized=sums)
@@ -147,14 +147,14 @@ def check_experts() -> None:
 
 def check_lists() -> None:
     """Pairs of each expert are listed once; sums of squares may be unknown."""
-    experts = make_experts(37, 5, 208, 32, normalized=True)
-    rows, norm = torch.randn(90, 208), Norm(torch.rand(208) + 0.5, EPSILON)
+    experts = make_experts(37, 5, 208, 16, normalized=True)
+    rows, norm = torch.randn(40, 208), Norm(torch.rand(208) + 0.5, EPSILON)
     scratch = make_scratch()
-    floats, counters = routing_scratch(90, 37)
+    floats, counters = routing_scratch(40, 37)
     assert floats <= len(scratch.parts)
     assert counters <= len(scratch.arrived)
     exact, ids, weights = mixed(rows, norm, experts)
-    unknown = Stream(rows.clone(), torch.empty(90, 0))
+    unknown = Stream(rows.clone(), torch.empty(40, 0))
     routing = route(unknown, norm, experts.router, scratch)
     assert torch.equal(routing.experts, ids.int())
     close(routing.weights, weights)
@@ -218,7 +218,8 @@ if __name__ == "__main__":
     check_shapes()
     check_experts()
     check_ties()
-    for many in (37, 80):
+    # More than the 16 pairs that a program computes at once, and than 32.
+    for many in (20, 37):
         check_one_expert_of_many_rows(many)
     check_lists()
     check_cuts()
