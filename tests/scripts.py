@@ -21,7 +21,7 @@ import drivers
 from pie_driver_sglang import _core
 from tiny_models import REPOSITORY
 
-LIMIT_S: Final = 300.0
+LIMIT_S: Final = 220.0
 """Less than the time of a test, so that a script that hangs is ended."""
 
 
