@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suit
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint lint-rust lint-python workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -103,17 +103,25 @@ TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more
 	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
 
+# Python's tools use one core, and cargo's last crates another.
 lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflows and the native module's stub
+	@$(MAKE) --no-print-directory --jobs=2 lint-rust lint-python
+
+lint-rust:
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml --check
 	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+
+# The stub is read from a module of what the wheel was built of: a build in the debug profile would compile half of the
+# dependencies again, with the features that this one crate wants. The module keeps its symbols, by which the stub is found.
+lint-python: $(VENV)/.installed
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
-	$(MAKE) --no-print-directory stubs STUB=target/stubs
+	$(MAKE) --no-print-directory stubs STUB=target/stubs AS="--profile release -- -C opt-level=0 -C strip=debuginfo"
 	diff -u python/pie_driver_sglang/_core.pyi target/stubs/pie_driver_sglang/_core.pyi
 	$(BIN)/stubtest pie_driver_sglang._core
 
@@ -133,7 +141,7 @@ format: $(VENV)/.installed ## Format the sources
 
 STUB ?= python
 stubs: $(VENV)/.dependencies ## Generate the native module's stub
-	@$(BIN)/maturin generate-stubs --quiet --out $(STUB)
+	@$(BIN)/maturin generate-stubs --quiet --out $(STUB) $(AS)
 
 docs: $(VENV)/.dependencies ## Generate docs/options.md from the options, docs/benchmarks.md from benches/results
 	@PYTHONPATH=python $(BIN)/python tools/generate_options.py
