@@ -25,8 +25,13 @@ def workers(
     flags = ("--tokenizer-worker-num", "2", "--detokenizer-worker-num", "2")
     folder = tmp_path_factory.mktemp("workers")
     with running(folder, "--scheduler", "pie", *flags, python=forked_python) as (server, process):
-        family = forking.family(process.pid)
-        yield server, [each for each in family if "tokenizer_worker" in each.name()]
+        # The server serves when the first of them does; each has its name from its own start.
+        wait_until(lambda: len(_workers(process.pid)) == 2, 120, "both workers have started")
+        yield server, _workers(process.pid)
+
+
+def _workers(pid: int) -> list[psutil.Process]:
+    return [each for each in forking.family(pid) if "tokenizer_worker" in each.name()]
 
 
 def test_each_worker_has_the_answers_to_its_requests(
