@@ -178,6 +178,10 @@ class TestGenerate:
         found = generate(server, max_new_tokens=0)
         assert (found["text"], found["meta_info"]["completion_tokens"]) == ("", 0)
 
+    def test_whole_floats_are_integers(self, server: Server) -> None:
+        found = generate(server, max_new_tokens=3.0, top_k=5.0)
+        assert found["meta_info"]["completion_tokens"] == 3
+
     @pytest.mark.parametrize(
         ("body", "words"),
         [
@@ -188,6 +192,16 @@ class TestGenerate:
             ),
             ({"input_ids": [5, 999_999]}, "token 999999 at 1"),
             ({"text": PROMPT, "sampling_params": {"min_p": 1.5, "top_k": 3}}, "min_p"),
+            # What SGLang's front end passes on as it is.
+            (
+                {"text": PROMPT, "sampling_params": {"json_schema": {"type": "object"}}},
+                "`json_schema` is a map of 1, it must be a text",
+            ),
+            (
+                {"text": PROMPT, "sampling_params": {"sampling_seed": 2**70}},
+                "`sampling_seed` is 1180591620717411300000, it must be an integer",
+            ),
+            ({"text": PROMPT, "sampling_params": {"ignore_eos": 1}}, "must be true or false"),
         ],
     )
     def test_a_refusal_names_the_parameter(

@@ -45,8 +45,30 @@ pub struct GenerateRequest {
     pub refusal: Option<String>,
 }
 
+impl GenerateRequest {
+    /// One that asks for nothing but an answer that says why not.
+    fn refused(rid: String, worker: Option<String>, reason: String) -> Self {
+        Self {
+            rid,
+            worker,
+            prompt: Vec::new(),
+            stream: false,
+            priority: None,
+            routing_key: None,
+            extra_key: None,
+            adapter: None,
+            session: None,
+            media: None,
+            reasons: false,
+            logprobs: None,
+            params: Params::default(),
+            refusal: Some(reason),
+        }
+    }
+}
+
 /// `SamplingParams`, as far as they are served.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Params {
     /// Most tokens; `None` for as many as there is room for.
     pub max_new_tokens: Option<u32>,
@@ -71,7 +93,7 @@ pub struct Params {
 }
 
 /// What the detokenizer needs of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TextParams {
     /// Leave special tokens out.
     pub skip_special_tokens: bool,
@@ -169,7 +191,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`FrontError::Malformed`] for bytes that are no message, [`FrontError::Value`] for one that no front end of the
-    /// installed version sends.
+    /// installed version sends: a request without a name, say. What a client got wrong is a refusal in its request.
     pub fn decode(&self, bytes: &[u8]) -> Result<Incoming, FrontError> {
         let mut rest = bytes;
         let value = rmpv::decode::read_value_ref_with_max_depth(&mut rest, DEPTH)
@@ -209,7 +231,33 @@ impl Decoder {
         }
     }
 
+    /// A request, and why it cannot be served if a field has what its client may not ask for: the tokenizer manager checks few of
+    /// them. It must have a name, by which it is answered.
     fn request(&self, fields: Fields<'_, '_>) -> Result<GenerateRequest, FrontError> {
+        let at = &self.request;
+        let rid = optional_text("rid", fields.get(at.rid))?;
+        let rid = rid.ok_or_else(|| wrong("rid", &ValueRef::Nil, "a text"))?;
+        let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc))?;
+        self.whole_request(fields, &rid, worker.clone())
+            .or_else(|error| match error {
+                FrontError::Value {
+                    field,
+                    found,
+                    wanted,
+                } => {
+                    let reason = format!("`{field}` is {found}, it must be {wanted}");
+                    Ok(GenerateRequest::refused(rid, worker, reason))
+                }
+                other => Err(other),
+            })
+    }
+
+    fn whole_request(
+        &self,
+        fields: Fields<'_, '_>,
+        rid: &str,
+        worker: Option<String>,
+    ) -> Result<GenerateRequest, FrontError> {
         let at = &self.request;
         let params = fields.get(at.sampling_params);
         let ValueRef::Array(params) = params else {
@@ -225,7 +273,6 @@ impl Decoder {
                 Vec::new()
             }
         };
-        let rid = optional_text("rid", fields.get(at.rid))?;
         let asked = [
             at.return_logprob,
             at.logprob_start_len,
@@ -234,8 +281,8 @@ impl Decoder {
         ]
         .map(|place| fields.get(place));
         Ok(GenerateRequest {
-            rid: rid.ok_or_else(|| wrong("rid", &ValueRef::Nil, "a text"))?,
-            worker: optional_text("http_worker_ipc", fields.get(at.http_worker_ipc))?,
+            rid: rid.to_owned(),
+            worker,
             prompt,
             stream: flag("stream", fields.get(at.stream))?,
             priority: integer("priority", fields.get(at.priority))?

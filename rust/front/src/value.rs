@@ -80,6 +80,9 @@ pub(crate) fn flag(field: &'static str, value: &ValueRef<'_>) -> Result<bool, Fr
     }
 }
 
+/// Up to here a float has every integer.
+const LARGEST_WHOLE: f64 = (1u64 << 53) as f64;
+
 pub(crate) fn integer(
     field: &'static str,
     value: &ValueRef<'_>,
@@ -87,6 +90,10 @@ pub(crate) fn integer(
     match value {
         ValueRef::Nil => Ok(None),
         ValueRef::Integer(value) => Ok(Some(value.as_i64().unwrap_or(i64::MAX))),
+        // In JSON 5.0 is 5.
+        &ValueRef::F64(value) if value.fract() == 0.0 && value.abs() <= LARGEST_WHOLE => {
+            Ok(Some(value as i64))
+        }
         other => Err(wrong(field, other, "an integer")),
     }
 }

@@ -14,7 +14,8 @@ use proptest::prelude::*;
 use rmpv::Value;
 
 use support::{
-    ABORT, Kept, classes, delta, encoded, field, front, generate, ids, message, settings,
+    ABORT, Kept, PARAMS, REQUEST, classes, delta, encoded, field, front, generate, ids, message,
+    settings,
 };
 
 #[test]
@@ -159,6 +160,42 @@ fn what_is_not_served_is_refused_by_name() {
         ),
     ] {
         let said = refusal(&request);
+        assert!(said.contains(words), "{said}");
+    }
+    // What the tokenizer manager does not check.
+    for (field, value, words) in [
+        (
+            "json_schema",
+            Value::Map(vec![("type".into(), "object".into())]),
+            "`json_schema` is a map of 1, it must be a text",
+        ),
+        (
+            "sampling_seed",
+            Value::from(2f64.powi(70)),
+            "it must be an integer",
+        ),
+        (
+            "max_new_tokens",
+            Value::from(8.5),
+            "`max_new_tokens` is 8.5, it must be an integer",
+        ),
+        (
+            "ignore_eos",
+            Value::from(1),
+            "`ignore_eos` is 1, it must be true or false",
+        ),
+        (
+            "temperature",
+            Value::from(true),
+            "`temperature` is true, it must be a number",
+        ),
+        (
+            "stop_strs",
+            Value::from(5),
+            "`stop_strs` is 5, it must be a list of texts",
+        ),
+    ] {
+        let said = refusal(&plain(&[(field, value)]));
         assert!(said.contains(words), "{said}");
     }
     // Neutral values ask for nothing.
@@ -494,6 +531,25 @@ proptest! {
         let (front, kept) = (front(), Kept::default());
         let _ = front.receive(&kept, [&encoded(&Value::Array(message))[..]]);
         prop_assert_eq!(front.open_requests(), kept.arrivals.borrow().len());
+    }
+
+    /// Whatever a client puts into the fields of a request, it is taken or refused, and what comes after it is taken.
+    #[test]
+    fn a_request_that_has_a_name_is_answered(
+        params in prop::collection::vec((0..PARAMS.len(), any_value()), 0..4),
+        more in prop::collection::vec((0..REQUEST.len(), any_value()), 0..2),
+    ) {
+        let named = |names: &[&'static str], set: Vec<(usize, Value)>| -> Vec<(&str, Value)> {
+            let set = set.into_iter().map(|(at, value)| (names[at], value));
+            set.filter(|(name, _)| !["rid", "http_worker_ipc"].contains(name)).collect()
+        };
+        let asked = generate("a", &[1], &named(REQUEST, more), &named(PARAMS, params));
+        let next = generate("b", &[1], &[], &[]);
+        let (front, kept) = (front(), Kept::default());
+        let sent = front.receive(&kept, [&encoded(&asked)[..], &encoded(&next)[..]]).unwrap();
+        let refused: usize = sent.to_detokenizer.iter().map(|message| field(message, "rids").len()).sum();
+        prop_assert_eq!(kept.arrivals.borrow().len() + refused, 2);
+        prop_assert!(front.open_requests() > 0);
     }
 
     /// A message that is cut or changed anywhere does not end the process.
