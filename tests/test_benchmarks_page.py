@@ -156,7 +156,8 @@ def test_peers_of_parts(tool: ModuleType) -> None:
         "command": "benches/gpu/some_check.py",
     }
     long = {"tokens": 16384, "prompt": 562, "ms": {"driver": 200.0, "sglang": 220.0}}
-    short = {"tokens": 2048, "prompt": 562, "ms": {"driver": 20, "sglang": 22, "breakable": 21}}
+    short = {"tokens": 2048, "prompt": 562}
+    short |= {"ms": {"driver": 25, "graph": 20, "sglang": 22, "breakable": 21}}
     steps = [
         {"way": {"peer": "sglang"}, "length": 700, "us_by_rows": {"1": 5000.0, "16": 6000.0}},
         {"way": {"peer": "compiled"}, "length": 700, "us_by_rows": {"1": 4500.0}},
@@ -181,8 +182,8 @@ def test_peers_of_parts(tool: ModuleType) -> None:
         "sums": {**about, "rows": turns},
     }
     found = sections(tool.render(records))
-    assert "| 8b | 2,048 | 562 | 20 | 22 | 21 | 1.05 |" in found["Prefill"]
-    assert "| 8b | 16,384 | 562 | 200 | 220 |  | 1.10 |" in found["Prefill"]
+    assert "| 8b | 2,048 | 562 | 25 | 20 | 22 | 21 | 1.05 |" in found["Prefill"]
+    assert "| 8b | 16,384 | 562 | 200 |  | 220 |  | 1.10 |" in found["Prefill"]
     both = found["Steps and graphs of SGLang"]
     assert "| 8b | 700 | 1 | 4,000 | 5,000 | 4,500 | 1.12 |" in both
     assert "| 8b | 700 | 16 | 5,000 | 6,000 |  | 1.20 |" in both

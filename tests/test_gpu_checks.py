@@ -357,9 +357,13 @@ class TestPeersOfSGLang:
         [found] = check.figures(f"noise\nprefill {json.dumps(row)}\nprefill of others")
         assert found == row
         replayed = {"why": None, "eager_ms": 51.0, "graph_ms": 45.0, "off": 0.001}
-        check.show(4096, 562, {"driver": 40.0, "breakable": 45.0}, {"full": row, "x": replayed})
+        times = {"driver": 44.0, "graph": 40.0, "breakable": 45.0}
+        check.show(4096, 562, times, {"full": row, "x": replayed})
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].endswith("driver 40.0 ms, breakable 45.0 ms; over the driver: 1.125")
+        assert lines[0].endswith("graph 40.0 ms, breakable 45.0 ms; over ours: 1.125")
+        assert [check.graph_rows(tokens) for tokens in (1, 100, 300, 2304, 2305)] == [
+            1, 112, 320, 2304, None,
+        ]  # fmt: skip
         assert lines[1] == f"    SGLang, full: {end}; 50.0 ms"
         assert lines[2] == "    SGLang, x: 51.0 ms without, states off by 0.0010"
 

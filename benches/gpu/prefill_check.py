@@ -1,13 +1,16 @@
 """Prefills on a GPU: milliseconds of a pass by the driver's layers and by SGLang's.
 
-    python benches/gpu/prefill_check.py --shapes CONFIG_DIR [--tokens 2048,4096,8192,16384]
+    python benches/gpu/prefill_check.py --shapes CONFIG_DIR [--tokens 256,1024,2048,4096,8192,16384]
         [--prompt 562] [--graphs breakable,tc_piecewise] [--graph-tokens 8192]
         [--option KEY=VALUE] [--json FILE]
 
 Random weights in the shape of CONFIG_DIR and random tokens. A pass has so many tokens, as one
-prompt and as prompts of `--prompt` tokens. Both ways attend by the same backend, whose kernels are
-those of SGLang's engine without its prefill graphs, and take turns. Before they are timed their
-hidden states are compared. `--profile` prints where the time of the longest pass goes.
+prompt and as prompts of `--prompt` tokens. The driver's and SGLang's layers (`driver`, `sglang`)
+attend by the same backend, whose kernels are those of SGLang's engine without its prefill graphs.
+Short passes run as the driver's graph, too (`graph`): its step with attention, LM head and samplers
+of as many requests as it takes, from staged inputs. Passes that a graph can run go that way in a
+server. All ways take turns. Before they are timed their hidden states are compared. `--profile`
+prints where the time of the longest pass goes.
 
 Before that, SGLang's own runner runs the same passes with its prefill graphs, in a process for each
 kind of `--graphs` (`peers/sglang_prefill.py`):
@@ -44,12 +47,21 @@ from processes import Runner
 from serving import PAGE
 from step_check import Steps
 
+from pie_driver_sglang.config.options import DEFAULT_MAX_FORWARD_REQUESTS
+from pie_driver_sglang.memory.limits import (
+    LONGEST_GRAPH,
+    decode_batch_sizes,
+    prefill_batch_sizes,
+)
+
 ROUNDS, SETTLE = 5, 2
 TOLERANCE: Final = 0.03
 """Of the hidden states' norm, by which bfloat16 may have the ways differ."""
 SHOWN = 12
 """Kernels of a profile."""
 PEER: Final = frame.REPOSITORY / "benches" / "peers" / "sglang_prefill.py"
+OWN: Final = ("driver", "graph")
+"""Ways of the driver."""
 LINE: Final = "prefill {"
 """How a line of the peer's figures begins."""
 
@@ -104,13 +116,57 @@ class Prefill:
         states: torch.Tensor = self._engine.hidden.states
         return states
 
-    def milliseconds(self, layers: Any) -> float:
-        """Of a run, launches included."""
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        self.run(layers)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - started) * 1e3
+    def stage(self, fields: Mapping[str, torch.Tensor]) -> None:
+        """Writes it as rows of a graph, after which those of the padding page may follow."""
+        inputs, lengths = self._inputs, self._inputs.seq_lens_cpu
+        rows = {
+            "input_ids": inputs.input_ids,
+            "positions": inputs.positions,
+            # A row sees what comes before it.
+            "seq_lens": inputs.positions + 1,
+            "out_cache_loc": inputs.out_cache_loc,
+            "req_pool_indices": torch.arange(1, len(lengths) + 1).repeat_interleave(lengths),
+        }
+        for name, values in rows.items():
+            fields[name][: len(values)] = values.cpu()
+
+
+class Graph:
+    """A pass as the driver's graph of at least so many rows."""
+
+    def __init__(self, engine: Any, rows: int, one: Prefill) -> None:
+        from pie_driver_sglang.srt.cuda_steps import CudaSteps
+        from pie_driver_sglang.srt.steps import GraphKind, stage_blank
+
+        steps = CudaSteps(engine, [rows], DEFAULT_MAX_FORWARD_REQUESTS)
+        self._states: torch.Tensor = engine.hidden.states
+        self._graph = steps._captured[rows, GraphKind.PLAIN]
+        # It owns the memory that the graph reads.
+        self._steps = steps
+        staged = steps._plain(rows)
+        stage_blank(staged)
+        one.stage(staged.host)
+
+    def run(self) -> torch.Tensor:
+        """Runs it; ``[rows, width]`` states, the pass's first, valid until the next run."""
+        self._graph.replay()
+        return self._states
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Of a run, launches included."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def graph_rows(tokens: int) -> int | None:
+    """Rows of the driver's graph that runs a pass of so many tokens."""
+    most = DEFAULT_MAX_FORWARD_REQUESTS
+    sizes = [*decode_batch_sizes(most), *prefill_batch_sizes(most, LONGEST_GRAPH)]
+    return next((rows for rows in sizes if rows >= tokens), None)
 
 
 def show_kernels(what: str, run: Callable[[], object]) -> dict[str, tuple[int, float]]:
@@ -174,10 +230,9 @@ def with_graphs(arguments: argparse.Namespace, folder: Path) -> Peers:
 def show(tokens: int, each: int, found: Mapping[str, float], theirs: Mapping[str, Any]) -> None:
     """Prints a pass, and why a peer has no graph for it."""
     shown = ", ".join(f"{way} {took:.1f} ms" for way, took in found.items())
-    ratios = ", ".join(
-        f"{took / found['driver']:.3f}" for way, took in found.items() if way != "driver"
-    )
-    print(f"{tokens} tokens in prompts of {each}: {shown}; over the driver: {ratios}", flush=True)
+    own = min(found[way] for way in OWN if way in found)
+    ratios = ", ".join(f"{took / own:.3f}" for way, took in found.items() if way not in OWN)
+    print(f"{tokens} tokens in prompts of {each}: {shown}; over ours: {ratios}", flush=True)
     for kind, row in theirs.items():
         if row["why"] is not None:
             print(f"    SGLang, {kind}: {row['why']}; {row['eager_ms']:.1f} ms", flush=True)
@@ -190,32 +245,40 @@ def show(tokens: int, each: int, found: Mapping[str, float], theirs: Mapping[str
 
 def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Peers) -> None:
     """Every pass in both ways, next to what SGLang took with its graphs."""
-    ways = {"driver": engine.dense, "sglang": None}
     print(f"layers: {type(engine.dense).__name__}", flush=True)
     for tokens, each in passes(arguments):
         lengths = prompts(tokens, each)
         one = Prefill(engine, lengths)
-        states = {way: one.run(layers).clone() for way, layers in ways.items()}
-        own, other = (states[way].double() for way in ways)
-        off = float((own - other).norm() / other.norm())
-        report.hold(f"{tokens} tokens in prompts of {each}", off, at_most=TOLERANCE)
-        calls = {way: functools.partial(one.milliseconds, layers) for way, layers in ways.items()}
+        ways = {
+            "driver": functools.partial(one.run, engine.dense),
+            "sglang": functools.partial(one.run, None),
+        }
+        rows = graph_rows(tokens)
+        if rows is not None:
+            ways["graph"] = Graph(engine, rows, one).run
+        states = {way: run()[:tokens].clone().double() for way, run in ways.items()}
+        theirs = states.pop("sglang")
+        offs = {way: float((own - theirs).norm() / theirs.norm()) for way, own in states.items()}
+        report.hold(f"{tokens} tokens in prompts of {each}", max(offs.values()), at_most=TOLERANCE)
+        calls = {way: functools.partial(milliseconds, run) for way, run in ways.items()}
         times = frame.in_turns(calls, ROUNDS, settle=SETTLE)
         found = {way: statistics.median(took) for way, took in times.items()}
-        theirs = peers.get((tokens, len(lengths)), {})
-        found |= {kind: row["graph_ms"] for kind, row in theirs.items() if "graph_ms" in row}
-        report.add(tokens=tokens, prompt=each, ms=found, off=off, graphs=theirs)
-        show(tokens, each, found, theirs)
+        others = peers.get((tokens, len(lengths)), {})
+        found |= {kind: row["graph_ms"] for kind, row in others.items() if "graph_ms" in row}
+        report.add(tokens=tokens, prompt=each, ms=found, off=offs, graphs=others)
+        show(tokens, each, found, others)
     if arguments.profile:
-        for way, layers in ways.items():
-            show_kernels(way, functools.partial(one.run, layers))
+        for way, run in ways.items():
+            show_kernels(way, run)
 
 
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "option")
     made.add_argument("--shapes", required=True, **frame.SHAPES)
-    made.add_argument("--tokens", default="2048,4096,8192,16384", help="of a pass, with comma")
+    made.add_argument(
+        "--tokens", default="256,1024,2048,4096,8192,16384", help="of a pass, with comma"
+    )
     made.add_argument("--prompt", type=int, default=562, help="tokens of a prompt")
     made.add_argument("--graphs", default="breakable", help="SGLang's kinds, with comma; or none")
     made.add_argument("--graph-tokens", type=int, default=8192, help="of SGLang's longest graph")

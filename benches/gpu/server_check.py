@@ -181,7 +181,7 @@ def server(
         command = [sys.executable, "-m", "sglang.launch_server"]
         flags += ["--attention-backend", arguments.backend, "--log-level", "warning"]
         flags += ["--max-total-tokens", POOL]
-        flags += ["--cuda-graph-max-bs-decode", 256, "--disable-prefill-cuda-graph"]
+        flags += ["--cuda-graph-max-bs-decode", 256]
     words = [str(word) for word in (*command, *flags)]
     print(f"--- {side}: {' '.join(words)}", flush=True)
     with log.open("wb") as output:
