@@ -131,17 +131,18 @@ def test_a_collector_that_is_down_costs_nothing_and_is_named_once(
 
     def take() -> tuple[list[Any], int]:
         asked.set()
-        return [Request()] * 200, 7
+        return [Request()] * 200, 0
 
     with caplog.at_level(logging.WARNING):
         thread = SpanThread([take], f"127.0.0.1:{port}", service="s", model="m")
         assert asked.wait(10)
         began = time.monotonic()
         thread.close()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 4.5
     texts = [record.message for record in caplog.records]
-    assert sum(f"127.0.0.1:{port} does not take all spans" in text for text in texts) == 1
-    assert thread.dropped % 207 in (0, 7)
+    [said] = [text for text in texts if f"127.0.0.1:{port} does not take all spans" in text]
+    assert "UNAVAILABLE" in said
+    assert thread.dropped in (200, 400)
     assert texts[-1] == f"{thread.dropped} traced requests have no spans at the collector"
     assert len(texts) == 2
 

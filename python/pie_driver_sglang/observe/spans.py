@@ -101,7 +101,7 @@ class SpanThread:
         self._takes, self._endpoint = takes, endpoint
         self._attributes = {"gen_ai.response.model": model, **(attributes or {})}
         self._spans, self._tracer = _collected(service)
-        self._exporter = _exporter(endpoint)
+        self._exporter, self._reason = _exporter(endpoint), _Reason()
         self.dropped = 0
         """Requests whose spans did not get to the collector."""
         self._is_said = False
@@ -113,7 +113,9 @@ class SpanThread:
         """Exports what there is, if the collector takes it at once, and ends."""
         self._stop.set()
         self._thread.join(_CLOSE_S)
+        # It gives up what it tries, which is counted.
         self._exporter.shutdown()
+        self._thread.join(_CLOSE_S)
         if self.dropped:
             logger.warning("%d traced requests have no spans at the collector", self.dropped)
 
@@ -162,11 +164,26 @@ class SpanThread:
         if count and not self._is_said:
             self._is_said = True
             logger.warning(
-                "the collector at %s does not take all spans: those of %d requests were dropped. "
+                "the collector at %s does not take all spans: those of %d requests were dropped%s. "
                 "Requests are served as before; the number is logged at the end",
                 self._endpoint,
                 count,
+                self._reason.text and f" ({self._reason.text})",
             )
+
+
+class _Reason(logging.Handler):
+    """Keeps what OpenTelemetry's exporters log: why each try of theirs failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        exporters = logging.getLogger("opentelemetry.exporter")
+        exporters.handlers, exporters.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.text or record.levelno >= logging.ERROR:
+            self.text = record.getMessage().partition("\n")[0]
 
 
 def record_spans(
@@ -258,8 +275,6 @@ def _collected(service: str) -> tuple[list[ReadableSpan], Tracer]:
 
 def _exporter(endpoint: str) -> SpanExporter:
     """What sends spans; by which protocol the environment says, as for SGLang's front end."""
-    # It logs every try, and each of them with its reason.
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
     if os.environ.get(_PROTOCOL, _PROTOCOLS[0]) == _PROTOCOLS[0]:
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 
