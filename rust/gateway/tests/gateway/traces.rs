@@ -8,8 +8,8 @@ use crate::bench::{Bench, collect, prompt, request, run};
 
 const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-fn bench(traces: bool) -> Bench {
-    Bench::with("serve", Contract::Vllm, &|_, door| door.traces = traces)
+fn bench(behaviour: &str, traces: bool) -> Bench {
+    Bench::with(behaviour, Contract::Vllm, &|_, door| door.traces = traces)
 }
 
 /// Sends a request of 5 tokens, and reads all of its answer.
@@ -34,7 +34,7 @@ fn taken(bench: &Bench) -> Vec<TracedRequest> {
 #[test]
 fn a_request_is_traced_unless_its_trace_is_not_recorded() {
     run(async {
-        let bench = bench(true);
+        let bench = bench("serve", true);
         send(&bench, "child", 1, Some(PARENT)).await;
         send(&bench, "left out", 1, Some(&PARENT.replace("-01", "-00"))).await;
         send(&bench, "root", 2, None).await;
@@ -66,7 +66,7 @@ fn a_request_is_traced_unless_its_trace_is_not_recorded() {
 #[test]
 fn what_is_refused_or_given_up_is_traced_too() {
     run(async {
-        let bench = bench(true);
+        let bench = bench("serve slow=5", true);
         let mut client = bench.vllm().await;
         let mut wrong = request("wrong", &prompt(1), 5);
         wrong.sampling_params.as_mut().unwrap().logit_bias = [(1 << 20, 1.0)].into();
@@ -94,7 +94,7 @@ fn what_is_refused_or_given_up_is_traced_too() {
 #[test]
 fn nothing_is_kept_where_nothing_is_traced() {
     run(async {
-        let bench = bench(false);
+        let bench = bench("serve", false);
         send(&bench, "a", 1, Some(PARENT)).await;
         assert_eq!(taken(&bench), []);
     });
