@@ -29,6 +29,7 @@ from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_server import START_S, serving, wait_until
 from reference import GAP, Reference
 from sglang_server import Server, free_ports
+from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
 from tiny_models import POCKET
 
 openai: Any = pytest.importorskip("openai")
@@ -97,8 +98,15 @@ def running(folder: Path, *flags: str) -> Iterator[Door]:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def door(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     flags = ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3"]
+    flags += ["--enable-trace", "--otlp-traces-endpoint", collector.endpoint]
     flags += ["--gateway-arg=--load-monitor-interval", "--gateway-arg=1"]
     with running(tmp_path_factory.mktemp("gateway"), *flags) as door:
         yield door
@@ -326,6 +334,29 @@ class TestEnds:
         wait_until(lambda: not any(map(used, door.loads())), 30, "a cache is left only")
         [worker] = json.loads(door.ask("/workers"))["workers"]
         assert worker["runtime_type"] == "vllm"
+
+
+class TestTraces:
+    @pytest.mark.parametrize("samples", [1, 2])
+    def test_a_request_is_traced_from_its_client_to_its_end(
+        self, door: Door, collector: Collector, samples: int
+    ) -> None:
+        body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 6, "n": samples}
+        answer = ask_traced(door, samples, "/v1/completions", body)
+        found = collector.trace(samples, {"Scheduler", *STAGES, "http_request", "grpc_execute"})
+        assert found["http_request"].parent == parent_of(samples)[1]
+        check_stages(found, found["grpc_execute"])
+        whole = found["Scheduler"]
+        assert (whole.service, whole.attributes["gen_ai.response.model"]) == (
+            "pie-sglang",
+            "pocket",
+        )
+        usage = answer["usage"]
+        assert whole.attributes["gen_ai.request.id"].startswith(answer["id"])
+        assert whole.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        assert whole.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+        reasons = [choice["finish_reason"] for choice in answer["choices"]]
+        assert whole.attributes["gen_ai.response.finish_reasons"] == reasons
 
 
 GATEWAY_KITS: Final = {

@@ -152,7 +152,11 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     assert words[-1] == "--queue-size=3"
     single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"))
     assert "--policy round_robin" in " ".join(single)
-    assert "--host 127.0.0.1 --port 30000" in " ".join(single)
+    assert "--host 127.0.0.1 --port 30000 " in " ".join(single)
+    assert "--log-level warn " in " ".join(single)
+    # It makes no spans at a level above.
+    traced = smg.smg_words(parse_words(["--model-path", "m", "--enable-trace"]), (), Path("m"))
+    assert "--log-level info " in " ".join(traced)
 
 
 @pytest.mark.parametrize(

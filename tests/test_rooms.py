@@ -37,8 +37,8 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "config": frozenset({"msgspec"}),
     "memory": frozenset({"config", "psutil"}),
     "checkpoint": frozenset({"memory", "numpy"}),
-    "observe": frozenset({"_core", "config", "prometheus_client"}),
-    "gateway": frozenset({"_core", "cli", "config", "offline", "smg"}),
+    "observe": frozenset({"_core", "config", "opentelemetry", "prometheus_client"}),
+    "gateway": frozenset({"_core", "cli", "config", "observe", "offline", "smg"}),
     "kernels": frozenset({"cuda", "numpy", "torch", "triton"}),
     "sampling": frozenset({"_core", "kernels", "torch"}),
 }

@@ -19,6 +19,8 @@ import forking
 from pie_server import running, wait_until
 from serve_metrics import total
 from sglang_server import Server
+from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
+from tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -26,10 +28,17 @@ PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(16)]
 
 
 @pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
 def started(
-    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+    forked_python: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    flags = ("--scheduler", "pie", "--dp-size", "2", "--enable-metrics")
+    flags = ["--scheduler", "pie", "--dp-size", "2", "--enable-metrics"]
+    flags += ["--enable-trace", "--otlp-traces-endpoint", collector.endpoint]
     folder = tmp_path_factory.mktemp("replicas")
     with running(folder, *flags, python=forked_python) as found:
         yield found
@@ -71,6 +80,31 @@ def test_a_request_may_name_its_replica(replicas: Server) -> None:
         assert answer["meta_info"]["dp_rank"] == 1
     after = [state["finished"] for state in states(replicas)]
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 3]
+
+
+def test_a_request_is_traced_in_all_processes(replicas: Server, collector: Collector) -> None:
+    body = replicas.body(list(range(300, 364)), 6, routed_dp_rank=1)
+    for turn, cached in enumerate((0, 48)):
+        name = f"turn {turn}"
+        answer = ask_traced(replicas, turn, "/generate", {**body, "rid": name})
+        assert answer["meta_info"]["cached_tokens"] == cached
+        found = collector.trace(turn, {"Scheduler", *STAGES, f" Req {name}", "DP Controller"})
+        front = found[f" Req {name}"]
+        assert front.parent == parent_of(turn)[1]
+        assert found["DP Controller"].parent == front.id
+        check_stages(found, front)
+        assert found["Scheduler"].attributes == {
+            "dp_rank": 1,
+            "gen_ai.request.id": name,
+            "gen_ai.response.finish_reasons": ["length"],
+            "gen_ai.response.model": str(POCKET),
+            "gen_ai.usage.cache_read.input_tokens": cached,
+            "gen_ai.usage.input_tokens": 64,
+            "gen_ai.usage.output_tokens": 6,
+            "pie.cached_tokens.device": cached,
+            "pie.cached_tokens.host": 0,
+            "pie.retractions": 0,
+        }
 
 
 def test_control_reaches_all_replicas(replicas: Server) -> None:

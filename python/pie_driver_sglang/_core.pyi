@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -618,7 +618,7 @@ class Front:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None) -> Front:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> Front:
         """
         A front end without requests.
 
@@ -647,6 +647,7 @@ class Front:
                 `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
                 wait, was admitted, and had its first token, and by how much
                 the time of day is ahead of that clock.
+            traces: Keep for `take_traced` what happens to requests that the front end traces.
 
         Raises:
             FrontEndError: The classes are not those of a version of SGLang that is served.
@@ -706,6 +707,11 @@ class Front:
         """
         Whether nothing is computed for now; health probes are answered all the same.
         """
+    def take_traced(self, /) -> tuple[list[TracedRequest], int]:
+        """
+        What happened when to requests that were traced and have ended since the last call; and how many more there were than are
+        kept, which is 4,096. Nothing without `traces`.
+        """
     def take_waits(self, /) -> list[tuple[float, float]]:
         """
         Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
@@ -721,7 +727,7 @@ class Gateway:
     """
     def __enter__(self, /) -> Gateway: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000) -> Gateway:
+    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000, traces: bool = False) -> Gateway:
         """
         Opens the door.
 
@@ -746,6 +752,8 @@ class Gateway:
             speculate: The driver may draft for requests.
             event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
                 (`kv_events`).
+            traces: Keep for `take_traced` what happens to requests: to those whose call has no `traceparent`, or one of a trace that is
+                recorded.
 
         Raises:
             OSError: The address cannot be listened at.
@@ -766,6 +774,11 @@ class Gateway:
     def open_requests(self, /) -> int:
         """
         Requests that have not ended.
+        """
+    def take_traced(self, /) -> tuple[list[TracedRequest], int]:
+        """
+        What happened when to requests that were traced and have ended since the last call; and how many more there were than are
+        kept, which is 4,096. Nothing without `traces`.
         """
 
 @final
@@ -2284,6 +2297,82 @@ class Step:
     def wait_ns(self, /) -> int:
         """
         Nanoseconds of waiting for the tokens.
+        """
+
+@final
+class TracedRequest:
+    """
+    A request that was traced and has ended. Times are in ns since 1970, and none comes before the one that it follows.
+    """
+    @property
+    def admitted_ns(self, /) -> int | None:
+        """
+        When it was first admitted.
+        """
+    @property
+    def cached_tokens(self, /) -> int:
+        """
+        Tokens of its prompt whose KV was there.
+        """
+    @property
+    def ended_ns(self, /) -> int:
+        """
+        When the door had its end.
+        """
+    @property
+    def error(self, /) -> tuple[str, str] | None:
+        """
+        What went wrong: a word for its kind, and a text.
+        """
+    @property
+    def finish_reasons(self, /) -> list[str]:
+        """
+        Why each sequence ended: `stop`, `length` or `abort`.
+        """
+    @property
+    def first_token_ns(self, /) -> int | None:
+        """
+        When the step was answered that gave its first token.
+        """
+    @property
+    def loaded_tokens(self, /) -> int:
+        """
+        Tokens of its prompt that were loaded from the host.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        Its caller's name of it.
+        """
+    @property
+    def output_tokens(self, /) -> int:
+        """
+        New tokens of all sequences.
+        """
+    @property
+    def parent(self, /) -> tuple[int, int] | None:
+        """
+        The trace and the span that it is part of; None if it begins a trace.
+        """
+    @property
+    def priority(self, /) -> int | None:
+        """
+        Its place in the queue, where it has one.
+        """
+    @property
+    def prompt_tokens(self, /) -> int:
+        """
+        Tokens of its prompt.
+        """
+    @property
+    def received_ns(self, /) -> int:
+        """
+        When it came.
+        """
+    @property
+    def retractions(self, /) -> int:
+        """
+        How often the pages of one of its sequences were taken from it.
         """
 
 @final

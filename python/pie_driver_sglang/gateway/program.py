@@ -17,6 +17,7 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.gateway import smg
 from pie_driver_sglang.gateway.flags import GatewayArguments, parse_words
 from pie_driver_sglang.gateway.replicas import Replicas
+from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
 
@@ -44,6 +45,8 @@ def main(words: Sequence[str]) -> int:
     plan = parse_arguments(engine)
     # What is wrong with the gateway's flags is said before a model is loaded.
     smg.smg_words(arguments, (), plan.model)
+    if arguments.front.get("enable_trace"):
+        check_tracing()
     with _temporary_folder(), _signals() as (ending, at_once):
         try:
             with Replicas(plan, arguments) as replicas:

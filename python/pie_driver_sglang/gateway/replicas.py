@@ -12,6 +12,7 @@ from typing import Any, Final
 from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.gateway.flags import GatewayArguments
+from pie_driver_sglang.observe.spans import DEFAULT_ENDPOINT, SpanThread
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, read_json
 from pie_driver_sglang.offline.types import EngineArguments
 
@@ -41,6 +42,8 @@ class Replicas:
         self._facts = _facts(plan, arguments, sorted(ends))
         self._stack = contextlib.ExitStack()
         self._doors: list[Gateway] = []
+        self._traces = bool(arguments.front.get("enable_trace"))
+        self._spans: SpanThread | None = None
         keywords = dict(plan.runtime)
         keywords |= {
             "vocabulary": tokenizer.vocabulary(),
@@ -96,15 +99,28 @@ class Replicas:
                 port=port,
                 max_running_requests=self._plan.runtime.get("max_running_requests"),
                 speculate=self._plan.speculates,
+                traces=self._traces,
                 **self._facts,
             )
             self._doors.append(door)
+        if self._traces:
+            self._export_spans()
         return [f"grpc://{door.address}" for door in self._doors]
+
+    def _export_spans(self) -> None:
+        self._spans = SpanThread(
+            [door.take_traced for door in self._doors],
+            str(self._arguments.front.get("otlp_traces_endpoint", DEFAULT_ENDPOINT)),
+            service="pie-sglang",
+            model=self._facts["served_model_name"],
+        )
 
     def close(self) -> None:
         """Closes the doors, and stops the drivers."""
         for door in self._doors:
             door.close(_CLOSE_S)
+        if self._spans is not None:
+            self._spans.close()
         self._stack.close()
 
     def __enter__(self) -> Replicas:

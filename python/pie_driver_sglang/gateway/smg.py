@@ -58,7 +58,9 @@ def smg_words(arguments: GatewayArguments, urls: Sequence[str], model: Path) -> 
         ConfigError: A value is none that the gateway takes.
     """
     front = arguments.front
-    level = str(front.get("log_level", "warning"))
+    # It makes its spans where it would write lines of this level.
+    default = "info" if front.get("enable_trace") else "warning"
+    level = str(front.get("log_level", default))
     if level not in _LEVELS:
         raise ConfigError(
             f"`--log-level` is {quoted(level)}", f"expected one of {', '.join(_LEVELS)}"

@@ -63,7 +63,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "enable_return_indexer_topk": _OUTPUTS,
         "enable_return_routed_experts": _OUTPUTS,
         "enable_strict_thinking": "a model thinks as it likes until it ends its thinking",
-        "enable_trace": "the scheduler's spans are not traced",
         "enable_weights_cpu_backup": "weights are not released while it serves",
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
         "forward_pass_metrics_worker_id": "the driver's passes are not published",

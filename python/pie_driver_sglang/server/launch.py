@@ -11,6 +11,7 @@ from pie_driver_sglang.cli.plan import parse_option
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError
+from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import find_snapshot, has_gpu, parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.flags import TRANSPORT, WATCHDOG, served_arguments, unserved_flag
@@ -132,8 +133,11 @@ def choose_scheduler(
         given: The flags of SGLang that the user set.
 
     Raises:
-        ConfigError: Ours was asked for, and does not serve this.
+        ConfigError: Ours was asked for, and does not serve this; or neither can trace.
     """
+    if given.get("enable_trace"):
+        # SGLang's processes would end one after the other, each with a message of its own.
+        check_tracing()
     if own.scheduler == "sglang":
         return None, "as `--scheduler sglang` says"
     reason = unserved_flag(given)

@@ -1,4 +1,4 @@
-"""What a scheduler's process is made of: the runtime, its requests, adapters, metrics."""
+"""What a scheduler's process is made of: the runtime, its requests, adapters, metrics, spans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pie_driver_sglang.config.arch import image_token_bytes
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.observe.spans import SpanThread
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.driver_log import DriverLog
@@ -119,6 +120,7 @@ class Parts:
             dp_rank=self._given.replica,
             read_images=self._read_images(),
             times=_times(settings),
+            traces=bool(settings.enable_trace),
         )
 
     def _read_images(self) -> Callable[[bytes], list[ReadImage]] | None:
@@ -154,6 +156,20 @@ class Parts:
         given = self._given
         metrics = SchedulerMetrics(given.settings, rank=given.rank, replica=given.replica)
         return MetricsThread(self.runtime, front, metrics)
+
+    def spans(self, front: _core.Front) -> SpanThread | None:
+        """What exports the spans of requests; None without `--enable-trace`."""
+        settings, replica = self._settings, self._given.replica
+        if not settings.enable_trace:
+            return None
+        return SpanThread(
+            [front.take_traced],
+            settings.otlp_traces_endpoint,
+            # As SGLang names it in its other processes.
+            service="sglang",
+            model=str(settings.served_model_name),
+            attributes={} if replica is None else {"dp_rank": replica},
+        )
 
     def facts(self) -> dict[str, Any]:
         """What `/server_info` shows besides counts."""

@@ -90,6 +90,7 @@ class SchedulerProcess:
             window,
         )
         self._metrics = parts.metrics(self._front)
+        self._spans = parts.spans(self._front)
         self._failure: BaseException | None = None
 
     def serve(self) -> None:
@@ -143,6 +144,8 @@ class SchedulerProcess:
         """Stop the drivers and remove what is in shared memory."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._spans is not None:
+            self._spans.close()
         self._runtime.shutdown()
         self._loads.close()
         self._sockets.close()

@@ -6,7 +6,9 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_runtime::{Arrival, Constrain, Delta, Draw, End, Ends, Refusal, Unbindable};
+use pie_runtime::{
+    Arrival, Constrain, Delta, Draw, End, Ends, Refusal, Timelines, TracedRequest, Unbindable,
+};
 
 use crate::backend::Backend;
 use crate::error::{FrontError, one_line};
@@ -53,6 +55,8 @@ pub struct FrontSettings {
     pub dp_rank: Option<u32>,
     /// Where the front end makes metrics of the times of requests.
     pub times: Option<TimeStats>,
+    /// The moment from which the backend counts, where requests are traced.
+    pub traces: Option<Instant>,
 }
 
 /// Messages to send, in their order for each receiver.
@@ -83,6 +87,7 @@ pub struct Front {
     probed: Template,
     settings: FrontSettings,
     state: Mutex<State>,
+    traced: Option<Timelines>,
 }
 
 #[derive(Debug, Default)]
@@ -104,7 +109,11 @@ impl Front {
     /// [`FrontError`] if the installed classes are not those that are served.
     pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
         Ok(Self {
-            decoder: Decoder::new(classes, settings.original_logprobs)?,
+            decoder: Decoder::new(
+                classes,
+                settings.original_logprobs,
+                settings.traces.is_some(),
+            )?,
             outputs: OutputEncoder::new(
                 classes,
                 settings.dp_rank,
@@ -113,6 +122,7 @@ impl Front {
             )?,
             aborts: AbortEncoder::new(classes)?,
             probed: Template::new(classes, "HealthCheckOutput", &[])?,
+            traced: settings.traces.map(Timelines::new),
             settings,
             state: Mutex::default(),
         })
@@ -138,7 +148,8 @@ impl Front {
                         if self.answers_probe(&request, &mut outgoing) {
                             continue;
                         }
-                        refused.extend(self.submit(backend, request));
+                        let request = self.submit(backend, request);
+                        refused.extend(request.map(|(open, finish)| self.refuse(open, finish)));
                     }
                 }
             }
@@ -182,7 +193,8 @@ impl Front {
                 state.waits.extend(waited);
             }
             if let Some(end) = &delta.end {
-                match state.close(delta.request) {
+                let closed = state.close(delta.request);
+                match closed.map(|open| self.keep_timeline(open)) {
                     Some(open) if *end == End::Aborted && open.waits() => {
                         outgoing.to_tokenizer.push(self.aborts.encode(&open));
                     }
@@ -225,6 +237,15 @@ impl Front {
     /// to the token. None are kept without [`FrontSettings::times`].
     pub fn take_waits(&self) -> Vec<(f64, f64)> {
         mem::take(&mut self.lock().waits)
+    }
+
+    /// Of requests that were traced and have ended since the last call, what happened when; and how many more there were than are
+    /// kept. None without [`FrontSettings::traces`].
+    pub fn take_traced(&self) -> (Vec<TracedRequest>, u64) {
+        self.traced
+            .as_ref()
+            .map(Timelines::take)
+            .unwrap_or_default()
     }
 
     /// Has requests that name an adapter computed with the one that the backend calls `id`; with none they are refused.
@@ -374,6 +395,21 @@ impl Front {
                 Some((open, Finish::Abort(reason, Some(503))))
             }
         }
+    }
+
+    /// A request that was refused before the backend had it.
+    fn refuse(&self, mut open: Open, finish: Finish) -> (Open, Finish) {
+        if let (Some(timeline), Finish::Abort(reason, _)) = (&mut open.timeline, &finish) {
+            timeline.refuse(reason);
+        }
+        (self.keep_timeline(open), finish)
+    }
+
+    fn keep_timeline(&self, mut open: Open) -> Open {
+        if let (Some(traced), Some(timeline)) = (&self.traced, open.timeline.take()) {
+            traced.push(*timeline);
+        }
+        open
     }
 
     /// What binds a request that has a grammar.

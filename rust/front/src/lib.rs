@@ -8,6 +8,7 @@
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open`, `output` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
+//! | `trace` | the span of a request, in what the front end sends |
 //! | `backend` | who computes the requests |
 //! | `front` | all requests of a front end, over a [`Backend`] |
 
@@ -22,6 +23,7 @@ mod request;
 mod session;
 mod table;
 mod times;
+mod trace;
 mod unserved;
 mod value;
 

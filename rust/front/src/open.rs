@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use pie_runtime::Delta;
+use pie_runtime::{Delta, Timeline};
 
 use crate::logprobs::OpenLogprobs;
 use crate::request::{GenerateRequest, Params};
@@ -36,6 +36,8 @@ pub(crate) struct Open {
     /// When its first token came.
     pub(crate) computed: Option<Instant>,
     pub(crate) retractions: u32,
+    /// What a trace has of it.
+    pub(crate) timeline: Option<Box<Timeline>>,
     /// Tokens that were not sent yet.
     pub(crate) pending: Vec<u32>,
     /// Tokens so far, those among them that are pending.
@@ -77,8 +79,14 @@ impl Open {
             reasons,
             logprobs,
             params,
+            parent,
+            priority,
             ..
         } = request;
+        let timeline = parent.map(|parent| {
+            let timeline = Timeline::begin(&rid, Some(parent), prompt.len() as u32, 1);
+            Box::new(timeline.with_priority(priority))
+        });
         let window = prompt[prompt.len().saturating_sub(SURROUNDING)..].to_vec();
         let interval = if stream {
             params.stream_interval.unwrap_or(pace.stream)
@@ -100,6 +108,7 @@ impl Open {
             admitted: None,
             computed: None,
             retractions: 0,
+            timeline,
             pending: Vec::new(),
             tokens: 0,
             sent: 0,
@@ -118,6 +127,9 @@ impl Open {
     /// Takes what is new of it, and says whether an output is due.
     pub(crate) fn take(&mut self, delta: &Delta, think_end: &[u32]) -> bool {
         self.thinking.push(&delta.tokens, think_end);
+        if let Some(timeline) = &mut self.timeline {
+            timeline.take(delta);
+        }
         self.pending.extend_from_slice(&delta.tokens);
         if let Some(logprobs) = &mut self.logprobs {
             logprobs.take(delta);
@@ -205,6 +217,7 @@ mod tests {
             session: None,
             reasons: true,
             logprobs: None,
+            parent: None,
             params: Params {
                 max_new_tokens: None,
                 min_new_tokens: 0,
@@ -238,6 +251,7 @@ mod tests {
             cached_tokens: 0,
             loaded_tokens: 0,
             admitted: None,
+            first_token: None,
             retractions: 0,
         }
     }

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes};
+use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes, TraceParent};
 use rmpv::ValueRef;
 
 use crate::error::{FrontError, one_line};
 use crate::logprobs;
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
+use crate::trace;
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
 use crate::value::{flag, integer, optional_text, pickle, texts, token_ids, wrong};
 
@@ -39,6 +40,8 @@ pub struct GenerateRequest {
     pub reasons: bool,
     /// Which log-probabilities it wants.
     pub logprobs: Option<LogprobParams>,
+    /// The span of the tokenizer manager, if it is traced.
+    pub parent: Option<TraceParent>,
     /// What it asks of each token, and when it ends.
     pub params: Params,
     /// Why it cannot be served, for the client.
@@ -61,6 +64,7 @@ impl GenerateRequest {
             media: None,
             reasons: false,
             logprobs: None,
+            parent: None,
             params: Params::default(),
             refusal: Some(reason),
         }
@@ -139,6 +143,7 @@ places! {
     RequestPlaces of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
         return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params, mm_inputs,
+        time_stats,
     }
 }
 places! { SessionPlaces of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
@@ -163,14 +168,19 @@ pub struct Decoder {
     refused_requests: Refusals,
     refused_params: Refusals,
     original_logprobs: bool,
+    traces: bool,
 }
 
 impl Decoder {
-    /// `original_logprobs`: log-probabilities are those before the temperature.
+    /// `original_logprobs`: log-probabilities are those before the temperature. `traces`: read which spans requests are part of.
     ///
     /// # Errors
     /// [`FrontError`] if a class is missing, or lacks a field that is read.
-    pub fn new(classes: &[MessageClass], original_logprobs: bool) -> Result<Self, FrontError> {
+    pub fn new(
+        classes: &[MessageClass],
+        original_logprobs: bool,
+        traces: bool,
+    ) -> Result<Self, FrontError> {
         let place = |class: &'static str| {
             let class = find(classes, class)?;
             Ok(move |name: &str| class.fields.iter().position(|field| field.name == name))
@@ -184,6 +194,7 @@ impl Decoder {
             refused_requests: Refusals::new(REQUEST, place("TokenizedGenerateReqInput")?),
             refused_params: Refusals::new(SAMPLING, place("SamplingParams")?),
             original_logprobs,
+            traces,
         })
     }
 
@@ -291,9 +302,10 @@ impl Decoder {
             extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
             adapter: optional_text("lora_id", fields.get(at.lora_id))?,
             session: self.session(fields.get(at.session_params))?,
-            media: pickle("mm_inputs", fields.get(at.mm_inputs))?,
+            media: pickle("mm_inputs", fields.get(at.mm_inputs))?.map(Into::into),
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
             logprobs: logprobs::asked(asked, self.original_logprobs, &mut refusal)?,
+            parent: self.parent(fields)?,
             params: self.params(params, &mut refusal)?,
             refusal,
         })
@@ -341,6 +353,14 @@ impl Decoder {
 }
 
 impl Decoder {
+    fn parent(&self, fields: Fields<'_, '_>) -> Result<Option<TraceParent>, FrontError> {
+        if !self.traces {
+            return Ok(None);
+        }
+        let stats = pickle("time_stats", fields.get(self.request.time_stats))?;
+        Ok(stats.and_then(trace::parent))
+    }
+
     fn stop_regexes(
         &self,
         fields: Fields<'_, '_>,

@@ -54,17 +54,17 @@ pub(crate) fn optional_text(
 }
 
 /// The pickle in `SGLang`'s `["PickleWrapper", bytes]`; `None` where there is none.
-pub(crate) fn pickle(
+pub(crate) fn pickle<'v>(
     field: &'static str,
-    value: &ValueRef<'_>,
-) -> Result<Option<Box<[u8]>>, FrontError> {
+    value: &'v ValueRef<'_>,
+) -> Result<Option<&'v [u8]>, FrontError> {
     match value {
         ValueRef::Nil => Ok(None),
         ValueRef::Array(parts) => match &parts[..] {
             [ValueRef::String(tag), ValueRef::Binary(pickle)]
                 if tag.as_str() == Some("PickleWrapper") =>
             {
-                Ok(Some((*pickle).into()))
+                Ok(Some(*pickle))
             }
             _ => Err(wrong(field, value, "a pickle")),
         },

@@ -4,11 +4,12 @@ mod support;
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::time::Instant;
 
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing};
 use pie_runtime::{
     Arrival, Constrain, Delta, Draw, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler,
-    Unbindable,
+    TraceParent, Unbindable,
 };
 use proptest::prelude::*;
 use rmpv::Value;
@@ -752,4 +753,64 @@ fn what_is_no_image_is_refused_and_let_go() {
     }
     let reason = refusal(&generate("a", &[1], &[media(b"image")], &[]));
     assert!(reason.contains("`mm_inputs` is not served"), "{reason}");
+}
+
+#[test]
+fn requests_that_the_front_end_traces_are_kept_when_they_end() {
+    const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    let pickle = [b"traceparent\x94\x8c\x37", PARENT.as_bytes()].concat();
+    let stats = Value::Array(vec!["PickleWrapper".into(), Value::Binary(pickle)]);
+    let traced = [("time_stats", stats), ("priority", 3.into())];
+    let began = Instant::now();
+    for traces in [Some(began), None] {
+        let settings = FrontSettings {
+            traces,
+            ..settings()
+        };
+        let (front, kept) = (Front::new(&classes(), settings).unwrap(), Kept::default());
+        for (rid, prompt, more) in [
+            ("a", &[10, 11][..], &traced[..]),
+            ("b", &[10], &[]),
+            ("wrong", &[1000], &traced),
+        ] {
+            let request = encoded(&generate(rid, prompt, more, &[]));
+            front.receive(&kept, [&request[..]]).unwrap();
+        }
+        let first = Delta {
+            admitted: Some(began.elapsed().as_micros() as u64),
+            first_token: Some(began.elapsed().as_micros() as u64),
+            loaded_tokens: 1,
+            retractions: 2,
+            ..delta(0, &[40, 41], None)
+        };
+        let last = |request| Delta {
+            request,
+            tokens: vec![42],
+            end: Some(End::Length),
+            ..first.clone()
+        };
+        front.outputs(&[first.clone(), last(0), last(1)]);
+        let (found, lost) = front.take_traced();
+        assert_eq!(lost, 0);
+        if traces.is_none() {
+            assert_eq!(found, []);
+            continue;
+        }
+        // The one that is refused ends first.
+        let names: Vec<_> = found.iter().map(|request| &*request.name).collect();
+        assert_eq!(names, ["wrong", "a"]);
+        let [wrong, served] = &found[..] else {
+            unreachable!()
+        };
+        let (kind, reason) = wrong.error.as_ref().unwrap();
+        assert_eq!(*kind, "refused");
+        assert!(reason.contains("token 1000 at 0"), "{reason}");
+        assert_eq!(served.parent, TraceParent::parse(PARENT.as_bytes()));
+        assert_eq!((served.prompt_tokens, served.output_tokens), (2, 3));
+        assert_eq!((served.cached_tokens, served.loaded_tokens), (1, 1));
+        assert_eq!((served.retractions, served.priority), (2, Some(3)));
+        assert_eq!(served.finish_reasons, ["length"]);
+        assert!(served.received_ns <= served.admitted_ns.unwrap());
+        assert!(served.first_token_ns.unwrap() <= served.ended_ns);
+    }
 }

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use pie_runtime::{
     Arrival, Batch, Capabilities, Constrain, Delta, End, Ends, Grammar, Sampling, Service,
+    Timeline, Timelines, TraceParent, TracedRequest,
 };
 use rustc_hash::FxHashMap;
 use tonic::Status;
+use tonic::metadata::MetadataMap;
 
 use crate::error::GatewayError;
 use crate::events::{Journal, Subscription};
@@ -57,6 +59,8 @@ pub(crate) struct Core {
     settings: GatewaySettings,
     able: Capabilities,
     open: Mutex<Open>,
+    /// Where requests are traced.
+    traced: Option<Timelines>,
     journal: Arc<Journal>,
     throughput: Mutex<Throughput>,
     is_closing: AtomicBool,
@@ -70,7 +74,19 @@ pub(crate) struct Core {
 #[derive(Debug, Default)]
 struct Open {
     mailboxes: FxHashMap<u64, Arc<Mailbox>>,
+    /// Of the requests that are traced.
+    timelines: FxHashMap<u64, Timeline>,
     names: FxHashMap<String, u64>,
+}
+
+impl Open {
+    /// Shows an output to its request's timeline, which is returned once it has ended.
+    fn take(&mut self, delta: &Delta) -> Option<Timeline> {
+        let timeline = self.timelines.get_mut(&delta.request)?;
+        timeline.take(delta);
+        let has_ended = timeline.has_ended();
+        has_ended.then(|| self.timelines.remove(&delta.request))?
+    }
 }
 
 impl Core {
@@ -80,6 +96,7 @@ impl Core {
     ) -> Result<Self, GatewayError> {
         let able = service.capabilities().ok_or(GatewayError::NotReady)?;
         Ok(Self {
+            traced: settings.traces.then(|| Timelines::new(service.began())),
             journal: Arc::new(Journal::new(settings.event_history, able.kv_page_size)),
             service,
             settings,
@@ -93,8 +110,44 @@ impl Core {
         })
     }
 
-    /// Hands a request in. It stays until [`close`](Self::close).
-    pub(crate) fn submit(&self, asked: Asked) -> Result<Entered, Status> {
+    /// Hands a request in, whose call has this metadata. It stays until [`close`](Self::close).
+    pub(crate) fn submit(&self, asked: Asked, metadata: &MetadataMap) -> Result<Entered, Status> {
+        let mut timeline = self.begin_timeline(&asked, metadata);
+        let entered = self.enter(asked, &mut timeline);
+        if let (Err(status), Some(mut timeline)) = (&entered, timeline) {
+            timeline.refuse(status.message());
+            self.keep_timeline(timeline);
+        }
+        entered
+    }
+
+    /// What a trace gets of a request: of all of them without a parent, else of those that their parent's trace records.
+    fn begin_timeline(&self, asked: &Asked, metadata: &MetadataMap) -> Option<Timeline> {
+        self.traced.as_ref()?;
+        let parent = metadata.get("traceparent");
+        let parent = parent.and_then(|parent| TraceParent::parse(parent.as_bytes()));
+        let is_wanted = parent.is_none_or(|parent| parent.is_sampled);
+        let tokens = asked.prompt.len() as u32;
+        is_wanted.then(|| Timeline::begin(&asked.name, parent, tokens, asked.samples))
+    }
+
+    fn keep_timeline(&self, timeline: Timeline) {
+        if let Some(traced) = &self.traced {
+            traced.push(timeline);
+        }
+    }
+
+    /// Of requests that were traced and have ended since the last call, what happened when; and how many more there were than are
+    /// kept.
+    pub(crate) fn take_traced(&self) -> (Vec<TracedRequest>, u64) {
+        self.traced
+            .as_ref()
+            .map(Timelines::take)
+            .unwrap_or_default()
+    }
+
+    /// Hands a request in with its timeline, which stays where it is if the request is refused.
+    fn enter(&self, asked: Asked, timeline: &mut Option<Timeline>) -> Result<Entered, Status> {
         if self.is_closing() {
             return Err(shut_down());
         }
@@ -146,6 +199,9 @@ impl Core {
         let id = submitted.map_err(|error| rejected(&error))?;
         open.mailboxes.insert(id, Arc::clone(&mailbox));
         open.names.insert(name.clone(), id);
+        if let Some(timeline) = timeline.take() {
+            open.timelines.insert(id, timeline);
+        }
         drop(open);
         self.pending
             .fetch_add(prompt_tokens.into(), Ordering::Relaxed);
@@ -200,6 +256,10 @@ impl Core {
     pub(crate) fn close(&self, id: u64, name: &str, has_ended: bool) {
         let mut open = self.lock();
         open.mailboxes.remove(&id);
+        if let Some(mut timeline) = open.timelines.remove(&id) {
+            timeline.abort();
+            self.keep_timeline(timeline);
+        }
         // Another request may have the name by now.
         if open.names.get(name) == Some(&id) {
             open.names.remove(name);
@@ -220,8 +280,11 @@ impl Core {
     pub(crate) async fn deliver(&self) {
         let mut batch = Batch::default();
         while std::future::poll_fn(|context| self.service.poll_batch(context, &mut batch)).await {
-            let open = self.lock();
+            let mut open = self.lock();
             for delta in batch.deltas.drain(..) {
+                if let Some(timeline) = open.take(&delta) {
+                    self.keep_timeline(timeline);
+                }
                 let Some(mailbox) = open.mailboxes.get(&delta.request) else {
                     continue;
                 };
@@ -238,7 +301,11 @@ impl Core {
 
     /// Ends every request, and tells its client at once.
     pub(crate) fn end_all(&self) {
-        let open = self.lock();
+        let mut open = self.lock();
+        for (_, mut timeline) in open.timelines.drain() {
+            timeline.abort();
+            self.keep_timeline(timeline);
+        }
         for (&id, mailbox) in &open.mailboxes {
             self.service.abort(id);
             for sample in 0..mailbox.samples() {

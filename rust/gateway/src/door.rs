@@ -13,7 +13,7 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
-use pie_runtime::Service;
+use pie_runtime::{Service, TracedRequest};
 use tokio::runtime::{self, Runtime};
 use tokio::sync::watch;
 use tonic::body::Body;
@@ -94,6 +94,12 @@ impl Gateway {
     /// Requests that have not ended.
     pub fn open_requests(&self) -> usize {
         self.core.open_requests()
+    }
+
+    /// Of requests that were traced and have ended since the last call, what happened when; and how many more there were than are
+    /// kept. None without [`GatewaySettings::traces`].
+    pub fn take_traced(&self) -> (Vec<TracedRequest>, u64) {
+        self.core.take_traced()
     }
 
     /// Takes no more requests, and waits until those that run have ended and their clients have all of it, but no longer than

@@ -26,6 +26,9 @@ pub struct GatewaySettings {
     pub speculates: bool,
     /// How many batches of changes of the prefix index are kept for a gateway that lost its connection; 0 to publish none.
     pub event_history: usize,
+    /// What happened when to requests is kept for [`Gateway::take_traced`](crate::Gateway::take_traced): to those whose call has no
+    /// `traceparent`, or one of a trace that is recorded.
+    pub traces: bool,
 }
 
 impl GatewaySettings {
@@ -38,6 +41,7 @@ impl GatewaySettings {
             max_running: None,
             speculates: false,
             event_history: 10_000,
+            traces: false,
         }
     }
 }

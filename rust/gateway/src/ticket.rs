@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 
 use futures_core::Stream;
 use tonic::Status;
+use tonic::metadata::MetadataMap;
 
 use crate::core::{Asked, Core, Entered};
 use crate::logprobs::{Reader, Scores, Words};
@@ -46,10 +47,14 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
-    /// Hands a request in.
-    pub(crate) fn new(core: &Arc<Core>, asked: Asked) -> Result<Self, Status> {
+    /// Hands a request in, whose call has this metadata.
+    pub(crate) fn new(
+        core: &Arc<Core>,
+        asked: Asked,
+        metadata: &MetadataMap,
+    ) -> Result<Self, Status> {
         Ok(Self {
-            request: core.submit(asked)?,
+            request: core.submit(asked, metadata)?,
             core: Arc::clone(core),
             has_begun: false,
             has_ended: false,

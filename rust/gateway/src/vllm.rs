@@ -296,7 +296,8 @@ impl VllmEngine for Engine {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let ticket = Ticket::new(&self.0, asked(request.into_inner())?)?;
+        let (metadata, _, message) = request.into_parts();
+        let ticket = Ticket::new(&self.0, asked(message)?, &metadata)?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 

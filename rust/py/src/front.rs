@@ -10,6 +10,7 @@ use pyo3::types::PyBytes;
 use crate::error::from_front;
 use crate::pictures::ServiceWithImages;
 use crate::runtime::{Runtime, seconds, wait};
+use crate::traced::{Traced, traced};
 
 /// A field of a message class: its name, and its default as msgpack.
 type Field = (String, Option<Vec<u8>>);
@@ -61,13 +62,14 @@ impl Front {
     ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
     ///         wait, was admitted, and had its first token, and by how much
     ///         the time of day is ahead of that clock.
+    ///     traces: Keep for `take_traced` what happens to requests that the front end traces.
     ///
     /// Raises:
     ///     FrontEndError: The classes are not those of a version of SGLang that is served.
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
-        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, read_images = None, times = None
+        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, read_images = None, times = None, traces = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[expect(
@@ -92,6 +94,7 @@ impl Front {
         dp_rank: Option<u32>,
         read_images: Option<Py<PyAny>>,
         times: Option<Times>,
+        traces: bool,
     ) -> PyResult<Self> {
         let field = |(name, default): Field| MessageField { name, default };
         let class = |(name, fields): (String, Vec<Field>)| MessageClass {
@@ -116,6 +119,7 @@ impl Front {
             times: times
                 .map(|times| time_stats(times, runtime.get().service.began()))
                 .transpose()?,
+            traces: traces.then(|| runtime.get().service.began()),
         };
         let inner = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
         Ok(Self {
@@ -218,6 +222,12 @@ impl Front {
     /// to the token; nothing without `times`.
     fn take_waits(&self) -> Vec<(f64, f64)> {
         self.inner.take_waits()
+    }
+
+    /// What happened when to requests that were traced and have ended since the last call; and how many more there were than are
+    /// kept, which is 4,096. Nothing without `traces`.
+    fn take_traced(&self) -> Traced {
+        traced(self.inner.take_traced())
     }
 
     /// Requests that have not ended.

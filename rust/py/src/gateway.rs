@@ -8,6 +8,7 @@ use pyo3::exceptions::{PyOSError, PyRuntimeError};
 use pyo3::prelude::*;
 
 use crate::runtime::{Runtime, seconds, value_error};
+use crate::traced::{Traced, traced};
 
 /// The gRPC services that the gateway smg calls, for a runtime whose drivers are ready: one thread without Python serves them.
 ///
@@ -44,6 +45,8 @@ impl Gateway {
     ///     speculate: The driver may draft for requests.
     ///     event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
     ///         (`kv_events`).
+    ///     traces: Keep for `take_traced` what happens to requests: to those whose call has no `traceparent`, or one of a trace that is
+    ///         recorded.
     ///
     /// Raises:
     ///     OSError: The address cannot be listened at.
@@ -55,7 +58,7 @@ impl Gateway {
         tokenizer_path = String::new(), served_model_name = String::new(), model_type = String::new(),
         architectures = Vec::new(), eos_token_ids = Vec::new(), bos_token_id = None, pad_token_id = None,
         context_length = None, default_sampling = String::new(), weight_version = String::new(), version = String::new(),
-        max_running_requests = None, speculate = false, event_history = 10_000
+        max_running_requests = None, speculate = false, event_history = 10_000, traces = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -79,6 +82,7 @@ impl Gateway {
         max_running_requests: Option<u32>,
         speculate: bool,
         event_history: usize,
+        traces: bool,
     ) -> PyResult<Self> {
         let contract = match contract {
             "vllm" => Contract::Vllm,
@@ -97,6 +101,7 @@ impl Gateway {
             max_running: max_running_requests,
             speculates: speculate,
             event_history,
+            traces,
             ..GatewaySettings::new(
                 contract,
                 ModelFacts {
@@ -140,6 +145,12 @@ impl Gateway {
     #[getter]
     fn open_requests(&self) -> usize {
         self.inner.open_requests()
+    }
+
+    /// What happened when to requests that were traced and have ended since the last call; and how many more there were than are
+    /// kept, which is 4,096. Nothing without `traces`.
+    fn take_traced(&self) -> Traced {
+        traced(self.inner.take_traced())
     }
 
     /// Takes no more requests, lets those that run end, but no longer than `timeout_s`, and closes every connection. A second

@@ -33,6 +33,7 @@ mod server;
 mod shared;
 mod slot_group;
 mod step;
+mod traced;
 
 use pyo3::prelude::*;
 
@@ -103,6 +104,8 @@ mod _core {
     use crate::slot_group::SlotGroup;
     #[pymodule_export]
     use crate::step::{Step, Wake};
+    #[pymodule_export]
+    use crate::traced::TracedRequest;
 }
 
 /// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was

@@ -8,6 +8,7 @@
 //! | `picture` | the images of a prompt: their names, positions, pixels |
 //! | `constraint`, `grammars` | grammars as the scheduler's constraints |
 //! | `sampling` | from the parameters that users know to the samplers that the driver has |
+//! | `timeline` | what happened when to requests that are traced |
 //! | `trace` | steps as a file for a trace viewer, on request |
 //! | `figures` | how a replica stands, as named metrics |
 //! | `service`, `replica`, `relay`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
@@ -37,6 +38,7 @@ mod shared;
 #[cfg(test)]
 mod steady;
 mod supervise;
+mod timeline;
 mod times;
 mod trace;
 
@@ -67,6 +69,7 @@ pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};
 pub use settings::DriverSettings;
 pub use shared::{ReplicaStats, ServiceLog, ServiceSettings};
+pub use timeline::{Timeline, Timelines, TraceParent, TracedRequest};
 pub use trace::{TraceEnd, TraceSettings};
 
 /// The README's example is a test.

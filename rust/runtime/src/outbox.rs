@@ -85,6 +85,8 @@ pub struct Delta {
     pub loaded_tokens: u32,
     /// When it was first admitted, in µs since the service began.
     pub admitted: Option<u64>,
+    /// When the step was answered that gave its first token, in µs since the service began.
+    pub first_token: Option<u64>,
     /// How often its pages were taken from it.
     pub retractions: u32,
 }
@@ -104,6 +106,7 @@ impl Delta {
             cached_tokens: 0,
             loaded_tokens: 0,
             admitted: None,
+            first_token: None,
             retractions: 0,
         }
     }
@@ -158,6 +161,7 @@ impl Outbox {
             delta.cached_tokens = output.cached_tokens;
             delta.loaded_tokens = output.loaded_tokens;
             delta.admitted = output.admitted;
+            delta.first_token = output.first_token;
             delta.retractions = output.retractions;
         }
         self.wake(queue);
@@ -303,6 +307,7 @@ mod tests {
             cached_tokens: 3,
             loaded_tokens: 1,
             admitted: Some(9),
+            first_token: Some(11),
             retractions: 0,
         };
         let end = |finish, _: Option<&str>| match finish {

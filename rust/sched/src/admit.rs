@@ -125,6 +125,7 @@ impl<S> Scheduler<S> {
             at: now,
             cached_tokens: cached,
             loaded_tokens: cached - on_the_device as u32 * size,
+            first_token: None,
         };
         let sequence = &mut self.sequences[slot];
         let longest = (sequence.len() + sequence.expected()).div_ceil(size) as usize;

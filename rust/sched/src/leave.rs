@@ -1,5 +1,7 @@
 //! What leaves: tokens that a sequence gives out, pages that it gives to others, and sequences that have ended.
 
+use std::num::NonZeroU64;
+
 use pie_radix::Insertion;
 
 use crate::flight::Flight;
@@ -12,6 +14,12 @@ impl<S> Scheduler<S> {
     pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
         self.counts.output_tokens += new as u64;
         let sequence = &mut self.sequences[slot];
+        if let Some(admitted) = &mut sequence.admitted
+            && admitted.first_token.is_none()
+            && new > 0
+        {
+            admitted.first_token = NonZeroU64::new(self.last_answer);
+        }
         if !sequence.streams && finish.is_none() {
             return;
         }

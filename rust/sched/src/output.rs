@@ -1,5 +1,6 @@
 //! What comes out: tokens, and ends.
 
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -65,11 +66,13 @@ pub struct Output<'a> {
     pub loaded_tokens: u32,
     /// When it was first admitted, in µs.
     pub admitted: Option<u64>,
+    /// When the step was answered that gave its first token, in µs; also of a sequence that does not stream.
+    pub first_token: Option<u64>,
     /// How often its pages were taken from it and computed, or loaded, again.
     pub retractions: u32,
 }
 
-/// What a sequence found when it was first admitted.
+/// What a sequence found when it was first admitted, and when it had its first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Admitted {
     /// When that was, in µs.
@@ -78,6 +81,8 @@ pub(crate) struct Admitted {
     pub(crate) cached_tokens: u32,
     /// Those of them that were loaded from the host.
     pub(crate) loaded_tokens: u32,
+    /// When the step was answered that gave its first token, in µs.
+    pub(crate) first_token: Option<NonZeroU64>,
 }
 
 /// One output without what is in lists.
@@ -137,6 +142,10 @@ impl Outputs {
                 cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),
                 loaded_tokens: entry.admitted.map_or(0, |admitted| admitted.loaded_tokens),
                 admitted: entry.admitted.map(|admitted| admitted.at),
+                first_token: entry
+                    .admitted
+                    .and_then(|admitted| admitted.first_token)
+                    .map(NonZeroU64::get),
                 retractions: entry.retractions,
             }
         })

@@ -179,6 +179,7 @@ pub(crate) fn settings() -> FrontSettings {
         probe_prefix: "HEALTH_CHECK".to_owned(),
         dp_rank: None,
         times: None,
+        traces: None,
     }
 }
 
@@ -249,6 +250,7 @@ pub(crate) fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
         cached_tokens: 1,
         loaded_tokens: 0,
         admitted: None,
+        first_token: None,
         retractions: 0,
     }
 }

@@ -9,6 +9,7 @@ mod facts;
 mod failures;
 mod logprobs;
 mod sglang;
+mod traces;
 mod vllm;
 
 /// Runs as the driver when a test's script says so; for the test runner it is a test that passes.

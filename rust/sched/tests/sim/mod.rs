@@ -538,6 +538,13 @@ impl Sim {
                 output.tokens.is_empty() || output.admitted.is_some(),
                 "{output:?}"
             );
+            if !output.tokens.is_empty() {
+                let first = output.first_token;
+                assert!(
+                    output.admitted <= first && first <= Some(self.now),
+                    "{output:?}"
+                );
+            }
             if let Some(finish) = output.finish {
                 self.tally.add(name(finish), 1);
                 self.tally.add("retractions", output.retractions.into());
