@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Batch, Capabilities, Constrain, Delta, End, Ends, Grammar, Sampling, Service,
-    Timeline, Timelines, TraceParent, TracedRequest,
+    Arrival, Batch, Capabilities, Constrain, Delta, Draw, End, Ends, Grammar, Pictures, Sampling,
+    Service, Timeline, Timelines, TraceParent, TracedRequest,
 };
 use rustc_hash::FxHashMap;
 use tonic::Status;
@@ -17,7 +17,7 @@ use crate::events::{Journal, Subscription};
 use crate::loads::{Loads, Throughput};
 use crate::logprobs::{AskedLogprobs, Reader};
 use crate::mailbox::{Mailbox, Pace};
-use crate::settings::{GatewaySettings, ModelFacts};
+use crate::settings::{GatewaySettings, ImageFacts, ModelFacts};
 use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
 use crate::times;
 
@@ -35,6 +35,8 @@ pub(crate) struct Asked {
     pub(crate) pace: Pace,
     pub(crate) grammar: Option<Grammar>,
     pub(crate) logprobs: Option<AskedLogprobs>,
+    /// The images of the prompt.
+    pub(crate) pictures: Option<Pictures>,
 }
 
 /// A request that was handed in.
@@ -166,6 +168,7 @@ impl Core {
             samples,
             pace,
             logprobs,
+            pictures,
             ..
         } = asked;
         if !asked.ignores_eos {
@@ -186,6 +189,9 @@ impl Core {
         let mut arrival = Arrival { ends, ..arrival };
         if let Some(logprobs) = logprobs {
             logprobs.params.ask(&mut arrival);
+        }
+        if let Some(pictures) = pictures {
+            Draw::attach(pictures, &mut arrival);
         }
         let mailbox = Arc::new(Mailbox::new(samples, pace));
         // Its first output may come before `submit` returns; it waits for the lock.
@@ -390,6 +396,10 @@ impl Core {
 
     pub(crate) fn model(&self) -> &ModelFacts {
         &self.settings.model
+    }
+
+    pub(crate) fn images(&self) -> Option<ImageFacts> {
+        self.settings.images
     }
 
     pub(crate) fn replicas(&self) -> usize {

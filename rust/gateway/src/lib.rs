@@ -6,6 +6,7 @@
 //! | [`contract`] | messages and services, generated from the published definitions |
 //! | `settings`, `facts` | what a door is made of, and what it says of its model |
 //! | `core`, `ticket` | requests that have not ended, whichever contract they came by |
+//! | `media` | the images of a request |
 //! | `mailbox` | what a request has brought forth and its client has not fetched |
 //! | `status` | from ends to finish reasons and statuses |
 //! | `vllm`, `sglang` | the two contracts |
@@ -22,6 +23,7 @@ mod grammars;
 mod loads;
 mod logprobs;
 mod mailbox;
+mod media;
 mod settings;
 mod sglang;
 mod status;
@@ -33,7 +35,7 @@ mod vllm;
 
 pub use door::Gateway;
 pub use error::GatewayError;
-pub use settings::{Contract, GatewaySettings, ModelFacts};
+pub use settings::{Contract, GatewaySettings, ImageFacts, ModelFacts};
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -20,6 +20,8 @@ pub struct GatewaySettings {
     pub contract: Contract,
     /// What it says of the model.
     pub model: ModelFacts,
+    /// How the model takes images, if it takes any and the runtime has room for them.
+    pub images: Option<ImageFacts>,
     /// Requests that run at once, where the scheduler has that limit; else as many as the driver takes.
     pub max_running: Option<u32>,
     /// The driver may draft for requests.
@@ -38,12 +40,20 @@ impl GatewaySettings {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             contract,
             model,
+            images: None,
             max_running: None,
             speculates: false,
             event_history: 10_000,
             traces: false,
         }
     }
+}
+
+/// How a model takes images: as patches, squares of which are tokens, with a rotary position for frames, rows and columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageFacts {
+    /// Patches along a side of such a square; at least 1.
+    pub merge: u32,
 }
 
 /// What the gateway learns of a model. Sizes come from the driver.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::iter::once;
 use std::sync::Arc;
 
-use pie_runtime::{Ends, Grammar, LogprobParams, Sampling};
+use pie_runtime::{Ends, Grammar, LogprobParams, Pictures, Sampling};
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 use tonic::{Request, Response, Status};
@@ -23,9 +23,9 @@ use crate::contract::sglang::{
     GetModelInfoRequest, GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse,
     HealthCheckRequest, HealthCheckResponse, InputLogProbs, InputTokenLogProb,
     ListLoadedLoRaAdaptersRequest, ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterRequest,
-    LoadLoRaAdapterResponse, MemoryMetrics, OutputLogProbs, QueueMetrics, SamplingParams,
-    SchedulerLoad, SpeculativeMetrics, TopLogProbs, UnloadLoRaAdapterRequest,
-    UnloadLoRaAdapterResponse,
+    LoadLoRaAdapterResponse, MemoryMetrics, MultimodalInputs, OutputLogProbs, QueueMetrics,
+    SamplingParams, SchedulerLoad, SpeculativeMetrics, TensorData, TopLogProbs,
+    UnloadLoRaAdapterRequest, UnloadLoRaAdapterResponse,
 };
 use crate::core::{Asked, Core};
 use crate::events::Subscription;
@@ -33,11 +33,13 @@ use crate::grammars;
 use crate::loads::Loads;
 use crate::logprobs::{self, AskedLogprobs, Row, Rows};
 use crate::mailbox::Pace;
+use crate::media::{self, Media, Tensor};
+use crate::settings::ImageFacts;
 use crate::status::Matched;
 use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
-use crate::unserved::{IMAGES, NO_EMBEDDINGS, SPLIT, or_one, refuse};
+use crate::unserved::{NO_EMBEDDINGS, SPLIT, or_one, refuse};
 use crate::vllm::flushed;
 
 /// The service over a core.
@@ -138,12 +140,15 @@ fn tokens(row: Row) -> TopLogProbs {
     }
 }
 
-fn asked(mut request: GenerateRequest) -> Result<Asked, Status> {
+fn asked(mut request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, Status> {
     let params = request.sampling_params.take().unwrap_or_default();
     let custom = params.custom_params.as_ref();
     refuse(&[
-        ("mm_inputs", request.mm_inputs.is_some(), IMAGES),
-        ("input_embeds", !request.input_embeds.is_empty(), IMAGES),
+        (
+            "input_embeds",
+            !request.input_embeds.is_empty(),
+            "it takes tokens and pictures",
+        ),
         (
             "disaggregated_params",
             request.disaggregated_params.is_some(),
@@ -184,9 +189,12 @@ fn asked(mut request: GenerateRequest) -> Result<Asked, Status> {
     })?;
     let sampling = sampling(&params)?;
     let logprobs = logprobs(&request)?;
+    let prompt = request.tokenized.take().unwrap_or_default().input_ids;
+    let inputs = request.mm_inputs.as_ref();
+    let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
     Ok(Asked {
         name: request.request_id,
-        prompt: request.tokenized.unwrap_or_default().input_ids,
+        prompt,
         sampling,
         ignores_eos: params.ignore_eos,
         samples: params.n.max(1),
@@ -196,6 +204,7 @@ fn asked(mut request: GenerateRequest) -> Result<Asked, Status> {
         },
         grammar: params.constraint.map(grammar),
         logprobs,
+        pictures: pictures.transpose()?,
         ends: Ends {
             // The scheduler cuts it to what there is room for.
             max_tokens: params.max_new_tokens.unwrap_or(u32::MAX >> 1),
@@ -205,6 +214,37 @@ fn asked(mut request: GenerateRequest) -> Result<Asked, Status> {
             stop_regexes: None,
         },
     })
+}
+
+fn pictures(
+    inputs: &MultimodalInputs,
+    images: Option<ImageFacts>,
+    prompt: usize,
+) -> Result<Pictures, Status> {
+    // Media that no gateway has made tensors of.
+    let urls = [&inputs.image_urls, &inputs.video_urls, &inputs.audio_urls];
+    let data = [&inputs.image_data, &inputs.video_data, &inputs.audio_data];
+    let is_raw = urls.iter().any(|urls| !urls.is_empty());
+    let has_others = [data[1], data[2]].iter().any(|data| !data.is_empty());
+    if is_raw || has_others || inputs.pixel_values.is_none() {
+        return Err(media::refusal(images));
+    }
+    let grids = Media::grids(inputs.model_specific_tensors.iter());
+    let places = inputs.mm_placeholders.iter();
+    let media = Media {
+        pixels: inputs.pixel_values.as_ref().map(tensor),
+        grids: grids.map(tensor),
+        places: places.map(|place| (place.offset, place.length)).collect(),
+    };
+    media::pictures(&media, images, prompt)
+}
+
+fn tensor(data: &TensorData) -> Tensor<'_> {
+    Tensor {
+        shape: &data.shape,
+        dtype: &data.dtype,
+        data: &data.data,
+    }
 }
 
 fn logprobs(request: &GenerateRequest) -> Result<Option<AskedLogprobs>, Status> {
@@ -327,7 +367,8 @@ impl SglangScheduler for Scheduler {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, message) = request.into_parts();
-        let ticket = Ticket::new(&self.0, asked(message)?, &metadata)?;
+        let asked = asked(message, self.0.images())?;
+        let ticket = Ticket::new(&self.0, asked, &metadata)?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 
@@ -382,6 +423,7 @@ impl SglangScheduler for Scheduler {
             pad_token_id: token(model.pad_token),
             bos_token_id: token(model.bos_token),
             max_req_input_len: length,
+            supports_vision: self.0.images().is_some(),
             architectures: model.architectures.clone(),
             default_sampling_params_json: model.default_sampling.clone(),
             ..GetModelInfoResponse::default()

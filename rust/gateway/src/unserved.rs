@@ -12,7 +12,6 @@ pub(crate) fn refuse(fields: &[(&str, bool, &str)]) -> Result<(), Status> {
     })
 }
 
-pub(crate) const IMAGES: &str = "it takes tokens, not images, audio or video";
 pub(crate) const SPLIT: &str = "prefill and decode run in one driver";
 /// What both contracts say to a request for an embedding.
 pub(crate) const NO_EMBEDDINGS: &str =

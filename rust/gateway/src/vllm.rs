@@ -3,23 +3,24 @@
 use std::iter::once;
 use std::sync::Arc;
 
-use pie_runtime::{Ends, Grammar, LogprobParams, Sampling};
+use pie_runtime::{Ends, Grammar, LogprobParams, Pictures, Sampling};
 use tonic::{Request, Response, Status};
 
 use crate::contract::common::{
-    FlushCacheRequest, FlushCacheResponse, GetTokenizerRequest, SubscribeKvEventsRequest,
+    FlushCacheRequest, FlushCacheResponse, GetTokenizerRequest, Modality, SubscribeKvEventsRequest,
 };
 use crate::contract::vllm::generate_complete::MatchedStop;
 use crate::contract::vllm::generate_request::Input;
 use crate::contract::vllm::generate_response::Response as Message;
 use crate::contract::vllm::sampling_params::Constraint;
+use crate::contract::vllm::tensor_data::Payload;
 use crate::contract::vllm::vllm_engine_server::{VllmEngine, VllmEngineServer};
 use crate::contract::vllm::{
     AbortRequest, AbortResponse, EmbedRequest, EmbedResponse, GenerateComplete, GenerateRequest,
     GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse, GetModelInfoRequest,
     GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse, HealthCheckRequest,
-    HealthCheckResponse, InputLogProbs, InputTokenLogProb, OutputLogProbs, SamplingParams,
-    SchedulerLoad, TopLogProbs,
+    HealthCheckResponse, InputLogProbs, InputTokenLogProb, MultimodalInputs, OutputLogProbs,
+    SamplingParams, SchedulerLoad, TensorData, TopLogProbs,
 };
 use crate::core::{Asked, Core};
 use crate::events::Subscription;
@@ -27,11 +28,13 @@ use crate::grammars;
 use crate::loads::Loads;
 use crate::logprobs::{self, AskedLogprobs, Row, Rows};
 use crate::mailbox::Pace;
+use crate::media::{self, Media, Tensor};
+use crate::settings::ImageFacts;
 use crate::status::Matched;
 use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
-use crate::unserved::{IMAGES, NO_EMBEDDINGS, SPLIT, or_one, refuse};
+use crate::unserved::{NO_EMBEDDINGS, SPLIT, or_one, refuse};
 
 /// The service over a core.
 pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> VllmEngineServer<Engine> {
@@ -127,16 +130,19 @@ fn tokens(row: Row) -> TopLogProbs {
     }
 }
 
-fn asked(request: GenerateRequest) -> Result<Asked, Status> {
+fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, Status> {
     let params = request.sampling_params.unwrap_or_default();
     refuse(&[
-        ("mm_inputs", request.mm_inputs.is_some(), IMAGES),
         (
             "extra_mm_inputs",
             !request.extra_mm_inputs.is_empty(),
-            IMAGES,
+            "it takes pictures, and no audio or video",
         ),
-        ("media_refs", request.media_refs.is_some(), IMAGES),
+        (
+            "media_refs",
+            request.media_refs.is_some(),
+            "the gateway fetches pictures, and makes tensors of them",
+        ),
         (
             "kv_transfer_params",
             request.kv_transfer_params.is_some(),
@@ -163,8 +169,16 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
         None => Vec::new(),
     };
     if let Some(most) = params.truncate_prompt_tokens {
+        let has_images = request.mm_inputs.is_some();
+        refuse(&[(
+            "truncate_prompt_tokens",
+            has_images,
+            "it could cut an image",
+        )])?;
         truncate(&mut prompt, most)?;
     }
+    let inputs = request.mm_inputs.as_ref();
+    let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
     let grammar = params.constraint.as_ref().and_then(grammar);
     Ok(Asked {
         name: request.request_id,
@@ -178,6 +192,7 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
         },
         grammar,
         logprobs: logprobs(&params)?,
+        pictures: pictures.transpose()?,
         ends: Ends {
             // The scheduler cuts it to what there is room for.
             max_tokens: params.max_tokens.unwrap_or(u32::MAX >> 1),
@@ -186,6 +201,38 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
             stop_strings: params.stop.into_iter().map(grammars::bytes).collect(),
             stop_regexes: None,
         },
+    })
+}
+
+fn pictures(
+    inputs: &MultimodalInputs,
+    images: Option<ImageFacts>,
+    prompt: usize,
+) -> Result<Pictures, Status> {
+    let is_picture = matches!(inputs.modality(), Modality::Unspecified | Modality::Image);
+    if !is_picture {
+        return Err(media::refusal(images));
+    }
+    let grids = Media::grids(inputs.model_specific_tensors.iter());
+    let places = inputs.mm_placeholders.iter();
+    let media = Media {
+        pixels: inputs.pixel_values.as_ref().map(tensor).transpose()?,
+        grids: grids.map(tensor).transpose()?,
+        places: places.map(|place| (place.offset, place.length)).collect(),
+    };
+    media::pictures(&media, images, prompt)
+}
+
+fn tensor(data: &TensorData) -> Result<Tensor<'_>, Status> {
+    let Some(Payload::Inline(bytes)) = &data.payload else {
+        return Err(Status::invalid_argument(
+            "`mm_inputs` cannot be served: its tensors must be in the message, as `inline`",
+        ));
+    };
+    Ok(Tensor {
+        shape: &data.shape,
+        dtype: &data.dtype,
+        data: bytes,
     })
 }
 
@@ -297,7 +344,8 @@ impl VllmEngine for Engine {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, message) = request.into_parts();
-        let ticket = Ticket::new(&self.0, asked(message)?, &metadata)?;
+        let asked = asked(message, self.0.images())?;
+        let ticket = Ticket::new(&self.0, asked, &metadata)?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 
@@ -346,7 +394,7 @@ impl VllmEngine for Engine {
             is_generation: true,
             max_context_length: length,
             vocab_size: able.vocab_size,
-            supports_vision: false,
+            supports_vision: self.0.images().is_some(),
             served_model_name: model.served_name.clone(),
             tokenizer_path: model.tokenizer_path.clone(),
             model_type: model.model_type.clone(),

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use pie_gateway::{Contract, GatewayError, GatewaySettings, ModelFacts};
+use pie_gateway::{Contract, GatewayError, GatewaySettings, ImageFacts, ModelFacts};
 use pyo3::exceptions::{PyOSError, PyRuntimeError};
 use pyo3::prelude::*;
 
@@ -42,6 +42,8 @@ impl Gateway {
     ///     weight_version: Names the weights.
     ///     version: Of this program.
     ///     max_running_requests: As the runtime has it.
+    ///     image_merge: Patches along a side of the square that makes a token of an image; None for a model without images. The
+    ///         runtime must have room for them (`max_image_bytes`).
     ///     speculate: The driver may draft for requests.
     ///     event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
     ///         (`kv_events`).
@@ -58,7 +60,7 @@ impl Gateway {
         tokenizer_path = String::new(), served_model_name = String::new(), model_type = String::new(),
         architectures = Vec::new(), eos_token_ids = Vec::new(), bos_token_id = None, pad_token_id = None,
         context_length = None, default_sampling = String::new(), weight_version = String::new(), version = String::new(),
-        max_running_requests = None, speculate = false, event_history = 10_000, traces = false
+        max_running_requests = None, image_merge = None, speculate = false, event_history = 10_000, traces = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -80,6 +82,7 @@ impl Gateway {
         weight_version: String,
         version: String,
         max_running_requests: Option<u32>,
+        image_merge: Option<u32>,
         speculate: bool,
         event_history: usize,
         traces: bool,
@@ -99,6 +102,9 @@ impl Gateway {
         let settings = GatewaySettings {
             address: SocketAddr::from((address, port)),
             max_running: max_running_requests,
+            images: image_merge.map(|merge| ImageFacts {
+                merge: merge.max(1),
+            }),
             speculates: speculate,
             event_history,
             traces,
