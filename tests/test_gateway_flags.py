@@ -101,7 +101,6 @@ def sample(field: Any) -> list[str]:
         ),
         (["--enable-priority-scheduling"], "passes no priority on"),
         (["--tokenizer-worker-num", "2"], "`--tokenizer-worker-num`"),
-        (["--enable-metrics"], "always has metrics"),
         (["--log-requests"], "the gateway logs and measures by itself"),
         (["--skip-tokenizer-init"], "the gateway tokenizes"),
         (["--kv-events-config", "{}"], "by themselves"),
@@ -133,12 +132,13 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     given = ["--host", "0.0.0.0", "--port", "8000", "--api-key", "k", "--log-level", "error"]
     given += ["--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1"]
     given += ["--chat-template", str(template), "--ssl-certfile", "c", "--ssl-keyfile", "f"]
-    given += ["--prometheus-port", "9000", "--enable-trace", "--gateway-arg=--queue-size=3"]
+    given += ["--prometheus-port", "9000", "--enable-trace", "--enable-metrics"]
+    given += ["--gateway-arg=--queue-size=3"]
     arguments = parse_words(["--model-path", "m", *given])
-    words = smg.smg_words(arguments, ["grpc://a", "grpc://b"], Path("folder"))
+    words = smg.smg_words(arguments, ["grpc://a", "grpc://b"], Path("folder"), 9001)
     line = " ".join(words)
     for part in (
-        "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9000",
+        "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9001",
         "--model-path folder --log-level error",
         "--policy cache_aware --worker-urls grpc://a grpc://b",
         "--api-key k",
@@ -150,7 +150,7 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     ):
         assert part in line
     assert words[-1] == "--queue-size=3"
-    single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"))
+    single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"), 1)
     assert "--policy round_robin" in " ".join(single)
     assert "--host 127.0.0.1 --port 30000" in " ".join(single)
 
@@ -167,7 +167,7 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
 def test_wrong_values_are_refused_before_a_model_is_loaded(words: list[str], names: str) -> None:
     arguments = parse_words(["--model-path", "m", *words])
     with pytest.raises(ConfigError) as error:
-        smg.smg_words(arguments, (), Path("m"))
+        smg.smg_words(arguments, (), Path("m"), 0)
     assert names in str(error.value)
 
 

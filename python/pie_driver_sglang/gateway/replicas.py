@@ -121,6 +121,11 @@ class Replicas:
         self.close()
 
 
+def served_name(plan: EngineArguments, arguments: GatewayArguments) -> str:
+    """The name that clients use for the model."""
+    return str(arguments.front.get("served_model_name") or plan.model)
+
+
 def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) -> dict[str, Any]:
     """What the doors say of the model."""
     front = arguments.front
@@ -128,7 +133,7 @@ def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) 
     return {
         "model_path": str(plan.model),
         "tokenizer_path": str(plan.tokenizer),
-        "served_model_name": front.get("served_model_name") or str(plan.model),
+        "served_model_name": served_name(plan, arguments),
         "model_type": str(config.get("model_type", "")),
         "architectures": list(config.get("architectures") or ()),
         "eos_token_ids": ends,
