@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from threading import Event
 from types import FrameType
 from typing import Final
@@ -44,14 +45,14 @@ def main(words: Sequence[str]) -> int:
     engine = {**arguments.engine}
     if "preferred_sampling_params" in arguments.front:
         engine["preferred_sampling_params"] = arguments.front["preferred_sampling_params"]
+    # What is wrong with the gateway's flags is said before a model is downloaded or loaded.
+    smg.smg_words(arguments, (), Path(), 0)
     plan = parse_arguments(engine)
-    # What is wrong with the gateway's flags is said before a model is loaded.
-    smg.smg_words(arguments, (), plan.model, 0)
     with _temporary_folder(), _signals() as (ending, at_once):
         try:
             with (
                 Replicas(plan, arguments) as replicas,
-                _metrics(plan, arguments, replicas) as metrics,
+                _metrics(arguments, replicas) as metrics,
             ):
                 if _wait_loaded(replicas, ending):
                     _serve(plan, arguments, replicas, metrics, (ending, at_once))
@@ -69,7 +70,7 @@ def _temporary_folder() -> Iterator[None]:
 
 
 def _metrics(
-    plan: EngineArguments, arguments: GatewayArguments, replicas: Replicas
+    arguments: GatewayArguments, replicas: Replicas
 ) -> contextlib.AbstractContextManager[MetricsServer | None]:
     """The endpoint for Prometheus, if it is asked for: it is there while models are loaded."""
     port = arguments.prometheus_port
@@ -77,7 +78,7 @@ def _metrics(
         if not arguments.front.get("enable_metrics"):
             return contextlib.nullcontext()
         port = DEFAULT_METRICS_PORT
-    exporter = RuntimeExporter(replicas.runtimes, served_name(plan, arguments))
+    exporter = RuntimeExporter(replicas.runtimes, served_name(arguments))
     return MetricsServer(exporter, arguments.front.get("host", "127.0.0.1"), port)
 
 
@@ -115,7 +116,7 @@ def _serve(
     gateway = smg.GatewayProcess(words, url)
     try:
         gateway.wait_ready(lambda: _look(replicas, ending))
-        _ready(arguments, plan, url)
+        _ready(arguments, url)
         while not ending.wait(_LOOK_S):
             _look(replicas)
             if (status := gateway.poll()) is not None:
@@ -160,9 +161,9 @@ def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
     _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}\n")
 
 
-def _ready(arguments: GatewayArguments, plan: EngineArguments, url: str) -> None:
+def _ready(arguments: GatewayArguments, url: str) -> None:
     """Says how to try the server out."""
-    name = served_name(plan, arguments)
+    name = served_name(arguments)
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = " -H 'Authorization: Bearer …'" if "api_key" in arguments.front else ""
     _say(

@@ -121,9 +121,9 @@ class Replicas:
         self.close()
 
 
-def served_name(plan: EngineArguments, arguments: GatewayArguments) -> str:
-    """The name that clients use for the model."""
-    return str(arguments.front.get("served_model_name") or plan.model)
+def served_name(arguments: GatewayArguments) -> str:
+    """The name that clients use for the model: the one that was given, as SGLang has it."""
+    return str(arguments.front.get("served_model_name") or arguments.engine["model_path"])
 
 
 def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) 
     return {
         "model_path": str(plan.model),
         "tokenizer_path": str(plan.tokenizer),
-        "served_model_name": served_name(plan, arguments),
+        "served_model_name": served_name(arguments),
         "model_type": str(config.get("model_type", "")),
         "architectures": list(config.get("architectures") or ()),
         "eos_token_ids": ends,
