@@ -66,7 +66,7 @@ def test_sglang_reads_the_same_words_alike() -> None:
         words = [f"--{name.replace('_', '-')}", *sample(field)]
         try:
             theirs = launching.given_flags(["--model-path", "m", *words])
-        except SystemExit:
+        except ConfigError:
             continue  # Its parser has no such flag, or another kind of value.
         try:
             found = parse_words(["--model-path", "m", *words])
@@ -161,6 +161,8 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
         (["--chat-template", "chatml"], "`--chat-template` is 'chatml', which is not a file"),
         (["--tool-call-parser", "gpt-oss"], "for which the gateway has no parser"),
         (["--reasoning-parser", "auto"], "for which the gateway has no parser"),
+        (["--tool-call-parser", "qwen52"], "`--tool-call-parser` is 'qwen52', for which the gat"),
+        (["--reasoning-parser", "qwen52"], "`--reasoning-parser` is 'qwen52', for which the gat"),
         (["--log-level", "loud"], "`--log-level` is 'loud'"),
     ],
 )
@@ -171,15 +173,17 @@ def test_wrong_values_are_refused_before_a_model_is_loaded(words: list[str], nam
     assert names in str(error.value)
 
 
-def choices(name: str) -> set[str]:
-    """The names that the installed gateway takes for a flag."""
-    import argparse
-
-    router_args: Any = pytest.importorskip("smg.router_args")
-    parser = argparse.ArgumentParser()
-    router_args.RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    [action] = [action for action in parser._actions if f"--{name}" in action.option_strings]
-    return set(action.choices or ())
+def test_the_parsers_that_there_are_are_listed() -> None:
+    """Of the gateway's names and SGLang's, those that the installed gateway serves."""
+    pytest.importorskip("smg")
+    arguments = parse_words(["--model-path", "m", "--tool-call-parser", "qwen52"])
+    with pytest.raises(ConfigError) as error:
+        smg.smg_words(arguments, (), Path("m"), 0)
+    listed = error.value.hint.removeprefix("expected one of ").split(", ")
+    assert {"qwen", "qwen25", "llama3", "mistral"} <= set(listed)
+    assert "gpt-oss" not in listed
+    for name in listed:
+        assert parsers.tool_parser(name) in parsers.gateway_choices("--tool-call-parser")
 
 
 @pytest.mark.engine
@@ -187,6 +191,7 @@ def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
+    pytest.importorskip("smg")
     for flag, theirs, names, missing in (
         (
             "tool-call-parser",
@@ -201,7 +206,7 @@ def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
             parsers.MISSING_REASONING_PARSERS,
         ),
     ):
-        known = choices(flag)
+        known = parsers.gateway_choices(f"--{flag}")
         assert set(names.values()) <= known
         assert not missing & known
         for name in theirs:
