@@ -1,6 +1,8 @@
-# An image of the driver: `docker build --tag pie-driver-sglang .`; with a GPU of the host:
-# docker run --rm --gpus all --shm-size=2g --volume ~/.cache/huggingface:/root/.cache/huggingface pie-driver-sglang \
-#     generate --model Qwen/Qwen3-0.6B "The capital of France is"
+# An image of both servers: `docker build --tag pie-driver-sglang .`; with a GPU of the host:
+# docker run --rm --gpus all --shm-size=2g --publish 127.0.0.1:30000:30000 \
+#     --volume ~/.cache/huggingface:/root/.cache/huggingface pie-driver-sglang \
+#     serve --model-path Qwen/Qwen3-0.6B --host 0.0.0.0
+# With `--front gateway` the gateway serves there, which has no key without `--api-key`; `doctor` looks at the machine.
 # Pie's runtime needs the driver in its own container or on its own host: install the wheel there.
 
 FROM quay.io/pypa/manylinux_2_28_x86_64 AS build
@@ -19,6 +21,6 @@ COPY --from=ghcr.io/astral-sh/uv:0.9 /uv /usr/local/bin/uv
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /wheels /tmp/wheels
 # Bytecode is compiled now: a start would take half a minute longer without.
-RUN uv pip install --system --no-cache --compile-bytecode --constraints /tmp/constraints.txt /tmp/wheels/*.whl
+RUN uv pip install --system --no-cache --compile-bytecode --constraints /tmp/constraints.txt "$(ls /tmp/wheels/*.whl)[gateway]"
 ENTRYPOINT ["pie-sglang"]
 CMD ["doctor"]

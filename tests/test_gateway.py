@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jsonschema
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import forking
 import kits
@@ -28,6 +29,7 @@ from flood import flood_completions
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_server import START_S, serving, wait_until
 from reference import GAP, Reference
+from serve_metrics import DASHBOARD
 from sglang_server import Server, free_ports
 from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
 from tiny_models import POCKET
@@ -63,7 +65,7 @@ class Door(Server):
 
     Attributes:
         process: The command.
-        metrics: The port of the gateway's metrics.
+        metrics: The port of the metrics.
     """
 
     process: psutil.Process
@@ -77,12 +79,6 @@ class Door(Server):
     def loads(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.ask("/loads"))["loads"]
         return found
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's values."""
-        other = Server(f"http://127.0.0.1:{self.metrics}", self.log)
-        lines = re.findall(rf"^{name}(?:{{.*?}})? (\S+)$", other.ask("/metrics"), re.MULTILINE)
-        return sum(map(float, lines))
 
 
 @contextlib.contextmanager
@@ -288,6 +284,51 @@ class TestGrammar:
             assert sum(map(math.exp, top)) <= 1 + 1e-4
 
 
+class TestMetrics:
+    def test_one_endpoint_has_the_gateways_and_the_runtimes(self, door: Door, client: Any) -> None:
+        """With the names that SGLang's own server shows, each once."""
+        before = scrape(door.metrics)
+        complete(client, tokens=12)
+        wait_until(
+            lambda: (
+                scrape(door.metrics).total("smg_router_requests_total")
+                > before.total("smg_router_requests_total")
+            ),
+            10,
+            "the gateway counts it",
+        )
+        now = scrape(door.metrics)
+        tokens = "sglang:realtime_tokens_total"
+        assert now.total(tokens, mode="decode") - before.total(tokens, mode="decode") == 12
+        for name in ("pie_runtime:steps_total", "pie_runtime:finished_total"):
+            assert now.total(name) > before.total(name), name
+        for name in ("sglang:max_total_num_tokens", "sglang:page_size", "sglang:context_len"):
+            assert now.total(name, model_name="pocket", dp_rank="0") > 0, name
+        assert "sglang:num_running_reqs" in now.names
+        log = door.log.read_text(errors="replace")
+        assert f"metrics at http://127.0.0.1:{door.metrics}/metrics" in log
+
+    def test_running_requests_are_shown_while_they_run(self, door: Door, client: Any) -> None:
+        stream = complete(client, tokens=1500, stream=True)
+        next(iter(stream))
+        wait_until(lambda: scrape(door.metrics).total("sglang:num_running_reqs") == 1, 30, "it")
+        stream.close()
+        wait_until(lambda: scrape(door.metrics).total("sglang:num_running_reqs") == 0, 30, "end")
+
+    def test_the_dashboard_serves_this_door_too(self, door: Door, client: Any) -> None:
+        """Each query has an alternative that there is; only SGLang's server measures the queue."""
+        streamed(client, 8)
+        known = scrape(door.metrics).names
+        panels = json.loads(DASHBOARD.read_text())["panels"]
+        for panel in panels:
+            if panel["title"] == "Time in the queue":
+                continue
+            for target in panel.get("targets", ()):
+                asked = target["expr"].split(" or ")
+                names = [re.findall(r"\b(?:sglang:|pie_runtime:|smg_)\w+", each) for each in asked]
+                assert any(found and set(found) <= known for found in names), target["expr"]
+
+
 class TestRefusals:
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_prompt_that_is_too_long(self, client: Any, stream: bool) -> None:
@@ -387,6 +428,37 @@ class TestOthersTests:
         assert len(door.drivers()) == 1
 
 
+class Scrape(NamedTuple):
+    """What an endpoint shows: values by name and labels. No name is declared twice."""
+
+    values: dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.values}
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of what has these labels."""
+        wanted = labels.items()
+        return sum(
+            value for (key, has), value in self.values.items() if key == name and wanted <= has
+        )
+
+
+def scrape(port: int) -> Scrape:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    declared = Counter(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert [name for name, count in declared.items() if count > 1] == []
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    samples = [sample for family in families for sample in family.samples]
+    values = {(each.name, frozenset(each.labels.items())): each.value for each in samples}
+    assert len(values) == len(samples)
+    assert all(family.type != "unknown" and family.samples for family in families)
+    return Scrape(values)
+
+
 def requests(door: Door) -> int:
     """Requests that the runtime has, by its own word."""
     return int(sum(load["num_total_reqs"] for load in door.loads()))
@@ -409,11 +481,11 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
     The gateway is started by the line that the command prints.
     """
     log, gateway_log = tmp_path / "log", tmp_path / "gateway.log"
-    [port] = free_ports(1)
+    port, metrics = free_ports(2)
     command = [forked_python, "-m", "pie_driver_sglang", "serve", "--front=gateway"]
     command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
     command += ["--dp-size", "2", "--grpc-contract", "sglang", "--no-gateway"]
-    command += ["--port", str(port), "--api-key", "secret"]
+    command += ["--port", str(port), "--api-key", "secret", "--prometheus-port", str(metrics)]
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(started(command, log))
         wait_until(
@@ -432,11 +504,26 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         assert refusal(lambda: complete(stranger))[0] == 401
         client = stack.enter_context(asking(url, "secret"))
         share_by_family(client)
+        show_each_replica(metrics, gateway=True)
         lose_the_drivers(process, client)
+        smg.kill()
+        smg.wait()
+        assert show_each_replica(metrics, gateway=False).total("pie_runtime:restarts_total") == 2
         family = forking.family(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert psutil.wait_procs(family, 10)[1] == []
+
+
+def show_each_replica(port: int, *, gateway: bool) -> Scrape:
+    """Both replicas have worked by the metrics; those of the gateway come while it runs."""
+    found = scrape(port)
+    for rank in ("0", "1"):
+        for name in ("sglang:max_total_num_tokens", "sglang:kv_evictable_tokens"):
+            assert found.total(name, dp_rank=rank, model_name="pocket") > 0, name
+        assert found.total("sglang:realtime_tokens_total", dp_rank=rank, mode="decode") > 0
+    assert any(name.startswith("smg_") for name in found.names) == gateway
+    return found
 
 
 def share_by_family(client: Any) -> None:

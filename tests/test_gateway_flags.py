@@ -66,7 +66,7 @@ def test_sglang_reads_the_same_words_alike() -> None:
         words = [f"--{name.replace('_', '-')}", *sample(field)]
         try:
             theirs = launching.given_flags(["--model-path", "m", *words])
-        except SystemExit:
+        except ConfigError:
             continue  # Its parser has no such flag, or another kind of value.
         try:
             found = parse_words(["--model-path", "m", *words])
@@ -101,7 +101,6 @@ def sample(field: Any) -> list[str]:
         ),
         (["--enable-priority-scheduling"], "passes no priority on"),
         (["--tokenizer-worker-num", "2"], "`--tokenizer-worker-num`"),
-        (["--enable-metrics"], "always has metrics"),
         (["--log-requests"], "the gateway logs and measures by itself"),
         (["--skip-tokenizer-init"], "the gateway tokenizes"),
         (["--kv-events-config", "{}"], "by themselves"),
@@ -133,12 +132,13 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     given = ["--host", "0.0.0.0", "--port", "8000", "--api-key", "k", "--log-level", "error"]
     given += ["--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1"]
     given += ["--chat-template", str(template), "--ssl-certfile", "c", "--ssl-keyfile", "f"]
-    given += ["--prometheus-port", "9000", "--enable-trace", "--gateway-arg=--queue-size=3"]
+    given += ["--prometheus-port", "9000", "--enable-trace", "--enable-metrics"]
+    given += ["--gateway-arg=--queue-size=3"]
     arguments = parse_words(["--model-path", "m", *given])
-    words = smg.smg_words(arguments, ["grpc://a", "grpc://b"], Path("folder"))
+    words = smg.smg_words(arguments, ["grpc://a", "grpc://b"], Path("folder"), 9001)
     line = " ".join(words)
     for part in (
-        "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9000",
+        "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9001",
         "--model-path folder --log-level error",
         "--policy cache_aware --worker-urls grpc://a grpc://b",
         "--api-key k",
@@ -150,7 +150,7 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     ):
         assert part in line
     assert words[-1] == "--queue-size=3"
-    single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"))
+    single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"), 1)
     assert "--policy round_robin" in " ".join(single)
     assert "--host 127.0.0.1 --port 30000 " in " ".join(single)
     assert "--log-level warn " in " ".join(single)
@@ -165,25 +165,29 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
         (["--chat-template", "chatml"], "`--chat-template` is 'chatml', which is not a file"),
         (["--tool-call-parser", "gpt-oss"], "for which the gateway has no parser"),
         (["--reasoning-parser", "auto"], "for which the gateway has no parser"),
+        (["--tool-call-parser", "qwen52"], "`--tool-call-parser` is 'qwen52', for which the gat"),
+        (["--reasoning-parser", "qwen52"], "`--reasoning-parser` is 'qwen52', for which the gat"),
         (["--log-level", "loud"], "`--log-level` is 'loud'"),
     ],
 )
 def test_wrong_values_are_refused_before_a_model_is_loaded(words: list[str], names: str) -> None:
     arguments = parse_words(["--model-path", "m", *words])
     with pytest.raises(ConfigError) as error:
-        smg.smg_words(arguments, (), Path("m"))
+        smg.smg_words(arguments, (), Path("m"), 0)
     assert names in str(error.value)
 
 
-def choices(name: str) -> set[str]:
-    """The names that the installed gateway takes for a flag."""
-    import argparse
-
-    router_args: Any = pytest.importorskip("smg.router_args")
-    parser = argparse.ArgumentParser()
-    router_args.RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    [action] = [action for action in parser._actions if f"--{name}" in action.option_strings]
-    return set(action.choices or ())
+def test_the_parsers_that_there_are_are_listed() -> None:
+    """Of the gateway's names and SGLang's, those that the installed gateway serves."""
+    pytest.importorskip("smg")
+    arguments = parse_words(["--model-path", "m", "--tool-call-parser", "qwen52"])
+    with pytest.raises(ConfigError) as error:
+        smg.smg_words(arguments, (), Path("m"), 0)
+    listed = error.value.hint.removeprefix("expected one of ").split(", ")
+    assert {"qwen", "qwen25", "llama3", "mistral"} <= set(listed)
+    assert "gpt-oss" not in listed
+    for name in listed:
+        assert parsers.tool_parser(name) in parsers.gateway_choices("--tool-call-parser")
 
 
 @pytest.mark.engine
@@ -191,6 +195,7 @@ def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
+    pytest.importorskip("smg")
     for flag, theirs, names, missing in (
         (
             "tool-call-parser",
@@ -205,7 +210,7 @@ def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
             parsers.MISSING_REASONING_PARSERS,
         ),
     ):
-        known = choices(flag)
+        known = parsers.gateway_choices(f"--{flag}")
         assert set(names.values()) <= known
         assert not missing & known
         for name in theirs:

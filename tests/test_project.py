@@ -321,6 +321,8 @@ def test_the_image_copies_what_is_there() -> None:
     for names in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         assert all((REPOSITORY / name).exists() for name in names.split()), names
     assert "--compile-bytecode" in text
+    # Both servers are in it.
+    assert ".whl)[gateway]" in text
     assert "/.venv" in (REPOSITORY / ".dockerignore").read_text().splitlines()
 
 

@@ -38,7 +38,9 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "memory": frozenset({"config", "psutil"}),
     "checkpoint": frozenset({"memory", "numpy"}),
     "observe": frozenset({"_core", "config", "opentelemetry", "prometheus_client"}),
-    "gateway": frozenset({"_core", "cli", "config", "observe", "offline", "smg"}),
+    "gateway": frozenset(
+        {"_core", "cli", "config", "observe", "offline", "prometheus_client", "smg"}
+    ),
     "kernels": frozenset({"cuda", "numpy", "torch", "triton"}),
     "sampling": frozenset({"_core", "kernels", "torch"}),
 }

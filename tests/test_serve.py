@@ -213,14 +213,18 @@ class TestGenerate:
 
 
 class TestEnds:
-    def test_names_that_begin_alike_are_aborted_together(self, server: Server) -> None:
+    @pytest.mark.parametrize("beginning", ["job", "jo"])
+    def test_names_that_begin_alike_are_aborted_together(
+        self, server: Server, beginning: str
+    ) -> None:
+        """With a request of that very name, and without."""
         with ThreadPoolExecutor(3) as pool:
             answers = [
                 pool.submit(server.ask, "/generate", {**server.body([7], 1900), "rid": rid})
                 for rid in ("job", "job-2")
             ]
             wait_until(lambda: state(server)["running"] == 2, 60, "both run")
-            server.ask("/abort_request", {"rid": "job"})
+            server.ask("/abort_request", {"rid": beginning})
             for answer in answers:
                 meta = json.loads(answer.result(60))["meta_info"]
                 assert meta["finish_reason"]["type"] == "abort"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server import flags, launch, program
+from pie_driver_sglang.server.seams import environment
 from tiny_models import POCKET
 
 
@@ -107,6 +110,43 @@ def test_the_words_of_this_command_are_taken_out() -> None:
 def test_an_option_is_for_our_scheduler_alone() -> None:
     with pytest.raises(ConfigError, match="--enable-memory-saver"):
         choose("--option", "page_size=32", enable_memory_saver=True)
+
+
+@pytest.mark.engine
+def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
+    """By the real command: SGLang's parser prints the usage of hundreds of flags."""
+    words = ["--model-path", str(POCKET), "--device", "cpu", "--bogus-flag", "--tp-sizes=2"]
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve", *words]
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert failed.returncode == 1
+    [line] = [line for line in failed.stderr.splitlines() if "bogus" in line]
+    assert line == "pie-sglang: there is no flag `--bogus-flag`, `--tp-sizes`"
+    assert "hint: did you mean `--tp-size`" in failed.stderr
+    assert flags.FLAG_LIST in failed.stderr
+    assert "usage:" not in failed.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("words", "names", "hint"),
+    [
+        (["--schedular=pie"], "there is no flag `--schedular`", "`--scheduler`"),
+        (["--tp-size", "x"], "invalid int value: 'x'", ""),
+        (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
+        (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hint: str) -> None:
+    with mock.patch.dict(os.environ):
+        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with environment.importing_server():
+            from pie_driver_sglang.server.seams import launching
+    with pytest.raises(ConfigError) as error:
+        launching.given_flags(["--model-path", "m", *words])
+    assert names in str(error.value)
+    assert hint in error.value.hint
+    assert len(f"{error.value} {error.value.hint}".splitlines()) == 1
 
 
 def test_help_and_a_missing_model() -> None:

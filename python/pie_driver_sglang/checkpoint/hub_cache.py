@@ -1,17 +1,152 @@
-"""Models in the cache of the Hugging Face hub, found without the network."""
+"""Models of the Hugging Face hub: found in its cache, without the network, or downloaded."""
 
 from __future__ import annotations
 
+import fnmatch
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from pie_driver_sglang.errors import ConfigError, quoted, reason
+
+WEIGHT_FILES: Final = ("*.safetensors", "*.bin")
+"""Weights, in the order in which SGLang looks for them: a later format is not fetched."""
+_OTHERS: Final = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+"""Configurations, tokenizers, templates, and the code of models that bring some."""
+_CONFIGURATIONS: Final = ("config.json", "tokenizer_config.json")
+_GIB: Final = 2**30
 
 
-def cached_snapshot(repository: str) -> Path | None:
-    """The folder of a downloaded repository's snapshot; None where it is not in the cache."""
+def cached_snapshot(
+    repository: str, revision: str | None = None, cache: str | None = None
+) -> Path | None:
+    """The folder of a downloaded repository's snapshot; None where it is not in the cache.
+
+    Args:
+        repository: A name as the hub has it.
+        revision: A branch, tag or commit; None for `main`.
+        cache: The folder of the cache; None for that of the user.
+    """
     package: Any = import_module("huggingface_hub")
+    for name in _CONFIGURATIONS:
+        try:
+            path = package.try_to_load_from_cache(
+                repository, name, cache_dir=cache, revision=revision
+            )
+        except package.errors.HFValidationError:  # It is not a repository's name.
+            return None
+        if isinstance(path, str):
+            return Path(path).parent
+    return None
+
+
+def fetch_snapshot(
+    repository: str,
+    revision: str | None = None,
+    cache: str | None = None,
+    *,
+    with_weights: bool = True,
+) -> Path:
+    """The folder of a repository's snapshot. What the cache lacks of it is downloaded.
+
+    A snapshot that the cache has is not compared with the hub's.
+
+    Args:
+        repository: A name as the hub has it.
+        revision: A branch, tag or commit; None for `main`.
+        cache: The folder of the cache; None for that of the user.
+        with_weights: Whether weights are needed, or only configurations and the tokenizer.
+
+    Raises:
+        ConfigError: The hub does not have it, does not give it to this user, or is not reached.
+    """
+    cached = cached_snapshot(repository, revision, cache)
+    if cached is not None and (not with_weights or _has_weights(cached)):
+        return cached
+    hub: Any = import_module("huggingface_hub")
+    errors: Any = import_module("huggingface_hub.errors")
+    network: Any = import_module("httpx")
     try:
-        path = package.try_to_load_from_cache(repository, "config.json")
-    except package.errors.HFValidationError:  # It is not a repository's name.
-        return None
-    return Path(path).parent if isinstance(path, str) else None
+        tree = hub.HfApi().list_repo_tree(repository, revision=revision)
+        sizes = {each.path: each.size for each in tree if hasattr(each, "size")}
+        names = list(needed_files(list(sizes), with_weights=with_weights))
+        _say(repository, sum(sizes[name] for name in names), len(names))
+        found: str = hub.snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=names,
+            tqdm_class=_bar(),
+        )
+    except (OSError, network.HTTPError, errors.HFValidationError) as error:
+        raise _explained(repository, revision, error) from error
+    return Path(found)
+
+
+def _bar() -> Any:
+    """The hub's bar without its thread: the server forks its processes only while it has none."""
+    utils: Any = import_module("huggingface_hub.utils")
+    return type("_Bar", (utils.tqdm,), {"monitor_interval": 0})
+
+
+def needed_files(names: Sequence[str], *, with_weights: bool) -> Iterator[str]:
+    """Files of a repository's root that a model needs, by their names."""
+    patterns = list(_OTHERS)
+    if with_weights:
+        patterns += [each for each in WEIGHT_FILES if fnmatch.filter(names, each)][:1]
+    for name in names:
+        if "/" not in name and any(fnmatch.fnmatchcase(name, each) for each in patterns):
+            yield name
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether the weights of a snapshot are there: all files of its index, if it has one."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            names = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+            return all((folder / name).is_file() for name in set(names))
+    return any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
+
+
+def _say(repository: str, size: int, count: int) -> None:
+    sys.stderr.write(
+        f"pie-sglang: downloading {repository}: {count} files, {size / _GIB:.2f} GiB\n"
+    )
+    sys.stderr.flush()
+
+
+def _explained(repository: str, revision: str | None, error: Exception) -> ConfigError:
+    """What a user can do about an error of the hub's client."""
+    errors: Any = import_module("huggingface_hub.errors")
+    hub: str = import_module("huggingface_hub.constants").ENDPOINT
+    model = f"the model {quoted(repository)}"
+    if isinstance(error, errors.HFValidationError):
+        return ConfigError(
+            f"{model} is neither a folder nor the name of a repository",
+            "name a folder, or a repository as `owner/name`",
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return ConfigError(
+            f"{model} is gated: {hub} gives it to users that it knows and that accepted its terms",
+            f"accept them at {hub}/{repository}, then run `hf auth login`, or set `HF_TOKEN`",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(f"{model} has no revision {quoted(revision)}", "look at its branches")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ConfigError(
+            f"{model} is neither a folder nor a repository at {hub} that you may read",
+            "check the name; for a private one run `hf auth login`, or set `HF_TOKEN`",
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return ConfigError(
+            f"{model} is not wholly in the Hugging Face cache, and `HF_HUB_OFFLINE` is set",
+            f"unset it, or run `hf download {repository}` where there is a network",
+        )
+    why = " ".join(reason(error).split())
+    return ConfigError(
+        f"{model} is not wholly in the Hugging Face cache, and {hub} does not give it: {why}",
+        "check the network, `HF_ENDPOINT` and the space on the disk, or name a folder",
+    )

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Workload, make_workload
 from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
+from pie_driver_sglang.offline.arguments import model_folder
 
 DRIVER_SIDE: Final = "pie"
 PEERS: Final = ("sglang",)
@@ -148,9 +148,8 @@ def _table(record: dict[str, Any]) -> str:
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    folder = Path(options.model)
-    folder = folder if folder.is_dir() else cached_snapshot(options.model) or folder
-    vocabulary = vocab_size(load_hf_config(folder))
+    model = model_folder({"model_path": options.model}, with_weights=False)
+    vocabulary = vocab_size(load_hf_config(model))
     if vocabulary is None:
         raise ConfigError(
             f"the configuration of {quoted(options.model)} has no `vocab_size`",

@@ -40,7 +40,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--model",
-        help="folder, or a repository in the Hugging Face cache (default: models/pocket in a clone "
+        help="folder, or a repository of the Hugging Face hub (default: models/pocket in a clone "
         "of this repository)",
     )
     engine.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")

@@ -29,6 +29,7 @@ FRONT: Final = frozenset(
     {
         "api_key",
         "chat_template",
+        "enable_metrics",
         "enable_trace",
         "host",
         "log_level",
@@ -57,7 +58,6 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "enable_priority_scheduling": _PRIORITY,
         "priority_scheduling_preemption_threshold": _PRIORITY,
         "schedule_low_priority_values_first": _PRIORITY,
-        "enable_metrics": "the gateway always has metrics; see `--prometheus-port`",
         "kv_events_config": "changes of the prefix index go to the gateway by themselves",
         "skip_tokenizer_init": "the gateway tokenizes",
     }
@@ -83,7 +83,7 @@ class GatewayArguments(NamedTuple):
         contract: One of `CONTRACTS`.
         grpc_host: Where the services listen.
         grpc_port: The first service's port; 0 for any. Each replica has the next one.
-        prometheus_port: Of the gateway's metrics; 0 for any.
+        prometheus_port: Of the metrics; 0 for any; None if it was not named.
         words: Words for the gateway, as they are.
         starts_gateway: Whether the gateway is to be started.
     """
@@ -93,7 +93,7 @@ class GatewayArguments(NamedTuple):
     contract: str
     grpc_host: str
     grpc_port: int
-    prometheus_port: int
+    prometheus_port: int | None
     words: tuple[str, ...]
     starts_gateway: bool
 
@@ -104,7 +104,7 @@ _OWN: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = MappingProx
         "grpc_contract": (str, "vllm"),
         "grpc_host": (str, "127.0.0.1"),
         "grpc_port": (int, 0),
-        "prometheus_port": (int, 0),
+        "prometheus_port": (int, None),
         "no_gateway": (None, False),
     }
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Final
 
@@ -76,7 +78,7 @@ def tool_parser(name: str) -> str:
     Raises:
         ConfigError: It has none for this format.
     """
-    return _find("tool_call_parser", name, TOOL_PARSERS, MISSING_TOOL_PARSERS)
+    return _find("--tool-call-parser", name, TOOL_PARSERS, MISSING_TOOL_PARSERS)
 
 
 def reasoning_parser(name: str) -> str:
@@ -85,14 +87,36 @@ def reasoning_parser(name: str) -> str:
     Raises:
         ConfigError: It has none for this format.
     """
-    return _find("reasoning_parser", name, REASONING_PARSERS, MISSING_REASONING_PARSERS)
+    return _find("--reasoning-parser", name, REASONING_PARSERS, MISSING_REASONING_PARSERS)
+
+
+def gateway_choices(flag: str) -> frozenset[str]:
+    """The values that the installed gateway takes for a flag; empty if it is not installed."""
+    if find_spec("smg") is None:
+        return frozenset()
+    from smg.router_args import RouterArgs
+
+    parser = _GatewayParser(add_help=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    return parser.choices(flag)
+
+
+class _GatewayParser(argparse.ArgumentParser):
+    def choices(self, flag: str) -> frozenset[str]:
+        """The values that a flag takes; empty if it takes any."""
+        actions = [action for action in self._actions if flag in action.option_strings]
+        return frozenset(choice for action in actions for choice in action.choices or ())
 
 
 def _find(flag: str, name: str, names: Mapping[str, str], missing: frozenset[str]) -> str:
-    if name in missing or name == "auto":
-        raise ConfigError(
-            f"`--{flag.replace('_', '-')}` is {quoted(name)}, for which the gateway has no parser",
-            "name one of its own (`smg launch --help`), or start without `--front gateway`",
-        )
-    # The gateway's own names go on as they are; it refuses others itself.
-    return names.get(name, name)
+    choices = gateway_choices(flag)
+    found = names.get(name, name)
+    if found in choices or not (choices or name in missing or name == "auto"):
+        # A gateway that is started by hand, elsewhere, refuses what it does not know itself.
+        return found
+    ours = {each for each, other in names.items() if other in choices}
+    known = ", ".join(sorted({*choices, *ours}))
+    raise ConfigError(
+        f"`{flag}` is {quoted(name)}, for which the gateway has no parser",
+        f"expected one of {known}" if known else "`smg launch --help` lists its own",
+    )

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from threading import Event
 from types import FrameType
 from typing import Final
@@ -16,19 +17,22 @@ from typing import Final
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.gateway import smg
 from pie_driver_sglang.gateway.flags import GatewayArguments, parse_words
-from pie_driver_sglang.gateway.replicas import Replicas
+from pie_driver_sglang.gateway.metrics import DEFAULT_METRICS_PORT, MetricsServer
+from pie_driver_sglang.gateway.replicas import Replicas, served_name
+from pie_driver_sglang.observe.runtime import RuntimeExporter
 from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
 
-FLAGS: Final = """\
+FLAGS: Final = f"""\
   --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which is
                        faster and serves less (docs/gateway.md)
 with --front gateway:
   --grpc-contract NAME vllm (default) or sglang: the service that the gateway calls
   --grpc-host HOST     where the services listen; 127.0.0.1
   --grpc-port PORT     of the first replica's service, the others have the next ones; 0 for any
-  --prometheus-port N  of the gateway's metrics; 0 for any
+  --prometheus-port N  /metrics of the gateway and the runtime, on the same host; 0 for any.
+                       --enable-metrics without it: {DEFAULT_METRICS_PORT}
   --gateway-arg WORD   goes to smg as it is; may be given several times
   --dp-size N          replicas of the model, each with a service of its own
   --no-gateway         open the doors only, and print the line that starts smg
@@ -42,15 +46,19 @@ def main(words: Sequence[str]) -> int:
     engine = {**arguments.engine}
     if "preferred_sampling_params" in arguments.front:
         engine["preferred_sampling_params"] = arguments.front["preferred_sampling_params"]
-    plan = parse_arguments(engine)
-    # What is wrong with the gateway's flags is said before a model is loaded.
-    smg.smg_words(arguments, (), plan.model)
+    # What is wrong with the gateway's flags is said before a model is downloaded or loaded.
+    smg.smg_words(arguments, (), Path(), 0)
     if arguments.front.get("enable_trace"):
         check_tracing()
+    plan = parse_arguments(engine)
     with _temporary_folder(), _signals() as (ending, at_once):
         try:
-            with Replicas(plan, arguments) as replicas:
-                _serve(plan, arguments, replicas, ending, at_once)
+            with (
+                Replicas(plan, arguments) as replicas,
+                _metrics(arguments, replicas) as metrics,
+            ):
+                if _wait_loaded(replicas, ending):
+                    _serve(plan, arguments, replicas, metrics, (ending, at_once))
         except OSError as error:
             raise StartError(str(error).split("\n")[0], "take another `--grpc-port`") from error
     return 0
@@ -64,33 +72,54 @@ def _temporary_folder() -> Iterator[None]:
         yield
 
 
+def _metrics(
+    arguments: GatewayArguments, replicas: Replicas
+) -> contextlib.AbstractContextManager[MetricsServer | None]:
+    """The endpoint for Prometheus, if it is asked for: it is there while models are loaded."""
+    port = arguments.prometheus_port
+    if port is None:
+        if not arguments.front.get("enable_metrics"):
+            return contextlib.nullcontext()
+        port = DEFAULT_METRICS_PORT
+    exporter = RuntimeExporter(replicas.runtimes, served_name(arguments))
+    return MetricsServer(exporter, arguments.front.get("host", "127.0.0.1"), port)
+
+
+def _wait_loaded(replicas: Replicas, ending: Event) -> bool:
+    """Whether all drivers serve; False if a signal came before."""
+    while not replicas.wait_ready(_LOOK_S):
+        _pass_on(replicas)
+        if ending.is_set():
+            return False
+    return True
+
+
 def _serve(
     plan: EngineArguments,
     arguments: GatewayArguments,
     replicas: Replicas,
-    ending: Event,
-    at_once: Event,
+    metrics: MetricsServer | None,
+    signals: tuple[Event, Event],
 ) -> None:
-    while not replicas.wait_ready(_LOOK_S):
-        _pass_on(replicas)
-        if ending.is_set():
-            return
+    ending, at_once = signals
     urls = replicas.open()
     assert plan.tokenizer is not None
-    words = smg.smg_words(arguments, urls, plan.tokenizer)
+    metrics_port = smg.free_port()
+    words = smg.smg_words(arguments, urls, plan.tokenizer, metrics_port)
+    if metrics is not None:
+        metrics.add_gateway(metrics_port)
+        _say(f"metrics at {_url(arguments, 'http', metrics.port)}/metrics")
     if not arguments.starts_gateway or not smg.is_installed():
         _explain(arguments, words)
         while not ending.wait(_LOOK_S):
             _look(replicas)
         return
     scheme = "https" if "ssl_certfile" in arguments.front else "http"
-    host, port = arguments.front.get("host", "127.0.0.1"), arguments.front.get("port", 30000)
-    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    url = f"{scheme}://{reached}:{port}"
+    url = _url(arguments, scheme, arguments.front.get("port", 30000))
     gateway = smg.GatewayProcess(words, url)
     try:
         gateway.wait_ready(lambda: _look(replicas, ending))
-        _ready(arguments, plan, url)
+        _ready(arguments, url)
         while not ending.wait(_LOOK_S):
             _look(replicas)
             if (status := gateway.poll()) is not None:
@@ -121,6 +150,13 @@ def _pass_on(replicas: Replicas) -> None:
         sys.stderr.write(f"{line}\n")
 
 
+def _url(arguments: GatewayArguments, scheme: str, port: int) -> str:
+    """Where this machine reaches a port of the host that is listened at."""
+    host = arguments.front.get("host", "127.0.0.1")
+    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"{scheme}://{f'[{reached}]' if ':' in reached else reached}:{port}"
+
+
 def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
     why = "`--no-gateway` was given"
     if arguments.starts_gateway:
@@ -128,9 +164,9 @@ def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
     _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}\n")
 
 
-def _ready(arguments: GatewayArguments, plan: EngineArguments, url: str) -> None:
+def _ready(arguments: GatewayArguments, url: str) -> None:
     """Says how to try the server out."""
-    name = arguments.front.get("served_model_name") or str(plan.model)
+    name = served_name(arguments)
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = " -H 'Authorization: Bearer …'" if "api_key" in arguments.front else ""
     _say(

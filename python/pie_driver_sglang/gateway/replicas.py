@@ -137,6 +137,11 @@ class Replicas:
         self.close()
 
 
+def served_name(arguments: GatewayArguments) -> str:
+    """The name that clients use for the model: the one that was given, as SGLang has it."""
+    return str(arguments.front.get("served_model_name") or arguments.engine["model_path"])
+
+
 def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) -> dict[str, Any]:
     """What the doors say of the model."""
     front = arguments.front
@@ -144,7 +149,7 @@ def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) 
     return {
         "model_path": str(plan.model),
         "tokenizer_path": str(plan.tokenizer),
-        "served_model_name": front.get("served_model_name") or str(plan.model),
+        "served_model_name": served_name(arguments),
         "model_type": str(config.get("model_type", "")),
         "architectures": list(config.get("architectures") or ()),
         "eos_token_ids": ends,

@@ -46,13 +46,16 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
-def smg_words(arguments: GatewayArguments, urls: Sequence[str], model: Path) -> list[str]:
+def smg_words(
+    arguments: GatewayArguments, urls: Sequence[str], model: Path, metrics_port: int
+) -> list[str]:
     """The gateway's command line, after its name.
 
     Args:
         arguments: This command's.
         urls: Of the services.
         model: The folder with the tokenizer.
+        metrics_port: Of its own metrics, on the loopback.
 
     Raises:
         ConfigError: A value is none that the gateway takes.
@@ -68,7 +71,7 @@ def smg_words(arguments: GatewayArguments, urls: Sequence[str], model: Path) -> 
     words = ["launch", "--host", front.get("host", "127.0.0.1")]
     words += ["--port", str(front.get("port", 30000))]
     words += ["--prometheus-host", "127.0.0.1"]
-    words += ["--prometheus-port", str(arguments.prometheus_port or free_port())]
+    words += ["--prometheus-port", str(metrics_port)]
     words += ["--model-path", str(model), "--log-level", _LEVELS[level]]
     words += ["--worker-startup-check-interval", "1"]
     words += ["--shutdown-grace-period-secs", str(_DRAIN_S)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
@@ -39,6 +39,7 @@ SCHEDULER: Final = (
 READ: Final = (
     "base_gpu_id",
     "device",
+    "download_dir",
     "dp_size",
     "dtype",
     "gpu_id_step",
@@ -50,6 +51,7 @@ READ: Final = (
     "preferred_sampling_params",
     "random_seed",
     "reasoning_parser",
+    "revision",
     "served_model_name",
     "skip_tokenizer_init",
     "speculative_algorithm",
@@ -110,15 +112,19 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
-    """Check keyword arguments. None for a value means its default.
+    """Check keyword arguments, and download the model if it is not here.
+
+    Args:
+        given: Arguments by their names. None for a value means its default.
 
     Raises:
-        ConfigError: One is unknown, not served or wrong, or the model is not here.
+        ConfigError: One is unknown, not served or wrong, or there is no such model.
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
-    model = find_snapshot(values.get("model_path"))
+    # Weights come last: what is wrong with the arguments is said before.
+    model = model_folder(values, with_weights=False)
     devices = _devices(values)
     kind = devices[0]
     options = _options(values)
@@ -145,36 +151,43 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
+    sampling = _preferred(values.get("preferred_sampling_params"))
+    tokenizer = None if values.get("skip_tokenizer_init") else _tokenizer(values, model)
+    reasoning_parser = _reasoning_parser(values.get("reasoning_parser"))
+    if values.get("load_format") != "dummy":
+        model = model_folder(values, with_weights=True)
     return EngineArguments(
         model=model,
-        tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
+        tokenizer=tokenizer,
         runtime=runtime,
-        sampling=_preferred(values.get("preferred_sampling_params")),
+        sampling=sampling,
         speculates="speculative_algorithm" in values,
         log_level=str(values.get("log_level", "error")),
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
-        reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
+        reasoning_parser=reasoning_parser,
     )
 
 
-def find_snapshot(name: Any) -> Path:
-    """The folder of a model: a path, or a repository in the Hugging Face cache.
+def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
+    """The folder of a model: a path, or the snapshot of a repository, downloaded if need be.
+
+    Args:
+        values: Arguments: `model_path`, `revision` and `download_dir` are read.
+        with_weights: Whether weights are needed, or only configurations and the tokenizer.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither a folder nor a repository that can be had.
     """
+    name = values.get("model_path")
     if not isinstance(name, str | Path) or not str(name):
-        raise ConfigError("`model_path` is missing", "name a folder or a cached repository")
+        raise ConfigError("`model_path` is missing", "name a folder or a repository")
     folder = Path(name).expanduser()
-    found = folder if folder.is_dir() else cached_snapshot(str(name))
-    if found is None:
-        raise ConfigError(
-            f"the model {quoted(str(name))} is neither a folder nor in the Hugging Face cache",
-            f"run `hf download {name}`, or name a folder",
-        )
-    return found
+    if folder.is_dir():
+        return folder
+    revision, cache = values.get("revision"), values.get("download_dir")
+    return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
 
 
 def _refuse_unserved(values: Mapping[str, Any]) -> None:
@@ -292,7 +305,11 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
 
 
 def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
-    return find_snapshot(values["tokenizer_path"]) if "tokenizer_path" in values else model
+    name = values.get("tokenizer_path", values["model_path"])
+    if str(name) == str(values["model_path"]):
+        return model
+    # A revision is the model's: the tokenizer is another repository.
+    return model_folder({**values, "model_path": name, "revision": None}, with_weights=False)
 
 
 def _check_grammar_backend(name: Any) -> None:

@@ -16,6 +16,9 @@ OWN_FLAGS: Final = """\
   --option KEY=VALUE   an option of the driver (docs/options.md) or an argument of the engine
                        (docs/engine.md); may be given several times
 """
+#: The names of these, and of the one that chooses the front end.
+OWN_NAMES: Final = ("--scheduler", "--option", "--front")
+FLAG_LIST: Final = "`python -m sglang.launch_server --help` lists SGLang's flags"
 
 #: The flag that says how long a step may take.
 WATCHDOG: Final = "watchdog_timeout"

@@ -12,7 +12,7 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.observe.spans import check_tracing
-from pie_driver_sglang.offline.arguments import find_snapshot, has_gpu, parse_arguments
+from pie_driver_sglang.offline.arguments import has_gpu, model_folder, parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.flags import TRANSPORT, WATCHDOG, served_arguments, unserved_flag
 from pie_driver_sglang.server.seams import environment
@@ -87,11 +87,16 @@ def named_value(words: Sequence[str], *flags: str) -> str | None:
 
 
 def _serve(own: OwnArguments) -> None:
-    model = named_value(own.words, "--model-path", "--model")
     device = named_value(own.words, "--device")
+    place = {
+        "model_path": named_value(own.words, "--model-path", "--model"),
+        "revision": named_value(own.words, "--revision"),
+        "download_dir": named_value(own.words, "--download-dir"),
+    }
     architectures: Sequence[str] = ()
-    if model is not None:
-        architectures = load_hf_config(find_snapshot(model)).get("architectures") or ()
+    if place["model_path"] is not None:
+        model = model_folder(place, with_weights=False)
+        architectures = load_hf_config(model).get("architectures") or ()
     on_cpu = device == "cpu" if device is not None else not has_gpu()
     environment.prepare_server(architectures, on_cpu=on_cpu)
     with environment.importing_server():

@@ -51,8 +51,10 @@ _OTHER: Final = "this scheduler does not know the message"
 CALLS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "dump_expert_distribution_record": _EXPERTS,
+        "get_weights_by_name": MESSAGES["GetWeightsByNameReqInput"],
         "release_memory_occupation": _MEMORY,
         "resume_memory_occupation": _MEMORY,
+        "set_internal_state": MESSAGES["SetInternalStateReq"],
         "slow_down": MESSAGES["SlowDownReqInput"],
         "start_expert_distribution_record": _EXPERTS,
         "stop_expert_distribution_record": _EXPERTS,

@@ -259,8 +259,8 @@ fn logprobs(request: &GenerateRequest) -> Result<Option<AskedLogprobs>, Status> 
     })))
 }
 
-/// The contract asks for explicit values. A `top_p`, `top_k` or repetition penalty of 0 has no meaning, so it stands for the
-/// neutral one.
+/// The contract asks for explicit values. A `top_p` or `top_k` of 0 stands for the neutral one. A repetition penalty of 0 is
+/// refused.
 fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
     let bias = |(token, &bias): (&String, &f32)| match token.parse::<u32>() {
         Ok(token) => Ok((token, bias)),
@@ -282,7 +282,7 @@ fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
         seed: None,
         frequency_penalty: params.frequency_penalty,
         presence_penalty: params.presence_penalty,
-        repetition_penalty: or_one(params.repetition_penalty),
+        repetition_penalty: params.repetition_penalty,
         logit_bias,
     })
 }

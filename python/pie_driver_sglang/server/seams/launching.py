@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
@@ -18,6 +18,8 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.server.flags import FLAG_LIST, OWN_NAMES
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams import forking, replicas, workers
 from pie_driver_sglang.server.seams.managers import PieManager, StatusManager
@@ -27,7 +29,11 @@ Scheduler = Callable[..., None]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """The flags that differ from their defaults, by the names of their fields."""
+    """The flags that differ from their defaults, by the names of their fields.
+
+    Raises:
+        ConfigError: One is unknown, or has a wrong value.
+    """
     parser = _flag_parser()
     merged = list(words)
     if "--config" in merged:
@@ -40,10 +46,27 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     }
 
 
+class _FlagParser(argparse.ArgumentParser):
+    """Says what is wrong in a line, in the place of a usage of hundreds."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise ConfigError(f"wrong flags: {message}", FLAG_LIST)
+        # Words without dashes belong to the flag before them.
+        names = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
+        if not names:
+            raise ConfigError(f"{quoted(unknown)} belongs to no flag", FLAG_LIST)
+        listed = ", ".join(f"`{name}`" for name in names)
+        known = [*self._option_string_actions, *OWN_NAMES]
+        hints = dict.fromkeys(nearest(name, known) for name in names)
+        raise ConfigError(f"there is no flag {listed}", " ".join([*filter(None, hints), FLAG_LIST]))
+
+
 @functools.cache
 def _flag_parser() -> argparse.ArgumentParser:
     """SGLang's: hundreds of flags take a tenth of a second."""
-    parser = argparse.ArgumentParser(prog="pie-sglang serve")
+    parser = _FlagParser(prog="pie-sglang serve")
     ServerArgs.add_cli_args(parser)
     return parser
 

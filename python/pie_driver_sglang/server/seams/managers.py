@@ -80,6 +80,16 @@ class PieManager(RefusingManager):
         self._acknowledger = acknowledger
         super().__init__(*arguments, **keywords)
 
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Ends a request, or all whose names begin so: SGLang's passes on only names of its own."""
+        exact = abort_all or not rid or rid in self.rid_to_state
+        if exact or rid in self.logical_rid_to_child_rids:
+            # After it SGLang's scheduler and ours end those that begin so, too.
+            super().abort_request(rid, abort_all)
+            return
+        for name in [name for name in self.rid_to_state if name.startswith(rid)]:
+            super().abort_request(name)
+
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         try:
             await super()._handle_batch_output(recv_obj)

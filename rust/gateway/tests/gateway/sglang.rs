@@ -125,6 +125,9 @@ fn what_cannot_be_served_is_refused_by_name() {
             of.return_hidden_states = true;
         }),
         ("top_k is -2", |of| params(of).top_k = -2),
+        ("repetition_penalty is 0", |of| {
+            params(of).repetition_penalty = 0.0;
+        }),
         ("`logit_bias` has \"x\"", |of| {
             params(of).logit_bias.insert("x".to_owned(), 1.0);
         }),

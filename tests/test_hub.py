@@ -1,0 +1,148 @@
+"""Models by their names at the hub: by its own client, at a hub of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from hub import COMMIT, GATED, MODEL, Hub, hub_of
+from pie_driver_sglang.checkpoint.hub_cache import needed_files
+from pie_server import serving
+from sglang_server import Server, free_ports
+from tiny_models import POCKET
+
+NEEDED: Final = {each.name for each in POCKET.iterdir()} - {"README.md"}
+#: In a process of its own: the client reads its variables once.
+SCRIPT: Final = """\
+import json, sys, threading
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.offline.arguments import parse_arguments
+try:
+    found = parse_arguments({"device": "cpu", **json.loads(sys.argv[1])})
+except ConfigError as error:
+    sys.exit(f"{error} | {error.hint}")
+assert not {"torch", "sglang"} & sys.modules.keys()
+# The server forks its processes only while it has no other thread.
+assert threading.active_count() == 1
+print(found.model)
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """The model, and files that it does not need: other formats, other folders, texts."""
+    surplus = tmp_path / "surplus"
+    surplus.write_bytes(b"surplus")
+    files = {each.name: each for each in POCKET.iterdir()}
+    others = ("pytorch_model.bin", "model.pt", "original/model.safetensors", "picture.png")
+    with hub_of({**files, **dict.fromkeys(others, surplus)}) as hub:
+        yield hub
+
+
+def variables(home: Path, url: str) -> dict[str, str]:
+    return {"HF_ENDPOINT": url, "HF_HOME": str(home)}
+
+
+def ask(
+    home: Path, url: str, model: str = MODEL, offline: str = "0", **arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Has the engine's arguments checked, with a cache of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps({"model_path": model, **arguments})],
+        env={**os.environ, **variables(home, url), "HF_HUB_OFFLINE": offline},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_what_a_model_needs_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
+    first = ask(tmp_path, hub.url)
+    assert first.returncode == 0, first.stderr
+    assert hub.fetched == NEEDED
+    folder = Path(first.stdout.strip())
+    assert {each.name for each in folder.iterdir()} == NEEDED
+    assert (folder / "model.safetensors").read_bytes() == (
+        POCKET / "model.safetensors"
+    ).read_bytes()
+    # The weights come after everything else, in a download of their own.
+    lines = [line for line in first.stderr.splitlines() if "downloading" in line]
+    assert len(lines) == 2
+    assert lines[1] == f"pie-sglang: downloading {MODEL}: {len(NEEDED)} files, 0.01 GiB"
+    hub.fetched.clear()
+    second = ask(tmp_path, hub.url)
+    assert second.stdout == first.stdout
+    assert not hub.fetched
+    assert "downloading" not in second.stderr
+    assert ask(tmp_path, "http://127.0.0.1:9", offline="1").stdout == first.stdout
+
+
+def test_flags_are_refused_before_weights_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    found = ask(tmp_path, hub.url, dtype="int3")
+    assert "`dtype` is 'int3'" in found.stderr
+    assert "model.safetensors" not in hub.fetched
+
+
+def test_a_download_that_was_cut_goes_on(hub: Hub, tmp_path: Path) -> None:
+    folder = Path(ask(tmp_path, hub.url).stdout.strip())
+    (folder / "model.safetensors").unlink()
+    found = ask(tmp_path, hub.url)
+    assert (Path(found.stdout.strip()) / "model.safetensors").is_file(), found.stderr
+
+
+def test_a_revision_and_a_folder_for_downloads(hub: Hub, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    found = ask(tmp_path / "home", hub.url, revision="v1", download_dir=str(place))
+    folder = Path(found.stdout.strip())
+    assert folder.is_relative_to(place), found.stderr
+    assert folder.name == COMMIT
+    assert "has no revision 'v9'" in ask(tmp_path, hub.url, revision="v9").stderr
+
+
+def test_what_went_wrong_is_said_with_a_remedy(hub: Hub, tmp_path: Path) -> None:
+    gated = ask(tmp_path, hub.url, GATED)
+    assert "'house/gated' is gated" in gated.stderr
+    assert "`hf auth login`, or set `HF_TOKEN`" in gated.stderr
+    unknown = ask(tmp_path, hub.url, "house/other").stderr
+    assert f"is neither a folder nor a repository at {hub.url} that you may read" in unknown
+    offline = ask(tmp_path, hub.url, offline="1").stderr
+    assert "is not wholly in the Hugging Face cache, and `HF_HUB_OFFLINE` is set" in offline
+    [port] = free_ports(1)
+    away = ask(tmp_path, f"http://127.0.0.1:{port}").stderr
+    assert f"http://127.0.0.1:{port} does not give it: " in away
+    assert "check the network" in away
+    for text in (gated.stderr, unknown, offline, away):
+        assert "Traceback" not in text
+
+
+def test_safetensors_come_before_other_formats() -> None:
+    names = ["config.json", "a.safetensors", "a.bin", "a.gguf", "x/a.safetensors", "m.py"]
+    assert list(needed_files(names, with_weights=True)) == ["config.json", "a.safetensors", "m.py"]
+    assert list(needed_files(names, with_weights=False)) == ["config.json", "m.py"]
+    assert list(needed_files(["a.bin", "a.json"], with_weights=True)) == ["a.bin", "a.json"]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("front", ["sglang", "gateway"])
+def test_both_doors_serve_a_model_by_its_name(
+    front: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables(tmp_path / "home", hub.url).items():
+        monkeypatch.setenv(name, value)
+    [port] = free_ports(1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = ["--front", front, "--model-path", MODEL, "--device", "cpu", "--port", str(port)]
+    with serving(folder, *words, end_s=90):
+        server = Server(f"http://127.0.0.1:{port}", folder / "log")
+        body = {"model": MODEL, "prompt": "def f(x):", "max_tokens": 4}
+        assert json.loads(server.ask("/v1/completions", body))["usage"]["completion_tokens"] == 4
+    assert hub.fetched == NEEDED
