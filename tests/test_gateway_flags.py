@@ -155,7 +155,7 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     assert "--host 127.0.0.1 --port 30000 " in " ".join(single)
     assert "--log-level warn " in " ".join(single)
     # It makes no spans at a level above.
-    traced = smg.smg_words(parse_words(["--model-path", "m", "--enable-trace"]), (), Path("m"))
+    traced = smg.smg_words(parse_words(["--model-path", "m", "--enable-trace"]), (), Path("m"), 1)
     assert "--log-level info " in " ".join(traced)
 
 

@@ -101,6 +101,11 @@ class Reference:
             ids = torch.cat([ids, torch.tensor([[found[-1]]])], 1)
         return found
 
+    def text(self, tokens: list[int]) -> str:
+        """What tokens say."""
+        said: str = self._processor.tokenizer.decode(tokens)
+        return said
+
 
 def _shown(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image"} if part["type"] == "image_url" else part
@@ -274,3 +279,57 @@ def test_a_broken_image(server: Server) -> None:
         server.ask("/v1/chat/completions", body({"role": "user", "content": [broken]}))
     assert error.value.code in (400, 500)
     assert chat(server, message("text"))[0]
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    snapshot: Path, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    flags = ["--front", "gateway", "--served-model-name", "m"]
+    flags += ["--option", f"max_image_tokens={MOST_TOKENS}"]
+    folder = tmp_path_factory.mktemp("gateway")
+    with running(folder, *flags, model=snapshot, python=forked_python) as (server, _):
+        yield server
+
+
+class TestGateway:
+    """The same model behind the gateway, which makes tensors of images by itself."""
+
+    def text(self, server: Server, *messages: dict[str, Any]) -> tuple[str, Any]:
+        asked = body(*messages)
+        del asked["return_token_ids"]
+        answer = json.loads(server.ask("/v1/chat/completions", asked))
+        return answer["choices"][0]["message"]["content"], answer["usage"]
+
+    def test_an_answer_is_that_of_the_model(self, gateway: Server, reference: Reference) -> None:
+        first, second = picture(3, 5, 1), picture(4, 2, 2)
+        for parts in (
+            [first, WORDS],
+            ["a", second, "b", first, "c"],
+            # More than one step of the driver takes.
+            [picture(5, 6, 3), "and", picture(6, 5, 4)],
+        ):
+            images = [each for each in parts if isinstance(each, Image.Image)]
+            text, _ = self.text(gateway, message(*parts))
+            # The gateway puts a message's images before its text.
+            shown = message(*images, *(each for each in parts if isinstance(each, str)))
+            expected = reference.text(reference.tokens(shown, images=images))
+            # The gateway keeps back what is half a character.
+            assert text.rstrip("\ufffd")
+            assert text.rstrip("\ufffd") == expected.rstrip("\ufffd")
+
+    def test_an_image_is_found_again(self, gateway: Server) -> None:
+        one, other = (message(picture(4, 6, seed), WORDS) for seed in (20, 21))
+        self.text(gateway, one)
+        _, usage = self.text(gateway, other)
+        assert cached(usage) < 16
+        _, usage = self.text(gateway, one)
+        assert cached(usage) >= 64
+
+    def test_what_is_too_large_is_refused(self, gateway: Server) -> None:
+        asked = body(message(picture(6, 7, 50)))
+        del asked["return_token_ids"]
+        code, answer = refusal(gateway, asked, "/v1/chat/completions")
+        assert code == 400
+        assert "image 0 has 42 tokens" in answer
+        assert "max_image_tokens" in answer

@@ -727,7 +727,7 @@ class Gateway:
     """
     def __enter__(self, /) -> Gateway: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000, traces: bool = False) -> Gateway:
+    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, image_merge: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000, traces: bool = False) -> Gateway:
         """
         Opens the door.
 
@@ -749,6 +749,8 @@ class Gateway:
             weight_version: Names the weights.
             version: Of this program.
             max_running_requests: As the runtime has it.
+            image_merge: Patches along a side of the square that makes a token of an image; None for a model without images. The
+                runtime must have room for them (`max_image_bytes`).
             speculate: The driver may draft for requests.
             event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
                 (`kv_events`).

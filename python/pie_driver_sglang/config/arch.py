@@ -163,14 +163,24 @@ def image_token_bytes(hf_config: Mapping[str, Any]) -> int:
     """
     if not takes_images(hf_config):
         return 0
-    vision = hf_config.get("vision_config")
-    given: Mapping[str, Any] = vision if isinstance(vision, Mapping) else {}
-    channels, size, merge, frames = (
-        given[key] if _is_number(given.get(key)) else default
-        for key, default in _VISION_DEFAULTS.items()
-    )
+    channels, size, merge, frames = _vision(hf_config)
     patch = 4 * channels * frames * size**2 + 8
     return int(merge**2 * patch + 12)
+
+
+def image_merge(hf_config: Mapping[str, Any]) -> int | None:
+    """Patches along a side of the square that makes a token of an image; None without images."""
+    return _vision(hf_config)[2] if takes_images(hf_config) else None
+
+
+def _vision(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The numbers of `_VISION_DEFAULTS`, in that order."""
+    vision = hf_config.get("vision_config")
+    given: Mapping[str, Any] = vision if isinstance(vision, Mapping) else {}
+    return tuple(
+        int(given[key]) if _is_number(given.get(key)) else default
+        for key, default in _VISION_DEFAULTS.items()
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -44,6 +44,8 @@ def main(words: Sequence[str]) -> int:
     """Serves until a signal ends it, or until it cannot serve."""
     arguments = parse_words(words)
     engine = {**arguments.engine}
+    # Models with images take them with the flag and without it, as SGLang's.
+    engine.pop("enable_multimodal", None)
     if "preferred_sampling_params" in arguments.front:
         engine["preferred_sampling_params"] = arguments.front["preferred_sampling_params"]
     # What is wrong with the gateway's flags is said before a model is downloaded or loaded.

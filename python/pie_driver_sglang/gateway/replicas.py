@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any, Final
 
 from pie_driver_sglang._core import Gateway, Runtime
+from pie_driver_sglang.config.arch import image_merge
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.gateway.flags import GatewayArguments
 from pie_driver_sglang.observe.spans import DEFAULT_ENDPOINT, SpanThread
+from pie_driver_sglang.offline.arguments import step_image_bytes
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, read_json
 from pie_driver_sglang.offline.types import EngineArguments
 
@@ -52,6 +54,7 @@ class Replicas:
             "eos_token_ids": sorted(ends),
             "kv_events": not keywords.get("disable_radix_cache", False),
             "replicas": 1,
+            "max_image_bytes": step_image_bytes(plan),
         }
         if "watchdog_timeout" in arguments.front:
             keywords["step_timeout_s"] = float(arguments.front["watchdog_timeout"])
@@ -156,6 +159,7 @@ def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) 
         "bos_token_id": _token(config.get("bos_token_id")),
         "pad_token_id": _token(config.get("pad_token_id")),
         "context_length": plan.context_length,
+        "image_merge": image_merge(config) if step_image_bytes(plan) else None,
         "default_sampling": _default_sampling(plan, front),
         "weight_version": str(front.get("weight_version", "default")),
         "version": _version(),

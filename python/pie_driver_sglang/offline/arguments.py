@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot
+from pie_driver_sglang.config.arch import image_token_bytes
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
@@ -188,6 +189,12 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
         return folder
     revision, cache = values.get("revision"), values.get("download_dir")
     return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
+
+
+def step_image_bytes(plan: EngineArguments) -> int:
+    """Most bytes that the images of a step bring: as the driver has room for; 0 for none."""
+    options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
+    return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
 
 
 def _refuse_unserved(values: Mapping[str, Any]) -> None:

@@ -6,11 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.config.arch import image_token_bytes
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.observe.spans import SpanThread
+from pie_driver_sglang.offline.arguments import step_image_bytes
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.driver_log import DriverLog
@@ -56,7 +55,7 @@ class Parts:
             keywords["special_tokens"] = self._tokenizer.special_tokens()
             keywords["tokenizer_file"] = self._tokenizer.file
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
-        keywords["max_image_bytes"] = _image_bytes(plan)
+        keywords["max_image_bytes"] = step_image_bytes(plan)
         self._takes_images = keywords["max_image_bytes"] > 0
         self.runtime = _core.Runtime(**keywords)
         self.log = DriverLog(self.runtime)
@@ -192,12 +191,6 @@ def _of_replica(runtime: dict[str, Any], replica: int | None) -> dict[str, Any]:
     ranks, first = int(runtime["tensor_parallel_size"]), replica or 0
     devices = list(runtime["devices"])[first * ranks : (first + 1) * ranks]
     return {**runtime, "devices": devices, "replicas": 1}
-
-
-def _image_bytes(plan: EngineArguments) -> int:
-    """Most bytes that the images of a step bring: as the driver has room for; 0 for none."""
-    options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
-    return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
 
 
 def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | None:

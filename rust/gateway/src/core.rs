@@ -21,6 +21,9 @@ use crate::settings::{GatewaySettings, ImageFacts, ModelFacts};
 use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
 use crate::times;
 
+/// Most sequences of a request: each takes memory before it is scheduled.
+const MOST_SAMPLES: u32 = 1024;
+
 /// What a request asks for, in the words of neither contract.
 #[derive(Debug)]
 pub(crate) struct Asked {
@@ -229,6 +232,12 @@ impl Core {
             return Err(Status::invalid_argument(
                 "`request_id` is empty: name the request, so that it can be aborted",
             ));
+        }
+        if asked.samples > MOST_SAMPLES {
+            return Err(Status::invalid_argument(format!(
+                "`n` is {}, and a request may have {MOST_SAMPLES} sequences at most: send several requests",
+                asked.samples
+            )));
         }
         let vocab = self.able.vocab_size;
         let biases = asked.sampling.logit_bias.iter();

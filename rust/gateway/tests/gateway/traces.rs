@@ -71,6 +71,9 @@ fn what_is_refused_or_given_up_is_traced_too() {
         let mut wrong = request("wrong", &prompt(1), 5);
         wrong.sampling_params.as_mut().unwrap().logit_bias = [(1 << 20, 1.0)].into();
         client.generate(wrong).await.unwrap_err();
+        let mut many = request("many", &prompt(1), 5);
+        many.sampling_params.as_mut().unwrap().n = u32::MAX;
+        client.generate(many).await.unwrap_err();
         let long = request("too long", &[1; 3000], 5);
         client.generate(long).await.unwrap_err();
         let response = client.generate(request("gone", &prompt(1), 300)).await;
@@ -83,6 +86,7 @@ fn what_is_refused_or_given_up_is_traced_too() {
         });
         let expected = [
             ("wrong", "abort", Some("refused")),
+            ("many", "abort", Some("refused")),
             ("too long", "abort", Some("refused")),
             ("gone", "abort", None),
         ];
