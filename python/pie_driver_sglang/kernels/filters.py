@@ -2,8 +2,8 @@
 
 Kept are all logits above an edge and, of those equal to it, the ones with the lowest ids. The edge
 is found exactly, as an integer that sorts like the logits. The search has three parts. Many
-programs for each row count, for 16 keys, the logits from each key on, and add their weights up; the
-edge is between two of these keys. They do it again for 16 keys between the two. Then the row's own
+programs for each row count, for 4 keys, the logits from each key on, and add their weights up; the
+edge is between two of these keys. They do it again for 4 keys between the two. Then the row's own
 program gathers the few logits that are left, and halves what it holds in registers. A row whose
 logits lie so close that there are too many of them goes on halving over the whole row first.
 
@@ -36,10 +36,10 @@ from pie_driver_sglang.kernels.logit_rows import (
 )
 from pie_driver_sglang.kernels.types import SlotParams
 
-_PIVOTS = tl.constexpr(16)
-_CANDIDATES = tl.constexpr(2048)
+_PIVOTS = tl.constexpr(4)
+_CANDIDATES = tl.constexpr(8192)
 """Logits that the last part of the search holds."""
-_DEPTH = tl.constexpr(0.08)
+_DEPTH = tl.constexpr(1.28)
 """How far below the largest logit the first of the keys is, in temperatures."""
 _WARPS = 8
 
@@ -48,13 +48,13 @@ class Search(NamedTuple):
     """What the first two parts have found, and room for the last one."""
 
     coarse: torch.Tensor
-    """``[rows, blocks, 2, 16]`` float32: of a block of a row how many logits there are from each of
-    16 keys on, and their weight. Nothing of rows without top-k and top-p."""
+    """``[rows, blocks, 2, 4]`` float32: of a block of a row how many logits there are from each of
+    4 keys on, and their weight. Nothing of rows without top-k and top-p."""
     fine: torch.Tensor
-    """``[rows, blocks, 3, 16]`` float32: the same between two of the keys, counts for top-k, and
+    """``[rows, blocks, 3, 4]`` float32: the same between two of the keys, counts for top-k, and
     counts and weights for top-p."""
     candidates: torch.Tensor
-    """``[rows, 2048]`` int32."""
+    """``[rows, 8192]`` int32."""
 
 
 def search(
