@@ -133,13 +133,16 @@ def test_safetensors_come_before_other_formats() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("front", ["sglang", "gateway"])
 def test_both_doors_serve_a_model_by_its_name(
-    front: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    front: str,
+    hub: Hub,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in variables(tmp_path / "home", hub.url).items():
+    # Sockets are in it, whose names may not be long.
+    folder = tmp_path_factory.mktemp("door")
+    for name, value in variables(tmp_path_factory.mktemp("home"), hub.url).items():
         monkeypatch.setenv(name, value)
     [port] = free_ports(1)
-    folder = tmp_path / "folder"
-    folder.mkdir()
     words = ["--front", front, "--model-path", MODEL, "--device", "cpu", "--port", str(port)]
     with serving(folder, *words, end_s=90):
         server = Server(f"http://127.0.0.1:{port}", folder / "log")

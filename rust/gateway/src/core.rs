@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Batch, Capabilities, Constrain, Delta, Draw, End, Ends, Grammar, Pictures, Sampling,
-    Service, Timeline, Timelines, TraceParent, TracedRequest,
+    Arrival, Batch, Capabilities, Constrain, Delta, Draw, End, Ends, Grammar, MAX_SAMPLES,
+    Pictures, Refusal, Sampling, Service, Timeline, Timelines, TraceParent, TracedRequest,
 };
 use rustc_hash::FxHashMap;
 use tonic::Status;
@@ -20,9 +20,6 @@ use crate::mailbox::{Mailbox, Pace};
 use crate::settings::{GatewaySettings, ImageFacts, ModelFacts};
 use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
 use crate::times;
-
-/// Most sequences of a request: each takes memory before it is scheduled.
-const MOST_SAMPLES: u32 = 1024;
 
 /// What a request asks for, in the words of neither contract.
 #[derive(Debug)]
@@ -233,11 +230,11 @@ impl Core {
                 "`request_id` is empty: name the request, so that it can be aborted",
             ));
         }
-        if asked.samples > MOST_SAMPLES {
-            return Err(Status::invalid_argument(format!(
-                "`n` is {}, and a request may have {MOST_SAMPLES} sequences at most: send several requests",
-                asked.samples
-            )));
+        let (samples, limit) = (asked.samples, MAX_SAMPLES);
+        // Each takes memory before the scheduler sees the request.
+        if samples > limit {
+            let refusal = Refusal::Samples { samples, limit };
+            return Err(Status::invalid_argument(refusal.to_string()));
         }
         let vocab = self.able.vocab_size;
         let biases = asked.sampling.logit_bias.iter();

@@ -60,8 +60,8 @@ pub use pie_grammar::{
     Settings as CompilerSettings, Vocabulary,
 };
 pub use pie_sched::{
-    Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, Policy, Refusal, Stats,
-    StopRegexError, StopRegexes, TokenBytes,
+    Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, MAX_SAMPLES, Policy, Refusal,
+    Stats, StopRegexError, StopRegexes, TokenBytes,
 };
 pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;

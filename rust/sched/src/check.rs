@@ -5,7 +5,7 @@ use crate::error::Refusal;
 use crate::scheduler::Scheduler;
 
 /// Most sequences of one request.
-const MAX_SAMPLES: u32 = 1024;
+pub const MAX_SAMPLES: u32 = 1024;
 
 impl<S> Scheduler<S> {
     /// Whether a request can be served at all. Returns how many tokens it may produce at most.

@@ -88,6 +88,7 @@ mod text;
 
 pub use answer::Answer;
 pub use arrival::{Arrival, Ends, Image};
+pub use check::MAX_SAMPLES;
 pub use config::{Config, Limits, Policy};
 pub use constraint::{Begun, Constrain, Constraint, Mask};
 pub use copies::Copies;

@@ -109,7 +109,7 @@ fn an_interval_makes_parts_longer() {
 fn what_cannot_be_served_is_refused_by_name() {
     type Edit = fn(&mut proto::GenerateRequest);
     let wrong: &[(&str, Edit)] = &[
-        ("`mm_inputs` is not served", |of| {
+        ("this model takes text alone", |of| {
             of.mm_inputs = Some(proto::MultimodalInputs::default());
         }),
         ("`input_embeds`", |of| of.input_embeds = vec![0.5]),

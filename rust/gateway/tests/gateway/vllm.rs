@@ -174,7 +174,7 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("`request_id` is empty", Code::InvalidArgument, |of| {
             of.request_id.clear();
         }),
-        ("`mm_inputs` is not served", Code::InvalidArgument, |of| {
+        ("this model takes text alone", Code::InvalidArgument, |of| {
             of.mm_inputs = Some(proto::MultimodalInputs::default());
         }),
         ("`media_refs` is not served", Code::InvalidArgument, |of| {
