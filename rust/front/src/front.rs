@@ -3,12 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::ops::Bound;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_runtime::{
-    Arrival, Constrain, Delta, Draw, End, Ends, Refusal, Timelines, TracedRequest, Unbindable,
-};
+use pie_runtime::{Arrival, Delta, Draw, End, Refusal, Timelines, TracedRequest};
 
 use crate::backend::Backend;
 use crate::error::{FrontError, one_line};
@@ -16,9 +14,11 @@ use crate::media;
 use crate::open::{Open, Pace};
 use crate::output::{AbortEncoder, Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
-use crate::session::{Begun, Sessions};
+use crate::session::Sessions;
 use crate::table::{MessageClass, Template};
 use crate::times::TimeStats;
+
+mod entry;
 
 /// What depends on the model and on the server's flags.
 #[derive(Debug, Clone)]
@@ -412,103 +412,6 @@ impl Front {
         open
     }
 
-    /// What binds a request that has a grammar.
-    fn bind(
-        &self,
-        backend: &impl Backend,
-        request: &mut GenerateRequest,
-    ) -> Result<Option<Arc<dyn Constrain>>, Unbindable> {
-        let Some(grammar) = request.params.grammar.take() else {
-            return Ok(None);
-        };
-        let thinks = if request.reasons {
-            &self.settings.think_end[..]
-        } else {
-            &[]
-        };
-        backend.bind(&grammar, thinks).map(Some)
-    }
-
-    /// Finds what a request names: its adapter, and the session whose tokens come before its own. What there is not is a
-    /// refusal.
-    fn look_up(&self, request: &mut GenerateRequest) -> Known {
-        let mut known = Known::default();
-        let mut state = self.lock();
-        if let Some(params) = &request.session {
-            let (own, bos) = (&request.prompt, self.settings.bos_token);
-            match state.sessions.begin(params, own, bos, Instant::now()) {
-                Ok((prompt, turn)) => {
-                    request.prompt = prompt;
-                    known.turn = Some(turn);
-                }
-                Err(reason) => {
-                    request.refusal.get_or_insert(reason);
-                }
-            }
-        }
-        if let Some(name) = &request.adapter {
-            known.adapter = state.adapters.get(name).copied();
-            if known.adapter.is_none() {
-                request.refusal.get_or_insert_with(|| {
-                    format!("the adapter `{name}` is not loaded: load it by `/load_lora_adapter`")
-                });
-            }
-        }
-        known
-    }
-
-    /// What is wrong with a prompt, or with tokens that are named.
-    fn unfit(&self, request: &GenerateRequest) -> Option<String> {
-        let (settings, prompt) = (&self.settings, &request.prompt);
-        let (tokens, longest) = (prompt.len(), settings.max_prompt_tokens as usize);
-        if prompt.is_empty() {
-            return Some("the prompt is empty: send a token or more".to_owned());
-        }
-        if tokens > longest {
-            return Some(format!(
-                "the prompt has {tokens} tokens, and this server takes {longest} at most, by its context length: shorten \
-                 it, or start the server with `--allow-auto-truncate`"
-            ));
-        }
-        let vocab = settings.vocab_size;
-        if let Some(unknown) = prompt.iter().position(|&token| token >= vocab) {
-            let token = prompt[unknown];
-            return Some(format!(
-                "token {token} at {unknown} of the prompt is not in the vocabulary, which has {vocab}"
-            ));
-        }
-        let mut biased = request.params.sampling.logit_bias.iter();
-        if let Some((token, _)) = biased.find(|&&(token, _)| token >= vocab) {
-            return Some(format!(
-                "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
-            ));
-        }
-        let checked = request.logprobs.as_ref()?.check(tokens, vocab);
-        checked.err().map(|error| error.to_string())
-    }
-
-    fn ends(&self, request: &GenerateRequest) -> Ends {
-        let params = &request.params;
-        let mut stop_tokens = Vec::new();
-        if !params.ignore_eos {
-            stop_tokens.extend_from_slice(&params.stop_token_ids);
-            stop_tokens.extend_from_slice(&self.settings.eos_tokens);
-        }
-        // The scheduler cuts it to what there is room for.
-        let max_tokens = params.max_new_tokens.unwrap_or(u32::MAX >> 1);
-        Ends {
-            max_tokens,
-            min_tokens: params.min_new_tokens.min(max_tokens),
-            stop_tokens,
-            stop_strings: params
-                .stop_strs
-                .iter()
-                .map(|text| text.as_bytes().into())
-                .collect(),
-            stop_regexes: params.stop_regexes.clone(),
-        }
-    }
-
     fn abort(&self, backend: &impl Backend, rid: &str, all: bool) {
         let state = self.lock();
         if all {
@@ -532,14 +435,6 @@ impl Front {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// What the names of a request stand for.
-#[derive(Debug, Default)]
-struct Known {
-    /// The backend's id.
-    adapter: Option<u64>,
-    turn: Option<Begun>,
 }
 
 impl State {
