@@ -18,12 +18,14 @@ import torch
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_attend import attend_paged
 from pie_driver_sglang.kernels.paged_splits import (
+    ELSEWHERE,
     DecodeRows,
     Prefixes,
     SplitPlan,
     SplitTuning,
     plan_splits,
 )
+from pie_driver_sglang.kernels.prompt_rows import find_prompts
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""
@@ -391,10 +393,97 @@ def check_grouped_shares() -> bool:
     return found == expected and shares.totals.tolist()[1:] == [end, len(expected)]
 
 
+class Context(NamedTuple):
+    """Rows of a context, one after the other."""
+
+    table_row: int
+    rows: int
+    kv_len: int
+    """Of the last one."""
+
+
+def random_contexts(draw: random.Random) -> list[Context]:
+    """Decodes, prompts and what goes on from stored KV."""
+    owners = draw.sample(range(1, 30), draw.randint(1, 12))
+    found = []
+    for owner in owners:
+        rows = draw.choice((1, 1, 2, 3, draw.randint(2, 40)))
+        found.append(Context(owner, rows, rows + draw.choice((0, 0, 1, 16, 50))))
+    return found
+
+
+def staged(contexts: list[Context], padding: int, table: torch.Tensor) -> DecodeRows:
+    """Their rows, then padding."""
+    owners = [context.table_row for context in contexts for _ in range(context.rows)]
+    lengths = [
+        length
+        for context in contexts
+        for length in range(context.kv_len - context.rows + 1, context.kv_len + 1)
+    ]
+    return DecodeRows(
+        table,
+        torch.tensor([*owners, *[0] * padding]),
+        torch.tensor([*lengths, *[1] * padding]),
+    )
+
+
+def check_prompts() -> bool:
+    """Every prompt is a segment, nothing else reads KV, and only their rows are elsewhere."""
+    draw = random.Random(11)
+    right = True
+    for _ in range(200):
+        contexts, padding, page = random_contexts(draw), draw.choice((0, 1, 7)), 16
+        table = torch.randint(0, 9, (30, 128 // page)).repeat_interleave(page, 1) * page
+        rows = staged(contexts, padding, table.int() + torch.arange(128).int() % page)
+        prompts, left = find_prompts(rows, len(contexts) + draw.randrange(3), page)
+        expected, owners, start = [], [], 0
+        for context in contexts:
+            if context.rows > 1:
+                pages = (table[context.table_row, ::page] // page).tolist()
+                expected.append((start, start + context.rows, context.kv_len, pages))
+            owners += [ELSEWHERE if context.rows > 1 else context.table_row] * context.rows
+            start += context.rows
+        bounds = prompts.starts.tolist()
+        found = [
+            (first, end, kv_len, pages)
+            for first, end, kv_len, pages in zip(
+                bounds, bounds[1:], prompts.kv_lens.tolist(), prompts.pages.tolist(), strict=False
+            )
+            if end > first and kv_len > 0
+        ]
+        right &= found == expected and bounds == sorted(bounds) and bounds[-1] == start + padding
+        right &= bounds[0] == 0 and left.table_rows.tolist() == [*owners, *[ELSEWHERE] * padding]
+    return right
+
+
+def check_rows_elsewhere() -> bool:
+    """Rows of prompts are left as they are, all others come out as if there were none."""
+    draw = random.Random(13)
+    right = True
+    mixed, alone = random_contexts(draw), [Context(3, 20, 30), Context(9, 2, 2)]
+    for queries, contexts, padding in ((16, mixed, PADDING), (64, mixed, 0), (64, alone, 0)):
+        count = sum(context.rows for context in contexts) + padding
+        slots = torch.arange(1, 31)[:, None] * 128 + torch.arange(128)
+        rows = staged(contexts, padding, slots.int())
+        _, left = find_prompts(rows, len(contexts), 16)
+        asked, keys, values = (torch.randn(size, 2, 16) for size in (count, 32 * 128, 32 * 128))
+        outs = []
+        for each in (rows, left):
+            plan = plan_splits(each, SplitPlan(SplitTuning(16, 4, 3, 1, queries), 2, 1, -1), 6)
+            outs.append(torch.full_like(asked, 7.0))
+            attend_paged(asked, keys, values, outs[-1], each, plan, Rule(0.25), 16)
+        kept = left.table_rows == ELSEWHERE
+        whole, part = outs
+        right &= bool(kept.any()) and bool((part[kept] == 7.0).all())
+        right &= torch.allclose(part[~kept], whole[~kept], atol=1e-5)
+    return right
+
+
 if __name__ == "__main__":
     seeded = torch.Generator().manual_seed(3)
     cases = itertools.chain(CASES, random_cases())
     found = [check_attention(case, seeded) for case in cases]
     results = [*found, check_shares(), check_grouped_shares()]
+    results += [check_prompts(), check_rows_elsewhere()]
     print(f"{len(results)} checks, {results.count(False)} wrong")
     sys.exit(not all(results))

@@ -361,9 +361,13 @@ class TestPeersOfSGLang:
         check.show(4096, 562, times, {"full": row, "x": replayed})
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].endswith("graph 40.0 ms, breakable 45.0 ms; over ours: 1.125")
-        assert [check.graph_rows(tokens) for tokens in (1, 100, 300, 2304, 2305)] == [
-            1, 112, 320, 2304, None,
-        ]  # fmt: skip
+        tokens = (1, 100, 300, 2304, 2305, 4097)
+        rows = {
+            sparse: [check.graph_rows(count, sparse=sparse) for count in tokens]
+            for sparse in (False, True)
+        }
+        assert rows[False] == [1, 112, 320, 2304, None, None]
+        assert rows[True] == [1, 112, 320, 2304, 2560, None]
         assert lines[1] == f"    SGLang, full: {end}; 50.0 ms"
         assert lines[2] == "    SGLang, x: 51.0 ms without, states off by 0.0010"
 

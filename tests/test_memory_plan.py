@@ -15,6 +15,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.limits import (
     LONGEST_GRAPH,
+    LONGEST_SPARSE_GRAPH,
     chunk_tokens,
     decode_batch_sizes,
     prefill_batch_sizes,
@@ -241,7 +242,8 @@ def test_the_graphs_of_the_measured_shape() -> None:
     # benches/notebook/gpu.md: 41 graphs of up to 2,304 rows of this shape took 0.41 GiB, and 0.33
     # later. Those for shared prefixes were not among them.
     settings = USUAL._replace(chunk_tokens=16_384, prompts=True)
-    assert len(decode_batch_sizes(256)) + len(prefill_batch_sizes(256, settings.chunk_tokens)) == 41
+    longer = prefill_batch_sizes(256, settings.chunk_tokens, sparse=False)
+    assert len(decode_batch_sizes(256)) + len(longer) == 41
     assert shared_prefix_batch_sizes(256) == [16, 32, 64, 128, 192, 256]
     planned = plan_memory(H200, QWEN, settings).graphs
     nodes = len(shared_prefix_batch_sizes(256)) * QWEN.layers * GRAPH_LAYER_BYTES
@@ -253,15 +255,27 @@ def test_the_graphs_of_the_measured_shape() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 200, 256, 2303, 2304, 4096])
-@pytest.mark.parametrize("chunk", [16, 257, 300, 2048, 8192])
-def test_graphs_for_prompts_go_on_where_those_of_decodes_end(most: int, chunk: int) -> None:
-    rows = prefill_batch_sizes(most, chunk)
-    longest = min(LONGEST_GRAPH, chunk)
+@pytest.mark.parametrize("chunk", [16, 257, 300, 2048, 3000, 8192])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_graphs_for_prompts_go_on_where_those_of_decodes_end(
+    most: int, chunk: int, sparse: bool
+) -> None:
+    rows = prefill_batch_sizes(most, chunk, sparse=sparse)
+    longest = min(LONGEST_SPARSE_GRAPH if sparse else LONGEST_GRAPH, chunk)
     assert rows == sorted(set(rows))
     assert all(most < count <= longest for count in rows)
     assert (rows[-1:] == [longest]) == (longest > most)
     # At most a quarter of the rows in use are padding, but in small steps.
     assert all(count <= max(32, 1.25 * less) for less, count in itertools.pairwise([most, *rows]))
+
+
+def test_graphs_of_a_mixture_take_longer_passes() -> None:
+    rows = prefill_batch_sizes(256, 8192, sparse=True)
+    assert rows[: rows.index(LONGEST_GRAPH) + 1] == prefill_batch_sizes(256, 8192, sparse=False)
+    assert {b - a for a, b in itertools.pairwise(rows) if b > LONGEST_GRAPH} == {256}
+    mixture = QWEN._replace(chosen_experts=8)
+    more = plan_memory(H200, mixture, USUAL).graphs - plan_memory(H200, QWEN, USUAL).graphs
+    assert more > 7 * QWEN.layers * GRAPH_LAYER_BYTES
 
 
 def test_what_decodes_with_adapters_add_to_the_graphs() -> None:

@@ -1,9 +1,9 @@
 """Decode attention on a GPU: parity, times compared with peers and a copy, and tuning.
 
-    python benches/gpu/attention_check.py [--parity] [--times] [--tune] [--prompts] [--seconds N]
-        [--shapes A,B] [--batches 256,16] [--json FILE]
+    python benches/gpu/attention_check.py [--parity] [--times] [--tune] [--prompts] [--fa3]
+        [--seconds N] [--shapes A,B] [--batches 256,16] [--json FILE]
 
-Without one of the four it does the first two.
+Without one of the five it does the first two.
 
 --parity: the kernels against dense attention in float64: types, head sizes, groups, pages, windows,
     caps and sinks; each case twice, and the results equal.
@@ -14,6 +14,9 @@ Without one of the four it does the first two.
     copy's bandwidth, `best` the time of the fastest peer in times of ours.
 --tune: every parameter of the cut in turn, with the others at the best so far, until none helps.
 --prompts: the same for steps in which every token of a prompt is a row.
+
+With --fa3 such steps are timed by the kernel of decodes alone, and with prompts left to
+FlashAttention-3, as in long steps. What both compute is compared first.
 
 With `TRITON_INTERPRET=1 ... --device cpu` everything runs on tiny sizes; its times mean nothing.
 """
@@ -47,7 +50,9 @@ from pie_driver_sglang.kernels.paged_splits import (
     plan_splits,
     split_tuning,
 )
+from pie_driver_sglang.kernels.prompt_rows import find_prompts
 
+PARTS = ("parity", "times", "tune", "prompts", "fa3")
 PAGE = 16
 LENGTHS = (128, 512, 1024, 2048, 8192, 32768)
 RAGGED = (100, 2048)
@@ -84,7 +89,12 @@ class Shape(NamedTuple):
         return split_tuning(self.dim, self.heads // self.kv_heads, itemsize, rows, prompts=prompts)
 
 
-SHAPES = (Shape("0.6B", 16, 8, 128), Shape("14B", 40, 8, 128))
+SHAPES = (
+    Shape("0.6B", 16, 8, 128),
+    Shape("8B", 32, 8, 128),
+    Shape("14B", 40, 8, 128),
+    Shape("30B-A3B", 32, 4, 128),
+)
 
 
 class Work(NamedTuple):
@@ -184,6 +194,27 @@ def pie(step: Step, how: SplitTuning | None = None) -> Call:
     def call(layer: int) -> torch.Tensor:
         out = torch.empty_like(step.queries)
         keys, values = step.keys[layer], step.values[layer]
+        attend_paged(step.queries, keys, values, out, rows, shares, rule, PAGE)
+        return out
+
+    return call
+
+
+def with_fa3(step: Step) -> Call:
+    """The same with prompts left to FlashAttention-3."""
+    from pie_driver_sglang.srt.seams.attention import attend_prompts
+
+    shape, device = step.work.shape, step.queries.device
+    prompts, rows = find_prompts(step.rows, len(step.lengths), PAGE)
+    how = shape.tuning(step.queries.itemsize, len(step.queries), prompts=False)
+    cut = SplitPlan(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
+    shares, rule = plan_splits(rows, cut, multiprocessors(device)), Rule(step.scale)
+    torch.cuda.synchronize(device)
+
+    def call(layer: int) -> torch.Tensor:
+        out = torch.empty_like(step.queries)
+        keys, values = step.keys[layer], step.values[layer]
+        attend_prompts(step.queries, keys, values, out, prompts, rule, PAGE)
         attend_paged(step.queries, keys, values, out, rows, shares, rule, PAGE)
         return out
 
@@ -537,11 +568,29 @@ def prompt_steps(shape: Shape, tiny: bool) -> list[Work]:
     """What a cut for prompts is chosen by."""
     if tiny:
         return [Work(shape, (40, 7, 300), "2 and 300", prompt=True)]
-    steps = [(64, 2048), (64, 512), (0, 2048)]
+    steps = [(64, 2048), (64, 512), (0, 2048), (0, 1024), (200, 1024)]
     return [
         Work(shape, (*(512 for _ in range(batch)), length), f"{batch} and {length}", prompt=True)
         for batch, length in steps
     ]
+
+
+def time_prompts(run: Run) -> None:
+    """Steps with prompts by one kernel and by two, once these agree."""
+    for shape in run.shapes():
+        storage = run.storage(shape)
+        for work in prompt_steps(shape, run.tiny):
+            step = Step(work, storage)
+            calls = {"pie": pie(step), "fa3": with_fa3(step)}
+            one, two = (call(0).float() for call in calls.values())
+            off = float((two - one).abs().max() / one.abs().max())
+            run.report.hold(f"{shape.name} {work.name}, fa3 differs", off, at_most=DISAGREES)
+            layers = {name: Layers(step, call).round for name, call in calls.items()}
+            times = frame.in_turns(layers, ROUNDS)
+            us = {name: statistics.median(rounds) for name, rounds in times.items()}
+            print(f"{shape.name:>8} {work.name:>14}  " + "".join(f"{us[x]:10.1f}" for x in us))
+            run.report.add(part="fa3", shape=shape.name, work=work.name, us=us)
+        del storage
 
 
 class Tuner:
@@ -600,7 +649,7 @@ def microseconds_checked(step: Step, how: SplitTuning) -> float:
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "device")
-    for part in ("parity", "times", "tune", "prompts"):
+    for part in PARTS:
         made.add_argument(f"--{part}", action="store_true")
     made.add_argument("--batches", default="1,4,16,64,128,256", help="rows of a step")
     made.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
@@ -622,7 +671,7 @@ def check(run: Run) -> None:
     arguments = run.arguments
     name = "Triton's interpreter" if run.tiny else torch.cuda.get_device_name(run.device)
     print(f"{name}, torch {torch.__version__}")
-    wanted = (arguments.parity, arguments.times, arguments.tune, arguments.prompts)
+    wanted = [getattr(arguments, part) for part in PARTS]
     default = not any(wanted)
     if arguments.parity or default:
         run.report.hold("wrong cases", check_parity(run), at_most=0)
@@ -632,6 +681,8 @@ def check(run: Run) -> None:
                 Tuner(run, shape, tuned_steps(shape, run.tiny), TUNED).descend()
             if arguments.prompts:
                 Tuner(run, shape, prompt_steps(shape, run.tiny), TUNED_FOR_PROMPTS).descend()
+        if arguments.fa3:
+            time_prompts(run)
         if arguments.times or default:
             time_grid(run)
 

@@ -49,7 +49,7 @@ from step_check import Steps
 
 from pie_driver_sglang.config.options import DEFAULT_MAX_FORWARD_REQUESTS
 from pie_driver_sglang.memory.limits import (
-    LONGEST_GRAPH,
+    LONGEST_SPARSE_GRAPH,
     decode_batch_sizes,
     prefill_batch_sizes,
 )
@@ -162,10 +162,11 @@ def milliseconds(run: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def graph_rows(tokens: int) -> int | None:
-    """Rows of the driver's graph that runs a pass of so many tokens."""
+def graph_rows(tokens: int, *, sparse: bool) -> int | None:
+    """Rows of the graph of the driver that runs a pass of so many tokens."""
     most = DEFAULT_MAX_FORWARD_REQUESTS
-    sizes = [*decode_batch_sizes(most), *prefill_batch_sizes(most, LONGEST_GRAPH)]
+    longer = prefill_batch_sizes(most, LONGEST_SPARSE_GRAPH, sparse=sparse)
+    sizes = [*decode_batch_sizes(most), *longer]
     return next((rows for rows in sizes if rows >= tokens), None)
 
 
@@ -245,7 +246,10 @@ def show(tokens: int, each: int, found: Mapping[str, float], theirs: Mapping[str
 
 def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Peers) -> None:
     """Every pass in both ways, next to what SGLang took with its graphs."""
+    from pie_driver_sglang.srt.measure import chosen_experts
+
     print(f"layers: {type(engine.dense).__name__}", flush=True)
+    sparse = chosen_experts(engine.runner.model_config) > 0
     for tokens, each in passes(arguments):
         lengths = prompts(tokens, each)
         one = Prefill(engine, lengths)
@@ -253,7 +257,7 @@ def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Pee
             "driver": functools.partial(one.run, engine.dense),
             "sglang": functools.partial(one.run, None),
         }
-        rows = graph_rows(tokens)
+        rows = graph_rows(tokens, sparse=sparse)
         if rows is not None:
             ways["graph"] = Graph(engine, rows, one).run
         states = {way: run()[:tokens].clone().double() for way, run in ways.items()}

@@ -24,6 +24,9 @@ _FEW_ROWS = 256
 """Up to this many rows are planned at once; more in larger chunks."""
 _FINE_ROWS = 16
 """Up to this many rows, blocks are smaller, since each program has few of them."""
+ELSEWHERE = -1
+"""In place of the table row: another kernel computes the row, so it is left as it is."""
+_ELSEWHERE = tl.constexpr(ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class DecodeRows(NamedTuple):
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
     table_rows: torch.Tensor
-    """``[rows]`` int64; 0 is padding, whose output is ignored."""
+    """``[rows]`` int64; 0 is padding, whose output is ignored; may be `ELSEWHERE`."""
     kv_lens: torch.Tensor
     """``[rows]`` int64: KV length of the row, its own token included."""
     prefixes: Prefixes | None = None
@@ -213,7 +216,8 @@ def _tiles(
     before = (rows - starts) % TILE
     next_goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows + 1, row_count, GROUPED)
     ends = (before == TILE - 1) | (next_goes_on == 0)
-    ends = ends & (rows < row_count)
+    own = tl.load(table_rows + rows, mask=rows < row_count, other=_ELSEWHERE)
+    ends = ends & (own != _ELSEWHERE)
     kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
     if GROUPED:
         unseen = tl.load(prefix_lens + rows, mask=ends, other=0) // BLOCK

@@ -16,6 +16,11 @@ MAX_SLOTS: Final = 512
 """Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
 LONGEST_GRAPH: Final = 2304
 """Rows of the largest graph, unless one decode of each request needs more."""
+LONGEST_SPARSE_GRAPH: Final = 4096
+"""The same for a mixture of experts: its longer passes still end before the host has launched their
+kernels (benches/notebook/gpu.md)."""
+SPARSE_STEP: Final = 256
+"""Rows between the longest graphs."""
 DRAFT_ROOM: Final = 64
 """Tokens after the last position that a request's drafts may occupy."""
 
@@ -56,10 +61,14 @@ def lora_batch_sizes(most: int) -> list[int]:
     return [*(count for count in rows if count < most), most]
 
 
-def prefill_batch_sizes(most: int, chunk_tokens: int) -> list[int]:
-    """Rows of the graphs that hold prompts, more than `most` and within one pass."""
-    rows = (8 * count * 2**octave for octave in range(7) for count in range(4, 8))
-    longest = min(LONGEST_GRAPH, chunk_tokens)
+def prefill_batch_sizes(most: int, chunk_tokens: int, *, sparse: bool) -> list[int]:
+    """Rows of the graphs that hold prompts, more than `most` and within one pass.
+
+    `sparse` is whether the model is a mixture of experts.
+    """
+    rows = [8 * count * 2**octave for octave in range(6) for count in range(4, 8)]
+    rows += range(2048, LONGEST_SPARSE_GRAPH, SPARSE_STEP)
+    longest = min(LONGEST_SPARSE_GRAPH if sparse else LONGEST_GRAPH, chunk_tokens)
     return [*(count for count in rows if most < count < longest), *([longest] * (longest > most))]
 
 

@@ -221,7 +221,8 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     if not settings.triton_tables:
         rows = [*shared_prefix_batch_sizes(settings.requests), *rows]
     if settings.prompts:
-        rows += prefill_batch_sizes(settings.requests, settings.chunk_tokens)
+        sparse = model.chosen_experts > 0
+        rows += prefill_batch_sizes(settings.requests, settings.chunk_tokens, sparse=sparse)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
     bound = lora_batch_sizes(settings.requests) if settings.adapter_slots else []
     nodes += len(bound) * model.layers * BOUND_GRAPH_LAYER_BYTES

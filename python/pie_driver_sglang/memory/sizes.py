@@ -104,6 +104,7 @@ def sizes_of_shape(
         vocabulary=shape.vocabulary,
         heads=shape.heads,
         head_dim=shape.head_dim,
+        chosen_experts=shape.chosen_experts,
         state_bytes=state_bytes,
         adapter_bytes=adapters if options.enable_lora else 0,
         image_bytes=image_bytes(hf_config, itemsize),

@@ -57,6 +57,8 @@ class ModelSizes(NamedTuple):
     heads: int
     """Query heads; ranks divide them evenly."""
     head_dim: int
+    chosen_experts: int = 0
+    """Experts of a mixture that a row takes; 0 for a dense model."""
     state_bytes: int = 0
     """Recurrent state of a request, in one rank."""
     adapter_bytes: int = 0

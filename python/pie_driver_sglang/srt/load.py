@@ -27,6 +27,7 @@ from pie_driver_sglang.srt.cpu_steps import CpuSteps
 from pie_driver_sglang.srt.cuda_steps import CudaSteps
 from pie_driver_sglang.srt.dense import DenseLayers
 from pie_driver_sglang.srt.images import find_vision
+from pie_driver_sglang.srt.measure import chosen_experts
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
 from pie_driver_sglang.srt.seams.lora import manager_of
 from pie_driver_sglang.srt.seams.model import resolved
@@ -109,8 +110,10 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     if options.fuse_layers and runner.device == "cuda":
         engine.dense = DenseLayers.of(runner)
-    longer = prefill_batch_sizes(rungs[-1], chunk) if support.takes_prompts(runner) else []
-    engine.steps = _steps(engine, options, [*rungs, *longer], adapters)
+    if support.takes_prompts(runner):
+        sparse = chosen_experts(model_config) > 0
+        rungs += prefill_batch_sizes(rungs[-1], chunk, sparse=sparse)
+    engine.steps = _steps(engine, options, rungs, adapters)
     if rank.size > 1 and runner.device == "cpu":
         groups.take_no_more()
     return planner, engine

@@ -88,6 +88,11 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
     )
 
 
+def chosen_experts(model_config: ModelConfig) -> int:
+    """Experts that a row takes; 0 for a dense model."""
+    return _most(model_config.hf_text_config, "num_experts_per_tok")
+
+
 def _shape_of(model_config: ModelConfig) -> Shape:
     """What SGLang's `ModelConfig` knows of a model, class defaults included."""
     text, hidden = model_config.hf_text_config, model_config.hidden_size
@@ -107,7 +112,7 @@ def _shape_of(model_config: ModelConfig) -> Shape:
         latent=model_config.kv_lora_rank + model_config.qk_rope_head_dim if latent else 0,
         inner=inner,
         experts=_most(text, "num_experts", "num_local_experts", "n_routed_experts"),
-        chosen_experts=_most(text, "num_experts_per_tok"),
+        chosen_experts=chosen_experts(model_config),
         expert_inner=_most(text, "moe_intermediate_size") or inner,
         tied=bool(getattr(text, "tie_word_embeddings", False)),
         positions=_most(text, "max_position_embeddings"),

@@ -18,8 +18,11 @@ from pie_driver_sglang.kernels.cluster_attend import ClusterAttention
 from pie_driver_sglang.kernels.lone_attend import LoneRow
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_splits import DecodeRows, Prefixes, SplitPlan, WorkPlan
+from pie_driver_sglang.kernels.prompt_rows import Prompts, find_prompts
+from pie_driver_sglang.srt import support
 from pie_driver_sglang.srt.seams.attention import (
     AttentionBackend,
+    attend_prompts,
     attention_layers,
     register_backend,
 )
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.attention import RadixAttention
     from pie_driver_sglang.srt.seams.model import ModelRunner
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
+
+_LEAST_HEADS = 1 << 14
+"""Query heads of all rows of a step from which on prompts attend by a kernel of prefills."""
 
 
 def install(runner: ModelRunner, prefill: str | None = None) -> None:
@@ -57,6 +63,8 @@ class _Step(NamedTuple):
 
     rows: DecodeRows
     shares: dict[SplitPlan, WorkPlan]
+    prompts: Prompts | None
+    """Of a step of many rows, if another kernel attends with those of prompts."""
 
 
 class PagedDecode(AttentionBackend):
@@ -75,6 +83,9 @@ class PagedDecode(AttentionBackend):
         self._layers = attention_layers(runner)
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
+        named, _ = resolved(runner).attention_backends
+        self._has_fa3 = named == "fa3" and support.prefills_by_fa3(runner)
+        self._heads = min((layer.tp_q_head_num for layer in self._layers), default=0)
         # Rows with a window need not see what they have in common.
         self.knows_groups = any(layer.sliding_window_size in (None, -1) for layer in self._layers)
         self._step: _Step | None = None
@@ -105,9 +116,12 @@ class PagedDecode(AttentionBackend):
             forward_batch.seq_lens,
             self._prefixes,
         )
+        prompts = None
+        if self._by_fa3(len(rows.kv_lens)):
+            prompts, rows = find_prompts(rows, self.req_to_token_pool.size, self._page_size)
         cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
         shares = {cut: paged_splits.plan_splits(rows, cut, self._multiprocessors) for cut in cuts}
-        self._step = _Step(rows, shares)
+        self._step = _Step(rows, shares, prompts)
 
     def forward_decode(
         self,
@@ -132,9 +146,12 @@ class PagedDecode(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             store_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
-        rows, shares = self._step
+        out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
+        rows, shares, prompts = self._step
+        if prompts is not None:
+            # It comes first, because it makes zeros of rows between prompts.
+            attend_prompts(queries, keys, values, out, prompts, rule, self._page_size)
         paged_attend.attend_paged(
             queries, keys, values, out, rows, shares[self._cut(layer, len(out))], rule,
             self._page_size, floats[1],
@@ -160,7 +177,7 @@ class PagedDecode(AttentionBackend):
         """
         if self._step is None:
             raise RuntimeError("a decode whose metadata was not made")
-        rows, shares = self._step
+        rows, shares, _ = self._step
         plain = layer.sliding_window_size in (None, -1) and not layer.logit_cap
         if len(qkv) != 1 or rows.prefixes is not None or not plain or not lone_attend.takes(heads):
             return None
@@ -188,12 +205,21 @@ class PagedDecode(AttentionBackend):
         dim = max(layer.qk_head_dim, layer.v_head_dim)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         window = layer.sliding_window_size
+        # Rows of prompts read the same KV, unless another kernel has them.
+        prompts = self._has_prompts(rows) and not self._by_fa3(rows)
         return SplitPlan(
-            # There are more rows than requests.
-            paged_splits.split_tuning(
-                dim, group, self._itemsize, rows, prompts=rows > self.req_to_token_pool.size
-            ),
+            paged_splits.split_tuning(dim, group, self._itemsize, rows, prompts=prompts),
             layer.tp_k_head_num,
             group,
             -1 if window is None else window,
         )
+
+    def _has_prompts(self, rows: int) -> bool:
+        """Whether there are more rows than requests."""
+        requests: int = self.req_to_token_pool.size
+        return rows > requests
+
+    def _by_fa3(self, rows: int) -> bool:
+        """Whether FlashAttention-3 attends with rows of prompts: it reads KV once for more rows."""
+        pays: bool = rows * self._heads >= _LEAST_HEADS
+        return self._has_fa3 and self._has_prompts(rows) and pays

@@ -10,6 +10,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -17,6 +18,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+
+if TYPE_CHECKING:
+    import torch
+
+    from pie_driver_sglang.kernels.masked_torch import Rule
+    from pie_driver_sglang.kernels.prompt_rows import Prompts
 
 __all__ = ["AttentionBackend", "RadixAttention"]
 
@@ -62,6 +69,38 @@ def has_fa3() -> bool:
             logger.warning("nothing is computed by fa3: %s", error)
         return False
     return True
+
+
+def attend_prompts(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    prompts: Prompts,
+    rule: Rule,
+    page_size: int,
+) -> None:
+    """Attends with the rows of prompts by FlashAttention-3; others become zeros. Can be captured.
+
+    Args:
+        queries: ``[rows, heads, dim]``.
+        keys: ``[slots, kv_heads, dim]`` of the queries' type.
+        values: The same.
+        out: ``[rows, heads, dim]``, written.
+        prompts: The step's.
+        rule: The layer's, without window and cap.
+        page_size: Tokens of a page, of which `keys` have a whole number.
+    """
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    paged = (-1, page_size, *keys.shape[1:])
+    flash_attn_with_kvcache(
+        queries, keys.view(paged), values.view(paged), out=out, page_table=prompts.pages,
+        cache_seqlens=prompts.kv_lens, cu_seqlens_q=prompts.starts, max_seqlen_q=len(queries),
+        softmax_scale=rule.scale, causal=True, sinks=rule.sinks,
+        # How many are best is computed on the host, from lengths that it does not know here.
+        num_splits=1,
+    )  # fmt: skip
 
 
 def decode_backend(runner: ModelRunner) -> AttentionBackend | None:
