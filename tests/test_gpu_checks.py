@@ -272,6 +272,20 @@ class TestShapes:
         half = shapes.moved_bytes(shapes.SHAPES["8b-fp8"], 1)
         assert one - half == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
 
+    def test_the_least_time_of_requests(self, shapes: Any) -> None:
+        """A token after the prompt's is one step; of very many rows products take longest."""
+        shape, flops = shapes.SHAPES["8b"], shapes.FLOPS
+        matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+        prompt = 2 * matrices * 699 + 32 * 4 * 4096 * 699**2 / 2
+        moved = shapes.moved_bytes(shape, 1) / 4.3e12
+        assert shapes.least_s(shape, "H200", [699], [2]) == pytest.approx(prompt / flops + moved)
+        assert shapes.least_s(shape, "H200", [699], [1]) == pytest.approx(prompt / flops)
+        many = shapes.least_s(shape, "H200", [1] * 4096, [2] * 4096)
+        products = 2 * 4096 * (2 * matrices + 4096 * 128256) + 4096 * 32 * 4 * 4096 / 2
+        kv = 4096 * 2 * 32 * 2 * 8 * 128 * 2 / 4.3e12
+        assert many == pytest.approx(products / flops + kv)
+        assert 12_000 < shapes.limit_tokens_per_s(shape, "H200") < 14_000
+
     def test_results_are_kept_from_run_to_run(
         self, shapes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -316,7 +330,9 @@ class TestShapes:
         assert row["bytes_us"]["1"] == pytest.approx(3512, abs=1)
         assert run("throughput") == 0
         both = json.loads(results.read_text())["8b"]
-        assert both["tokens_per_s"] == {"ours": 9.0, "sglang": {"fa3": 8.0}}
+        limit = both["tokens_per_s"]["limit"]
+        assert limit == pytest.approx(shapes.limit_tokens_per_s(shapes.SHAPES["8b"], "cpu"))
+        assert both["tokens_per_s"] == {"ours": 9.0, "sglang": {"fa3": 8.0}, "limit": limit}
         assert both["step_us"] == row["step_us"]
         assert both["sources"]["step_us"] == row["sources"]["step_us"]
         command = both["sources"]["tokens_per_s"]["command"]

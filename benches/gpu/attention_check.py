@@ -205,7 +205,10 @@ def with_fa3(step: Step) -> Call:
     from pie_driver_sglang.srt.seams.attention import attend_prompts
 
     shape, device = step.work.shape, step.queries.device
-    prompts, rows = find_prompts(step.rows, len(step.lengths), PAGE)
+    # The first row of a block table is of padding.
+    table = torch.nn.functional.pad(step.table, (0, 0, 1, 0))
+    owned = DecodeRows(table, step.rows.table_rows + 1, step.rows.kv_lens)
+    prompts, rows = find_prompts(owned, len(step.lengths), PAGE)
     how = shape.tuning(step.queries.itemsize, len(step.queries), prompts=False)
     cut = SplitPlan(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
     shares, rule = plan_splits(rows, cut, multiprocessors(device)), Rule(step.scale)

@@ -10,7 +10,8 @@ keeps what an earlier run found of other shapes and parts. Of each shape it has:
 - `step_us`: microseconds of a decode step by rows, at 700 tokens a row (0.6b: 512);
 - `bytes_us`: how long memory takes to move the weights and KV of such a step, as fast as a copy:
   4.3 TB/s on an H200, 3.0 on an H100; a row takes experts at random;
-- `tokens_per_s`: of the standard workload, `ours` and `sglang` by backend;
+- `tokens_per_s`: of the standard workload, `ours`, `sglang` by backend, and the `limit` of
+  :func:`least_s`, which a driver without any loss would make;
 - `sources`: the device, date, commit and command of each of these.
 
 The status is 1 when a process failed. A shape's steps take 1 to 2 minutes; its load and a backend
@@ -24,7 +25,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +40,11 @@ BYTES_PER_S: Final = 4.3e12
 """Of a copy on an H200, bytes read and written."""
 OTHER_BYTES_PER_S: Final = {"NVIDIA H100": 3.0e12}
 """The same on other GPUs, by a part of their names."""
+FLOPS: Final = 7.0e14
+"""Floating-point operations per second that cuBLAS reaches in bfloat16 on either GPU, at its power
+limit (benches/notebook/gpu.md); in FP8 twice as many."""
+LENGTHS: Final = frame.REPOSITORY / "benches" / "pie_load" / "lengths.json"
+"""Prompts and outputs of the standard workload, in tokens."""
 STEPS_S, LOAD_S = 240.0, 420.0
 """The longest that a process of each part may take."""
 
@@ -108,8 +114,8 @@ SHAPES: Final[Mapping[str, Shape]] = {
 """By name."""
 
 
-def moved_bytes(shape: Shape, rows: int) -> float:
-    """Bytes that a decode step must move: weights once, and the KV of each row.
+def layer_weights(shape: Shape, rows: float) -> float:
+    """Numbers in the matrices of all layers that a step of so many rows reads.
 
     A row of a mixture of experts takes any of them with equal chances.
     """
@@ -123,19 +129,65 @@ def moved_bytes(shape: Shape, rows: int) -> float:
         mlp = 3 * width * config["moe_intermediate_size"] * taken + width * total
     else:
         mlp = 3 * width * config["intermediate_size"]
-    head = 2 * width * config["vocab_size"]
-    kv = rows * shape.context * layers * 2 * kv_heads * dim * 2
-    return float(layers * (attention + mlp) * shape.weight_bytes + head + kv)
+    return float(layers * (attention + mlp))
+
+
+def weight_bytes(shape: Shape, rows: int) -> float:
+    """Bytes of the weights that a step of so many rows reads, the LM head included."""
+    head = 2 * shape.config["hidden_size"] * shape.config["vocab_size"]
+    return layer_weights(shape, rows) * shape.weight_bytes + head
+
+
+def token_bytes(shape: Shape) -> float:
+    """Bytes of the KV of a token."""
+    config = shape.config
+    numbers = 2 * config["num_key_value_heads"] * config["head_dim"]
+    return float(2 * numbers * config["num_hidden_layers"])
+
+
+def moved_bytes(shape: Shape, rows: int) -> float:
+    """Bytes that a decode step must move: weights once, and the KV of each row."""
+    return weight_bytes(shape, rows) + rows * shape.context * token_bytes(shape)
+
+
+def bytes_per_s(device: str) -> float:
+    """What a copy moves. `device` is count and name of GPUs, as in a record."""
+    others = (rate for name, rate in OTHER_BYTES_PER_S.items() if name in device)
+    return next(others, BYTES_PER_S)
 
 
 def bytes_us(shape: Shape, device: str) -> dict[str, float]:
-    """How long memory takes to move the bytes of a step, in µs, by rows.
-
-    `device` is count and name of GPUs, as in a record.
-    """
-    others = (rate for name, rate in OTHER_BYTES_PER_S.items() if name in device)
-    rate = next(others, BYTES_PER_S)
+    """How long memory takes to move the bytes of a step, in µs, by rows."""
+    rate = bytes_per_s(device)
     return {str(rows): moved_bytes(shape, rows) / rate * 1e6 for rows in ROWS}
+
+
+def least_s(shape: Shape, device: str, prompts: Sequence[int], outputs: Sequence[int]) -> float:
+    """Seconds that requests take at least which all come at once, in tokens of each.
+
+    First the products and the attention of all prompts, at :data:`FLOPS`. Then as many steps as the
+    longest output has: weights are read while rows are multiplied, whichever takes longer, and
+    the KV is read after that.
+    """
+    config, rate = shape.config, bytes_per_s(device)
+    flops = FLOPS * (2 if shape.weight_bytes == 1 else 1)
+    numbers = layer_weights(shape, 1)
+    head = config["hidden_size"] * config["vocab_size"]
+    scores = config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]
+    took = sum(2 * numbers * tokens + 2 * scores * tokens**2 for tokens in prompts) / flops
+    for step in range(1, max(outputs)):
+        seen = [tokens + step for tokens, last in zip(prompts, outputs, strict=True) if last > step]
+        multiplied = 2 * (numbers + head) * len(seen) / flops
+        took += max(weight_bytes(shape, len(seen)) / rate, multiplied)
+        took += sum(seen) * token_bytes(shape) / rate
+    return took
+
+
+def limit_tokens_per_s(shape: Shape, device: str) -> float:
+    """Tokens per second of the standard workload in the least time."""
+    lengths = json.loads(LENGTHS.read_text())
+    took = least_s(shape, device, lengths["prompts"], lengths["outputs"])
+    return float(sum(lengths["outputs"])) / took
 
 
 def step_us(record: frame.Record) -> dict[str, float]:
@@ -196,7 +248,8 @@ class Check:
         path = out / "load_check.json"
         record = self._record(f"{name} throughput", command, path, shape, LOAD_S)
         if record is not None:
-            self._keep(name, tokens_per_s=tokens_per_s(record))
+            limit = limit_tokens_per_s(shape, record.device)
+            self._keep(name, tokens_per_s={**tokens_per_s(record), "limit": limit})
 
     def _record(
         self, what: str, command: list[object], path: Path, shape: Shape, limit_s: float
