@@ -73,8 +73,8 @@ def shapes(results: Results) -> list[str]:
         names += ["limit, tokens/s", "ours / limit", "GPU"]
         parts += [
             "Throughput of the standard workload. *Limit* is what a driver without any loss would "
-            "make: prompts at the 700 TFLOP/s that cuBLAS reaches (in FP8 twice as many), steps "
-            "that read weights and KV as fast as a copy, or multiply at that speed.",
+            "make. It multiplies at the 700 TFLOP/s that cuBLAS reaches, in FP8 at twice as many, "
+            "and reads weights and KV as fast as a copy.",
             table(names, speeds),
         ]
     parts += [f"{name}: {each['note']}." for name, each in known.items() if each.get("note")]
