@@ -390,9 +390,13 @@ def servers(results: Results) -> list[str]:
 
 
 def servers_8b(results: Results) -> list[str]:
-    """The same on the 8B shape."""
-    names = ("servers-8b", "servers-8b-gateway")
-    return [part for name in names if name in results for part in _servers(results[name], "8B")]
+    """The same of door 1 on the 8B shape."""
+    return _servers(results["servers-8b"], "8B")
+
+
+def gateway_8b(results: Results) -> list[str]:
+    """The same of the gateway."""
+    return _servers(results["servers-8b-gateway"], "8B")
 
 
 def _servers(record: Mapping[str, Any], shape: str) -> list[str]:

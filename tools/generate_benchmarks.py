@@ -84,6 +84,7 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Offline engine": (("engine",), benchmark_gpu.engine),
     "Servers": (("servers",), benchmark_gpu.servers),
     "Servers of an 8B": (("servers-8b",), benchmark_gpu.servers_8b),
+    "Gateway of an 8B": (("servers-8b-gateway",), benchmark_gpu.gateway_8b),
     "Prefix index": (("prefix-cache",), benchmark_gpu.prefix_cache),
     "Prefix index on the host": (("radix",), benchmark_host.radix),
     "Grammars": (("grammar-suite",), benchmark_host.grammars),
