@@ -67,7 +67,7 @@ class Contexts:
 class Recorder:
     """Steps whose logits and graphs are kept."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, rows: list[int], grouped: list[int]) -> None:
         from pie_driver_sglang.srt.cpu_steps import CpuSteps
 
         self.graphs: list[int] = []
@@ -83,11 +83,11 @@ class Recorder:
 
         def keep(*args: Any) -> Any:
             rows = head_logits(*args)
-            self.logits.append(rows.part[:COUNT].clone())
+            self.logits.append(rows.part.clone())
             return rows
 
         engine.head_logits = keep
-        self.graph_path = Steps(engine, [4, 8], 8, [8]).graph_path()
+        self.graph_path = Steps(engine, rows, 8, grouped).graph_path()
 
 
 def store(server: Any, engine: Any, frame: bytes) -> None:
@@ -100,10 +100,8 @@ def store(server: Any, engine: Any, frame: bytes) -> None:
     batch.commit()
 
 
-def difference(config: DriverConfig) -> float:
-    """The largest of a logit."""
-    import torch
-
+def load_paged(config: DriverConfig) -> tuple[Any, Any, Any]:
+    """A server without a client, a planner, and an engine that decodes by pages."""
     from pie_driver_sglang.srt import paged_attention
     from pie_driver_sglang.srt.load import load_engine
 
@@ -117,8 +115,16 @@ def difference(config: DriverConfig) -> float:
     device = SimpleNamespace(multi_processor_count=4)
     with mock.patch("torch.cuda.get_device_properties", return_value=device):
         engine.runner.init_attention_backends()
+    return server, planner, engine
+
+
+def difference(config: DriverConfig) -> float:
+    """The largest of a logit."""
+    import torch
+
+    server, planner, engine = load_paged(config)
     assert engine.runner.attn_backend.decode_backend.knows_groups
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, [4, 8], [8])
     server.serve(planner, engine.block.data, print, graph_path=recorder.graph_path)
     found = []
     pages = (COUNT + 1) * (COMMON // PAGE + 1)
@@ -129,7 +135,7 @@ def difference(config: DriverConfig) -> float:
         recorder.logits.clear()
         for step in range(STEPS):
             assert server.rehearse_graph_path(contexts.decode(step))
-        found.append(torch.stack(recorder.logits))
+        found.append(torch.stack(recorder.logits)[:, :COUNT])
     # The second graph knows no groups, the third one does.
     assert recorder.graphs == [1] * STEPS + [2] * STEPS, recorder.graphs
     return float((found[0] - found[1]).abs().max())

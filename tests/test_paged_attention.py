@@ -60,6 +60,15 @@ def test_a_quantized_model_decodes_what_its_layers_say(
     interpreter.run("tests/quantized_model.py", str(config), kind)
 
 
+def test_prompts_that_another_kernel_takes_have_the_same_logits(
+    interpreter: scripts.Interpreter, tmp_path: Path
+) -> None:
+    """From the frame to the kernels, except FlashAttention-3 itself."""
+    options = {"page_size": 16, "cuda_graph_max_bs": 8}
+    config = drivers.write_config(tmp_path, POCKET, options=options)
+    interpreter.run("tests/prompt_steps.py", str(config))
+
+
 def test_steps_with_groups_decode_the_same_logits(
     interpreter: scripts.Interpreter, tmp_path: Path
 ) -> None:
