@@ -413,3 +413,20 @@ class TestProcesses:
             asyncio.run(manager.sigterm_watchdog())
         assert ends == [3]
         assert max(waits) <= 0.1
+
+
+def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
+    """A stream's chunk may have several tokens."""
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.openai.utils import to_openai_style_logprobs
+
+    from pie_driver_sglang.server.seams.chats import correct_top_logprobs
+
+    tokens = [(-0.5, 7, "a"), (-0.25, 8, "b")]
+    chunk = to_openai_style_logprobs(
+        output_token_logprobs=tokens, output_top_logprobs=[[token] for token in tokens]
+    )
+    correct_top_logprobs()
+    chat = object.__new__(OpenAIServingChat)
+    found = chat._process_logprobs_tokens(chunk, use_token_index=False)
+    assert [(one.token, one.top_logprobs[0].token) for one in found] == [("a", "a"), ("b", "b")]

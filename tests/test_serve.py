@@ -202,6 +202,13 @@ class TestGenerate:
                 "`sampling_seed` is 1180591620717411300000, it must be an integer",
             ),
             ({"text": PROMPT, "sampling_params": {"ignore_eos": 1}}, "must be true or false"),
+            ({"text": PROMPT, "sampling_params": {"stop": {"a": 1}}}, "`stop` is a map of 1"),
+            ({"text": PROMPT, "session_params": {"id": 5}}, "`session_params.id` is 5"),
+            # What SGLang's front end has no answer for: the connection broke.
+            ({"text": PROMPT, "sampling_params": {"stop_regex": "("}}, "unterminated subpattern"),
+            ({"text": PROMPT, "sampling_params": {"min_p": "a"}}, "`sampling_params` cannot be"),
+            # It had ended the server.
+            ({"text": PROMPT, "custom_labels": {"team": "a"}}, "`custom_labels` has `team`"),
         ],
     )
     def test_a_refusal_names_the_parameter(

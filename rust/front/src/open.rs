@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use pie_runtime::{Delta, Timeline};
+use pie_runtime::{Delta, End, Timeline};
 
 use crate::logprobs::OpenLogprobs;
 use crate::request::{GenerateRequest, Params};
@@ -138,7 +138,7 @@ impl Open {
         self.cached_tokens = delta.cached_tokens;
         self.loaded_tokens = delta.loaded_tokens;
         self.admitted = delta.admitted;
-        if !delta.tokens.is_empty() {
+        if !delta.tokens.is_empty() || delta.end == Some(End::Length) {
             self.computed.get_or_insert_with(Instant::now);
         }
         self.retractions = delta.retractions;

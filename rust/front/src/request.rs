@@ -341,7 +341,7 @@ impl Decoder {
             max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
             min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
             stop_token_ids: token_ids("stop_token_ids", fields.get(at.stop_token_ids), refusal)?,
-            stop_strs: texts("stop_strs", fields.get(at.stop_strs))?,
+            stop_strs: texts("stop", fields.get(at.stop_strs))?,
             stop_regexes: self.stop_regexes(fields, refusal)?,
             grammar: self.grammar(fields, refusal)?,
             ignore_eos: flag("ignore_eos", fields.get(at.ignore_eos))?,
@@ -366,7 +366,7 @@ impl Decoder {
         fields: Fields<'_, '_>,
         refusal: &mut Option<String>,
     ) -> Result<Option<Arc<StopRegexes>>, FrontError> {
-        let patterns = texts("stop_regex_strs", fields.get(self.params.stop_regex_strs))?;
+        let patterns = texts("stop_regex", fields.get(self.params.stop_regex_strs))?;
         if patterns.is_empty() {
             return Ok(None);
         }
@@ -416,15 +416,18 @@ impl Decoder {
             other => return Err(wrong("session_params", other, "a list")),
         };
         let at = &self.session;
-        let Some(id) = optional_text("id", fields.get(at.id))? else {
+        let Some(id) = optional_text("session_params.id", fields.get(at.id))? else {
             return Ok(None);
         };
         Ok(Some(SessionParams {
             id,
-            rid: optional_text("rid", fields.get(at.rid))?,
-            offset: integer("offset", fields.get(at.offset))?.unwrap_or(0),
-            replace: flag("replace", fields.get(at.replace))?,
-            drops_output: flag("drop_previous_output", fields.get(at.drop_previous_output))?,
+            rid: optional_text("session_params.rid", fields.get(at.rid))?,
+            offset: integer("session_params.offset", fields.get(at.offset))?.unwrap_or(0),
+            replace: flag("session_params.replace", fields.get(at.replace))?,
+            drops_output: flag(
+                "session_params.drop_previous_output",
+                fields.get(at.drop_previous_output),
+            )?,
         }))
     }
 

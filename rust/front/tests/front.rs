@@ -193,7 +193,7 @@ fn what_is_not_served_is_refused_by_name() {
         (
             "stop_strs",
             Value::from(5),
-            "`stop_strs` is 5, it must be a list of texts",
+            "`stop` is 5, it must be a list of texts",
         ),
     ] {
         let said = refusal(&plain(&[(field, value)]));

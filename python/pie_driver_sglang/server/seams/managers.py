@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
@@ -16,6 +17,7 @@ from sglang.srt.server_args import ServerArgs
 
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
+from pie_driver_sglang.server.seams.chats import correct_top_logprobs
 
 _LOOK_S: Final = 0.1
 
@@ -32,6 +34,7 @@ class StatusManager(TokenizerManager):
         if server_args.device == "cpu":
             # Or processors of images ask for CUDA.
             base_processor._is_cpu = True
+        correct_top_logprobs()
         super().__init__(server_args, *arguments, **keywords)
 
     async def sigterm_watchdog(self) -> None:
@@ -39,6 +42,19 @@ class StatusManager(TokenizerManager):
         while not self.gracefully_exit:
             await asyncio.sleep(_LOOK_S)
         await super().sigterm_watchdog()
+
+    def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
+        if self.enable_metrics:
+            # Prometheus refuses others when the answer comes, and that would end the server.
+            _check_labels(getattr(obj, "custom_labels", None) or {}, self.metrics_collector.labels)
+        super()._validate_one_request(obj, input_ids)
+
+    def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return super()._create_tokenized_object(*arguments, **keywords)
+        except (TypeError, re.error) as error:
+            # Only a ValueError is an answer to the client.
+            raise ValueError(f"`sampling_params` cannot be read: {error}") from error
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         for reason in recv_obj.finished_reasons:
@@ -116,6 +132,14 @@ for _name, _reason in refusals.CALLS.items():
     # A name that SGLang does not have would refuse nothing.
     getattr(TokenizerManager, _name)
     setattr(RefusingManager, _name, _refuse(_reason))
+
+
+def _check_labels(asked: dict[str, str], known: dict[str, str]) -> None:
+    for name in asked.keys() - known.keys():
+        raise ValueError(
+            f"`custom_labels` has `{name}`, which this server's metrics do not have: remove it, or "
+            "start the server with `--tokenizer-metrics-allowed-custom-labels`"
+        )
 
 
 def _name_status(reason: dict[str, Any] | None) -> None:
