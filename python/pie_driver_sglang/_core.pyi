@@ -618,7 +618,7 @@ class Front:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> Front:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> Front:
         """
         A front end without requests.
 
@@ -631,6 +631,7 @@ class Front:
             stream_interval: Tokens from one output of a stream to the next.
             other_interval: The same for requests that do not stream.
             max_prompt_tokens: Most tokens of a prompt.
+            context_length: Most tokens of a prompt and its answer together.
             truncate: Cut longer prompts instead of refusing them.
             vocab_size: Token ids are below it.
             speculate: The driver may draft for requests.

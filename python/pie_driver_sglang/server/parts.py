@@ -109,6 +109,7 @@ class Parts:
             stream_interval=settings.stream_interval,
             other_interval=messages.other_interval(),
             max_prompt_tokens=self.prompt_length,
+            context_length=self.context_length,
             truncate=bool(settings.allow_auto_truncate),
             vocab_size=int(self.able["vocab_size"]),
             speculate=self._plan.speculates,

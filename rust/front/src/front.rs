@@ -37,6 +37,8 @@ pub struct FrontSettings {
     pub other_interval: u32,
     /// Most tokens of a prompt.
     pub max_prompt_tokens: u32,
+    /// Most tokens of a prompt and its answer together.
+    pub context_length: u32,
     /// Cut longer prompts instead of refusing them.
     pub truncates: bool,
     /// Token ids are below it.

@@ -814,3 +814,20 @@ fn requests_that_the_front_end_traces_are_kept_when_they_end() {
         assert!(served.first_token_ns.unwrap() <= served.ended_ns);
     }
 }
+
+#[test]
+fn prompt_and_answer_fit_the_context() {
+    let (front, kept) = (front(), Kept::default());
+    let context = settings().context_length;
+    for (name, asked, given) in [
+        ("no limit", Value::Nil, context - 3),
+        ("all there is", Value::from(context - 3), context - 3),
+        ("more", Value::from(u32::MAX), context - 3),
+        ("less", Value::from(4), 4),
+    ] {
+        let request = generate(name, &[10, 11, 12], &[], &[("max_new_tokens", asked)]);
+        front.receive(&kept, [&encoded(&request)[..]]).unwrap();
+        let ends = kept.arrivals.borrow().last().unwrap().ends.clone();
+        assert_eq!(ends.max_tokens, given, "{name}");
+    }
+}

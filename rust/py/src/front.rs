@@ -46,6 +46,7 @@ impl Front {
     ///     stream_interval: Tokens from one output of a stream to the next.
     ///     other_interval: The same for requests that do not stream.
     ///     max_prompt_tokens: Most tokens of a prompt.
+    ///     context_length: Most tokens of a prompt and its answer together.
     ///     truncate: Cut longer prompts instead of refusing them.
     ///     vocab_size: Token ids are below it.
     ///     speculate: The driver may draft for requests.
@@ -68,7 +69,7 @@ impl Front {
     ///     FrontEndError: The classes are not those of a version of SGLang that is served.
     #[new]
     #[pyo3(signature = (
-        runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
+        runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, context_length, truncate,
         vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, read_images = None, times = None, traces = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
@@ -84,6 +85,7 @@ impl Front {
         stream_interval: u32,
         other_interval: u32,
         max_prompt_tokens: u32,
+        context_length: u32,
         truncate: bool,
         vocab_size: u32,
         speculate: bool,
@@ -108,6 +110,7 @@ impl Front {
             stream_interval,
             other_interval,
             max_prompt_tokens,
+            context_length,
             truncates: truncate,
             vocab_size,
             bos_token: bos_token_id,

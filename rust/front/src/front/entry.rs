@@ -102,8 +102,10 @@ impl Front {
             stop_tokens.extend_from_slice(&params.stop_token_ids);
             stop_tokens.extend_from_slice(&self.settings.eos_tokens);
         }
-        // The scheduler cuts it to what there is room for.
-        let max_tokens = params.max_new_tokens.unwrap_or(u32::MAX >> 1);
+        // A request without a limit gets what one with a limit may ask for: the front end has checked that.
+        let room = self.settings.context_length;
+        let room = room.saturating_sub(request.prompt.len() as u32);
+        let max_tokens = params.max_new_tokens.unwrap_or(u32::MAX).min(room);
         Ends {
             max_tokens,
             min_tokens: params.min_new_tokens.min(max_tokens),

@@ -170,6 +170,7 @@ pub(crate) fn settings() -> FrontSettings {
         stream_interval: 1,
         other_interval: 50,
         max_prompt_tokens: 20,
+        context_length: 26,
         truncates: false,
         vocab_size: 1000,
         bos_token: Some(1),
