@@ -12,7 +12,7 @@ _SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
 def correct_top_logprobs() -> None:
     """Gives each token of a chunk its own ``top_logprobs``.
 
-    In a stream SGLang gives all of them those of the first, and a front end that is behind gets
+    In a stream SGLang gives all of them those of the first, and a front end that lags gets
     several tokens in one chunk.
     """
     OpenAIServingChat._process_logprobs_tokens = _process_logprobs_tokens
