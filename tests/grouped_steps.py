@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,9 +142,14 @@ def difference(config: DriverConfig) -> float:
     return float((found[0] - found[1]).abs().max())
 
 
-if __name__ == "__main__":
+def main(difference: Callable[[DriverConfig], float]) -> None:
+    """Runs a script that prints the largest difference, which must be small."""
     loaded = load_config(Path(sys.argv[1]))
     environment.prepare("cpu", loaded.model.hf_config["architectures"], spins=False)
     largest = difference(loaded)
     print(f"largest difference {largest:.1e}")
     sys.exit(largest > TOLERANCE)
+
+
+if __name__ == "__main__":
+    main(difference)

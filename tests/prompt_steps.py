@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from grouped_steps import TOLERANCE, Recorder, load_paged, store
+from grouped_steps import Recorder, load_paged, main, store
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.config.types import DriverConfig
-from pie_driver_sglang.srt import environment
 
 PAGE = 16
 STORED = (30, 1, 47, 0, 0, 16)
@@ -117,8 +113,4 @@ def difference(config: DriverConfig) -> float:
 
 
 if __name__ == "__main__":
-    loaded = load_config(Path(sys.argv[1]))
-    environment.prepare("cpu", loaded.model.hf_config["architectures"], spins=False)
-    largest = difference(loaded)
-    print(f"largest difference {largest:.1e}")
-    sys.exit(largest > TOLERANCE)
+    main(difference)
