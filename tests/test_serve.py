@@ -206,6 +206,17 @@ class TestGenerate:
             ({"text": PROMPT, "session_params": {"id": 5}}, "`session_params.id` is 5"),
             # What SGLang's front end has no answer for: the connection broke.
             ({"text": PROMPT, "sampling_params": {"stop_regex": "("}}, "unterminated subpattern"),
+            ({"text": PROMPT, "sampling_params": []}, "`sampling_params` is a list of 0"),
+            ({"text": PROMPT, "sampling_params": [{}]}, "`sampling_params` is a list of 1"),
+            ({"text": [PROMPT] * 3, "sampling_params": [{}, {}]}, "for each of 3 prompts"),
+            ({"text": PROMPT, "sampling_params": {"n": 1.5}}, "`n` is 1.5, it must be an integer"),
+            ({"text": PROMPT, "sampling_params": {"n": 1e30}}, "it must be an integer"),
+            ({"text": PROMPT, "sampling_params": {"n": "2"}}, "`n` is '2', it must be an integer"),
+            (
+                {"text": PROMPT, "sampling_params": {"n": None}},
+                "`n` is None, it must be an integer",
+            ),
+            ({"text": PROMPT, "sampling_params": {"max_new_tokens": "5"}}, "cannot be read"),
             ({"text": PROMPT, "sampling_params": {"min_p": "a"}}, "`sampling_params` cannot be"),
             # It had ended the server.
             ({"text": PROMPT, "custom_labels": {"team": "a"}}, "`custom_labels` has `team`"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -43,18 +44,21 @@ class StatusManager(TokenizerManager):
             await asyncio.sleep(_LOOK_S)
         await super().sigterm_watchdog()
 
+    def generate_request(self, obj: Any, request: Any = None) -> Any:
+        """What SGLang's manager yields."""
+        _check_params(obj)
+        return super().generate_request(obj, request)
+
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
         if self.enable_metrics:
             # Prometheus refuses others when the answer comes, and that would end the server.
             _check_labels(getattr(obj, "custom_labels", None) or {}, self.metrics_collector.labels)
-        super()._validate_one_request(obj, input_ids)
+        with _reading_params():
+            super()._validate_one_request(obj, input_ids)
 
     def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
-        try:
+        with _reading_params():
             return super()._create_tokenized_object(*arguments, **keywords)
-        except (TypeError, re.error) as error:
-            # Only a ValueError is an answer to the client.
-            raise ValueError(f"`sampling_params` cannot be read: {error}") from error
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         for reason in recv_obj.finished_reasons:
@@ -132,6 +136,46 @@ for _name, _reason in refusals.CALLS.items():
     # A name that SGLang does not have would refuse nothing.
     getattr(TokenizerManager, _name)
     setattr(RefusingManager, _name, _refuse(_reason))
+
+
+@contextmanager
+def _reading_params() -> Iterator[None]:
+    """Within, what SGLang cannot read is a ValueError, which alone is an answer to the client."""
+    try:
+        yield
+    except (TypeError, re.error) as error:
+        raise ValueError(f"`sampling_params` cannot be read: {error}") from error
+
+
+def _check_params(obj: Any) -> None:
+    """Refuses what SGLang stumbles over before it looks at a prompt."""
+    params = obj.sampling_params
+    if not isinstance(params, list):
+        params = [params or {}]
+    elif len(params) != (prompts := _count_prompts(obj)) or not params:
+        raise ValueError(
+            f"`sampling_params` is a list of {len(params)}, which must have one map for each of "
+            f"{prompts or 'several'} prompts: name one map for all, or as many as prompts"
+        )
+    for each in params:
+        if "n" in each:
+            each["n"] = _read_count(each["n"])
+
+
+def _count_prompts(obj: Any) -> int:
+    """How many prompts a request lists; 0 for one that is no list."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    listed = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+    return len(prompts) if listed else 0
+
+
+def _read_count(count: Any) -> int:
+    """How many answers are asked for; a whole float is an integer."""
+    if isinstance(count, float) and count.is_integer():
+        count = int(count)
+    if isinstance(count, bool) or not isinstance(count, int) or abs(count) >= 1 << 31:
+        raise ValueError(f"`n` is {count!r}, it must be an integer")
+    return count
 
 
 def _check_labels(asked: dict[str, str], known: dict[str, str]) -> None:
