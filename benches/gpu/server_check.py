@@ -82,7 +82,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     for side in SIDES:
-        if is_ready(f"http://127.0.0.1:{PORTS[side]}"):
+        if is_ready(side, f"http://127.0.0.1:{PORTS[side]}"):
             raise SystemExit(f"something serves at port {PORTS[side]} already")
     with Report(__file__, arguments) as report, contextlib.ExitStack() as stack:
         model = model_folder(arguments)
@@ -97,7 +97,7 @@ def main() -> None:
             served = stack.enter_context(server(side, arguments, model, log, share))
             started[side] = served
             try:
-                wait_ready(served, until)
+                wait_ready(side, served, until)
                 differ = differing(side, served.url)
             except (OSError, ValueError) as error:
                 # The others are compared without it.
@@ -198,22 +198,22 @@ def server(
             time.sleep(patience)
 
 
-def is_ready(url: str) -> bool:
-    """Whether a server answers."""
+def is_ready(side: str, url: str) -> bool:
+    """Whether a server answers; the gateway, whether it knows what serves the model."""
     with contextlib.suppress(urllib.error.URLError, OSError):
-        ask(url, "/health", limit_s=5.0)
+        ask(url, "/readiness" if side == "gateway" else "/health", limit_s=5.0)
         return True
     return False
 
 
-def wait_ready(served: Served, until: float) -> None:
+def wait_ready(side: str, served: Served, until: float) -> None:
     """Waits until a server answers, but not for longer than to a time.
 
     Raises:
         TimeoutError: It does not, or has ended; with the end of its log.
     """
     while time.monotonic() < until and served.process.poll() is None:
-        if is_ready(served.url):
+        if is_ready(side, served.url):
             return
         time.sleep(0.5)
     text = served.log.read_text(errors="replace")[-3000:]
