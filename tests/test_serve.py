@@ -211,6 +211,8 @@ class TestGenerate:
             ({"text": [PROMPT] * 3, "sampling_params": [{}, {}]}, "for each of 3 prompts"),
             ({"text": PROMPT, "sampling_params": {"n": 1.5}}, "`n` is 1.5, it must be an integer"),
             ({"text": PROMPT, "sampling_params": {"n": 1e30}}, "it must be an integer"),
+            ({"text": PROMPT, "sampling_params": {"n": 1025}}, "`n` is 1025, and one request has"),
+            ({"text": [PROMPT], "sampling_params": [{"n": 1e9}]}, "has up to 1024 answers"),
             ({"text": PROMPT, "sampling_params": {"n": "2"}}, "`n` is '2', it must be an integer"),
             (
                 {"text": PROMPT, "sampling_params": {"n": None}},

@@ -40,6 +40,9 @@ use pyo3::prelude::*;
 /// The native half of the driver: ring, wire format and batch planning.
 #[pymodule(gil_used = false)]
 mod _core {
+    /// Most sequences (`n`) of one request to a runtime.
+    #[pymodule_export]
+    const MAX_SAMPLES: u32 = pie_runtime::MAX_SAMPLES;
     /// The adapter that a rehearsal may bind without loading one.
     #[pymodule_export]
     const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;

@@ -16,6 +16,7 @@ from sglang.srt.multimodal.mm_utils import has_valid_data
 from sglang.srt.multimodal.processors import base_processor
 from sglang.srt.server_args import ServerArgs
 
+from pie_driver_sglang._core import MAX_SAMPLES
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams.chats import correct_top_logprobs
@@ -78,6 +79,12 @@ class RefusingManager(StatusManager):
         if self.mm_processor is None and obj.contains_mm_input():
             raise ValueError("Model only supports text input; received images, audio or video.")
         return await super()._tokenize_one_request(obj)
+
+    def generate_request(self, obj: Any, request: Any = None) -> Any:
+        """What SGLang's manager yields."""
+        found = super().generate_request(obj, request)
+        _check_samples(obj.sampling_params)
+        return found
 
     def _validate_mm_limits(self, obj: Any) -> None:
         for name in ("audio_data", "video_data"):
@@ -176,6 +183,13 @@ def _read_count(count: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or abs(count) >= 1 << 31:
         raise ValueError(f"`n` is {count!r}, it must be an integer")
     return count
+
+
+def _check_samples(params: Any) -> None:
+    """Refuses an `n` above our scheduler's bound: SGLang takes memory for any number."""
+    for each in params if isinstance(params, list) else [params or {}]:
+        if (count := each.get("n", 1)) > MAX_SAMPLES:
+            raise ValueError(f"`n` is {count}, and one request has up to {MAX_SAMPLES} answers")
 
 
 def _check_labels(asked: dict[str, str], known: dict[str, str]) -> None:

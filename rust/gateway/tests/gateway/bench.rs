@@ -10,7 +10,7 @@ use pie_gateway::contract::vllm::generate_request::Input;
 use pie_gateway::contract::vllm::generate_response::Response;
 use pie_gateway::contract::vllm::vllm_engine_client::VllmEngineClient;
 use pie_gateway::{Contract, Gateway, GatewaySettings, ModelFacts};
-use pie_runtime::{DriverSettings, Service, ServiceSettings};
+use pie_runtime::{CompilerSettings, DriverSettings, GrammarSettings, Service, ServiceSettings};
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Status, Streaming};
@@ -72,6 +72,19 @@ impl Bench {
             folder,
             lines,
         }
+    }
+
+    /// With grammars, whose end is token 0.
+    pub(crate) fn with_grammars(contract: Contract) -> Self {
+        Self::with("serve", contract, &|service, door| {
+            service.grammars = Some(GrammarSettings {
+                tokens: vocabulary().into(),
+                special: vec![(0, "<end>".to_owned())],
+                ends: vec![0],
+                compiler: CompilerSettings::default(),
+            });
+            door.model.eos_tokens = vec![0];
+        })
     }
 
     pub(crate) async fn channel(&self) -> Channel {

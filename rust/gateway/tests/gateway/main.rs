@@ -1,5 +1,6 @@
 //! The services by their generated clients, over drivers that keep account of every KV slot, and over drivers that fail.
 
+mod any;
 mod bench;
 mod crowd;
 #[path = "../../../runtime/tests/service/driver.rs"]

@@ -238,15 +238,7 @@ fn what_cannot_be_served_is_refused_by_name() {
 #[test]
 fn a_grammar_binds_and_a_wrong_one_is_refused() {
     run(async {
-        let bench = Bench::with("serve", Contract::Vllm, &|service, door| {
-            service.grammars = Some(pie_runtime::GrammarSettings {
-                tokens: crate::bench::vocabulary().into(),
-                special: vec![(0, "<end>".to_owned())],
-                ends: vec![0],
-                compiler: pie_runtime::CompilerSettings::default(),
-            });
-            door.model.eos_tokens = vec![0];
-        });
+        let bench = Bench::with_grammars(Contract::Vllm);
         let bound = |constraint| {
             let mut asked = request("a", &prompt(1), 40);
             params(&mut asked).constraint = Some(constraint);
