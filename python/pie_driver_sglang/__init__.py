@@ -40,9 +40,9 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     homes = {
-        "Capabilities": "pie.handshake",
+        "Capabilities": "pie.types",
         "ConfigError": "errors",
-        "DriverConfig": "config.file",
+        "DriverConfig": "config.types",
         "DriverError": "errors",
         "DriverOptions": "config.options",
         "Engine": "offline.engine",

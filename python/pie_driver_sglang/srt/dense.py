@@ -83,7 +83,7 @@ class DenseLayers:
         prefills: bool,
         folded: bool,
     ) -> None:
-        """Takes a model out_of_place.
+        """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
