@@ -18,8 +18,8 @@ from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
 from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.offline.call_arguments import parse_others
 from pie_driver_sglang.offline.logprobs import LogprobRequest
-from pie_driver_sglang.offline.others import parse_others
 from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events, in_parts
 from pie_driver_sglang.offline.sampling import SamplingParameters, parse_sampling
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer

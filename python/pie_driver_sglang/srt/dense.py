@@ -17,7 +17,7 @@ import torch
 from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
-from pie_driver_sglang.srt import groups
+from pie_driver_sglang.srt import process_groups
 from pie_driver_sglang.srt.few_rows import (
     NARROW,
     ExpertLayers,
@@ -279,7 +279,7 @@ def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     expect(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
     group = tensor_group()
     expect(shares_memory(group), "its ranks do not share memory")
-    obstacles = groups.gathered(_find_obstacle(runner, tuning))
+    obstacles = process_groups.gathered(_find_obstacle(runner, tuning))
     expect(not any(obstacles), "; ".join(filter(None, obstacles)))
     size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
@@ -288,7 +288,7 @@ def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     except RuntimeError as error:
         why = str(error)
     # What one rank does all must do.
-    reasons = "; ".join(filter(None, groups.gathered(why)))
+    reasons = "; ".join(filter(None, process_groups.gathered(why)))
     if shared is None or reasons:
         raise UnknownLayer(f"its ranks do not share memory: {reasons}")
     return LamportAllReduceNorm(shared, rank, width, dtype, tuning)

@@ -20,7 +20,7 @@ from pie_driver_sglang.memory.limits import (
 )
 from pie_driver_sglang.memory.refusal import not_run
 from pie_driver_sglang.ranks.types import ALONE, Rank
-from pie_driver_sglang.srt import groups, support
+from pie_driver_sglang.srt import process_groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
 from pie_driver_sglang.srt.cpu_steps import CpuSteps
@@ -115,7 +115,7 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         rungs += prefill_batch_sizes(rungs[-1], chunk, sparse=sparse)
     engine.steps = _steps(engine, options, rungs, adapters)
     if rank.size > 1 and runner.device == "cpu":
-        groups.take_no_more()
+        process_groups.refuse_connections()
     return planner, engine
 
 
