@@ -147,3 +147,16 @@ def test_every_package_names_its_modules() -> None:
         }
         modules = {module for module in modules if not module.startswith("_")}
         assert modules <= named, f"{name} does not say what {sorted(modules - named)} are for"
+
+
+@pytest.mark.parametrize(
+    "root", sorted(REPOSITORY.glob("rust/*/src/lib.rs")), ids=lambda p: p.parts[-3]
+)
+def test_every_crate_names_its_modules(root: Path) -> None:
+    """Except for its errors and its tests; a crate of three modules or fewer needs no list."""
+    text = root.read_text(encoding="utf-8")
+    product = re.sub(r"#\[cfg\(test\)\]\nmod \w+;", "", text)
+    modules = set(re.findall(r"^(?:pub )?mod (\w+);", product, re.MULTILINE)) - {"error"}
+    header = text.partition("\nmod ")[0]
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^//! \|.*", header, re.MULTILINE))))
+    assert len(modules) <= 3 or modules <= named, sorted(modules - named)

@@ -6,6 +6,16 @@
 //! stage, run and commit, a [copy](struct@Copy) of pages, or an adapter to [`Load`]. A job that is
 //! dropped without an answer aborts its request, so nothing is ever left waiting. Of a model on several devices the leader
 //! has a responder, and the others [`Follow`].
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `responder`, `decide` | waits for requests, and decides what each asks for |
+//! | `batch`, `copy`, `load` | the jobs; `groups` cuts a copy into parts that can be made at once |
+//! | `graph_path` | a batch as one launch of a captured graph |
+//! | `lead`, `follow` | the same on several devices: what the leader sends, and what a worker does |
+//! | `planner_slot` | where the planner is while no batch is open |
+//! | `media` | the pixels that a batch keeps of its request |
+//! | `note`, `timing`, `counters`, `histogram` | lines for the log, where time goes, what was served |
 
 mod batch;
 mod copy;
