@@ -26,7 +26,7 @@ import drivers
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.ranks.types import ALONE, Rank
-from pie_driver_sglang.srt import boot, environment, groups, load_check, support
+from pie_driver_sglang.srt import boot, environment, load_check, process_groups, support
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -77,7 +77,7 @@ def refusal(check: load_check.LoadCheck, weights: Weights) -> str | None:
             result = own(*args, **kwargs)
         except Exception as error:
             failure = error
-        if any(groups.gathered(failure is not None)):
+        if any(process_groups.gathered(failure is not None)):
             raise failure or ElsewhereError
         return result
 
@@ -89,7 +89,7 @@ def refusal(check: load_check.LoadCheck, weights: Weights) -> str | None:
         pass
     except StartError as error:
         said = str(error)
-    return next(filter(None, groups.gathered(said)), None)
+    return next(filter(None, process_groups.gathered(said)), None)
 
 
 class ElsewhereError(Exception):

@@ -100,7 +100,7 @@ def differences(config: DriverConfig) -> list[float]:
     from pie_driver_sglang.kernels import dense_layers
     from pie_driver_sglang.srt import dense as dense_module
     from pie_driver_sglang.srt import paged_attention
-    from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.dense import fused_layers
     from pie_driver_sglang.srt.few_rows import ExpertLayers
     from pie_driver_sglang.srt.load import load_engine
 
@@ -122,7 +122,7 @@ def differences(config: DriverConfig) -> list[float]:
     assert isinstance(backend, paged_attention.PagedDecode)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
-    dense = DenseLayers.of(runner)
+    dense = fused_layers(runner)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
     if isinstance(dense, ExpertLayers):
         assert dense.takes(64)
@@ -374,7 +374,7 @@ def ranked(runner: Any) -> Iterator[Any]:
     sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
     sums.add_norm.side_effect = add_norm
     with mock.patch.object(dense_module, "_all_reduce", lambda *_: sums):
-        dense = dense_module.DenseLayers.of(runner)
+        dense = dense_module.fused_layers(runner)
     assert dense is not None
     assert dense.takes(256)
     assert not dense.takes(257)
@@ -406,7 +406,7 @@ def check_ranks(runner: Any) -> None:
             mock.patch.object(dense_module, "tensor_group", return_value=group),
             fails as share,
         ):
-            assert dense_module.DenseLayers.of(runner) is None
+            assert dense_module.fused_layers(runner) is None
             assert share.called == (ranks != 3 and reach is reaches)
     for ranks in (2, 4):
 
@@ -420,7 +420,7 @@ def check_ranks(runner: Any) -> None:
             ),
             mock.patch.object(dense_module.all_reduce_norm, "map_peer_memory", memory),
         ):
-            layers = dense_module.DenseLayers.of(runner)
+            layers = dense_module.fused_layers(runner)
         assert layers is not None
         assert layers.takes(256)
         assert not layers.takes(257)
@@ -453,7 +453,7 @@ def check_weights(runner: Any) -> None:
     """Weights elsewhere, or of other types, leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.dense import fused_layers
 
     linear = runner.model.model.layers[-1].mlp.down_proj
     linear = getattr(linear, "base_layer", linear)
@@ -464,9 +464,9 @@ def check_weights(runner: Any) -> None:
 
     for weight in (own.data.to("meta"), own.data.as_subclass(Other)):
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        assert DenseLayers.of(runner) is None
+        assert fused_layers(runner) is None
     linear.weight = own
-    assert DenseLayers.of(runner) is not None
+    assert fused_layers(runner) is not None
 
 
 @contextlib.contextmanager
@@ -486,7 +486,7 @@ def check_experts(runner: Any) -> None:
     """Experts that compute or are chosen in another way leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.dense import fused_layers
 
     layer = runner.model.model.layers[-1]
     block = getattr(layer, "block_sparse_moe", None) or layer.mlp
@@ -501,8 +501,8 @@ def check_experts(runner: Any) -> None:
         (experts.quant_method, "use_triton_kernels", True),
     ):
         with mock.patch.object(owner, name, value):
-            assert DenseLayers.of(runner) is None, name
-    assert DenseLayers.of(runner) is not None
+            assert fused_layers(runner) is None, name
+    assert fused_layers(runner) is not None
 
 
 def small_tiling(

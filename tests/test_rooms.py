@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ TREES: Final = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
+#: What the source files of a package end with.
+SOURCES: Final = {".py", ".cu", ".cuh"}
 #: Public names that several modules may define, and why.
 SHARED_NAMES: Final = {
     "NAME": "each plugin of SGLang has a name",
@@ -130,3 +133,30 @@ def test_every_package_says_what_it_is() -> None:
         name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
         text = ast.get_docstring(TREES[name]) or ""
         assert len(text.splitlines()) >= 3, f"{name}: a line, then a paragraph"
+
+
+def test_every_package_names_its_modules() -> None:
+    for path in Path(ROOT).rglob("__init__.py"):
+        name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
+        text = ast.get_docstring(TREES[name]) or ""
+        named = set(re.findall(r"`+(\w+)(?:\.\w+)?`+", text))
+        modules = {
+            file.stem
+            for file in path.parent.iterdir()
+            if file.suffix in SOURCES or (file / "__init__.py").is_file()
+        }
+        modules = {module for module in modules if not module.startswith("_")}
+        assert modules <= named, f"{name} does not say what {sorted(modules - named)} are for"
+
+
+@pytest.mark.parametrize(
+    "root", sorted(REPOSITORY.glob("rust/*/src/lib.rs")), ids=lambda p: p.parts[-3]
+)
+def test_every_crate_names_its_modules(root: Path) -> None:
+    """Except for its errors and its tests; a crate of three modules or fewer needs no list."""
+    text = root.read_text(encoding="utf-8")
+    product = re.sub(r"#\[cfg\(test\)\]\nmod \w+;", "", text)
+    modules = set(re.findall(r"^(?:pub )?mod (\w+);", product, re.MULTILINE)) - {"error"}
+    header = text.partition("\nmod ")[0]
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^//! \|.*", header, re.MULTILINE))))
+    assert len(modules) <= 3 or modules <= named, sorted(modules - named)

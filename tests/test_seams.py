@@ -83,9 +83,9 @@ def test_private_attributes_of_sglang_are_touched_in_one_folder() -> None:
 
 
 def test_one_folder_patches() -> None:
-    """`srt/groups.py` and `srt/load_trace.py` patch torch and Python for a time, not SGLang."""
+    """Others patch torch and Python for a time, not SGLang."""
     patching = {str(path) for path, tree in trees(inside=False) if "unittest" in ast.unparse(tree)}
-    assert patching == {"srt/groups.py", "srt/load_trace.py"}
+    assert patching == {"srt/process_groups.py", "srt/load_trace.py"}
 
 
 def test_every_seam_is_used() -> None:

@@ -109,11 +109,11 @@ class Steps:
     def _without_batches(self) -> Iterator[None]:
         """Within, layers have no kernels of batches."""
         from pie_driver_sglang.kernels import batch_products
-        from pie_driver_sglang.srt.dense import DenseLayers
+        from pie_driver_sglang.srt.dense import fused_layers
 
         with mock.patch.object(batch_products, "runs_on", lambda _: False):
             # Graphs use its memory after this has ended.
-            self._layers = DenseLayers.of(self.engine.runner)
+            self._layers = fused_layers(self.engine.runner)
         with mock.patch.object(self.engine, "dense", self._layers):
             yield
 

@@ -2,6 +2,12 @@
 
 Importing this package is instant: names are loaded on first use, and neither torch nor SGLang is
 imported before the engine starts.
+
+`__main__.py` is the driver (`pie`) or a command: `cli`, `server`, `gateway`, `demo`. `offline` is
+the engine for programs. `engine.py` is the interface to a loaded model, which `srt` implements and
+`ranks` spreads over devices; `kernels` and `sampling` are what it computes with. `config`, `memory`
+and `checkpoint` are read before a model is loaded, and `observe` tells of what is served.
+`errors.py`, `logs.py` and `interpreter.py` are for all. `_core` is the Rust half.
 """
 
 # Nothing is imported here: `python -m` searches the working directory until `__main__` forbids it.
@@ -40,9 +46,9 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     homes = {
-        "Capabilities": "pie.handshake",
+        "Capabilities": "pie.types",
         "ConfigError": "errors",
-        "DriverConfig": "config.file",
+        "DriverConfig": "config.types",
         "DriverError": "errors",
         "DriverOptions": "config.options",
         "Engine": "offline.engine",

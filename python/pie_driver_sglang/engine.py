@@ -1,4 +1,4 @@
-"""The door between a serving loop and a loaded model: `ModelEngine` and its `Facts`."""
+"""The interface between a serving loop and a loaded model: `ModelEngine` and its `Facts`."""
 
 from __future__ import annotations
 

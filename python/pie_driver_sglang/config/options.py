@@ -138,8 +138,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         About(
             Group.SPEED,
-            "Run Llama-like models (Llama, Mistral, Qwen 2, Qwen 3, Qwen3-MoE) with the driver's "
-            "fused kernels, where `pie` decodes. See [Fused layers](#fused-layers).",
+            "Run Llama-like models (Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Qwen3-MoE) with the "
+            "driver's fused kernels, where `pie` decodes. See [Fused layers](#fused-layers).",
         ),
     ] = True
     cuda_graph_max_bs: Annotated[

@@ -22,8 +22,6 @@ _CLOSE_S: Final = 10.0
 """How long requests may take to end when a door is closed; the gateway has drained before."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What the gateway takes as defaults."""
-_OTHER_ENDS: Final = ("<|eom_id|>",)
-"""Tokens that end a turn, which SGLang stops at although no configuration names them."""
 
 
 class Replicas:
@@ -38,20 +36,16 @@ class Replicas:
         """
         assert plan.tokenizer is not None, "`skip_tokenizer_init` is refused"
         tokenizer = ModelTokenizer(plan.tokenizer)
-        others = (tokenizer.token(text) for text in _OTHER_ENDS)
-        ends = {*tokenizer.end_tokens, *(end for end in others if end is not None)}
+        ends = sorted(tokenizer.turn_ends)
         self._plan, self._arguments = plan, arguments
-        self._facts = _facts(plan, arguments, sorted(ends))
+        self._facts = _facts(plan, arguments, ends)
         self._stack = contextlib.ExitStack()
         self._doors: list[Gateway] = []
         self._traces = bool(arguments.front.get("enable_trace"))
         self._spans: SpanThread | None = None
-        keywords = dict(plan.runtime)
+        keywords = {**plan.runtime, **tokenizer.for_runtime()}
         keywords |= {
-            "vocabulary": tokenizer.vocabulary(),
-            "special_tokens": tokenizer.special_tokens(),
-            "tokenizer_file": tokenizer.file,
-            "eos_token_ids": sorted(ends),
+            "eos_token_ids": ends,
             "kv_events": not keywords.get("disable_radix_cache", False),
             "replicas": 1,
             "max_image_bytes": step_image_bytes(plan),

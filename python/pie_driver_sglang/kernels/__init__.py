@@ -1,14 +1,36 @@
 """GPU kernels in Triton, each with plain torch that computes the same, and some in CUDA C++.
 
-`dense_layers.py` has the layers around attention, `few_rows.py` their products in steps of few
-rows, `many_rows.py` products by tiles and `quantize.py` rows in FP8. Of mixtures of experts
-`routing.py` chooses the experts and `experts.py` has their products. `lone_attend.py` is the
-attention of a step of one row. Hopper has kernels of `cuda/`: of one row `cluster_attend.py`
-attends and `row_products.py` multiplies FP8 weights, and of more rows `batch_products.py` has all
-products. Decode attention over pages is `paged_splits.py` (which program computes what),
-`paged_attend.py` (the kernel) and `paged_partials.py` (how partial results are merged).
-`masked_attend.py` is attention under masks, and `masked_torch.py` its torch version.
-`all_reduce_norm.py` sums over ranks, `sampler.py` samples, `page_copy.py` copies pages, and
-`chained.py` launches kernels early. `types.py` has shared arguments. Imports torch, Triton, numpy
-and `cuda.core` only.
+Layers. `srt/dense.py` says when each is used:
+
+===================  ===============================================================================
+``dense_layers``     the layers around attention
+``few_rows``         products of steps of few rows; ``many_rows`` by tiles
+``quantize``         rows in FP8
+``routing``          the choice of experts; ``experts`` has their products
+``batch_products``   products of 2 to 224 rows, on Hopper, in CUDA C++
+``row_products``     products of one row and FP8 weights, on Hopper, in CUDA C++
+``all_reduce_norm``  the sum over ranks, with the norm after it
+===================  ===============================================================================
+
+Attention:
+=================  =================================================================================
+``paged_splits``   of decodes over pages: which program computes what
+``paged_attend``   the kernel; ``paged_partials`` merges its partial results
+``prompt_rows``    which rows of a step are prompts
+``lone_attend``    of a step of one row; ``cluster_attend`` on Hopper, in CUDA C++
+``masked_attend``  under masks; ``masked_torch`` is the same in torch
+=================  =================================================================================
+
+Sampling:
+
+==============  ====================================================================================
+``sampler``     the token of each slot
+``filters``     top-k and top-p; ``few_kept`` where they keep few tokens
+``adjust``      penalties and biases
+``places``      log-probabilities
+``logit_rows``  what these share
+==============  ====================================================================================
+
+`page_copy` copies pages, `chained` launches kernels early, `cuda` compiles what is CUDA C++, and
+`types` has shared arguments. Imports torch, Triton, numpy and `cuda.core` only.
 """

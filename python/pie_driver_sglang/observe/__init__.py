@@ -1,5 +1,13 @@
-"""What a driver says while it serves: a line of figures now and then, and Prometheus metrics.
+"""What is said of a driver and of a runtime while requests are served.
 
-Rust counts (`_core.Server.counts`); a thread of its own reads the counts, so that the loop that
-serves needs no Python for it.
+Rust counts (`_core.Server.counts`, `_core.Runtime`). Threads of their own read the counts, so that
+the loop that serves needs no Python for it.
+
+============  ======================================================================================
+``reporter``  the thread of a driver; ``figures`` is the line that it logs
+``metrics``   a driver's metrics, each defined once, and their export
+``runtime``   the metrics of runtimes, where no front end of SGLang's writes them
+``spans``     spans of requests for an OpenTelemetry collector
+``types``     what the figures of a driver refer to
+============  ======================================================================================
 """

@@ -3,4 +3,18 @@
 It starts drivers, and hands requests to the native runtime (`_core.Runtime`), which schedules them.
 Here are only text and tokens, SGLang's names for arguments and parameters, and the answers' form.
 Neither torch nor SGLang is imported in the caller's process.
+
+==================  ================================================================================
+``engine``          `Engine`: a call from its prompts to its answers
+``arguments``       what the engine starts with: SGLang's `ServerArgs`, served or refused
+``call_arguments``  what a call may say besides prompts and sampling
+``sampling``        SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
+``tokenizer``       text to tokens, tokens to text as they come, the chat template
+``requests``        the thread that brings outputs to the calls that wait for them
+``answers``         outputs in the form in which SGLang's engine gives them
+``adapters``        LoRA adapters by name
+``types``           what other packages use: the arguments, parsed
+==================  ================================================================================
+
+Both servers (`server`, `gateway`) parse their arguments and read tokenizers by the same modules.
 """

@@ -18,11 +18,11 @@ from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
 from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.offline.call_arguments import parse_others
 from pie_driver_sglang.offline.logprobs import LogprobRequest
-from pie_driver_sglang.offline.others import parse_others
 from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events, in_parts
 from pie_driver_sglang.offline.sampling import SamplingParameters, parse_sampling
-from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.offline.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.offline.types import EngineArguments
 
 logger = logging.getLogger(__name__)
@@ -294,15 +294,10 @@ class Engine:
         tokenizer = self.tokenizer
         keywords = {"max_step_ms": MAX_STEP_MS, **parsed.runtime}
         if tokenizer is not None:
+            keywords |= tokenizer.for_runtime()
             keywords["eos_token_ids"] = sorted(tokenizer.end_tokens)
-            keywords["vocabulary"] = tokenizer.vocabulary()
-            keywords["special_tokens"] = tokenizer.special_tokens()
-            keywords["tokenizer_file"] = tokenizer.file
         else:
-            hf_config = load_hf_config(parsed.model)
-            ends = hf_config.get("eos_token_id")
-            listed = ends if isinstance(ends, list) else [ends]
-            keywords["eos_token_ids"] = [end for end in listed if isinstance(end, int)]
+            keywords["eos_token_ids"] = sorted(configured_ends(load_hf_config(parsed.model)))
         try:
             return _core.Runtime(**keywords)
         except (ValueError, OverflowError) as error:

@@ -17,6 +17,8 @@ _INCOMPLETE: Final = "\ufffd"
 _SPACE: Final = "▁"
 """How SentencePiece writes a space."""
 _DOWNLOAD: Final = "download the model again, with tokenizer.json"
+_TURN_ENDS: Final = ("<|eom_id|>",)
+"""Tokens that end a turn, which SGLang stops at although no configuration names them."""
 
 
 class ModelTokenizer:
@@ -110,6 +112,20 @@ class ModelTokenizer:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: _token_text(self._config.get(name)) for name in names}
         return render(self._template, messages=messages, add_generation_prompt=generate, **special)
+
+    def for_runtime(self) -> dict[str, Any]:
+        """Return what `_core.Runtime` takes of a tokenizer, as its keyword arguments."""
+        return {
+            "vocabulary": self.vocabulary(),
+            "special_tokens": self.special_tokens(),
+            "tokenizer_file": self.file,
+        }
+
+    @property
+    def turn_ends(self) -> set[int]:
+        """The tokens at which SGLang's server stops: `end_tokens`, and one that it knows itself."""
+        others = (self.token(text) for text in _TURN_ENDS)
+        return {*self.end_tokens, *(end for end in others if end is not None)}
 
     @property
     def begin_token(self) -> int | None:
@@ -274,12 +290,17 @@ def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
     """Those of the model's configurations, and the tokenizer's own, as SGLang collects them."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        listed = read_json(folder / name).get("eos_token_id")
-        tokens = listed if isinstance(listed, list) else [listed]
-        ends.update(token for token in tokens if isinstance(token, int))
+        ends |= configured_ends(read_json(folder / name))
     config = read_json(folder / "tokenizer_config.json")
     named = tokenizer.token(_token_text(config.get("eos_token")))
     return frozenset(ends if named is None else {*ends, named})
+
+
+def configured_ends(config: Mapping[str, Any]) -> set[int]:
+    """Return the tokens that end a text by one of a model's configurations."""
+    listed = config.get("eos_token_id")
+    tokens = listed if isinstance(listed, list) else [listed]
+    return {token for token in tokens if isinstance(token, int)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

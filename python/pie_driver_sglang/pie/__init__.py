@@ -2,6 +2,6 @@
 
 `launch.py` is the start: configuration, region, model, warm-up, handshake (`handshake.py`). Then
 `serve.py` runs the batches, copies and adapter loads (`loads.py`) that need Python, until SIGTERM.
-`failures.py` decides whether the driver goes on after an exception, and `trace.py` records steps.
-Knows a `ModelEngine` (`engine.py`), and no type of SGLang.
+`types.py` has what is announced. `failures.py` decides whether the driver goes on after an
+exception, and `trace.py` records steps. Knows a `ModelEngine` (`engine.py`), and no type of SGLang.
 """

@@ -3,4 +3,17 @@
 SGLang's server, tokenizer manager, detokenizer and parsers run unchanged. In the place of their
 scheduler process is one of ours: it hands their messages to `_core.Front`, which reads and writes
 them in Rust, and answers the few that are not about requests. It never schedules.
+
+============  ======================================================================================
+``program``   the command: starts the server's process, and cleans up after it
+``launch``    that process: whose scheduler it gets; ``flags`` says what ours serves
+``process``   the process in the place of SGLang's scheduler: sockets, two threads
+``parts``     what that process is made of; ``driver_log`` passes the drivers' log on
+``flow``      outputs wait for a tokenizer manager that is slower than the model
+``control``   messages that are not about requests; ``refusals`` has those not served
+``adapters``  LoRA adapters by name
+``metrics``   the scheduler's metrics for Prometheus
+``profile``   steps as a file for a trace viewer
+``seams``     all that is imported of SGLang
+============  ======================================================================================
 """

@@ -10,7 +10,7 @@ from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.observe.spans import SpanThread
 from pie_driver_sglang.offline.arguments import step_image_bytes
-from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.offline.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.driver_log import DriverLog
 
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 _SPARE_POSITIONS: Final = 6
 """Positions that SGLang's front end keeps free of a prompt."""
-_OTHER_ENDS: Final = ("<|eom_id|>",)
-"""Tokens that end a turn, which SGLang stops at although no configuration names them."""
 
 
 class Parts:
@@ -51,9 +49,7 @@ class Parts:
         self._tokenizer = None if folder is None else ModelTokenizer(folder)
         keywords = {**_of_replica(plan.runtime, given.replica), **given.limits}
         if self._tokenizer is not None:
-            keywords["vocabulary"] = self._tokenizer.vocabulary()
-            keywords["special_tokens"] = self._tokenizer.special_tokens()
-            keywords["tokenizer_file"] = self._tokenizer.file
+            keywords |= self._tokenizer.for_runtime()
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
         keywords["max_image_bytes"] = step_image_bytes(plan)
         self._takes_images = keywords["max_image_bytes"] > 0
@@ -206,10 +202,8 @@ def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | No
 
 def _end_tokens(plan: EngineArguments, tokenizer: ModelTokenizer | None) -> set[int]:
     if tokenizer is None:
-        ends = load_hf_config(plan.model).get("eos_token_id")
-        return {end for end in (ends if isinstance(ends, list) else [ends]) if end is not None}
-    others = (tokenizer.token(text) for text in _OTHER_ENDS)
-    return {*tokenizer.end_tokens, *(end for end in others if end is not None)}
+        return configured_ends(load_hf_config(plan.model))
+    return tokenizer.turn_ends
 
 
 def _end_of_thinking(settings: Any, tokenizer: ModelTokenizer | None) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from pie_driver_sglang._core import REHEARSAL_ADAPTER
 from pie_driver_sglang.errors import AdapterError, StartError, quoted
 from pie_driver_sglang.memory.host import Budget
-from pie_driver_sglang.srt import groups
+from pie_driver_sglang.srt import process_groups
 from pie_driver_sglang.srt.adapter_files import (
     EMBEDDINGS,
     Adapter,
@@ -107,7 +107,7 @@ class Adapters:
         self._numbers = itertools.count()
         self._budget = Budget()
         self._loader = Loader()
-        self._aside = groups.aside()
+        self._thread_group = process_groups.thread_group()
         self._loading: dict[int, _Loading] = {}
         self._copying: dict[int, _Copying] = {}
 
@@ -128,7 +128,7 @@ class Adapters:
         """Begins to read one; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`."""
         # Named here, where all ranks do the same in the same order.
         uid = self._name(adapter_id)
-        read = self._loader.submit(lambda: self._read(uid, path, group=self._aside), done)
+        read = self._loader.submit(lambda: self._read(uid, path, group=self._thread_group), done)
         self._loading[number] = _Loading(adapter_id, read)
 
     def discard_load(self, number: int) -> None:
@@ -254,7 +254,7 @@ class Adapters:
                 return source, self._prepared(uid, adapter)
 
         source, prepared = _agreed(step, group)
-        if len(set(groups.gathered(source.digest, group))) > 1:
+        if len(set(process_groups.gathered(source.digest, group))) > 1:
             raise AdapterError(
                 f"{quoted(str(source.weights))} has changed while it was read",
                 "load the adapter again",
@@ -327,7 +327,7 @@ def _agreed(step: Callable[[], T], group: Any = None) -> T:
 
     Args:
         step: What to do.
-        group: In which ranks agree; see :func:`groups.gathered`.
+        group: In which ranks agree; see :func:`process_groups.gathered`.
 
     Raises:
         AdapterError: What the first rank that failed says, the same on all ranks.
@@ -341,7 +341,7 @@ def _agreed(step: Callable[[], T], group: Any = None) -> T:
         logger.exception("an adapter cannot be taken", extra={"kind": "load"})
         text = f"{type(unexpected).__name__}: {unexpected}"
         error = AdapterError(text, "the traceback above says where")
-    told = groups.gathered(None if error is None else (error.message, error.hint), group)
+    told = process_groups.gathered(None if error is None else (error.message, error.hint), group)
     for rank, failure in enumerate(told):
         if failure is not None:
             message, hint = failure

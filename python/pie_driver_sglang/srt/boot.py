@@ -17,7 +17,14 @@ from pie_driver_sglang.memory.plan import table
 from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
 from pie_driver_sglang.memory.types import Plan
 from pie_driver_sglang.ranks.types import Rank
-from pie_driver_sglang.srt import adapters, groups, load_check, measure, paged_attention, support
+from pie_driver_sglang.srt import (
+    adapters,
+    load_check,
+    measure,
+    paged_attention,
+    process_groups,
+    support,
+)
 from pie_driver_sglang.srt.seams import corrections, texts
 from pie_driver_sglang.srt.seams.model import (
     ModelConfig,
@@ -74,7 +81,7 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
     with _translated_failures(config, rank):
-        with groups.joined(rank, device_type):
+        with process_groups.joined(rank, device_type):
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
             pages = _allocate(runner, plan, options.max_forward_requests)
@@ -144,7 +151,8 @@ def _plan(
     device = measure.measure(config.driver.device[rank.number], gpu_id, rank.size)
     # Ranks have pools and passes of one size.
     device = device._replace(
-        total=min(groups.gathered(device.total)), free=min(groups.gathered(device.free))
+        total=min(process_groups.gathered(device.total)),
+        free=min(process_groups.gathered(device.free)),
     )
     sizes = measure.sizes_of(config, model_config, args)
     settings = measure.settings_of(config, model_config, args, device)

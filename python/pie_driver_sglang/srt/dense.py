@@ -1,4 +1,4 @@
-"""Decodes of dense models in few kernels, where SGLang runs one for each operation.
+"""The choice of fused layers, and those of plain numbers: few kernels, where SGLang runs many.
 
 What a step of few rows takes is how often it waits, for memory and for the kernel before. Models
 whose layers are built as Llama's run as the kernels of ``kernels/dense_layers.py`` while a graph is
@@ -17,7 +17,7 @@ import torch
 from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
-from pie_driver_sglang.srt import groups
+from pie_driver_sglang.srt import process_groups
 from pie_driver_sglang.srt.few_rows import (
     NARROW,
     ExpertLayers,
@@ -83,7 +83,7 @@ class DenseLayers:
         prefills: bool,
         folded: bool,
     ) -> None:
-        """Takes a model out_of_place.
+        """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
@@ -102,44 +102,6 @@ class DenseLayers:
         self._few = FewRows.of(layers, norm, attention) if folded else None
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
-
-    @classmethod
-    def of(cls, runner: ModelRunner) -> FusedLayers | None:
-        """A model's layers; None for a model that these kernels do not know."""
-        try:
-            attention = decode_backend(runner)
-            if not isinstance(attention, PagedDecode):
-                raise UnknownLayer("it attends by another backend")
-            model = find_decoder(runner.model)
-            expect(_has_room(runner), "a multiprocessor has too little shared memory")
-            pool = runner.token_to_kv_pool
-            expect(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")
-            norm = read_norm(model.norm)
-            expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
-            expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
-            layers = read_layers(model, pool)
-            prefills = resolved(runner).attention_backends[0] in _STORED
-            if isinstance(layers[0], QuantizedLayer):
-                expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
-                expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
-                refuse_updates(runner, FROZEN_SCALES)
-                return QuantizedLayers(model, layers, norm, attention, prefills=prefills)
-            _expect_plain(layers)
-            sums = _all_reduce(runner, norm)
-            # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
-            # must add up what products are, and may as well normalize it.
-            folds = not resolved(runner).enable_lora and sums is None
-            if isinstance(layers[0], ExpertLayer):
-                few = FewRows.of(layers, norm, attention)
-                expect(few is not None, "its experts have other shapes")
-                expect(folds and _fold(runner, layers), "its norms cannot be folded")
-                assert few is not None
-                return ExpertLayers(model, few)
-        except UnknownLayer as reason:
-            logger.info("layers run as SGLang has them: %s", reason)
-            return None
-        folded = folds and _fold(runner, layers)
-        return cls(model, layers, norm, attention, sums, prefills=prefills, folded=folded)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -218,6 +180,44 @@ class DenseLayers:
         return dense_layers.add_norm(residual[None], None, self._norms[-1])[0]
 
 
+def fused_layers(runner: ModelRunner) -> FusedLayers | None:
+    """Chooses the kernels of a model's layers; None for a model that none of them knows."""
+    try:
+        attention = decode_backend(runner)
+        if not isinstance(attention, PagedDecode):
+            raise UnknownLayer("it attends by another backend")
+        model = find_decoder(runner.model)
+        expect(_has_room(runner), "a multiprocessor has too little shared memory")
+        pool = runner.token_to_kv_pool
+        expect(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")
+        norm = read_norm(model.norm)
+        expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
+        expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
+        layers = read_layers(model, pool)
+        prefills = resolved(runner).attention_backends[0] in _STORED
+        if isinstance(layers[0], QuantizedLayer):
+            expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
+            expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
+            refuse_updates(runner, FROZEN_SCALES)
+            return QuantizedLayers(model, layers, norm, attention, prefills=prefills)
+        _expect_plain(layers)
+        sums = _all_reduce(runner, norm)
+        # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
+        # must add up what products are, and may as well normalize it.
+        folds = not resolved(runner).enable_lora and sums is None
+        if isinstance(layers[0], ExpertLayer):
+            few = FewRows.of(layers, norm, attention)
+            expect(few is not None, "its experts have other shapes")
+            expect(folds and _fold(runner, layers), "its norms cannot be folded")
+            assert few is not None
+            return ExpertLayers(model, few)
+    except UnknownLayer as reason:
+        logger.info("layers run as SGLang has them: %s", reason)
+        return None
+    folded = folds and _fold(runner, layers)
+    return DenseLayers(model, layers, norm, attention, sums, prefills=prefills, folded=folded)
+
+
 def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:
     """Weights may lie on the host, or be of a type that computes in its own way."""
     for layer in layers:
@@ -279,7 +279,7 @@ def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     expect(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
     group = tensor_group()
     expect(shares_memory(group), "its ranks do not share memory")
-    obstacles = groups.gathered(_find_obstacle(runner, tuning))
+    obstacles = process_groups.gathered(_find_obstacle(runner, tuning))
     expect(not any(obstacles), "; ".join(filter(None, obstacles)))
     size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
@@ -288,7 +288,7 @@ def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     except RuntimeError as error:
         why = str(error)
     # What one rank does all must do.
-    reasons = "; ".join(filter(None, groups.gathered(why)))
+    reasons = "; ".join(filter(None, process_groups.gathered(why)))
     if shared is None or reasons:
         raise UnknownLayer(f"its ranks do not share memory: {reasons}")
     return LamportAllReduceNorm(shared, rank, width, dtype, tuning)

@@ -20,12 +20,12 @@ from pie_driver_sglang.memory.limits import (
 )
 from pie_driver_sglang.memory.refusal import not_run
 from pie_driver_sglang.ranks.types import ALONE, Rank
-from pie_driver_sglang.srt import groups, support
+from pie_driver_sglang.srt import process_groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
 from pie_driver_sglang.srt.cpu_steps import CpuSteps
 from pie_driver_sglang.srt.cuda_steps import CudaSteps
-from pie_driver_sglang.srt.dense import DenseLayers
+from pie_driver_sglang.srt.dense import fused_layers
 from pie_driver_sglang.srt.images import find_vision
 from pie_driver_sglang.srt.measure import chosen_experts
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
@@ -109,13 +109,13 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     if options.fuse_layers and runner.device == "cuda":
-        engine.dense = DenseLayers.of(runner)
+        engine.dense = fused_layers(runner)
     if support.takes_prompts(runner):
         sparse = chosen_experts(model_config) > 0
         rungs += prefill_batch_sizes(rungs[-1], chunk, sparse=sparse)
     engine.steps = _steps(engine, options, rungs, adapters)
     if rank.size > 1 and runner.device == "cpu":
-        groups.take_no_more()
+        process_groups.refuse_connections()
     return planner, engine
 
 

@@ -27,7 +27,7 @@ from pie_driver_sglang.checkpoint.types import CheckpointModel, FileRange, Regio
 from pie_driver_sglang.checkpoint.weights import have_equal_bytes, read_places, torch_file
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
-from pie_driver_sglang.srt import groups
+from pie_driver_sglang.srt import process_groups
 from pie_driver_sglang.srt.load_trace import LoadTrace, Read, Unwritten, find_region
 from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.seams.loading import (
@@ -167,7 +167,7 @@ class LoadCheck:
             getattr(weights, "close", lambda: None)()
             self._explain(error)
             raise
-        problems = self._merged(groups.gathered(self._report()))
+        problems = self._merged(process_groups.gathered(self._report()))
         if problems:
             raise self._refusal(problems)
         return result

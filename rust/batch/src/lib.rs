@@ -13,6 +13,25 @@
 //! CUDA) at the offsets of its [`Layout`], so that one copy brings all of it to the device.
 //!
 //! A [`Planner`] keeps what lasts, a [`Plan`] what is of one frame; each stage of a plan is a type of its own.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `planner` | what lasts from frame to frame, and the calls that take a frame to its reply |
+//! | `frame`, `check`, `limits`, `fault` | the arrays of a frame; what is checked of it and of each request; what refuses them |
+//! | `contents`, `rows`, `request` | what the requests of a frame bring, copied |
+//! | `sampler`, `extra`, `random` | parameters of samplers, what an extension adds, uniform numbers |
+//! | `plan`, `passes`, `slot`, `bindings` | the plan of a frame: passes, sampling slots, adapters and recurrent state of each request |
+//! | `table`, `changes`, `storage` | the mirror of the block table, what changes there, where rows store their KV |
+//! | `layout`, `block` | where arrays lie in a block, and which arrays there are |
+//! | `stage`, `slot_group`, `graph` | what is written there: a pass, a group of its slots, a step of a captured graph |
+//! | `stages`, `stage_error` | the order of these calls, as types; calls that do not fit |
+//! | `mask`, `attention_mask`, `logit_mask` | attention masks of requests and of a pass; logit masks of slots |
+//! | `image`, `image_error` | images: checked, and the rows that they are |
+//! | `state`, `adapter` | recurrent state; which adapters may be bound, and how many a pass can hold |
+//! | `prefix`, `pairs` | groups of rows whose KV begins with the same pages |
+//! | `drafting`, `history`, `verify` | drafts for the next step, the tokens that pages hold, which drafts came true |
+//! | `outputs`, `fit`, `reply` | what was computed, what of it a response has room for, and the response |
+//! | `extent` | ranges in half the room |
 
 mod adapter;
 mod attention_mask;

@@ -6,7 +6,7 @@
 //! | `request`, `value`, `unserved` | a request as it comes, and what is refused of it |
 //! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
-//! | `open`, `output` | what is known of a request, and what the detokenizer gets of it |
+//! | `open`, `output`, `logprobs` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
 //! | `trace` | the span of a request, in what the front end sends |
 //! | `backend` | who computes the requests |

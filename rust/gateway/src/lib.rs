@@ -4,11 +4,11 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`contract`] | messages and services, generated from the published definitions |
-//! | `settings`, `facts` | what a door is made of, and what it says of its model |
+//! | `settings` | what a door is made of, and what it says of its model |
 //! | `core`, `ticket` | requests that have not ended, whichever contract they came by |
-//! | `media` | the images of a request |
+//! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
 //! | `mailbox` | what a request has brought forth and its client has not fetched |
-//! | `status` | from ends to finish reasons and statuses |
+//! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
 //! | `vllm`, `sglang` | the two contracts |
 //! | `loads`, `events` | how busy the runtime is, and what its prefix index holds, for the gateway's routing |
 //! | `tokenizer` | its files, for a gateway on another machine |

@@ -11,6 +11,15 @@
 //! | [`Compiler`], [`Limits`], [`Pending`] | compiled in the background, kept by text, bounded in size and time |
 //! | [`Matcher`] | one sequence: masks, commits, rollbacks, forced tokens |
 //! | [`Follower`] | a matcher whose next mask is computed by the compiler's threads as soon as a token is known |
+//!
+//! # Modules
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `compiler` | compiles in the background, keeps what was compiled, computes masks ahead |
+//! | `grammar`, `gbnf`, `tags` | the forms of grammars |
+//! | `matcher`, `follower` | one sequence and its grammar |
+//! | `vocabulary`, `tokenizer` | the tokens of a model, and how it writes a text |
 
 mod compiler;
 mod error;

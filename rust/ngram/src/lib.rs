@@ -16,6 +16,14 @@
 //!
 //! [`Drafter`] remembers contexts and drafts; [`Policy`] chooses how many of the drafts are worth verifying. Neither reads a
 //! clock.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `drafter`, `context`, `history` | drafts for batches: the text of each context, and what all of them have said |
+//! | `index`, `table`, `undo`, `growth` | the index of a text: a trie in a hash table, which can go back |
+//! | `copying`, `tree` | copies with changes; drafts as trees |
+//! | `policy` | how many drafts are worth verifying |
+//! | `config` | limits |
 
 mod config;
 mod context;

@@ -1,4 +1,17 @@
 //! `pie_driver_sglang._core`: thin Python wrappers around the driver's Rust crates. No logic lives here.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `server`, `shared` | the region, and the work that comes through it |
+//! | `batch`, `pass`, `slot_group`, `images` | a batch, pass by pass |
+//! | `copy`, `load`, `step` | the other jobs, and what needs no work |
+//! | `planner`, `graph_path`, `counts`, `guard` | what a driver is set up with, what it counts, how it ends |
+//! | `ranks`, `broadcast` | a model on several devices |
+//! | `runtime`, `traced` | drivers with schedulers, for the engine and both servers |
+//! | `front`, `gateway`, `pictures`, `places` | the two servers, images that Python reads, log-probabilities |
+//! | `client`, `request`, `extension` | the other side of the ring, for the demo, tests and tools |
+//! | `radix`, `radix_results`, `pages`, `drafter`, `patterns` | parts of the driver by themselves |
+//! | `arrays`, `error` | ids and errors, between the languages |
 
 // Doc comments here become Python docstrings, which mark code in their own way.
 #![allow(clippy::doc_markdown)]

@@ -28,6 +28,18 @@
 //!
 //! **One owner.** All methods that change an index take `&mut self`: there are no locks and no atomics on its path, and
 //! every call happens as a whole. An index is [`Send`] and [`Sync`].
+//!
+//! # Modules
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `index`, `insert`, `lock` | what callers do: match, insert, lock |
+//! | `evict`, `tier` | what leaves, by policy; copies on the host, and the whole index at once |
+//! | `tree`, `node`, `edge`, `planes` | nodes, their links and orders, and the tokens and pages that they hold |
+//! | `table`, `spaces` | the children of all nodes; a root for each namespace |
+//! | `record`, `events` | changes for a journal, and as events for routers |
+//! | `info`, `picture`, `check` | questions, pictures, and all that must always hold |
+//! | `config`, `limits` | parameters |
 
 #[cfg(any(test, feature = "check"))]
 mod check;

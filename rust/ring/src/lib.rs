@@ -11,20 +11,21 @@
 //! |---|---|
 //! | `layout` | every offset and size of the region, header encoding and validation |
 //! | `words`, `memory`, `mapping` | the mapped memory: atomics, and payloads that are copied in and out |
-//! | `region` | the owner of the name in `/dev/shm`: an exclusive `flock`, which the kernel frees with its process |
-//! | `wait` | spin, spin then park, or park until a condition holds |
+//! | `region`, `named_file` | the owner of the name in `/dev/shm`: an exclusive `flock`, which the kernel frees with its process |
+//! | `wait`, `futex` | spin, spin then park, or park until a condition holds |
 //! | `server`, `dispatch`, `lease` | take the oldest request, answer it exactly once |
 //! | `shared` | the state of a slot that server and leases share, and deferred wakes |
 //! | `client`, `connect` | open a region, send a request, wait for its answer |
 //! | `broadcast` | messages from one leader to several workers, without names and without answers |
-//! | `guard`, `signal` | remove the regions on SIGTERM or when the parent dies |
+//! | `guard`, `signal`, `stderr` | remove the regions on SIGTERM or when the parent dies, and say so in a last line |
 //! | `reaper` | a process that removes them when this one is killed |
+//! | `sync` | what these files take from outside, which loom replaces |
 //!
 //! Two sides that spin exchange messages without a system call: each defers the other's wake until it is
 //! idle, and cancels it when the other side has been seen awake.
 //!
 //! The crate in `model` runs the files that hold the protocol under loom, which tries interleavings
-//! and memory orders exhaustively up to a number of preemptions; `sync` is the seam. `tests/kill`
+//! and memory orders exhaustively up to a number of preemptions; it replaces `sync`. `tests/kill`
 //! kills either side after each step that the other can see.
 //!
 //! The ring never looks inside a payload, and lends none of it in place: see `memory`.

@@ -5,13 +5,15 @@
 //! | `settings`, `group` | what a driver is started with, and the number that names its region |
 //! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
 //! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
+//! | `mask`, `logprobs` | which tokens may be drawn, as a frame says it; which log-probabilities are wanted |
 //! | `picture` | the images of a prompt: their names, positions, pixels |
 //! | `constraint`, `grammars` | grammars as the scheduler's constraints |
 //! | `sampling` | from the parameters that users know to the samplers that the driver has |
 //! | `timeline` | what happened when to requests that are traced |
 //! | `trace` | steps as a file for a trace viewer, on request |
-//! | `figures` | how a replica stands, as named metrics |
-//! | `service`, `replica`, `relay`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
+//! | `figures`, `times` | how a replica stands, as named metrics; durations |
+//! | `service`, `shared`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
+//! | `replica`, `supervise`, `relay` | one of them: its thread, its drivers one after the other, the loop between scheduler and driver |
 
 mod answer;
 mod constraint;

@@ -56,6 +56,21 @@
 //!
 //! Steps and copies are executed in the order in which they were given, each after the former has taken effect: pages that a step
 //! still uses are given to the one after it. [`Copies`] of a step come before it, `to_host` first.
+//!
+//! # Modules
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `scheduler`, `config` | what comes in, what is known, and how it is set up |
+//! | `arrival`, `check`, `entry` | a request: what it asks, whether it can be served at all, its place in the queue |
+//! | `order`, `admit`, `ratio` | the order of those that wait, which of them begin, and how much output is expected |
+//! | `layout`, `step`, `pace` | the next step, from what steps cost |
+//! | `constraint`, `follow` | what binds the tokens of a sequence, asked before a row is laid out |
+//! | `sequence`, `ends`, `regex`, `text` | one sequence, and when it ends by what it says |
+//! | `flight`, `answer`, `settle` | steps that are out, and their answers |
+//! | `output`, `leave`, `logprobs` | what goes out: tokens, ends, pages, log-probabilities |
+//! | `memory`, `copies`, `sessions` | pages of both tiers and the prefix index, copies between them, what sessions keep |
+//! | `stats` | counts |
 
 mod admit;
 mod answer;

@@ -14,7 +14,7 @@ use crate::counters::Served;
 use crate::graph_path::{GraphPath, GraphPathError};
 use crate::media::Media;
 use crate::note::Note;
-use crate::planner_slot::PlannerSlot;
+use crate::shared_planner::SharedPlanner;
 use crate::timing::{DeviceTimes, Timing};
 
 /// A call that a batch cannot take: a fault of the caller, after which the batch is as before.
@@ -68,7 +68,7 @@ pub struct Batch {
     planner: Option<Box<Planner>>,
     /// `Some` until answered, or until a call of the planner failed.
     stage: Option<Stage>,
-    slot: Arc<PlannerSlot>,
+    shared: Arc<SharedPlanner>,
     media: Option<Arc<Media>>,
     timing: Timing,
     /// The graph path ran it.
@@ -79,7 +79,7 @@ impl Batch {
     pub(crate) fn new(
         lease: Option<Lease>,
         (planner, plan): (Box<Planner>, Plan),
-        slot: Arc<PlannerSlot>,
+        shared: Arc<SharedPlanner>,
         media: Option<Media>,
         timing: Timing,
     ) -> Self {
@@ -87,7 +87,7 @@ impl Batch {
             lease,
             planner: Some(planner),
             stage: Some(Stage::Plan(plan)),
-            slot,
+            shared,
             media: media.map(Arc::new),
             timing,
             by_graph: false,
@@ -332,11 +332,11 @@ impl Batch {
             let text = "a batch was committed before all of its slots had outputs; it was aborted";
             // Dropping an open lease publishes the abort reply.
             if self.lease.take().is_some() {
-                self.slot.counters().aborted();
+                self.shared.counters().aborted();
                 notes.push(Note::new("order", text));
             }
         }
-        self.slot.put_back(planner);
+        self.shared.put_back(planner);
         notes
     }
 
@@ -347,7 +347,7 @@ impl Batch {
         (planner, computed): (&mut Planner, &mut Computed),
         device: DeviceTimes,
     ) -> Vec<Note> {
-        let mut answer = self.slot.answer();
+        let mut answer = self.shared.answer();
         let started = Instant::now();
         let encoded = planner.reply(computed, self.timing.probes(device), &mut answer);
         // Taken before the client is woken: it may want this core at once.
@@ -357,24 +357,24 @@ impl Batch {
             Ok(length) => {
                 let published = lease.reply(&answer[..length]);
                 if matches!(published, Ok(Publish::Stale)) {
-                    self.slot.counters().abandoned();
+                    self.shared.counters().abandoned();
                 }
                 published.map_err(|error| error.to_string())
             }
             Err(error) => {
-                self.slot.counters().aborted();
+                self.shared.counters().aborted();
                 // Aborts the request.
                 drop(lease);
                 Err(error.to_string())
             }
         };
-        let counters = self.slot.counters();
+        let counters = self.shared.counters();
         for (_, fault) in computed.faults() {
             counters.refused(fault.kind());
         }
         let mut notes = Note::of_faults(computed);
         notes.extend(Note::of_publication(published));
-        let (step, cycle) = self.slot.cycle(self.timing.received_ns, device.busy());
+        let (step, cycle) = self.shared.cycle(self.timing.received_ns, device.busy());
         if computed.pass_count() > 0 && was_answered {
             counters.served(Served {
                 plan: computed,
@@ -395,11 +395,11 @@ impl Batch {
         self.stage = None;
         if let Some(mut planner) = self.planner.take() {
             planner.forget_table();
-            self.slot.put_back(planner);
+            self.shared.put_back(planner);
         }
         // Dropping an open lease publishes the abort reply.
         if self.lease.take().is_some() {
-            self.slot.counters().aborted();
+            self.shared.counters().aborted();
         }
     }
 }

@@ -8,7 +8,7 @@ use pie_wire::CopyDirection;
 
 use crate::groups::groups;
 use crate::note::Note;
-use crate::planner_slot::PlannerSlot;
+use crate::shared_planner::SharedPlanner;
 use crate::status;
 
 /// Which pages to copy: as many sources as targets, all within their pools.
@@ -45,16 +45,21 @@ pub struct Copy {
     lease: Option<Lease>,
     driver_id: u32,
     pairs: Arc<Pairs>,
-    slot: Arc<PlannerSlot>,
+    shared: Arc<SharedPlanner>,
 }
 
 impl Copy {
-    pub(crate) fn new(lease: Lease, driver_id: u32, pairs: Pairs, slot: Arc<PlannerSlot>) -> Self {
+    pub(crate) fn new(
+        lease: Lease,
+        driver_id: u32,
+        pairs: Pairs,
+        shared: Arc<SharedPlanner>,
+    ) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
             pairs: Arc::new(pairs),
-            slot,
+            shared,
         }
     }
 
@@ -97,18 +102,13 @@ impl Copy {
             direction, states, ..
         } = *self.pairs;
         if code == status::OK {
-            self.slot.counters().copied(direction, states, self.len());
+            self.shared.counters().copied(direction, states, self.len());
         }
         if !states {
             let pairs = Arc::clone(&self.pairs);
-            self.slot
+            self.shared
                 .change(move |planner| pairs.note_in(planner, code));
         }
-        answer(lease, self.driver_id, code)
+        status::answer(lease, self.driver_id, code)
     }
-}
-
-/// Publishes a status frame.
-pub(crate) fn answer(lease: Lease, driver_id: u32, code: i32) -> Option<Note> {
-    Note::of_publication(lease.reply(&pie_wire::status_frame(driver_id, code, false)))
 }

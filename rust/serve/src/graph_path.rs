@@ -11,7 +11,7 @@ use pie_ring::{Message, Wait};
 use thiserror::Error;
 
 use crate::lead::{Lead, StepHead};
-use crate::timing::DeviceTimes;
+use crate::timing::{DeviceTimes, micros};
 
 /// Memory that the host shares with the graphs.
 pub trait Memory: Send {
@@ -415,8 +415,4 @@ pub(crate) struct GraphPathRun {
     /// How long the host staged it.
     pub(crate) staging: Duration,
     pub(crate) device: DeviceTimes,
-}
-
-fn micros(duration: Duration) -> u32 {
-    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
 }

@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use pie_ring::Lease;
 
-use crate::copy::answer;
 use crate::note::Note;
-use crate::planner_slot::PlannerSlot;
+use crate::shared_planner::SharedPlanner;
 use crate::status;
 
 /// Which adapter to load.
@@ -21,7 +20,7 @@ pub struct Load {
     lease: Option<Lease>,
     driver_id: u32,
     adapter: AdapterLoad,
-    slot: Arc<PlannerSlot>,
+    shared: Arc<SharedPlanner>,
 }
 
 impl Load {
@@ -29,13 +28,13 @@ impl Load {
         lease: Lease,
         driver_id: u32,
         adapter: AdapterLoad,
-        slot: Arc<PlannerSlot>,
+        shared: Arc<SharedPlanner>,
     ) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
             adapter,
-            slot,
+            shared,
         }
     }
 
@@ -56,8 +55,8 @@ impl Load {
         let lease = self.lease.take()?;
         if code == status::OK {
             let id = self.adapter.id;
-            self.slot.change(move |planner| planner.add_adapter(id));
+            self.shared.change(move |planner| planner.add_adapter(id));
         }
-        answer(lease, self.driver_id, code)
+        status::answer(lease, self.driver_id, code)
     }
 }

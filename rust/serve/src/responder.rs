@@ -8,14 +8,14 @@ use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
 
 use crate::batch::Batch;
-use crate::copy::{Copy, answer};
+use crate::copy::Copy;
 use crate::counters::Counts;
 use crate::decide::{Action, Decision, decide};
 use crate::graph_path::{GraphPath, GraphPathError};
 use crate::load::Load;
 use crate::media::Media;
 use crate::note::Note;
-use crate::planner_slot::PlannerSlot;
+use crate::shared_planner::SharedPlanner;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
 
@@ -83,7 +83,7 @@ pub enum RehearsalError {
 
 /// Takes requests off the ring, one at a time and oldest first.
 pub struct Responder {
-    slot: Arc<PlannerSlot>,
+    shared: Arc<SharedPlanner>,
     /// The request under examination, as large as the largest so far.
     request: Mutex<Vec<u64>>,
     host_pages: u32,
@@ -98,7 +98,7 @@ impl Responder {
     #[must_use]
     pub fn new(planner: Planner, host_pages: u32, wait: Wait) -> Self {
         Self {
-            slot: Arc::new(PlannerSlot::new(planner)),
+            shared: Arc::new(SharedPlanner::new(planner)),
             request: Mutex::default(),
             host_pages,
             wait,
@@ -124,7 +124,7 @@ impl Responder {
     /// What was served so far. May be called by any thread, at any time; pages are looked at once for each call.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        self.slot.counters().read()
+        self.shared.counters().read()
     }
 
     /// Waits until there is something to report or to do. Requests that are answered without either
@@ -148,10 +148,10 @@ impl Responder {
 
     fn handle(&self, lease: Lease) -> Event {
         let received_ns = monotonic_ns();
-        let Some(mut planner) = self.slot.take() else {
+        let Some(mut planner) = self.shared.take() else {
             // Only a caller that keeps a batch open while it waits for the next comes here.
             let note = Note::new("busy", "a request came while a batch was open");
-            let published = answer(lease, 0, status::UNSUPPORTED);
+            let published = status::answer(lease, 0, status::UNSUPPORTED);
             return Event::Notes([note].into_iter().chain(published).collect());
         };
         let Decision {
@@ -162,7 +162,7 @@ impl Responder {
             plan,
         } = {
             let mut words = self.request.lock().unwrap_or_else(PoisonError::into_inner);
-            let counters = self.slot.counters();
+            let counters = self.shared.counters();
             decide(&lease, &mut words, &mut planner, self.host_pages, counters)
         };
         let timing = Timing {
@@ -174,7 +174,7 @@ impl Responder {
         match outcome {
             Ok(plan) => self.open(lease, (planner, plan), media, timing),
             Err(action) => {
-                self.slot.put_back(planner);
+                self.shared.put_back(planner);
                 self.act(lease, driver_id, action)
             }
         }
@@ -189,8 +189,8 @@ impl Responder {
         timing: Timing,
     ) -> Event {
         let needs_model = plan.pass_count() > 0;
-        let slot = Arc::clone(&self.slot);
-        let mut batch = Batch::new(Some(lease), (planner, plan), slot, media, timing);
+        let shared = Arc::clone(&self.shared);
+        let mut batch = Batch::new(Some(lease), (planner, plan), shared, media, timing);
         if !needs_model {
             return Event::Notes(batch.commit(DeviceTimes::default()));
         }
@@ -273,14 +273,14 @@ impl Responder {
         let ArchivedPayload::Forward(request) = &frame.payload else {
             return Err(RehearsalError::NotForward);
         };
-        let mut planner = self.slot.take().ok_or(RehearsalError::Busy)?;
+        let mut planner = self.shared.take().ok_or(RehearsalError::Busy)?;
         planner.add_adapter(REHEARSAL_ADAPTER);
         let planned = planner.plan_extended(frame.driver_id.to_native(), request, &extension);
         planner.remove_adapter(REHEARSAL_ADAPTER);
         let plan = match planned {
             Ok(plan) => plan,
             Err(error) => {
-                self.slot.put_back(planner);
+                self.shared.put_back(planner);
                 return Err(error.into());
             }
         };
@@ -290,29 +290,29 @@ impl Responder {
             received_ns: monotonic_ns(),
             ..Timing::default()
         };
-        let slot = Arc::clone(&self.slot);
-        Ok(Batch::new(None, (planner, plan), slot, media, timing))
+        let shared = Arc::clone(&self.shared);
+        Ok(Batch::new(None, (planner, plan), shared, media, timing))
     }
 
     /// Answers a request, or hands out its job.
     fn act(&self, lease: Lease, driver_id: u32, action: Action) -> Event {
         match action {
             Action::Copy(pairs) => {
-                let slot = Arc::clone(&self.slot);
-                Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs, slot)))
+                let shared = Arc::clone(&self.shared);
+                Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs, shared)))
             }
             Action::Load(adapter) => {
-                let slot = Arc::clone(&self.slot);
-                Event::Job(Job::Load(Load::new(lease, driver_id, adapter, slot)))
+                let shared = Arc::clone(&self.shared);
+                Event::Job(Job::Load(Load::new(lease, driver_id, adapter, shared)))
             }
             Action::Status(code) => {
-                Event::Notes(answer(lease, driver_id, code).into_iter().collect())
+                Event::Notes(status::answer(lease, driver_id, code).into_iter().collect())
             }
             Action::Refuse { code, kind, text } => {
                 // The answer comes first: a slow log must not delay it.
-                let published = answer(lease, driver_id, code);
+                let published = status::answer(lease, driver_id, code);
                 let note = Note::new(kind, format!("{text}; answered status {code}"));
-                self.slot.counters().refused(kind);
+                self.shared.counters().refused(kind);
                 Event::Notes([note].into_iter().chain(published).collect())
             }
         }

@@ -60,6 +60,7 @@ impl Timing {
     }
 }
 
-fn micros(duration: Duration) -> u32 {
+/// Rounded; as many as there is room for.
+pub(crate) fn micros(duration: Duration) -> u32 {
     u32::try_from((duration.as_nanos() + 500) / 1000).unwrap_or(u32::MAX)
 }

@@ -37,6 +37,17 @@
 //! assert_eq!(reply.iter().collect::<Vec<_>>(), [17, 42]);
 //! # Ok::<(), pie_wire::WireError>(())
 //! ```
+//!
+//! # Modules
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `schema`, `layout` | the types that cross the wire, and how they lie in an archive |
+//! | `access`, `bounds`, `native` | validated reading, in place |
+//! | `encode`, `fast` | writing; the fast token reply |
+//! | `rules` | what the runtime takes for granted of responses |
+//! | `extension` | what a frame carries beyond the protocol |
+//! | `brle` | bit strings as run lengths |
 #![deny(missing_docs)]
 
 #[cfg(target_endian = "big")]

@@ -1,13 +1,18 @@
 """Where the server reaches into SGLang: its front end's launch, messages, process and counts.
 
-===============  ==================================================================================
+===============  ===================================================================================
 ``environment``  what SGLang reads of the processes while it is imported; imports nothing of it
 ``launching``    flags, the launch of the HTTP server, the schedulers that it starts
+``forking``      the scheduler and the detokenizer as forks of the server, on the CPU
+``workers``      the settings of several tokenizer workers
 ``managers``     the tokenizer managers, which refuse what is not served
+``chats``        what SGLang's chat endpoint gets wrong
 ``messages``     the classes of messages, and what answers them
+``images``       images of a request, as SGLang's processors leave them
 ``metrics``      the scheduler's metrics, and the times of requests
 ``tensors``      adapters that a client sends as tensors
 ``scheduling``   what SGLang expects of a scheduler's process
+``replicas``     the controller of replicas, which sleeps while no message comes
 ``loads``        the counts that `/v1/loads` reads
-===============  ==================================================================================
+===============  ===================================================================================
 """

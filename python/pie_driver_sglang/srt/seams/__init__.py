@@ -17,8 +17,10 @@ version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in 
 ``logits``              the end of a pass before its LM head, and the LM head alone
 ``lora``                the LoRA manager, its tables, the layers that it wraps
 ``layers``              Llama and Qwen taken apart for the fused kernels
+``quantized``           FP8 matrices, and SGLang's products of them
 ``hooks``               what the plugins replace in SGLang's own server
 ``prefix_cache``        the interface of prefix caches there
+``offline_peer``        SGLang's own engine, to be measured against
 ======================  ===========================================================================
 
 A module that is imported when SGLang may be imported has its imports at the top. `process`, `texts`

@@ -30,7 +30,7 @@ def gathered(value: T, group: Any = None) -> list[T]:
 
     Args:
         value: This rank's, which is pickled.
-        group: Whose thread this is, by :func:`aside`; None for the thread that serves.
+        group: Whose thread this is, by :func:`thread_group`; None for the thread that serves.
     """
     if dist.get_world_size() == 1:
         return [value]
@@ -39,7 +39,7 @@ def gathered(value: T, group: Any = None) -> list[T]:
     return values
 
 
-def aside() -> Any:
+def thread_group() -> Any:
     """A group of all ranks for another thread than the one that serves; all ranks make it at once.
 
     Threads that share a group would have to agree on the order of what they say in it.
@@ -71,7 +71,7 @@ def joined(rank: Rank, device: str) -> Iterator[None]:
             yield
 
 
-def take_no_more() -> None:
+def refuse_connections() -> None:
     """Has this process's listening sockets drop every further connection.
 
     Gloo keeps one for each group and keeps the descriptor of each connection, of strangers on this

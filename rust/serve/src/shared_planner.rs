@@ -1,4 +1,4 @@
-//! Where the planner is while no batch is open.
+//! The planner, which one batch at a time has, and what batches share besides it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use crate::timing::monotonic_ns;
 type Change = Box<dyn FnOnce(&mut Planner) + Send>;
 
 /// The planner, which a batch takes and puts back, and what batches share besides it.
-pub(crate) struct PlannerSlot {
+pub(crate) struct SharedPlanner {
     place: Mutex<Place>,
     /// The answer under construction, as large as any. The ring's own buffer is not the place for that: its client may write
     /// there at any time.
@@ -34,7 +34,7 @@ struct Place {
 /// to do for a while is not a slow client.
 const MAX_IDLE: u32 = 16;
 
-impl PlannerSlot {
+impl SharedPlanner {
     pub(crate) fn new(planner: Planner) -> Self {
         // Pages of it take memory once they are written.
         let answer = vec![0; planner.limits().reply_bytes as usize];

@@ -1,0 +1,23 @@
+//! Status codes of the Pie driver protocol, and the answer that is nothing else.
+
+use pie_ring::Lease;
+
+use crate::note::Note;
+
+/// Done.
+pub const OK: i32 = 0;
+/// The frame or its arrays are malformed.
+pub const MALFORMED: i32 = 2;
+/// A page id is out of range.
+pub const OUT_OF_RANGE: i32 = 3;
+/// The operation is not supported.
+pub const UNSUPPORTED: i32 = 4;
+/// The engine failed.
+pub const FAILED: i32 = 5;
+/// `GenerateAudio` counts frames with positive numbers; its errors are negative.
+pub const NO_AUDIO: i32 = -1;
+
+/// Answers a request with a code; returns what is worth a log line.
+pub(crate) fn answer(lease: Lease, driver_id: u32, code: i32) -> Option<Note> {
+    Note::of_publication(lease.reply(&pie_wire::status_frame(driver_id, code, false)))
+}
