@@ -628,7 +628,7 @@ class TestRefusals:
         loader.driver.logged("adapter 2 cannot be loaded from 'xxx", "File name too long")
         assert len(loader.driver.stderr()) < 20_000
 
-    def test_bindings(self, loader: Bench) -> None:
+    def test_only_loaded_adapters_can_be_bound(self, loader: Bench) -> None:
         numbers = [-1, 0, 1, -2, 2, 2**63 - 1, -(2**63), 1]
         tokens = random_tokens(tiny_models.VOCABULARY, 20, "bindings")
         contexts = [Context(loader.allocator, adapter_id=number) for number in numbers]

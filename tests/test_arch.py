@@ -112,7 +112,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["text_config", "model_type", "vocab_size"]), JSON))
-def test_any_config(config: dict[str, Any]) -> None:
+def test_any_config_has_a_name_or_is_refused(config: dict[str, Any]) -> None:
     size = vocab_size(config)
     assert size is None or size > 0
     try:

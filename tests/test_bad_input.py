@@ -160,7 +160,7 @@ class TestGarbage:
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(data=st.data())
-    def test_anything(self, good: Good, data: st.DataObject) -> None:
+    def test_any_bytes_get_an_answer(self, good: Good, data: st.DataObject) -> None:
         frame = data.draw(st.sampled_from([b"", A1, good.frame, rc.copy_frame(2, [1], [2])]))
         cut = data.draw(st.integers(0, len(frame)))
         noise = data.draw(st.binary(max_size=700))
@@ -319,7 +319,7 @@ class TestFaultyRequest:
         good.check()
 
     @pytest.mark.parametrize("name", FAULTS)
-    def test_alone(self, good: Good, name: str) -> None:
+    def test_a_faulty_request_alone_gets_no_tokens(self, good: Good, name: str) -> None:
         reply = good.client.forward([FAULTS[name]()])
         assert (reply.status, reply.tokens) == (None, [[]])
         good.check()

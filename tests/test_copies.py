@@ -228,7 +228,7 @@ class TestBounds:
         assert bench.client.copy(direction, [0, 0], [0, targets]) == OUT_OF_RANGE
         assert bench.client.copy(direction, [2**32 - 1], [0]) == OUT_OF_RANGE
 
-    def test_lengths(self, bench: Bench, direction: str) -> None:
+    def test_lists_of_unequal_lengths_are_malformed(self, bench: Bench, direction: str) -> None:
         assert bench.client.copy(direction, [], []) == OK
         assert bench.client.copy(direction, [0], []) == MALFORMED
         assert bench.client.copy(direction, [0, 1], [2, 3, 4]) == MALFORMED

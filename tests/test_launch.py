@@ -406,7 +406,7 @@ class TestStoppedFromOutside:
             process.send_signal(signal.SIGTERM)
             assert process.wait(5.0) == 0
 
-    def test_it_says_so(self, pipe: tuple[int, int]) -> None:
+    def test_a_last_line_names_the_signal(self, pipe: tuple[int, int]) -> None:
         reader, writer = pipe
         self.stop(writer)
         line = os.read(reader, 1000).decode()
@@ -458,7 +458,7 @@ class TestStoppedFromOutside:
         os.close(primary)
         os.close(secondary)
 
-    def test_a_file(self, tmp_path: Path) -> None:
+    def test_a_last_line_is_appended_to_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "log"
         path.write_text("before\n")
         with path.open("a") as file:

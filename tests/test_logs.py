@@ -300,7 +300,7 @@ def test_the_filter_is_installed(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(capfd.readouterr().err.splitlines()) == 5
 
 
-def test_failures() -> None:
+def test_a_failure_is_one_line_and_a_hint() -> None:
     assert format_failure(ConfigError("a is 1,\n  too small", "set a to 2")) == (
         "pie_driver_sglang: a is 1, too small\n\nhint: set a to 2"
     )

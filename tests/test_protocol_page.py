@@ -86,7 +86,7 @@ def test_capabilities_and_keys_of_the_configuration() -> None:
     assert {key.rstrip(".") for key in keys} == known
 
 
-def test_constants() -> None:
+def test_the_hash_and_the_magic_are_those_of_the_code() -> None:
     source = (REPOSITORY / "rust" / "wire" / "src" / "lib.rs").read_text()
     [found] = re.findall(r"SCHEMA_HASH: \[u8; 8\] = \[(.+?)\]", source)
     assert found.replace("0x", "").replace(",", "") in section("4.2")

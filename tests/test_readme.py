@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_it_is_short() -> None:
+def test_the_readme_has_at_most_120_lines() -> None:
     assert len(TEXT.splitlines()) <= 120
 
 

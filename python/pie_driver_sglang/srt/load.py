@@ -104,22 +104,22 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         adapter_slots=facts.adapter_slots,
         vision=vision,
     )
-    rungs = decode_batch_sizes(options.max_forward_requests)
+    graph_rows = decode_batch_sizes(options.max_forward_requests)
     if options.spec_ngram_enabled:
-        _draft(planner, facts, options, rungs)
+        _draft(planner, facts, options, graph_rows)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     if options.fuse_layers and runner.device == "cuda":
         engine.dense = fused_layers(runner)
     if support.takes_prompts(runner):
         sparse = chosen_experts(model_config) > 0
-        rungs += prefill_batch_sizes(rungs[-1], chunk, sparse=sparse)
-    engine.steps = _steps(engine, options, rungs, adapters)
+        graph_rows += prefill_batch_sizes(graph_rows[-1], chunk, sparse=sparse)
+    engine.steps = _steps(engine, options, graph_rows, adapters)
     if rank.size > 1 and runner.device == "cpu":
         process_groups.refuse_connections()
     return planner, engine
 
 
-def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[int]) -> None:
+def _draft(planner: Planner, facts: Facts, options: DriverOptions, graph_rows: list[int]) -> None:
     """Gives the planner a drafter."""
     if facts.state_slots:
         raise StartError(
@@ -135,12 +135,12 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[i
         capacity=options.spec_ngram_capacity,
         context_bytes=DRAFT_CONTEXT_BYTES,
         host_pages=facts.host_pages,
-        rungs=rungs,
+        rungs=graph_rows,
     )
 
 
 def _steps(
-    engine: SglangEngine, options: DriverOptions, rungs: list[int], adapters: Adapters | None
+    engine: SglangEngine, options: DriverOptions, graph_rows: list[int], adapters: Adapters | None
 ) -> GraphRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.graph_path_obstacle(engine.runner)
@@ -154,9 +154,9 @@ def _steps(
     slots = options.max_forward_requests
     try:
         if engine.runner.device == "cpu":
-            return CpuSteps(engine, rungs, slots, extended=extended_batch_sizes(slots))
+            return CpuSteps(engine, graph_rows, slots, extended=extended_batch_sizes(slots))
         shared, extended = shared_prefix_batch_sizes(slots), extended_batch_sizes(slots)
-        return CudaSteps(engine, rungs, slots, shared, adapters, extended)
+        return CudaSteps(engine, graph_rows, slots, shared, adapters, extended)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_run(engine.plan, engine.plan.device.name, error) from error
