@@ -100,8 +100,8 @@ def differences(config: DriverConfig) -> list[float]:
     from pie_driver_sglang.kernels import dense_layers
     from pie_driver_sglang.srt import dense as dense_module
     from pie_driver_sglang.srt import paged_attention
-    from pie_driver_sglang.srt.dense import fused_layers
     from pie_driver_sglang.srt.few_rows import ExpertLayers
+    from pie_driver_sglang.srt.fused import fused_layers
     from pie_driver_sglang.srt.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -169,9 +169,9 @@ def differences(config: DriverConfig) -> list[float]:
                 mock.patch.object(dense, "_prefills", stored),
                 mock.patch.object(dense, "_run_many", many),
             ):
-                engine.dense = dense
+                engine.fused = dense
                 found.append(decode(server, engine, Contexts(256, page_size, vocab)))
-                engine.dense = None
+                engine.fused = None
             # Prompts alone: decodes are SGLang's unless they are captured.
             expected_calls = stored and folds
             assert many.call_count == expected_calls, many.call_count
@@ -365,16 +365,16 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 def ranked(runner: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
     from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
-    from pie_driver_sglang.srt import dense as dense_module
+    from pie_driver_sglang.srt import fused
 
     def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
         assert turn == sums.add_norm.call_count % 2 ^ 1
-        return dense_module.dense_layers.add_norm(part[None], residual, norm)
+        return fused.dense_layers.add_norm(part[None], residual, norm)
 
     sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
     sums.add_norm.side_effect = add_norm
-    with mock.patch.object(dense_module, "_all_reduce", lambda *_: sums):
-        dense = dense_module.fused_layers(runner)
+    with mock.patch.object(fused, "_all_reduce", lambda *_: sums):
+        dense = fused.fused_layers(runner)
     assert dense is not None
     assert dense.takes(256)
     assert not dense.takes(257)
@@ -391,22 +391,22 @@ def check_ranks(runner: Any) -> None:
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
     from pie_driver_sglang.kernels.all_reduce_norm import PeerMemory
-    from pie_driver_sglang.srt import dense as dense_module
+    from pie_driver_sglang.srt import fused
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
     disabled = mock.Mock(spec=CustomAllReduceV2, disabled=True)
     fails = mock.patch.object(
-        dense_module.all_reduce_norm, "map_peer_memory", side_effect=RuntimeError("no")
+        fused.all_reduce_norm, "map_peer_memory", side_effect=RuntimeError("no")
     )
     cases = ((3, reaches), (2, None), (2, object()), (2, disabled), (2, reaches), (4, reaches))
     for ranks, reach in cases:
         group = mock.Mock(ca_comm=reach)
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
-            mock.patch.object(dense_module, "tensor_group", return_value=group),
+            mock.patch.object(fused, "tensor_group", return_value=group),
             fails as share,
         ):
-            assert dense_module.fused_layers(runner) is None
+            assert fused.fused_layers(runner) is None
             assert share.called == (ranks != 3 and reach is reaches)
     for ranks in (2, 4):
 
@@ -415,12 +415,10 @@ def check_ranks(runner: Any) -> None:
 
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
-            mock.patch.object(
-                dense_module, "tensor_group", return_value=mock.Mock(ca_comm=reaches)
-            ),
-            mock.patch.object(dense_module.all_reduce_norm, "map_peer_memory", memory),
+            mock.patch.object(fused, "tensor_group", return_value=mock.Mock(ca_comm=reaches)),
+            mock.patch.object(fused.all_reduce_norm, "map_peer_memory", memory),
         ):
-            layers = dense_module.fused_layers(runner)
+            layers = fused.fused_layers(runner)
         assert layers is not None
         assert layers.takes(256)
         assert not layers.takes(257)
@@ -453,7 +451,7 @@ def check_weights(runner: Any) -> None:
     """Weights elsewhere, or of other types, leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.srt.dense import fused_layers
+    from pie_driver_sglang.srt.fused import fused_layers
 
     linear = runner.model.model.layers[-1].mlp.down_proj
     linear = getattr(linear, "base_layer", linear)
@@ -486,7 +484,7 @@ def check_experts(runner: Any) -> None:
     """Experts that compute or are chosen in another way leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.srt.dense import fused_layers
+    from pie_driver_sglang.srt.fused import fused_layers
 
     layer = runner.model.model.layers[-1]
     block = getattr(layer, "block_sparse_moe", None) or layer.mlp

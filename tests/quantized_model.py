@@ -191,10 +191,10 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
             mock.patch.object(batch_products, "_NARROW", 0),
             mock.patch.object(batch_products, "_BOUND_BY_MEMORY", 512),
         ):
-            engine.dense = layers
+            engine.fused = layers
             contexts = Contexts(256, facts.page_size, facts.vocab_size)
             yield decode(server, engine, contexts, layers.applied)
-            engine.dense = None
+            engine.fused = None
         kinds = layer if whole else [ProductKind.STORES, ProductKind.JOINS]
         # Prompts are a step, too.
         passes = 0 if grouped else STEPS + whole
@@ -210,7 +210,7 @@ def main() -> None:
 
     from pie_driver_sglang.kernels import many_rows
     from pie_driver_sglang.srt import paged_attention, quantized
-    from pie_driver_sglang.srt.dense import FROZEN_SCALES, fused_layers
+    from pie_driver_sglang.srt.fused import FROZEN_SCALES, fused_layers
     from pie_driver_sglang.srt.load import load_engine
     from pie_driver_sglang.srt.quantized import QuantizedLayers
 
@@ -254,9 +254,9 @@ def main() -> None:
             mock.patch.object(many_rows, "tiled_product", tiled),
             mock.patch.object(layers, "_prefills", True),
         ):
-            engine.dense = layers
+            engine.fused = layers
             ways.append(decode(server, engine, Contexts(128, page_size, vocab), layers.applied))
-            engine.dense = None
+            engine.fused = None
         assert tiled.call_count == STEPS * matrices
     for found in ways:
         error = float((found - expected).abs().max() / expected.abs().max())

@@ -254,10 +254,13 @@ class Names(NamedTuple):
 @cache
 def known_names(root: Path) -> Names:
     """Collects the names from the sources."""
-    sys.path.insert(0, str(root / "python"))
+    sources = str(root / "python")
+    sys.path.insert(0, sources)
     options = importlib.import_module("pie_driver_sglang.config.options")
     server_args = importlib.import_module("pie_driver_sglang.config.server_args")
     program = importlib.import_module("pie_driver_sglang.cli.program")
+    # Processes of a test that calls this would look there for the native module, too.
+    sys.path.remove(sources)
     python = {
         path: path.read_text(encoding="utf-8") for path in sorted((root / "python").rglob("*.py"))
     }

@@ -132,7 +132,7 @@ def driver_scores(arguments: argparse.Namespace, windows: Windows) -> Scores:
         server.unlink()
         planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
-    print(f"layers: {type(engine.dense).__name__}", flush=True)
+    print(f"layers: {type(engine.fused).__name__}", flush=True)
     scores = Scores(windows)
     for first, tokens in frames(windows):
         run(server, engine, windows, scores, first, tokens)

@@ -248,13 +248,13 @@ def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Pee
     """Every pass in both ways, next to what SGLang took with its graphs."""
     from pie_driver_sglang.srt.measure import chosen_experts
 
-    print(f"layers: {type(engine.dense).__name__}", flush=True)
+    print(f"layers: {type(engine.fused).__name__}", flush=True)
     sparse = chosen_experts(engine.runner.model_config) > 0
     for tokens, each in passes(arguments):
         lengths = prompts(tokens, each)
         one = Prefill(engine, lengths)
         ways = {
-            "driver": functools.partial(one.run, engine.dense),
+            "driver": functools.partial(one.run, engine.fused),
             "sglang": functools.partial(one.run, None),
         }
         rows = graph_rows(tokens, sparse=sparse)

@@ -82,10 +82,10 @@ class Steps:
         if changed.pop("clusters", 1) == 0:
             left_out.append(mock.patch.object(PagedDecode, "_clustered", lambda *_: None))
         if changed.pop("row_products", 1) == 0:
-            left_out.append(mock.patch.object(self.engine.dense, "_lone", None))
+            left_out.append(mock.patch.object(self.engine.fused, "_lone", None))
         most_rows = changed.pop("mixture_rows", None)
         if most_rows is not None:
-            left_out.append(mock.patch.object(self.engine.dense._layers, "most_rows", most_rows))
+            left_out.append(mock.patch.object(self.engine.fused._layers, "most_rows", most_rows))
 
         def tuning(*args: Any, **named: Any) -> Any:
             return replace(usual(*args, **named), **changed)
@@ -109,7 +109,7 @@ class Steps:
     def _without_batches(self) -> Iterator[None]:
         """Within, layers have no kernels of batches."""
         from pie_driver_sglang.kernels import batch_products
-        from pie_driver_sglang.srt.dense import fused_layers
+        from pie_driver_sglang.srt.fused import fused_layers
 
         with mock.patch.object(batch_products, "runs_on", lambda _: False):
             # Graphs use its memory after this has ended.

@@ -1,6 +1,6 @@
 """GPU kernels in Triton, each with plain torch that computes the same, and some in CUDA C++.
 
-Layers. `srt/dense.py` says when each is used:
+Layers. `srt/fused.py` says when each is used:
 
 ===================  ===============================================================================
 ``dense_layers``     the layers around attention

@@ -35,7 +35,8 @@ Which kernels a model runs with is decided once, at its start:
 ====================  ==============================================================================
 ``paged_attention``   the backend `pie`: decodes that read whole pages
 ``masked_attention``  attention under masks of users
-``dense``             the choice of fused layers, and those of plain numbers
+``fused``             the choice of fused layers
+``dense``             those of plain numbers
 ``few_rows``          fused layers in steps of few rows, and mixtures of experts
 ``quantized``         fused layers of FP8 weights
 ====================  ==============================================================================

@@ -289,8 +289,8 @@ class CudaSteps(GraphRunner):
 
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can."""
-        dense = self._engine.dense
-        return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
+        fused = self._engine.fused
+        return fused.applied() if fused is not None and fused.takes(rows) else nullcontext()
 
 
 def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:

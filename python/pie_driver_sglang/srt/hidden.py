@@ -16,7 +16,7 @@ from pie_driver_sglang.srt.seams.logits import (
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Facts
     from pie_driver_sglang.sampling.history import TokenHistory
-    from pie_driver_sglang.srt.dense import FusedLayers
+    from pie_driver_sglang.srt.fused import FusedLayers
     from pie_driver_sglang.srt.seams.model import ModelRunner
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
     from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
@@ -69,7 +69,7 @@ class StepModel(Protocol):
     """``[block-table entries, page size]``: the storage slots of each page of each row."""
     history: TokenHistory
     """What was produced by requests with penalties."""
-    dense: FusedLayers | None
+    fused: FusedLayers | None
     """Fused layers, where the model has them."""
 
     @property

@@ -25,7 +25,7 @@ from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
 from pie_driver_sglang.srt.cpu_steps import CpuSteps
 from pie_driver_sglang.srt.cuda_steps import CudaSteps
-from pie_driver_sglang.srt.dense import fused_layers
+from pie_driver_sglang.srt.fused import fused_layers
 from pie_driver_sglang.srt.images import find_vision
 from pie_driver_sglang.srt.measure import chosen_experts
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
@@ -109,7 +109,7 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         _draft(planner, facts, options, graph_rows)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     if options.fuse_layers and runner.device == "cuda":
-        engine.dense = fused_layers(runner)
+        engine.fused = fused_layers(runner)
     if support.takes_prompts(runner):
         sparse = chosen_experts(model_config) > 0
         graph_rows += prefill_batch_sizes(graph_rows[-1], chunk, sparse=sparse)

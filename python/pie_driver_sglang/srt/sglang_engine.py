@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.srt.adapters import Adapters
     from pie_driver_sglang.srt.boot import Booted
-    from pie_driver_sglang.srt.dense import FusedLayers
+    from pie_driver_sglang.srt.fused import FusedLayers
     from pie_driver_sglang.srt.pool import PagePools
     from pie_driver_sglang.srt.state import StatePool
     from pie_driver_sglang.srt.steps import GraphRunner
@@ -111,7 +111,7 @@ class SglangEngine:
         chunk_tokens = layout["input_ids"][2]
         self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
         self.steps: GraphRunner | None = None
-        self.dense: FusedLayers | None = None
+        self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
@@ -193,8 +193,8 @@ class SglangEngine:
         """How a pass is run, where that is not SGLang's own way."""
         if batch.mask is not None:
             return self._masked_attention.applied(batch.mask, forward_batch)
-        if self.dense is not None and is_prefill(forward_batch):
-            return self.dense.prefilling()
+        if self.fused is not None and is_prefill(forward_batch):
+            return self.fused.prefilling()
         return contextlib.nullcontext()
 
     def unbind_adapters(self) -> None:
