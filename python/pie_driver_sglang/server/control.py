@@ -27,6 +27,8 @@ _LOOK_S: Final = 0.05
 """How often what takes its time is looked at: a flush that waits for requests, a load."""
 _IDLE_S: Final = 0.5
 """How long the next message is waited for otherwise."""
+_LONGEST_S: Final = 1e9
+"""Sessions that may be idle for longer than these 30 years may be so for ever."""
 
 
 class Reply(NamedTuple):
@@ -183,7 +185,7 @@ class Control:
     def _open_session(self, message: Any) -> dict[str, Any]:
         name = message.session_id
         opened = name is not None and self._front.open_session(
-            name, streaming=bool(message.streaming), timeout_s=message.timeout
+            name, streaming=bool(message.streaming), timeout_s=_patience(message.timeout)
         )
         return {"success": opened, "session_id": name}
 
@@ -233,6 +235,13 @@ class Control:
     def _resume(self, _: Any) -> None:
         self._front.set_paused(False)
         self._runtime.resume()
+
+
+def _patience(timeout_s: float | None) -> float | None:
+    """How long a session may be idle, of any number that a client gives; None is for ever."""
+    if timeout_s is None or not timeout_s < _LONGEST_S:
+        return None
+    return max(0.0, timeout_s)
 
 
 def _flushed(flushed: bool) -> dict[str, Any]:
