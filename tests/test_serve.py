@@ -33,6 +33,7 @@ from serve_logprobs import reference as reference
 from serve_logprobs import tokenizer as tokenizer
 from serve_metrics import TestDashboard as TestDashboard
 from serve_metrics import TestMetrics as TestMetrics
+from serve_ollama import TestOllama as TestOllama
 from serve_programs import TestPrograms as TestPrograms
 from serve_programs import language as language
 from serve_sessions import TestSessions as TestSessions

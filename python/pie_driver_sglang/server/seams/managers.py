@@ -19,6 +19,7 @@ from sglang.srt.server_args import ServerArgs
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams.chats import correct_tool_schemas, correct_top_logprobs
+from pie_driver_sglang.server.seams.ollama import correct_ollama
 
 _LOOK_S: Final = 0.1
 
@@ -37,6 +38,7 @@ class StatusManager(TokenizerManager):
             base_processor._is_cpu = True
         correct_top_logprobs()
         correct_tool_schemas()
+        correct_ollama()
         super().__init__(server_args, *arguments, **keywords)
 
     async def sigterm_watchdog(self) -> None:
