@@ -217,6 +217,7 @@ class TestGenerate:
                 {"text": PROMPT, "sampling_params": {"n": None}},
                 "`n` is None, it must be an integer",
             ),
+            ({"text": PROMPT, "rid": ["a"]}, "`rid` is a list"),
             ({"text": PROMPT, "sampling_params": {"max_new_tokens": "5"}}, "cannot be read"),
             ({"text": PROMPT, "sampling_params": {"min_p": "a"}}, "`sampling_params` cannot be"),
             # It had ended the server.

@@ -103,16 +103,22 @@ class Control:
         handler = self._handlers.get(name)
         if refused := messages.refused_embeddings(message, f"not served: {EMBEDDING}; {INSTEAD}"):
             return [messages.encode_message(end) for end in refused]
+        reason, said = None, None
         if handler is None:
             reason = why_not_served(name)
-            said: dict[str, Any] | None = {
+        else:
+            try:
+                said = handler(message)
+            except (ValueError, OverflowError) as error:
+                # Clients send what nothing takes, such as a path with a zero byte.
+                reason = f"not taken: {error}"
+        if reason is not None:
+            said = {
                 "success": False,
                 "message": reason,
                 "error_message": reason,
                 "session_id": getattr(message, "session_id", None),
             }
-        else:
-            said = handler(message)
         answer = None if said is None else messages.answer_to(message, said)
         return [] if answer is None else [messages.encode_message(answer)]
 

@@ -163,6 +163,9 @@ def _check_params(obj: Any) -> None:
     for each in params:
         if "n" in each:
             each["n"] = _read_count(each["n"])
+    has_one = [each.get("n", 1) for each in params] == [1] and not _count_prompts(obj)
+    if has_one and isinstance(obj.rid, list) and getattr(obj, "input_embeds", None) is None:
+        raise ValueError("`rid` is a list, and there is one prompt: name it by a string")
 
 
 def _count_prompts(obj: Any) -> int:
