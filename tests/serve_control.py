@@ -44,6 +44,20 @@ class TestProfile:
         status, text = refusal(server, asked, "/start_profile")
         assert (status, "activity MEM" in text) == (400, True)
 
+    @pytest.mark.parametrize(
+        ("asked", "words"),
+        [
+            ({"output_dir": "\0"}, "null byte"),
+            ({"output_dir": "~nobody-at-all/x"}, "home directory"),
+            ({"num_steps": -1}, "negative"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(
+        self, server: Server, asked: dict[str, Any], words: str
+    ) -> None:
+        status, text = refusal(server, asked, "/start_profile")
+        assert (status, words in text) == (400, True)
+
 
 class TestRefusals:
     @pytest.mark.parametrize(

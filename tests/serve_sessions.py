@@ -76,6 +76,13 @@ class TestSessions:
         assert "do not support replace" in refusal(server, body)[1]
         server.ask("/close_session", {"session_id": session})
 
+    def test_any_number_is_a_timeout(self, server: Server) -> None:
+        forever = opened(server, timeout=1e300)
+        assert say(server, forever, FIRST)["output_ids"]
+        server.ask("/close_session", {"session_id": forever})
+        body = server.body([1], 1, session_params={"id": opened(server, timeout=-1)})
+        assert "does not exist" in refusal(server, body)[1]
+
     def test_nothing_is_kept_of_a_session_that_was_closed(self, server: Server) -> None:
         server.flush()
         session = opened(server, timeout=1.0)

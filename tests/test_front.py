@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jsonschema
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -432,3 +433,21 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     chat = object.__new__(OpenAIServingChat)
     found = chat._process_logprobs_tokens(chunk, use_token_index=False)
     assert [(one.token, one.top_logprobs[0].token) for one in found] == [("a", "a"), ("b", "b")]
+
+
+@pytest.mark.parametrize("parameters", [None, {"properties": {"a": {"type": "string"}}}])
+def test_the_call_of_a_named_tool_is_an_object(parameters: dict[str, Any] | None) -> None:
+    """Nothing else, whatever its schema leaves open."""
+    from sglang.srt.entrypoints.openai.protocol import Tool, ToolChoice
+    from sglang.srt.function_call.utils import get_json_schema_constraint
+
+    from pie_driver_sglang.server.seams.chats import correct_tool_schemas
+
+    function = {"name": "f", "parameters": parameters}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    choice = ToolChoice.model_validate({"type": "function", "function": {"name": "f"}})
+    correct_tool_schemas()
+    schema = get_json_schema_constraint([tool], choice)
+    calls = jsonschema.Draft202012Validator(schema)
+    assert calls.is_valid([{"name": "f", "parameters": {"a": "x"}}])
+    assert not any(map(calls.is_valid, (["name"], [{"name": "f", "parameters": "a"}])))

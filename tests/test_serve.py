@@ -33,6 +33,7 @@ from serve_logprobs import reference as reference
 from serve_logprobs import tokenizer as tokenizer
 from serve_metrics import TestDashboard as TestDashboard
 from serve_metrics import TestMetrics as TestMetrics
+from serve_ollama import TestOllama as TestOllama
 from serve_programs import TestPrograms as TestPrograms
 from serve_programs import language as language
 from serve_sessions import TestSessions as TestSessions
@@ -218,6 +219,7 @@ class TestGenerate:
                 {"text": PROMPT, "sampling_params": {"n": None}},
                 "`n` is None, it must be an integer",
             ),
+            ({"text": PROMPT, "rid": ["a"]}, "`rid` is a list"),
             ({"text": PROMPT, "sampling_params": {"max_new_tokens": "5"}}, "cannot be read"),
             ({"text": PROMPT, "sampling_params": {"min_p": "a"}}, "`sampling_params` cannot be"),
             # It had ended the server.

@@ -27,6 +27,8 @@ _LOOK_S: Final = 0.05
 """How often what takes its time is looked at: a flush that waits for requests, a load."""
 _IDLE_S: Final = 0.5
 """How long the next message is waited for otherwise."""
+_LONGEST_S: Final = 1e9
+"""Sessions that may be idle for longer than these 30 years may be so for ever."""
 
 
 class Reply(NamedTuple):
@@ -101,16 +103,22 @@ class Control:
         handler = self._handlers.get(name)
         if refused := messages.refused_embeddings(message, f"not served: {EMBEDDING}; {INSTEAD}"):
             return [messages.encode_message(end) for end in refused]
+        reason, said = None, None
         if handler is None:
             reason = why_not_served(name)
-            said: dict[str, Any] | None = {
+        else:
+            try:
+                said = handler(message)
+            except (ValueError, OverflowError) as error:
+                # Clients send what nothing takes, such as a path with a zero byte.
+                reason = f"not taken: {error}"
+        if reason is not None:
+            said = {
                 "success": False,
                 "message": reason,
                 "error_message": reason,
                 "session_id": getattr(message, "session_id", None),
             }
-        else:
-            said = handler(message)
         answer = None if said is None else messages.answer_to(message, said)
         return [] if answer is None else [messages.encode_message(answer)]
 
@@ -183,7 +191,7 @@ class Control:
     def _open_session(self, message: Any) -> dict[str, Any]:
         name = message.session_id
         opened = name is not None and self._front.open_session(
-            name, streaming=bool(message.streaming), timeout_s=message.timeout
+            name, streaming=bool(message.streaming), timeout_s=_patience(message.timeout)
         )
         return {"success": opened, "session_id": name}
 
@@ -233,6 +241,13 @@ class Control:
     def _resume(self, _: Any) -> None:
         self._front.set_paused(False)
         self._runtime.resume()
+
+
+def _patience(timeout_s: float | None) -> float | None:
+    """How long a session may be idle, of any number that a client gives; None is for ever."""
+    if timeout_s is None or not timeout_s < _LONGEST_S:
+        return None
+    return max(0.0, timeout_s)
 
 
 def _flushed(flushed: bool) -> dict[str, Any]:

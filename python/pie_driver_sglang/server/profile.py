@@ -47,12 +47,14 @@ class Profiler:
             )
         folder = message.output_dir or os.environ.get(_FOLDER_VARIABLE) or _FOLDER
         prefix = f"{message.profile_prefix}-" if message.profile_prefix else ""
-        path = Path(folder).expanduser() / f"{prefix}{message.profile_id}-{self._name}.trace.json"
+        path = Path(folder) / f"{prefix}{message.profile_id}-{self._name}.trace.json"
         skip = max(0, (message.start_step or 0) - int(self._runtime.stats()["steps"]))
         try:
+            path = path.expanduser()
             path.parent.mkdir(parents=True, exist_ok=True)
             self._runtime.start_trace(path, skip=skip, steps=message.num_steps or None)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            # The latter for a home that there is not.
             raise ConfigError(f"{path} cannot be written: {error}", "name a folder") from error
         except StartError as error:
             raise ConfigError(str(error), error.hint) from None

@@ -19,7 +19,8 @@ from sglang.srt.server_args import ServerArgs
 from pie_driver_sglang._core import MAX_SAMPLES
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.seams.chats import correct_top_logprobs
+from pie_driver_sglang.server.seams.chats import correct_tool_schemas, correct_top_logprobs
+from pie_driver_sglang.server.seams.ollama import correct_ollama
 
 _LOOK_S: Final = 0.1
 
@@ -37,6 +38,8 @@ class StatusManager(TokenizerManager):
             # Or processors of images ask for CUDA.
             base_processor._is_cpu = True
         correct_top_logprobs()
+        correct_tool_schemas()
+        correct_ollama()
         super().__init__(server_args, *arguments, **keywords)
 
     async def sigterm_watchdog(self) -> None:
@@ -167,6 +170,9 @@ def _check_params(obj: Any) -> None:
     for each in params:
         if "n" in each:
             each["n"] = _read_count(each["n"])
+    has_one = [each.get("n", 1) for each in params] == [1] and not _count_prompts(obj)
+    if has_one and isinstance(obj.rid, list) and getattr(obj, "input_embeds", None) is None:
+        raise ValueError("`rid` is a list, and there is one prompt: name it by a string")
 
 
 def _count_prompts(obj: Any) -> int:

@@ -1,0 +1,38 @@
+"""The endpoints of Ollama. Run by `test_serve.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pie_server import PROMPT, refusal
+from sglang_server import Server
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/api/chat": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/api/generate": {"prompt": PROMPT},
+}
+
+
+def said(answer: dict[str, Any]) -> str:
+    return str(answer["response"] if "response" in answer else answer["message"]["content"])
+
+
+@pytest.mark.parametrize("path", sorted(ASKED))
+class TestOllama:
+    def test_a_stream_is_the_whole_answer(self, server: Server, path: str) -> None:
+        options = {"temperature": 0, "num_predict": 6, "seed": 5}
+        body = {"model": "m", "options": options, **ASKED[path]}
+        whole = json.loads(server.ask(path, {**body, "stream": False}))
+        assert (whole["eval_count"], whole["done"]) == (6, True)
+        parts = list(map(json.loads, server.ask(path, {**body, "stream": True}).splitlines()))
+        assert "".join(map(said, parts)) == said(whole) != ""
+        assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+
+    def test_a_mistake_is_a_bad_request(self, server: Server, path: str) -> None:
+        body = {"model": "m", "stream": False, **ASKED[path]}
+        body["options"] = {"temperature": -1, "num_predict": 6}
+        status, text = refusal(server, body, path)
+        assert (status, "temperature must be" in text) == (400, True)
