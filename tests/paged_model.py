@@ -434,7 +434,7 @@ def check_ways(engine: Any, dense: Any) -> None:
     with (
         mock.patch.object(dense, "prefilling") as prefilling,
         mock.patch.object(engine, "_masked_attention") as masked,
-        mock.patch.object(engine, "dense", dense),
+        mock.patch.object(engine, "fused", dense),
     ):
         plain, with_mask = SimpleNamespace(mask=None), SimpleNamespace(mask=object())
         assert engine._way(plain, prefill) is prefilling.return_value

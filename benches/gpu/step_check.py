@@ -114,7 +114,7 @@ class Steps:
         with mock.patch.object(batch_products, "runs_on", lambda _: False):
             # Graphs use its memory after this has ended.
             self._layers = fused_layers(self.engine.runner)
-        with mock.patch.object(self.engine, "dense", self._layers):
+        with mock.patch.object(self.engine, "fused", self._layers):
             yield
 
     def _place(self, rows: int, length: int) -> torch.Tensor:
