@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["MAX_SAMPLES", "REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 MAX_SAMPLES: Final[int]
 """
