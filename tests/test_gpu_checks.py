@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import scripts
-from tiny_models import REPOSITORY
+from tiny_models import POCKET, REPOSITORY
 
 FOLDER = REPOSITORY / "benches" / "gpu"
 
@@ -183,6 +183,47 @@ class TestServers:
             assert sum_of("max-concurrency") == 256
         assert len({each[each.index("--seed") + 1] for each in words}) == 4
 
+    @pytest.mark.parametrize(("name", "limit"), [("64", 256), ("prefix", 64)])
+    def test_mini_sglang_is_asked_for_what_it_has(
+        self, name: str, limit: int, clients: Any
+    ) -> None:
+        """Its endpoint has an older name of the limit, and it cannot empty its prefix index."""
+        load = clients.Load(name, "mini", "http://x", "sglang-oai-chat", 256, 1, 1, "folder", 1)
+        words = load.words(0, Path("r"))
+        body = json.loads(words[words.index("--extra-request-body") + 1])
+        assert body == {"max_tokens": limit}
+        assert not {"--flush-cache", "--cache-report"} & {*words}
+
+    def test_mini_sglang_counts_by_its_stream(
+        self, frame: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A token may have no text yet, and the last chunk has no token."""
+        check = importlib.import_module("server_check")
+
+        def chunk(delta: dict[str, str], reason: str | None) -> str:
+            choice = {"delta": delta, "index": 0, "finish_reason": reason}
+            return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+        chunks = [chunk({"role": "assistant"}, None), chunk({"content": "abc"}, None)]
+        stream = "".join([*chunks, chunk({}, "stop"), "data: [DONE]\n\n"]).encode()
+        monkeypatch.setattr(check, "ask", lambda *_: stream)
+        assert check.mini_said("http://x", "hello") == (2, "ab")
+
+    def test_mini_sglang_is_started_by_its_own_flags(self, frame: Any, tmp_path: Path) -> None:
+        check = importlib.import_module("server_check")
+        words = ["--shapes", str(POCKET), "--out", "o", "--peer-mini", str(tmp_path)]
+        chosen = check.parser().parse_args([*words, "--peer-mini-backend", "fa:256"])
+        command = check.mini_command("mini", chosen, tmp_path, 0.5)
+        assert command[1:5] == ["-m", "minisgl", "--model-path", tmp_path]
+        assert command[command.index("--attention-backend") + 1 :][:3] == [
+            "fa",
+            "--page-size",
+            "256",
+        ]
+        assert "--dummy-weight" in command
+        first = check.mini_environment(tmp_path)["PYTHONPATH"].split(os.pathsep)[0]
+        assert first == str(tmp_path / "python")
+
     def test_texts_have_as_many_tokens_as_asked(self, frame: Any, tmp_path: Path) -> None:
         """Random tokens, which a client turns into a text, and a server into tokens again."""
         texts = importlib.import_module("texts")
@@ -233,6 +274,8 @@ class TestServers:
 
         found = {("all", "sglang"): figures(10.0, 4.0), ("all", "ours"): figures(12.0, 2.0)}
         found["all", "gateway"] = figures(14.0, 5.0)
+        # It has ratios, but no bars.
+        found["all", "mini"] = [{"output_throughput": 99.0, "median_ttft_ms": 9.0}]
         report = frame.Report("benches/gpu/server_check.py", arguments)
         check.compare(found, report, check.LIMITS["small"])
         bars = {bar.name: (bar.value, bar.ok) for bar in report.record.bars}
@@ -241,6 +284,9 @@ class TestServers:
             "all, gateway: time to the first token": (1.25, False),
             "all: tokens/s of the faster door": (1.4, True),
         }
+        (mini,) = [row for row in report.record.rows if row["side"] == "mini over sglang"]
+        assert mini["output_throughput"] == 9.9
+        assert "front_cpu_us" not in mini
 
 
 class TestShapes:

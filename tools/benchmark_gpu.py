@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmark_tables import Results, bars, picture, source, table
@@ -399,9 +399,16 @@ def gateway_8b(results: Results) -> list[str]:
     return _servers(results["servers-8b-gateway"], "8B")
 
 
+def _middle(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """The median of the repeats; an empty text where they do not have the figure."""
+    known = [row[key] for row in rows if key in row]
+    return statistics.median(known) if known else ""
+
+
 def _servers(record: Mapping[str, Any], shape: str) -> list[str]:
     """Medians of the repeats, and how they stand to SGLang's."""
     names = {"ours": "door 1", "gateway": "gateway", "sglang": "SGLang's server"}
+    names |= {"mini": "Mini-SGLang's server"}
     loads = {"1": "1", "64": "64", "256": "256", "all": "all at once", "prefix": "shared prefixes"}
     keys = ("output_throughput", "median_itl_ms", "p99_itl_ms", "median_ttft_ms", "front_cpu_us")
     repeats: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -412,12 +419,9 @@ def _servers(record: Mapping[str, Any], shape: str) -> list[str]:
     for load, side in itertools.product(loads, names):
         if (load, side) not in repeats:
             continue
-        of = {
-            each: [statistics.median(row[key] for row in repeats[load, each]) for key in keys]
-            for each in {side, "sglang"}
-        }
-        speed = of[side][0] / of["sglang"][0]
-        rows.append([loads[load], names[side], of[side][0], speed, *of[side][1:]])
+        tokens, *times = (_middle(repeats[load, side], key) for key in keys)
+        speed = tokens / _middle(repeats[load, "sglang"], keys[0])
+        rows.append([loads[load], names[side], tokens, speed, *times])
     return [
         "`pie-sglang serve` by both of its doors and SGLang's server, asked by "
         "`sglang.bench_serving`: 128 random tokens in, 256 out; shared prefixes of 1,024. Random "

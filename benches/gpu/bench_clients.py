@@ -34,6 +34,10 @@ COUNTS: Final[Mapping[str, int]] = {
     "prefix": 256,
 }
 """How many requests each load has."""
+SHARED_OUTPUT: Final = 64
+"""Tokens of an answer with a shared prefix."""
+MINI: Final = "mini"
+"""The side of Mini-SGLang's server, which has fewer endpoints than the others."""
 GROUPS: Final = 16
 LIMIT_S: Final = 90.0
 """What one client may take."""
@@ -82,13 +86,18 @@ class Load(msgspec.Struct, frozen=True):
         if self.backend == "sglang-oai":
             # The gateway refuses streams with it, whatever its value.
             words += ["--extra-request-body", '{"best_of": null}']
+        if self.side == MINI:
+            # It reads only the older name of the limit.
+            limit = SHARED_OUTPUT if self.name == "prefix" else OUTPUT
+            words += ["--extra-request-body", json.dumps({"max_tokens": limit})]
         if self.name == "prefix":
             words += ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", GROUPS]
             words += ["--gsp-prompts-per-group", max(1, count // GROUPS)]
             words += ["--gsp-system-prompt-len", 1024, "--gsp-question-len", 64]
-            words += ["--gsp-output-len", 64, "--max-concurrency", 64, "--cache-report"]
-            # What warms up would be cached.
-            words += ["--flush-cache"]
+            words += ["--gsp-output-len", SHARED_OUTPUT, "--max-concurrency", 64]
+            if self.side != MINI:
+                # What warms up would be cached. Mini-SGLang's has neither.
+                words += ["--cache-report", "--flush-cache"]
         else:
             words += ["--dataset-name", "random-ids", "--num-prompts", count]
             words += ["--random-input-len", INPUT, "--random-output-len", OUTPUT]
@@ -103,7 +112,8 @@ def play(plan: Sequence[Load], out: Path) -> None:
     from sglang.benchmark import serving
 
     for number, load in enumerate(plan):
-        flush(load.url)
+        if load.side != MINI:
+            flush(load.url)
         records = [out / f"load-{number}-{client}.jsonl" for client in range(load.clients)]
         before = cpu_s(load.pid)
         begin = time.perf_counter()
@@ -116,9 +126,11 @@ def play(plan: Sequence[Load], out: Path) -> None:
             continue
         found = together([json.loads(record.read_text()) for record in records])
         tokens = found.pop("tokens")
-        for part, seconds in cpu_s(load.pid).items():
-            used = seconds - before[part]
-            found[f"{part}_cpu_us"] = round(used / tokens * 1e6, 2)
+        if load.side != MINI:
+            # Its processes all have the same command line.
+            for part, seconds in cpu_s(load.pid).items():
+                used = seconds - before[part]
+                found[f"{part}_cpu_us"] = round(used / tokens * 1e6, 2)
         for record in records:
             record.unlink()
         line = {"load": load.name, "side": load.side, "clients": load.clients, "asked": load.asked}

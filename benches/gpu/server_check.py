@@ -2,7 +2,7 @@
 
     python benches/gpu/server_check.py --shapes CONFIG_DIR --out DIR
         [--loads 256,1,64,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
-        [--sides sglang,ours,gateway]
+        [--sides sglang,ours,gateway] [--peer-mini CHECKOUT]
 
 The servers have the same flags and run at once on one GPU, each with a part of its memory: they
 start one after the other, so that each knows what is free. The loads of `sglang.bench_serving`
@@ -16,6 +16,11 @@ counts is the median of the repeats. Bars are ratios to SGLang's. The gateway is
 `/v1/completions`, the others by `/generate`; loads of 256 streams and more come from several
 clients (`bench_clients.py`). `front_cpu_us` is the CPU time of a server's HTTP and text processes
 for a token.
+
+With `--peer-mini`, a clone of https://github.com/sgl-project/mini-sglang, its server is asked, too,
+as `mini` and by `/v1/chat/completions`: it has no other endpoint that bench_serving knows. Every
+prompt has the tokens of a chat's template more. No bar is on its figures. Its prefix index is never
+emptied, so that the request that warms up may be found there.
 """
 
 from __future__ import annotations
@@ -40,13 +45,17 @@ from typing import Any, Final, NamedTuple
 import frame
 import msgspec
 import texts
-from bench_clients import COUNTS, Load
+from bench_clients import COUNTS, MINI, Load
 from frame import Report
 from processes import Runner
 
 SIDES: Final = ("sglang", "ours", "gateway")
-"""In the order of starts."""
-PORTS: Final = {"ours": 31811, "sglang": 31911, "gateway": 31711}
+"""In the order of starts. Mini-SGLang's is the last one."""
+PORTS: Final = {"ours": 31811, "sglang": 31911, "gateway": 31711, MINI: 31611}
+READY: Final = {"gateway": "/readiness", MINI: "/v1/models"}
+"""What a server answers when it is ready, where that is not `/health`."""
+BACKENDS: Final = {"gateway": "sglang-oai", MINI: "sglang-oai-chat"}
+"""bench_serving's names of the APIs, where it is not `sglang`."""
 LEFT: Final = 0.9
 """Of the memory that is free when ours start."""
 POOL: Final = 200_000
@@ -81,12 +90,13 @@ def main() -> None:
     arguments = parser().parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    for side in SIDES:
+    for side in PORTS:
         if is_ready(side, f"http://127.0.0.1:{PORTS[side]}"):
             raise SystemExit(f"something serves at port {PORTS[side]} already")
     with Report(__file__, arguments) as report, contextlib.ExitStack() as stack:
         model = model_folder(arguments)
         sides = sorted(arguments.sides.split(","), key=SIDES.index)
+        sides += [MINI] if arguments.peer_mini else []
         started: dict[str, Served] = {}
         signal.signal(signal.SIGTERM, lambda *_: give_up(started))
         until = begin + arguments.start_s
@@ -96,16 +106,8 @@ def main() -> None:
             share = 1 - arguments.share if side == "sglang" else LEFT / (len(sides) - number)
             served = stack.enter_context(server(side, arguments, model, log, share))
             started[side] = served
-            try:
-                wait_ready(side, served, until)
-                differ = differing(side, served.url)
-            except (OSError, ValueError) as error:
-                # The others are compared without it.
-                print(f"{side}: {error}", flush=True)
-                report.hold(f"{side}: does not serve", 1, at_most=0)
-                continue
-            report.hold(f"{side}: answers that differ", differ, at_most=0)
-            ready[side] = served
+            if answers(side, served, until, report):
+                ready[side] = served
         took_s = time.monotonic() - begin
         report.add(part="start", took_s=round(took_s, 1))
         left_s = arguments.budget_s - took_s
@@ -113,6 +115,26 @@ def main() -> None:
         found = alternate(arguments, ready, model, runner, report)
         report.hold("loads that failed", len(runner.failed), at_most=0)
         compare(found, report, LIMITS.get(arguments.bars))
+
+
+def answers(side: str, served: Served, until: float, report: Report) -> bool:
+    """Whether a server answers in time. That is a bar; of Mini-SGLang's it is only noted."""
+    try:
+        wait_ready(side, served, until)
+        differ = differing(side, served.url)
+    except (OSError, ValueError) as error:
+        # The others are compared without it.
+        print(f"{side}: {error}", flush=True)
+        if side == MINI:
+            report.add(part=side, serves=False)
+        else:
+            report.hold(f"{side}: does not serve", 1, at_most=0)
+        return False
+    if side == MINI:
+        report.add(part=side, serves=True, differ=differ)
+    else:
+        report.hold(f"{side}: answers that differ", differ, at_most=0)
+    return True
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,6 +145,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--bars", choices=[*LIMITS, "none"], default="small")
     made.add_argument("--sides", default=",".join(SIDES), help="servers")
     made.add_argument("--backend", default="flashinfer", help="SGLang's attention backend")
+    made.add_argument("--peer-mini", type=Path, help="a clone of Mini-SGLang, on a GPU")
+    made.add_argument("--peer-mini-backend", default="fi", help="fi, or fa:256 with its page size")
     made.add_argument("--share", type=float, default=0.5, help="of the memory for all of ours")
     made.add_argument("--clients", type=int, default=4, help="of loads of 256 streams and more")
     made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
@@ -163,11 +187,41 @@ def server(
     side: str, arguments: argparse.Namespace, model: Path, log: Path, share: float
 ) -> Iterator[Served]:
     """A server that starts, in a session of its own, with a share of the memory that is free."""
+    make = mini_command if side == MINI else serve_command
+    words = [str(word) for word in make(side, arguments, model, share)]
+    environment = mini_environment(arguments.peer_mini) if side == MINI else None
+    print(f"--- {side}: {' '.join(words)}", flush=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            words,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+    try:
+        yield Served(f"http://127.0.0.1:{PORTS[side]}", process, log)
+    finally:
+        # SGLang's waits for requests that are given up; nothing is lost by ending both at once.
+        for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 1.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            time.sleep(patience)
+
+
+def has_weights(model: Path) -> bool:
+    """Whether the weights are a file, and not random."""
+    return (model / "model.safetensors").is_file()
+
+
+def serve_command(
+    side: str, arguments: argparse.Namespace, model: Path, share: float
+) -> list[object]:
+    """How one of our servers or SGLang's is started."""
     on_cpu = str(arguments.device) == "cpu"
-    port = PORTS[side]
-    flags: list[object] = ["--model-path", model, "--port", port]
+    flags: list[object] = ["--model-path", model, "--port", PORTS[side]]
     flags += ["--device", "cpu" if on_cpu else "cuda", "--served-model-name", "m"]
-    if not (model / "model.safetensors").is_file():
+    if not has_weights(model):
         flags += ["--load-format", "dummy"]
     if not on_cpu:
         flags += ["--mem-fraction-static", f"{share:.3f}", "--max-running-requests", 256]
@@ -182,26 +236,32 @@ def server(
         flags += ["--attention-backend", arguments.backend, "--log-level", "warning"]
         flags += ["--max-total-tokens", POOL]
         flags += ["--cuda-graph-max-bs-decode", 256]
-    words = [str(word) for word in (*command, *flags)]
-    print(f"--- {side}: {' '.join(words)}", flush=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        yield Served(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        # SGLang's waits for requests that are given up; nothing is lost by ending both at once.
-        for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 1.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            time.sleep(patience)
+    return [*command, *flags]
+
+
+def mini_command(
+    side: str, arguments: argparse.Namespace, model: Path, share: float
+) -> list[object]:
+    """How Mini-SGLang's server is started; the flags for both others are not its own."""
+    backend, _, page_size = arguments.peer_mini_backend.partition(":")
+    command: list[object] = [sys.executable, "-m", "minisgl", "--model-path", model]
+    command += ["--port", PORTS[side], "--memory-ratio", f"{share:.3f}"]
+    command += ["--max-running-requests", 256, "--cuda-graph-max-bs", 256]
+    command += ["--attention-backend", backend, "--page-size", page_size or 1]
+    return command if has_weights(model) else [*command, "--dummy-weight"]
+
+
+def mini_environment(checkout: Path) -> dict[str, str]:
+    """With the checkout's package in front of the import path."""
+    path = os.environ.get("PYTHONPATH")
+    folders = [str(checkout.resolve() / "python"), *([path] if path else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def is_ready(side: str, url: str) -> bool:
     """Whether a server answers; the gateway, whether it knows what serves the model."""
     with contextlib.suppress(urllib.error.URLError, OSError):
-        ask(url, "/readiness" if side == "gateway" else "/health", limit_s=5.0)
+        ask(url, READY.get(side, "/health"), limit_s=5.0)
         return True
     return False
 
@@ -235,6 +295,8 @@ def differing(side: str, url: str) -> int:
     def said(number: int) -> tuple[int, str]:
         """How many tokens an answer has, and its first word."""
         prompt = " ".join(str(1000 + 37 * number + at) for at in range(20))
+        if side == MINI:
+            return mini_said(url, prompt)
         if side == "gateway":
             body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": 24}
             body |= {"temperature": 0, "ignore_eos": True}
@@ -253,6 +315,18 @@ def differing(side: str, url: str) -> int:
     return sum(one != two or one[0] != 24 for one, two in pairs)
 
 
+def mini_said(url: str, prompt: str) -> tuple[int, str]:
+    """The same of Mini-SGLang's, which counts no tokens, but streams one at a time."""
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": prompt}]}
+    body |= {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+    lines = ask(url, "/v1/chat/completions", body).decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    choices = [json.loads(text)["choices"][0] for text in data]
+    # The last one has a reason, and no token.
+    tokens = [choice["delta"] for choice in choices if choice["finish_reason"] is None]
+    return len(tokens), "".join(delta.get("content", "") for delta in tokens)[:2]
+
+
 def alternate(
     arguments: argparse.Namespace,
     ready: Mapping[str, Served],
@@ -268,7 +342,7 @@ def alternate(
             name=load,
             side=side,
             url=served.url,
-            backend="sglang-oai" if side == "gateway" else "sglang",
+            backend=BACKENDS.get(side, "sglang"),
             count=max(2, round(COUNTS[load] * arguments.scale)),
             clients=arguments.clients if load in MANY else 1,
             seed=1 + repeat,
@@ -328,12 +402,14 @@ def compare(
         over = {
             name: round(median(load, side, name) / max(1e-9, median(load, "sglang", name)), 3)
             for name in FIGURES
+            if name in found[load, side][0]
         }
         ratios[load, side] = over
         report.add(load=load, side=f"{side} over sglang", **over)
-        print(f"{load} {side}: " + ", ".join(f"{name} {over[name]}" for name in FIGURES))
+        print(f"{load} {side}: " + ", ".join(f"{name} {of}" for name, of in over.items()))
     if limits is None:
         return
+    ratios = {(load, side): over for (load, side), over in ratios.items() if side != MINI}
     for (load, side), over in ratios.items():
         name = f"{load}, {side}"
         report.hold(f"{name}: time to the first token", over["median_ttft_ms"], at_most=1.0)
