@@ -12,9 +12,10 @@ Layers. `srt/fused.py` says when each is used:
 ``all_reduce_norm``  the sum over ranks, with the norm after it
 ===================  ===============================================================================
 
-Attention:
+Kernels of attention:
+
 =================  =================================================================================
-``paged_splits``   of decodes over pages: which program computes what
+``paged_splits``   decodes over pages: which program computes what
 ``paged_attend``   the kernel; ``paged_partials`` merges its partial results
 ``prompt_rows``    which rows of a step are prompts
 ``lone_attend``    of a step of one row; ``cluster_attend`` on Hopper, in CUDA C++

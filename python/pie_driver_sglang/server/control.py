@@ -7,6 +7,7 @@ does not serve is answered with the reason.
 from __future__ import annotations
 
 import functools
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from pie_driver_sglang.server.flow import Window
 from pie_driver_sglang.server.profile import Profiler
 from pie_driver_sglang.server.refusals import EMBEDDING, INSTEAD, why_not_served
 from pie_driver_sglang.server.seams import messages, tensors
+
+logger = logging.getLogger(__name__)
 
 #: Messages that the detokenizer obeys, too.
 _FORWARDED: Final = frozenset({"FreezeGCReq", "ConfigureLoggingReq"})
@@ -110,7 +113,9 @@ class Control:
             try:
                 said = handler(message)
             except (ValueError, OverflowError) as error:
-                # Clients send what nothing takes, such as a path with a zero byte.
+                # Clients send what nothing takes, such as a path with a zero byte. A mistake of ours
+                # looks the same, so that the log has where it was.
+                logger.warning("a %s is not taken", name, exc_info=error)
                 reason = f"not taken: {error}"
         if reason is not None:
             said = {

@@ -341,8 +341,10 @@ def _agreed(step: Callable[[], T], group: Any = None) -> T:
         logger.exception("an adapter cannot be taken", extra={"kind": "load"})
         text = f"{type(unexpected).__name__}: {unexpected}"
         error = AdapterError(text, "the traceback above says where")
-    told = process_groups.gathered(None if error is None else (error.message, error.hint), group)
-    for rank, failure in enumerate(told):
+    failures = process_groups.gathered(
+        None if error is None else (error.message, error.hint), group
+    )
+    for rank, failure in enumerate(failures):
         if failure is not None:
             message, hint = failure
             raise AdapterError(f"on rank {rank}: {message}" if rank else message, hint) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -32,6 +33,8 @@ class StatusManager(TokenizerManager):
     error: a stream that fails would end like one that was stopped.
     """
 
+    _most_samples = sys.maxsize
+
     def __init__(self, server_args: ServerArgs, *arguments: Any, **keywords: Any) -> None:
         """Takes what SGLang's manager takes."""
         if server_args.device == "cpu":
@@ -50,7 +53,7 @@ class StatusManager(TokenizerManager):
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         """What SGLang's manager yields."""
-        _check_params(obj)
+        _check_params(obj, self._most_samples)
         return super().generate_request(obj, request)
 
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
@@ -77,17 +80,14 @@ class StatusManager(TokenizerManager):
 class RefusingManager(StatusManager):
     """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
 
+    # SGLang takes memory for any number before the scheduler sees the request.
+    _most_samples = MAX_SAMPLES
+
     async def _tokenize_one_request(self, obj: Any) -> Any:
         # SGLang would leave out what a model cannot see, except in chats.
         if self.mm_processor is None and obj.contains_mm_input():
             raise ValueError("Model only supports text input; received images, audio or video.")
         return await super()._tokenize_one_request(obj)
-
-    def generate_request(self, obj: Any, request: Any = None) -> Any:
-        """What SGLang's manager yields."""
-        found = super().generate_request(obj, request)
-        _check_samples(obj.sampling_params)
-        return found
 
     def _validate_mm_limits(self, obj: Any) -> None:
         for name in ("audio_data", "video_data"):
@@ -157,7 +157,7 @@ def _reading_params() -> Iterator[None]:
         raise ValueError(f"`sampling_params` cannot be read: {error}") from error
 
 
-def _check_params(obj: Any) -> None:
+def _check_params(obj: Any, most_samples: int) -> None:
     """Refuses what SGLang stumbles over before it looks at a prompt."""
     params = obj.sampling_params
     if not isinstance(params, list):
@@ -169,7 +169,7 @@ def _check_params(obj: Any) -> None:
         )
     for each in params:
         if "n" in each:
-            each["n"] = _read_count(each["n"])
+            each["n"] = _read_count(each["n"], most_samples)
     has_one = [each.get("n", 1) for each in params] == [1] and not _count_prompts(obj)
     if has_one and isinstance(obj.rid, list) and getattr(obj, "input_embeds", None) is None:
         raise ValueError("`rid` is a list, and there is one prompt: name it by a string")
@@ -182,20 +182,15 @@ def _count_prompts(obj: Any) -> int:
     return len(prompts) if listed else 0
 
 
-def _read_count(count: Any) -> int:
+def _read_count(count: Any, most: int) -> int:
     """How many answers are asked for; a whole float is an integer."""
     if isinstance(count, float) and count.is_integer():
         count = int(count)
     if isinstance(count, bool) or not isinstance(count, int) or abs(count) >= 1 << 31:
         raise ValueError(f"`n` is {count!r}, it must be an integer")
+    if count > most:
+        raise ValueError(f"`n` is {count}, and one request has up to {most} answers")
     return count
-
-
-def _check_samples(params: Any) -> None:
-    """Refuses an `n` above our scheduler's bound: SGLang takes memory for any number."""
-    for each in params if isinstance(params, list) else [params or {}]:
-        if (count := each.get("n", 1)) > MAX_SAMPLES:
-            raise ValueError(f"`n` is {count}, and one request has up to {MAX_SAMPLES} answers")
 
 
 def _check_labels(asked: dict[str, str], known: dict[str, str]) -> None:
