@@ -113,8 +113,8 @@ class Control:
             try:
                 said = handler(message)
             except (ValueError, OverflowError) as error:
-                # Clients send what nothing takes, such as a path with a zero byte. A mistake of ours
-                # looks the same, so that the log has where it was.
+                # Clients send what nothing takes, such as a path with a zero byte. Faults of ours
+                # look the same, so the log says where it was.
                 logger.warning("a %s is not taken", name, exc_info=error)
                 reason = f"not taken: {error}"
         if reason is not None:
