@@ -1,12 +1,14 @@
 //! The arrays of the two blocks, each declared once: the staging block of a pass, and the block of a captured step.
 
+pub(crate) mod layout;
+
 use bytemuck::Pod;
 
-use crate::extra::Record;
-use crate::layout::{Field, Layout};
+use crate::block::layout::{Field, Layout};
 use crate::limits::Limits;
+use crate::sampler::extra::Record;
 use crate::slot::Slot;
-use crate::stage_error::StageError;
+use crate::stages::error::StageError;
 
 /// What a step's block says of a slot's place.
 pub(crate) type StepPlace = [i32; 6];

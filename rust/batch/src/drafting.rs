@@ -2,8 +2,11 @@
 //! into the reply.
 //!
 //! What a request brings along is taken while the device computes, and so is everything that can wait: what contexts said
-//! before they asked, the shared history. After an answer there is work only for requests that may get drafts: of the
-//! others reach the drafter with their next request.
+//! before they asked, the shared history. After an answer there is work only for requests that may get drafts: the
+//! tokens of the others reach the drafter with their next request.
+
+pub(crate) mod history;
+pub(crate) mod verify;
 
 use std::mem;
 use std::ops::Range;
@@ -14,13 +17,13 @@ use pie_ngram::{
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::history::{PagePool, PageTokens};
+use crate::drafting::history::{PagePool, PageTokens};
+use crate::drafting::verify::token_count;
+use crate::frame::request::Request;
+use crate::frame::rows::Rows;
 use crate::limits::Limits;
-use crate::request::Request;
-use crate::rows::Rows;
 use crate::slot::{Slot, Slots};
 use crate::table::BlockTable;
-use crate::verify::token_count;
 
 /// Tokens before a request's own that must be those that the drafter knows; else its context is another one.
 const CHECKED: usize = 16;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
-use crate::image_error::ImageError;
+use crate::image::error::ImageError;
 
 /// The frame's arrays do not describe a batch; the answer is Status 2.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

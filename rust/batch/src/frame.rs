@@ -1,5 +1,10 @@
 //! The frame's arrays as slices, and the checks that concern the frame as a whole.
 
+pub(crate) mod check;
+pub(crate) mod contents;
+pub(crate) mod request;
+pub(crate) mod rows;
+
 use pie_wire::{ArchivedBrle, ArchivedForwardRequest, ArchivedSampler, NativeSlice};
 
 use crate::fault::FrameError;

@@ -1,12 +1,14 @@
 //! Image spans: the rows whose embeddings a vision encoder computes from pixels.
 
+pub(crate) mod error;
+
 use std::ops::Range;
 
 use pie_wire::NativeSlice;
 
 use crate::fault::{FrameError, Medium, RequestFault};
 use crate::frame::{Frame, check_indptr, range};
-use crate::image_error::ImageError;
+use crate::image::error::ImageError;
 use crate::limits::{LimitError, Limits};
 
 /// What the engine's vision encoder takes.

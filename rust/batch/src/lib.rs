@@ -17,83 +17,59 @@
 //! | module | what it is |
 //! |---|---|
 //! | `planner` | what lasts from frame to frame, and the calls that take a frame to its reply |
-//! | `frame`, `check`, `limits`, `fault` | the arrays of a frame; what is checked of it and of each request; what refuses them |
-//! | `contents`, `rows`, `request` | what the requests of a frame bring, copied |
-//! | `sampler`, `extra`, `random` | parameters of samplers, what an extension adds, uniform numbers |
-//! | `plan`, `passes`, `slot`, `bindings` | the plan of a frame: passes, sampling slots, adapters and recurrent state of each request |
-//! | `table`, `changes`, `storage` | the mirror of the block table, what changes there, where rows store their KV |
-//! | `layout`, `block` | where arrays lie in a block, and which arrays there are |
-//! | `stage`, `slot_group`, `graph` | what is written there: a pass, a group of its slots, a step of a captured graph |
-//! | `stages`, `stage_error` | the order of these calls, as types; calls that do not fit |
-//! | `mask`, `attention_mask`, `logit_mask` | attention masks of requests and of a pass; logit masks of slots |
-//! | `image`, `image_error` | images: checked, and the rows that they are |
+//! | `limits`, `fault`, `extent` | sizes that a driver serves; what refuses a frame or a request; ranges in half the room |
+//! | `frame` | the arrays of a frame. `check`: what is checked of each request. `contents`, `rows`, `request`: what requests bring, copied |
+//! | `sampler` | parameters of samplers. `extra`: what an extension adds. `random`: uniform numbers |
+//! | `mask` | attention masks of requests. `attention`: the mask of a pass. `logit`: logit masks of slots |
+//! | `image` | images: checked, and the rows that they are. `error`: what is wrong with them |
 //! | `state`, `adapter` | recurrent state; which adapters may be bound, and how many a pass can hold |
-//! | `prefix`, `pairs` | groups of rows whose KV begins with the same pages |
-//! | `drafting`, `history`, `verify` | drafts for the next step, the tokens that pages hold, which drafts came true |
-//! | `outputs`, `fit`, `reply` | what was computed, what of it a response has room for, and the response |
-//! | `extent` | ranges in half the room |
+//! | `table` | the mirror of the block table. `changes`: what changes there. `storage`: where rows store their KV. `pairs`: how far rows begin with the same pages |
+//! | `prefix` | groups of rows whose KV begins with the same pages |
+//! | `plan` | the plan of a frame. `passes`: its cuts. `bindings`: adapters and recurrent state of each request |
+//! | `slot` | sampling slots and their answers. `plan`: slots of a request. `group`: those of one class in a pass |
+//! | `block` | which arrays a block has. `layout`: where they lie |
+//! | `stages` | the order of these calls, as types. `pass`, `graph`: what is written of a pass, and for a step of a captured graph. `error`: calls that do not fit |
+//! | `drafting` | drafts for the next step. `history`: the tokens that pages hold. `verify`: which drafts came true |
+//! | `reply` | the response. `outputs`: what was computed. `fit`: what of it a response has room for |
 
 mod adapter;
-mod attention_mask;
-mod bindings;
 mod block;
-mod changes;
-mod check;
-mod contents;
 mod drafting;
 mod extent;
-mod extra;
 mod fault;
-mod fit;
 mod frame;
-mod graph;
-mod history;
 mod image;
-mod image_error;
-mod layout;
 mod limits;
-mod logit_mask;
 mod mask;
-mod outputs;
-mod pairs;
-mod passes;
 mod plan;
 mod planner;
 mod prefix;
-mod random;
 mod reply;
-mod request;
-mod rows;
 mod sampler;
 mod slot;
-mod slot_group;
-mod stage;
-mod stage_error;
 mod stages;
 mod state;
-mod storage;
 mod table;
-mod verify;
 
 pub use adapter::REHEARSAL_ADAPTER;
-pub use attention_mask::AttentionMask;
+pub use block::layout::{DType, Field, Layout};
 pub use block::{FieldId, PassBlock, StepBlock, StepFieldId, StepSize};
 pub use drafting::DraftOptions;
-pub use extra::{RECORD_WORDS, STEP_EXTRA_WORDS};
+pub use drafting::history::PagePool;
 pub use fault::{FrameError, Medium, RequestFault};
-pub use graph::{STEP_PLACE_WORDS, STEP_TOP, StepMemory};
-pub use history::PagePool;
+pub use image::error::ImageError;
 pub use image::{ImageSpan, PassImages, Vision};
-pub use image_error::ImageError;
-pub use layout::{DType, Field, Layout};
 pub use limits::{LimitError, Limits};
-pub use outputs::Outputs;
+pub use mask::attention::AttentionMask;
 pub use pie_ngram::{Config as NgramConfig, ConfigError as NgramError, Counters as DraftCounters};
 pub use plan::Plan;
 pub use planner::Planner;
+pub use reply::outputs::Outputs;
 pub use reply::{Answered, Probes, ReplyError};
+pub use sampler::extra::{RECORD_WORDS, STEP_EXTRA_WORDS};
 pub use sampler::{SamplerParams, SlotClass};
-pub use slot_group::{PLACE_WORDS, Place, SlotGroup};
-pub use stage::Pass;
-pub use stage_error::StageError;
+pub use slot::group::{PLACE_WORDS, Place, SlotGroup};
+pub use stages::error::StageError;
+pub use stages::graph::{STEP_PLACE_WORDS, STEP_TOP, StepMemory};
+pub use stages::pass::Pass;
 pub use stages::{Computed, Staged, StagedGroup, StagedPass, StagedSlots, StagedStep};

@@ -1,5 +1,8 @@
 //! User attention masks: which KV indices a row may attend to, one bit each.
 
+pub(crate) mod attention;
+pub(crate) mod logit;
+
 use std::ops::Range;
 
 use pie_wire::{NativeSlice, brle};

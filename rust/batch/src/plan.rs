@@ -1,34 +1,37 @@
 //! The plan of one frame: an owned description of what the model computes, cut into passes, and of what the requests are
 //! answered.
 
+pub(crate) mod bindings;
+pub(crate) mod passes;
+
 use std::mem;
 
 use pie_ngram::Kind;
 use rustc_hash::FxHashSet;
 
 use crate::block::PassBlock;
-use crate::changes::TableChanges;
-use crate::check::FrameFacts;
-use crate::contents::{Contents, Lasting};
 use crate::drafting::{Drafted, FrameDrafts};
 use crate::fault::RequestFault;
-use crate::fit::oversize_requests;
 use crate::frame::Frame;
+use crate::frame::check::FrameFacts;
+use crate::frame::contents::{Contents, Lasting};
+use crate::frame::request::{Request, Segment, pass_rows};
+use crate::frame::rows::Rows;
 use crate::image::{Images, PassImages};
 use crate::limits::Limits;
 use crate::mask::{MaskRows, Visibility};
-use crate::outputs::Outputs;
-use crate::passes::Passes;
+use crate::plan::passes::Passes;
 use crate::prefix::{PrefixGroups, ROW_COST, Sequence};
-use crate::request::{Request, Segment, pass_rows};
-use crate::rows::Rows;
+use crate::reply::fit::oversize_requests;
+use crate::reply::outputs::Outputs;
+use crate::slot::group::{PassSlots, SlotGroup};
 use crate::slot::{Slot, Slots};
-use crate::slot_group::{PassSlots, SlotGroup};
-use crate::stage::{Pass, write_changes, write_requests, write_rows};
-use crate::stage_error::StageError;
+use crate::stages::error::StageError;
+use crate::stages::pass::{Pass, write_changes, write_requests, write_rows};
 use crate::state::State;
-use crate::storage::Storage;
 use crate::table::BlockTable;
+use crate::table::changes::TableChanges;
+use crate::table::storage::Storage;
 
 /// One frame as [`Planner::plan`](crate::Planner::plan) makes it. Its passes are still to be staged, in order, by
 /// [`Planner::stage`](crate::Planner::stage), or its only one by [`Planner::stage_graph`](crate::Planner::stage_graph).

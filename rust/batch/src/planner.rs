@@ -8,22 +8,22 @@ use pie_wire::{ArchivedForwardRequest, Extension};
 
 use crate::adapter::Adapters;
 use crate::block::PassBlock;
-use crate::check::FrameFacts;
-use crate::contents::Lasting;
+use crate::block::layout::Layout;
+use crate::drafting::history::PagePool;
 use crate::drafting::{DraftOptions, Drafting};
 use crate::fault::FrameError;
+use crate::frame::check::FrameFacts;
+use crate::frame::contents::Lasting;
 use crate::frame::{Frame, range};
-use crate::graph::{StepMemory, write_step};
-use crate::history::PagePool;
 use crate::image::Vision;
-use crate::layout::Layout;
 use crate::limits::Limits;
 use crate::plan::Plan;
 use crate::reply::{Answered, Probes, Reply, ReplyError};
-use crate::stage_error::StageError;
+use crate::stages::error::StageError;
+use crate::stages::graph::{StepMemory, write_step};
 use crate::stages::{Computed, InFlight, Staged, StagedPass, StagedStep};
-use crate::storage::Storage;
 use crate::table::BlockTable;
+use crate::table::storage::Storage;
 
 /// Turns frames into [plans](Plan) and plans into replies. Keeps what outlasts a frame: the mirror of the device's block
 /// table, the adapters, the drafter, and the memory of plans that were answered.

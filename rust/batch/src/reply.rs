@@ -1,5 +1,8 @@
 //! From the slots' outputs to response bytes.
 
+pub(crate) mod fit;
+pub(crate) mod outputs;
+
 use std::mem;
 use std::time::Instant;
 
@@ -9,11 +12,11 @@ use pie_wire::{
 };
 use thiserror::Error;
 
+use crate::drafting::verify::token_count;
+use crate::frame::request::Request;
 use crate::plan::Plan;
-use crate::request::Request;
 use crate::sampler::SlotClass;
 use crate::slot::{Slot, Slots};
-use crate::verify::token_count;
 
 /// Driver-side timings of one forward, in µs; 0 = not measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -1,5 +1,8 @@
 //! Samplers, with their parameters brought into range.
 
+pub(crate) mod extra;
+pub(crate) mod random;
+
 use pie_wire::{CombinedSampler, SamplerView};
 
 /// What a slot makes of its logit row. Slots of one class lie together in a group, in this order.

@@ -1,5 +1,6 @@
 //! Sampling slots: planned from a request's samplers, answered by the engine's outputs.
 
+pub(crate) mod group;
 mod plan;
 
 use std::ops::Range;
@@ -7,10 +8,10 @@ use std::ops::Range;
 use pie_wire::PlaceShape;
 
 use crate::extent::Extent;
-use crate::extra::Extras;
-use crate::logit_mask::LogitMasks;
-use crate::outputs::{Outputs, ProbeOutputs};
+use crate::mask::logit::LogitMasks;
+use crate::reply::outputs::{Outputs, ProbeOutputs};
 use crate::sampler::SlotClass;
+use crate::sampler::extra::Extras;
 
 /// Bytes of one index or number of a response.
 pub(crate) const WORD: usize = 4;

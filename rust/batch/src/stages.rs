@@ -7,18 +7,22 @@
 //!   └──stage_graph──▶ StagedStep ──put_tokens──▶ Computed
 //! ```
 
+pub(crate) mod error;
+pub(crate) mod graph;
+pub(crate) mod pass;
+
 use std::ops::Deref;
 
-use crate::attention_mask::AttentionMask;
 use crate::block::PassBlock;
-use crate::extra::RECORD_WORDS;
-use crate::graph::WrittenStep;
 use crate::image::PassImages;
-use crate::outputs::Outputs;
+use crate::mask::attention::AttentionMask;
 use crate::plan::Plan;
-use crate::slot_group::{Place, SlotGroup};
-use crate::stage::Pass;
-use crate::stage_error::StageError;
+use crate::reply::outputs::Outputs;
+use crate::sampler::extra::RECORD_WORDS;
+use crate::slot::group::{Place, SlotGroup};
+use crate::stages::error::StageError;
+use crate::stages::graph::WrittenStep;
+use crate::stages::pass::Pass;
 
 /// What [`Planner::stage`](crate::Planner::stage) made of a plan.
 #[derive(Debug)]

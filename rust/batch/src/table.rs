@@ -4,10 +4,14 @@
 //! A context finds its row again by its id, so that its pages need not be sent anew when its place in the batch changes.
 //! Ids only make that likely: a row's pages are compared with the frame's before they are relied on.
 
+pub(crate) mod changes;
+pub(crate) mod pairs;
+pub(crate) mod storage;
+
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::limits::Limits;
-use crate::pairs::Pairs;
+use crate::table::pairs::Pairs;
 
 /// Context id of requests that name none.
 const ANONYMOUS: u64 = 0;

@@ -3,14 +3,14 @@
 use pie_wire::{AnswerRows, ExtensionRow, SamplerView, Words};
 
 use super::{Slot, Slots, UNEXTENDED, UNMASKED, WORD};
-use crate::check::Geometry;
 use crate::extent::Extent;
-use crate::extra::{KvPlace, combined};
 use crate::fault::RequestFault;
+use crate::frame::check::Geometry;
+use crate::frame::rows::Rows;
 use crate::frame::{Frame, range};
 use crate::limits::Limits;
-use crate::random::uniform;
-use crate::rows::Rows;
+use crate::sampler::extra::{KvPlace, combined};
+use crate::sampler::random::uniform;
 use crate::sampler::{SamplerParams, SlotClass};
 
 /// What a request's extension asks of its slots.

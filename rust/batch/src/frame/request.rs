@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use crate::adapter::Binding;
-use crate::changes::TablePlace;
-use crate::check::Geometry;
 use crate::extent::Extent;
+use crate::frame::check::Geometry;
 use crate::mask::Visibility;
 use crate::state::State;
+use crate::table::changes::TablePlace;
 
 /// One request of the plan. As with slots, there are many.
 #[derive(Debug, Clone, Default)]

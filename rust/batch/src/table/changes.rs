@@ -1,8 +1,8 @@
 //! The rows of the block table that a frame's requests get, and what changes there.
 
-use crate::check::check_pages;
 use crate::extent::Extent;
 use crate::fault::RequestFault;
+use crate::frame::check::check_pages;
 use crate::limits::Limits;
 use crate::table::BlockTable;
 

@@ -1,7 +1,7 @@
 //! Where rows store their KV.
 
+use crate::frame::request::{Request, Segment};
 use crate::limits::Limits;
-use crate::request::{Request, Segment};
 use crate::table::BlockTable;
 
 /// Gives each row of a pass a storage slot. When two rows name one slot, the later row keeps it.

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::check::draft_positions;
 use crate::extent::Extent;
+use crate::frame::check::draft_positions;
 use crate::frame::{Frame, range};
 
 /// The inputs and drafts of all requests that are computed, request by request.

@@ -1,11 +1,11 @@
 //! Writes what a pass computes into its staging block.
 
 use crate::block::PassBlock;
-use crate::changes::TableChanges;
+use crate::frame::request::{Request, Segment, pass_rows};
+use crate::frame::rows::Rows;
 use crate::limits::Limits;
-use crate::request::{Request, Segment, pass_rows};
-use crate::rows::Rows;
 use crate::table::BlockTable;
+use crate::table::changes::TableChanges;
 
 /// One forward pass over the staged arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

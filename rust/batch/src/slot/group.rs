@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use crate::block::PassBlock;
-use crate::extra::{EMPTY, Record};
+use crate::frame::request::{Request, Segment};
 use crate::limits::Limits;
-use crate::outputs::Outputs;
-use crate::request::{Request, Segment};
+use crate::reply::outputs::Outputs;
 use crate::sampler::SlotClass;
+use crate::sampler::extra::{EMPTY, Record};
 use crate::slot::{Slot, Slots};
-use crate::stage_error::StageError;
+use crate::stages::error::StageError;
 
 /// Slots that are computed together, in the order of [`SlotClass`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

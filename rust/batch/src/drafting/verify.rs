@@ -1,6 +1,6 @@
 //! Which drafts came true.
 
-use crate::request::Request;
+use crate::frame::request::Request;
 use crate::slot::Slot;
 
 /// Tokens that a request returns: one of each token slot, or what verification yields. `slots` are its own, `token_ids`

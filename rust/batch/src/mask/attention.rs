@@ -2,8 +2,8 @@
 
 use pie_wire::brle;
 
+use crate::frame::request::{Request, Segment};
 use crate::mask::{MaskRows, WORD_BITS, attention_words, set_bits};
-use crate::request::{Request, Segment};
 
 /// Which KV indices the rows of a masked pass may attend to.
 #[derive(Debug, Clone, Copy)]

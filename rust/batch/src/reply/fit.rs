@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 
 use pie_wire::{AnswerRows, RESPONSE_ROOT_LEN};
 
+use crate::frame::request::Request;
 use crate::limits::Limits;
-use crate::request::Request;
 use crate::sampler::SlotClass;
 use crate::slot::{Slots, WORD};
 

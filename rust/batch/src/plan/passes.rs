@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use crate::adapter::PassAdapters;
 use crate::extent::Extent;
+use crate::frame::request::{Request, Segment};
 use crate::limits::Limits;
 use crate::mask::{Visibility, attention_words, rows_within};
-use crate::request::{Request, Segment};
 
 /// The rows of a frame, cut into passes.
 #[derive(Debug, Default)]

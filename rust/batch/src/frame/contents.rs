@@ -3,21 +3,21 @@
 use pie_wire::ExtensionRows;
 
 use crate::adapter::Adapters;
-use crate::changes::TableChanges;
-use crate::check::{FrameFacts, check_compute, check_visibility, is_idle};
 use crate::drafting::{Drafting, FrameDrafts};
 use crate::extent::Extent;
-use crate::extra::KvPlace;
 use crate::fault::RequestFault;
+use crate::frame::check::{FrameFacts, check_compute, check_visibility, is_idle};
+use crate::frame::request::Request;
+use crate::frame::rows::Rows;
 use crate::frame::{Frame, range};
 use crate::image::Images;
 use crate::limits::Limits;
 use crate::mask::{MaskRows, Visibility};
-use crate::request::Request;
-use crate::rows::Rows;
+use crate::sampler::extra::KvPlace;
 use crate::slot::{Sampling, Slots};
 use crate::state::State;
 use crate::table::BlockTable;
+use crate::table::changes::TableChanges;
 
 /// What outlasts a frame, as far as planning one needs it.
 pub(crate) struct Lasting<'a> {

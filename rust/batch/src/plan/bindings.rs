@@ -4,8 +4,8 @@ use std::num::NonZeroI64;
 
 use crate::adapter::{Binding, NO_ADAPTER};
 use crate::fault::RequestFault;
+use crate::frame::request::Segment;
 use crate::plan::Plan;
-use crate::request::Segment;
 
 impl Plan {
     /// The different adapters that the next pass needs.

@@ -6,17 +6,17 @@
 
 use pie_wire::PlaceShape;
 
+use crate::block::layout::Layout;
 use crate::block::{STEP_UPDATES, StepBlock, StepPlace, StepSize};
-use crate::extra::{EMPTY, STEP_EXTRA_WORDS};
-use crate::layout::Layout;
+use crate::frame::request::Request;
 use crate::mask::Visibility;
 use crate::plan::Plan;
-use crate::request::Request;
 use crate::sampler::SlotClass;
+use crate::sampler::extra::{EMPTY, STEP_EXTRA_WORDS};
 use crate::slot::Slot;
-use crate::stage_error::StageError;
-use crate::storage::Storage;
+use crate::stages::error::StageError;
 use crate::table::BlockTable;
+use crate::table::storage::Storage;
 
 /// Words of log-probabilities that a step writes at most.
 pub const STEP_PLACE_WORDS: usize = 1 << 15;
