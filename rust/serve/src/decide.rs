@@ -19,14 +19,20 @@ use crate::status;
 /// What to do about a request.
 pub(crate) struct Decision {
     pub(crate) driver_id: u32,
-    /// The plan of a batch, or what else to do.
-    pub(crate) outcome: Result<Plan, Action>,
+    pub(crate) work: Work,
     /// What the passes of the plan will read of the request.
     pub(crate) media: Option<Media>,
     /// Copying and validating the archive.
     pub(crate) parse: Duration,
     /// Planning.
     pub(crate) plan: Duration,
+}
+
+pub(crate) enum Work {
+    /// Compute a batch.
+    Batch(Plan),
+    /// Anything else.
+    Other(Action),
 }
 
 pub(crate) enum Action {
@@ -75,14 +81,14 @@ pub(crate) fn decide(
     });
     let parsed = Instant::now();
     let mut pixels = 0..0;
-    let (driver_id, outcome) = match frame {
-        Err(text) => (0, Err(Action::malformed(text))),
+    let (driver_id, work) = match frame {
+        Err(text) => (0, Work::Other(Action::malformed(text))),
         Ok((bytes, extension, frame)) => {
             let driver_id = frame.driver_id.to_native();
-            let outcome = match &frame.payload {
-                ArchivedPayload::Health => Err(Action::Status(status::OK)),
+            let work = match &frame.payload {
+                ArchivedPayload::Health => Work::Other(Action::Status(status::OK)),
                 ArchivedPayload::Adapter(request) => {
-                    Err(adapter(request, planner.takes_adapters()))
+                    Work::Other(adapter(request, planner.takes_adapters()))
                 }
                 ArchivedPayload::Copy(request) => {
                     let pools = Pools {
@@ -90,24 +96,26 @@ pub(crate) fn decide(
                         host_pages,
                         states: planner.states(),
                     };
-                    Err(copy(request, pools))
+                    Work::Other(copy(request, pools))
                 }
                 ArchivedPayload::Forward(request) => {
                     pixels = Media::pixel_range(bytes, request);
-                    let planned = planner.plan_extended(driver_id, request, &extension);
-                    if planned.is_ok() {
-                        counters.see_pages(request.kv_page_indices.native());
+                    match planner.plan_extended(driver_id, request, &extension) {
+                        Ok(plan) => {
+                            counters.see_pages(request.kv_page_indices.native());
+                            Work::Batch(plan)
+                        }
+                        Err(error) => Work::Other(Action::malformed(error.to_string())),
                     }
-                    planned.map_err(|error| Action::malformed(error.to_string()))
                 }
             };
-            (driver_id, outcome)
+            (driver_id, work)
         }
     };
-    let has_images = !pixels.is_empty() && outcome.as_ref().is_ok_and(Plan::has_images);
+    let has_images = matches!(&work, Work::Batch(plan) if !pixels.is_empty() && plan.has_images());
     Decision {
         driver_id,
-        outcome,
+        work,
         media: has_images.then(|| Media::new(mem::take(words), pixels)),
         parse: parsed - started,
         plan: parsed.elapsed(),

@@ -10,7 +10,7 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::copy::Copy;
 use crate::counters::Counts;
-use crate::decide::{Action, Decision, decide};
+use crate::decide::{Action, Decision, Work, decide};
 use crate::graph_path::{GraphPath, GraphPathError};
 use crate::load::Load;
 use crate::media::Media;
@@ -156,7 +156,7 @@ impl Responder {
         };
         let Decision {
             driver_id,
-            outcome,
+            work,
             media,
             parse,
             plan,
@@ -171,9 +171,9 @@ impl Responder {
             plan,
             ..Timing::default()
         };
-        match outcome {
-            Ok(plan) => self.open(lease, (planner, plan), media, timing),
-            Err(action) => {
+        match work {
+            Work::Batch(plan) => self.open(lease, (planner, plan), media, timing),
+            Work::Other(action) => {
                 self.shared.put_back(planner);
                 self.act(lease, driver_id, action)
             }

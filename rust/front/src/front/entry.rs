@@ -73,8 +73,8 @@ impl Front {
         }
         if tokens > longest {
             return Some(format!(
-                "the prompt has {tokens} tokens, and this server takes {longest} at most, by its context length: shorten \
-                 it, or start the server with `--allow-auto-truncate`"
+                "the prompt has {tokens} tokens, and this server takes {longest} at most, as its context length and its KV \
+                 cache allow: shorten it, or start the server with `--allow-auto-truncate`"
             ));
         }
         let vocab = settings.vocab_size;
