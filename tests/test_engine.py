@@ -25,7 +25,7 @@ from pie_driver_sglang.cli import generate, shell
 from pie_driver_sglang.cli.conversation import Conversation
 from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.offline import engine as engine_module
+from pie_driver_sglang.offline import prompts as prompts_module
 from pie_driver_sglang.offline.engine import Engine
 from reference import Reference
 from tiny_models import POCKET
@@ -197,7 +197,7 @@ def test_texts_are_tokenized_and_handed_in_part_by_part(
         parts.append((len(part), engine._runtime.stats()["running"]))
         return encode(part)
 
-    monkeypatch.setattr(engine_module, "PART_CHARACTERS", max(len(text) for text in texts))
+    monkeypatch.setattr(prompts_module, "PART_CHARACTERS", max(len(text) for text in texts))
     monkeypatch.setattr(engine.tokenizer, "encode", noted)
     check(reference, engine.generate(texts, GREEDY), texts)
     assert sum(count for count, _ in parts) == len(texts)

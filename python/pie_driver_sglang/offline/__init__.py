@@ -7,6 +7,7 @@ Neither torch nor SGLang is imported in the caller's process.
 ==================  ================================================================================
 ``engine``          `Engine`: a call from its prompts to its answers
 ``arguments``       what the engine starts with: SGLang's `ServerArgs`, served or refused
+``prompts``         the prompts of a call, checked, with their tokens
 ``call_arguments``  what a call may say besides prompts and sampling
 ``sampling``        SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
 ``tokenizer``       text to tokens, tokens to text as they come, the chat template

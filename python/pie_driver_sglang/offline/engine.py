@@ -6,10 +6,9 @@ import asyncio
 import functools
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
@@ -18,10 +17,8 @@ from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
 from pie_driver_sglang.offline.arguments import parse_arguments
-from pie_driver_sglang.offline.call_arguments import parse_others
-from pie_driver_sglang.offline.logprobs import LogprobRequest
-from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events, in_parts
-from pie_driver_sglang.offline.sampling import SamplingParameters, parse_sampling
+from pie_driver_sglang.offline.prompts import CallPrompts, PromptReader
+from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.offline.types import EngineArguments
 
@@ -34,33 +31,6 @@ _WAIT_S: Final = 0.1
 
 MAX_STEP_MS: Final = 2000.0
 """Of a step while nothing streams: only calls of the same process wait for it."""
-
-PART_CHARACTERS: Final = 1 << 16
-"""Of the texts that are tokenized at once, at most, unless one is longer. Requests with the first
-ones are computed while the others are tokenized."""
-
-
-class _Request(NamedTuple):
-    """One prompt of a call."""
-
-    text: str
-    """Empty where the caller gave tokens."""
-    tokens: Sequence[int]
-    """None yet where there is a text."""
-    sampling: SamplingParameters
-    name: str
-    adapter: int | None
-    """Its id; None for the model alone."""
-    logprobs: LogprobRequest | None
-
-
-class _Prompts(NamedTuple):
-    """All prompts of a call."""
-
-    requests: list[_Request]
-    is_list: bool
-    """Whether the answer is a list."""
-    has_texts: bool
 
 
 class Engine:
@@ -107,6 +77,9 @@ class Engine:
             self._adapters = EngineAdapters(self._runtime, parsed.max_adapters)
             for adapter in parsed.adapters:
                 _with_hint(self._adapters.load, adapter)
+            self._prompts = PromptReader(
+                self.tokenizer, parsed.sampling, self._adapters, self.context_length
+            )
             self._requests = OpenRequests(self._runtime)
         except BaseException:
             self._runtime.shutdown()
@@ -157,7 +130,7 @@ class Engine:
             ConfigError: An argument or a parameter is unknown, not served or wrong.
             StartError: The drivers are gone.
         """
-        prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
+        prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
         extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._streamed(prompts, extra)
@@ -180,7 +153,7 @@ class Engine:
             ConfigError: As :meth:`generate`, before the first answer.
             StartError: The drivers are gone.
         """
-        prompts = self._prompts(prompt, sampling_params, input_ids, None, others)
+        prompts = self._read(prompt, sampling_params, input_ids, None, others)
         return self._completed(prompts, self._extra(None, None, extra_key))
 
     async def async_generate(
@@ -199,7 +172,7 @@ class Engine:
         **others: Any,
     ) -> Any:
         """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
-        prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
+        prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
         extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._async_streamed(prompts, extra)
@@ -314,112 +287,10 @@ class Engine:
                 if on_start is not None:
                     on_start(time.monotonic() - started, line)
 
-    def _prompts(
-        self,
-        prompt: Any,
-        sampling_params: Any,
-        input_ids: Any,
-        rid: Any,
-        others: Mapping[str, Any],
-        lora_path: Any = None,
-    ) -> _Prompts:
-        """Checks the arguments of a call, except for the tokens of texts."""
-        texts, tokens, is_batch = self._inputs(prompt, input_ids)
-        count = len(tokens)
-        logprobs = _with_hint(lambda given: parse_others(given, count), others)
-        if isinstance(sampling_params, Mapping) or sampling_params is None:
-            samplings = [self._sampling(sampling_params)] * count
-        else:
-            samplings = [self._sampling(given) for given in sampling_params]
-        names = [rid] if isinstance(rid, str) else rid or [uuid.uuid4().hex for _ in tokens]
-        for what, listed in (("sampling_params", samplings), ("rid", names)):
-            if len(listed) != count:
-                raise _noted(
-                    ConfigError(
-                        f"`{what}` has {len(listed)} entries for {count} prompts",
-                        "give one for each prompt, or one for all",
-                    )
-                )
-        adapters = _with_hint(lambda given: self._adapters.numbers(given, count), lora_path)
-        parts = zip(texts, tokens, samplings, names, adapters, logprobs, strict=True)
-        requests = [_Request(*one) for one in parts]
-        has_texts = prompt is not None
-        if not has_texts:
-            for request in requests:
-                self._check_length(request)
-        is_list = is_batch or any(sampling.n > 1 for sampling in samplings)
-        return _Prompts(requests, is_list, has_texts)
-
-    def _inputs(self, prompt: Any, input_ids: Any) -> tuple[list[str], list[Sequence[int]], bool]:
-        """The texts or the tokens of a call, nothing for the others, and whether it is a batch."""
-        if (prompt is None) == (input_ids is None):
-            raise _noted(
-                ConfigError("a call needs `prompt` or `input_ids`", "give exactly one of them")
-            )
-        if prompt is None:
-            is_batch = bool(len(input_ids)) and not _is_number(input_ids[0])
-            listed = input_ids if is_batch else [input_ids]
-            tokens: list[Sequence[int]] = [list(ids) for ids in listed]
-            return [""] * len(tokens), tokens, is_batch
-        is_batch = not isinstance(prompt, str)
-        texts = list(prompt) if is_batch else [prompt]
-        if not all(isinstance(text, str) for text in texts):
-            raise _noted(
-                ConfigError("`prompt` is neither a text nor a list", "give tokens as `input_ids`")
-            )
-        if self.tokenizer is None:
-            raise _noted(
-                ConfigError(
-                    "there is no tokenizer: `skip_tokenizer_init` is set", "give `input_ids`"
-                )
-            )
-        return texts, [()] * len(texts), is_batch
-
-    def _tokenized(self, prompts: _Prompts) -> Iterator[list[_Request]]:
-        """All requests with their tokens, in parts where they have texts."""
-        if self.tokenizer is None or not prompts.has_texts:
-            yield prompts.requests
-            return
-        for part in in_parts(prompts.requests, lambda request: len(request.text), PART_CHARACTERS):
-            found = self.tokenizer.encode([request.text for request in part])
-            pairs = zip(part, found, strict=True)
-            part = [request._replace(tokens=tokens) for request, tokens in pairs]
-            for request in part:
-                self._check_length(request)
-            yield part
-
-    def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParameters:
-        merged = {**self._arguments.sampling, **(given or {})}
-        sampling: SamplingParameters = _with_hint(parse_sampling, merged)
-        for name in ("stop", "stop_regex"):
-            if getattr(sampling, name) and self.tokenizer is None:
-                raise _noted(
-                    ConfigError(
-                        f"`{name}` needs a tokenizer, and `skip_tokenizer_init` is set",
-                        "use `stop_token_ids`",
-                    )
-                )
-        if sampling.grammar is not None and self.tokenizer is None:
-            raise _noted(
-                ConfigError(
-                    f"`{sampling.grammar[0]}` needs a tokenizer, and `skip_tokenizer_init` is set",
-                    "remove `skip_tokenizer_init`",
-                )
-            )
-        return sampling
-
-    def _check_length(self, request: _Request) -> None:
-        count, most = len(request.tokens), self.context_length
-        if not count:
-            raise _noted(ConfigError("a prompt has no tokens", "give it a token or more"))
-        if count >= most:
-            raise _noted(
-                ConfigError(
-                    f"a prompt has {count:,} tokens, and a context of this model {most:,}, "
-                    "the answer included",
-                    "shorten the prompt",
-                )
-            )
+    def _read(self, *given: Any) -> CallPrompts:
+        """As `PromptReader.read`."""
+        prompts: CallPrompts = _with_hint(self._prompts.read, *given)
+        return prompts
 
     def _extra(
         self,
@@ -449,33 +320,36 @@ class Engine:
         return list(self.tokenizer.encode_plain(think_end_of(parser)))
 
     def _submitted(
-        self, prompts: _Prompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
     ) -> Call:
         """Hands the requests in, those of texts part by part, and makes room for their answers."""
         call = Call(self._requests, streams=streams)
         try:
-            for part in self._tokenized(prompts):
+            for part in self._prompts.tokenized(prompts):
                 asked = []
-                for request in part:
-                    answers.add(request.name, request.tokens, request.sampling, request.logprobs)
-                    room = self.context_length - len(request.tokens)
-                    parameters = {**request.sampling.submitted(room), **extra}
-                    if request.adapter is not None:
-                        parameters["adapter_id"] = request.adapter
-                    if request.logprobs is not None:
-                        parameters |= request.logprobs.submitted()
-                    asked.append(Asked(request.tokens, request.sampling.n, parameters))
+                for prompt in part:
+                    answers.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
+                    room = self.context_length - len(prompt.tokens)
+                    parameters = {**prompt.sampling.submitted(room), **extra}
+                    if prompt.adapter is not None:
+                        parameters["adapter_id"] = prompt.adapter
+                    if prompt.logprobs is not None:
+                        parameters |= prompt.logprobs.submitted()
+                    asked.append(Asked(prompt.tokens, prompt.sampling.n, parameters))
                 call.submit(asked)
         except (ValueError, OverflowError) as error:
             call.abort()
             raise _noted(_native(error)) from error
+        except DriverError as error:
+            call.abort()
+            raise _noted(error) from None
         except BaseException:
             call.abort()
             raise
         return call
 
     async def _async_submitted(
-        self, prompts: _Prompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
     ) -> Call:
         """Does the same in a thread. Of a caller that does not wait for it nothing is left."""
         submit = functools.partial(self._submitted, prompts, extra, answers, streams=streams)
@@ -486,14 +360,16 @@ class Engine:
             submitting.add_done_callback(_abort)
             raise
 
-    def _collected(self, prompts: _Prompts, extra: Mapping[str, Any]) -> Any:
+    def _collected(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Any:
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
         with self._submitted(prompts, extra, answers, streams=False) as call:
             for event in call.events():
                 answers.take(event)
         return answers.result()
 
-    def _completed(self, prompts: _Prompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _completed(
+        self, prompts: CallPrompts, extra: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
         with self._submitted(prompts, extra, answers, streams=False) as call:
             for event in call.events():
@@ -501,14 +377,14 @@ class Engine:
                 if event.output.finish_reason is not None:
                     yield {**answers.shown(index), "index": index}
 
-    def _streamed(self, prompts: _Prompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _streamed(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
         with self._submitted(prompts, extra, answers, streams=True) as call:
             for event in call.events():
                 yield answers.shown(answers.take(event))
 
     async def _async_streamed(
-        self, prompts: _Prompts, extra: Mapping[str, Any]
+        self, prompts: CallPrompts, extra: Mapping[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
         with await self._async_submitted(prompts, extra, answers, streams=True) as call:
@@ -522,19 +398,15 @@ def _abort(submitting: asyncio.Future[Call]) -> None:
         submitting.result().abort()
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__")
-
-
 def _native(error: Exception) -> ConfigError:
     """What the native runtime refuses, as an error of this package."""
     message, _, hint = str(error).partition("\n\nhint: ")
     return ConfigError(message, hint)
 
 
-def _with_hint(function: Callable[..., Any], argument: Any) -> Any:
+def _with_hint(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return function(argument)
+        return function(*arguments)
     except DriverError as error:
         raise _noted(error) from None
 
