@@ -1,7 +1,7 @@
 """Measures what n-gram drafts gain on a GPU, and that they cost nothing where they gain nothing.
 
     python benches/gpu/draft_check.py --pie-load BINARY [--pocket DIR] --shapes CONFIG_DIR \
-        --out DIR [--parts text,cycles,random]
+        --out DIR [--parts text,cycles,random] [--batch 1,4,16]
 
 Parts, each on a driver of its own, which plays the same prompts without and with drafts in turns:
 
@@ -123,12 +123,12 @@ def prompts() -> list[str]:
     ]
 
 
-def problems(part: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a part lacks."""
+def problems(part: str, rows: Sequence[Mapping[str, Any]], batches: int) -> list[str]:
+    """What a part of so many batches lacks."""
     found = [
         f"{part}: batch {row['batch']} skipped: {row['skipped']}" for row in rows if row["skipped"]
     ]
-    if len(rows) < len(PARTS[part].batch.split(",")):
+    if len(rows) < batches:
         found.append(f"{part}: only {len(rows)} batch sizes were played")
     return found
 
@@ -156,7 +156,7 @@ class Check:
             figures = self._part(name)
             self._report.put(name, figures)
             rows = figures.get("drafts", [])
-            wrong += problems(name, rows)
+            wrong += problems(name, rows, len(self._batches(PARTS[name]).split(",")))
             for row in rows if name == "random" else ():
                 if "ratio" in row:
                     speed = f"{name}, batch {row['batch']}: speed with drafts"
@@ -165,6 +165,10 @@ class Check:
         for problem in wrong:
             self._runner.say(problem)
         self._report.hold("parts and batches that failed", len(wrong), at_most=0)
+
+    def _batches(self, part: Part) -> str:
+        batches: str = self._arguments.batch or part.batch
+        return batches
 
     def _part(self, name: str) -> dict[str, Any]:
         """Plays one part and returns what was written."""
@@ -178,7 +182,7 @@ class Check:
         command: list[object] = [arguments.pie_load, "drafts", "--python", sys.executable]
         command += ["--model", model, "--device", arguments.device, "--json", path]
         command += ["--profile", arguments.profile, "--log", self._out / f"drafts.{name}.log"]
-        command += ["--draft-batch", part.batch, "--draft-sampler", part.sampler]
+        command += ["--draft-batch", self._batches(part), "--draft-sampler", part.sampler]
         command += ["--draft-output", arguments.output, "--draft-repeats", arguments.repeats]
         command += ["--commit", frame.commit()]
         if name == "text":
@@ -194,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "out", "pie-load", "pocket", "shapes", "device", "option")
     made.add_argument("--parts", default=",".join(PARTS))
+    made.add_argument("--batch", help="sizes of batches for all parts, instead of each part's own")
     made.add_argument("--output", type=int, default=384, help="tokens of every context")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--profile", default="latency")
