@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from benchmark_tables import Results, bars, picture, source, table
 
@@ -251,18 +251,21 @@ def prefixes(results: Results) -> list[str]:
     ]
 
 
+DRAFTED: Final = {
+    "text": "text of the embedded model",
+    "cycles": "greedy cycles",
+    "random": "no repetition",
+}
+"""Parts of `draft_check.py`, as tables name them."""
+
+
 def drafts(results: Results) -> list[str]:
     """The n-gram drafter on a GPU."""
     whole = results["h200"]
     record = whole["drafts"]
-    kinds = {
-        "text": "text of the embedded model",
-        "cycles": "greedy cycles",
-        "random": "no repetition",
-    }
     rows = [
         [name, row["batch"], row["tokens_per_s_without"], row["tokens_per_s_with"], row["ratio"]]
-        for kind, name in kinds.items()
+        for kind, name in DRAFTED.items()
         for row in record[kind]
     ]
     names = ["text", "contexts", "tokens/s without", "tokens/s with", "ratio"]
@@ -272,6 +275,30 @@ def drafts(results: Results) -> list[str]:
         picture("drafts", "Tokens per second with drafts over those without"),
         source(record, whole),
     ]
+
+
+def drafts_8b(results: Results) -> list[str]:
+    """The same on the 8B shape, with what a step costs."""
+    record = results["drafts-8b"]
+    rows = [
+        [
+            DRAFTED[row["text"]], row["batch"], row["tokens_per_s_without"],
+            row["tokens_per_s_with"], row["ratio"], row["step_us_without"], row["step_us_with"],
+            row["accepted_per_step"],
+        ]
+        for row in record["rows"]
+    ]  # fmt: skip
+    return [
+        "Random weights of the 8B shape, up to four drafts for each context. A step that verifies "
+        "drafts has up to five rows for each.",
+        table(
+            ["text", "contexts", "tokens/s without", "tokens/s with", "ratio", "step without, µs",
+             "with, µs", "accepted a step"],
+            rows,
+        ),
+        bars(record["bars"]),
+        source(record),
+    ]  # fmt: skip
 
 
 def gpus(results: Results) -> list[str]:
@@ -397,6 +424,11 @@ def servers_8b(results: Results) -> list[str]:
 def gateway_8b(results: Results) -> list[str]:
     """The same of the gateway."""
     return _servers(results["servers-8b-gateway"], "8B")
+
+
+def servers_mini(results: Results) -> list[str]:
+    """Door 1, SGLang's server and Mini-SGLang's."""
+    return _servers(results["servers-mini"], "0.6B")
 
 
 def _middle(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
