@@ -24,6 +24,8 @@ def throughput(results: Results) -> list[str]:
     ]
     peer = results.get("mini-sglang")
     others = [] if peer is None else ["Mini-SGLang on the same workload:", *mini_sglang(peer)]
+    if (later := results.get("throughput-h100")) is not None:
+        others += ["On an H100, and a decode step of one context of 512 tokens:", *on_h100(later)]
     return [
         "256 requests at once, prompts and outputs of 100 to 1,024 tokens, 133,966 output tokens, "
         "temperature 0.6, shape of Qwen3-0.6B.",
@@ -31,6 +33,20 @@ def throughput(results: Results) -> list[str]:
         picture("load", "Output tokens per second"),
         source(record, whole),
         *others,
+    ]
+
+
+def on_h100(record: Results) -> list[str]:
+    """Both engines and steps of one context in one call."""
+    speeds, steps = record["tokens_per_s"], record["step_us"]
+    ours = speeds["this driver"]
+    rows = [[name, speed, "" if speed == ours else ours / speed] for name, speed in speeds.items()]
+    step, *_ = steps.values()
+    times = [[name, us, "" if us == step else us / step] for name, us in steps.items()]
+    return [
+        table(["engine", "output tokens/s", "ours / theirs"], rows),
+        table(["step", "µs", "theirs / ours"], times),
+        source(record),
     ]
 
 
