@@ -1,7 +1,6 @@
 //! The frame's arrays as slices, and the checks that concern the frame as a whole.
 
 pub(crate) mod check;
-pub(crate) mod contents;
 pub(crate) mod request;
 pub(crate) mod rows;
 

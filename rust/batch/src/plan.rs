@@ -2,6 +2,7 @@
 //! answered.
 
 pub(crate) mod bindings;
+pub(crate) mod contents;
 pub(crate) mod passes;
 
 use std::mem;
@@ -14,17 +15,17 @@ use crate::drafting::{Drafted, FrameDrafts};
 use crate::fault::RequestFault;
 use crate::frame::Frame;
 use crate::frame::check::FrameFacts;
-use crate::frame::contents::{Contents, Lasting};
 use crate::frame::request::{Request, Segment, pass_rows};
 use crate::frame::rows::Rows;
 use crate::image::{Images, PassImages};
 use crate::limits::Limits;
 use crate::mask::{MaskRows, Visibility};
+use crate::plan::contents::{Contents, Lasting};
 use crate::plan::passes::Passes;
 use crate::prefix::{PrefixGroups, ROW_COST, Sequence};
 use crate::reply::fit::oversize_requests;
-use crate::reply::outputs::Outputs;
 use crate::slot::group::{PassSlots, SlotGroup};
+use crate::slot::outputs::Outputs;
 use crate::slot::{Slot, Slots};
 use crate::stages::error::StageError;
 use crate::stages::pass::{Pass, write_changes, write_requests, write_rows};

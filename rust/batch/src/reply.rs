@@ -1,7 +1,6 @@
 //! From the slots' outputs to response bytes.
 
 pub(crate) mod fit;
-pub(crate) mod outputs;
 
 use std::mem;
 use std::time::Instant;

@@ -1,6 +1,7 @@
 //! Sampling slots: planned from a request's samplers, answered by the engine's outputs.
 
 pub(crate) mod group;
+pub(crate) mod outputs;
 mod plan;
 
 use std::ops::Range;
@@ -9,9 +10,9 @@ use pie_wire::PlaceShape;
 
 use crate::extent::Extent;
 use crate::mask::logit::LogitMasks;
-use crate::reply::outputs::{Outputs, ProbeOutputs};
 use crate::sampler::SlotClass;
 use crate::sampler::extra::Extras;
+use crate::slot::outputs::{Outputs, ProbeOutputs};
 
 /// Bytes of one index or number of a response.
 pub(crate) const WORD: usize = 4;

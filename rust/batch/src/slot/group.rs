@@ -5,9 +5,9 @@ use std::ops::Range;
 use crate::block::PassBlock;
 use crate::frame::request::{Request, Segment};
 use crate::limits::Limits;
-use crate::reply::outputs::Outputs;
 use crate::sampler::SlotClass;
 use crate::sampler::extra::{EMPTY, Record};
+use crate::slot::outputs::Outputs;
 use crate::slot::{Slot, Slots};
 use crate::stages::error::StageError;
 
