@@ -257,7 +257,7 @@ def attention_mask_bytes(settings: MemorySettings) -> int:
 
 
 def _tables(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
-    """Bytes that do not depend on the pool; `rust/batch/src/block/layout.rs` has the staged ones."""
+    """Bytes that do not depend on the pool; `rust/batch/src/block/layout.rs` has the staging."""
     rows = row_pages(settings.context_length, settings.page_size)
     staged = 16 * settings.requests * rows + 24 * settings.chunk_tokens
     masks = (settings.slots + settings.requests) * model.vocabulary // 8
