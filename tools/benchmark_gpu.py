@@ -23,7 +23,7 @@ def throughput(results: Results) -> list[str]:
         ),
     ]
     peer = results.get("mini-sglang")
-    others = [] if peer is None else ["Mini-SGLang on the same workload:", *mini_sglang(peer)]
+    others = [] if peer is None else ["Mini-SGLang on the same workload:", *one_call(peer)]
     if (later := results.get("throughput-h100")) is not None:
         others += ["On an H100, and a decode step of one context of 512 tokens:", *on_h100(later)]
     return [
@@ -38,20 +38,15 @@ def throughput(results: Results) -> list[str]:
 
 def on_h100(record: Results) -> list[str]:
     """Both engines and steps of one context in one call."""
-    speeds, steps = record["tokens_per_s"], record["step_us"]
-    ours = speeds["this driver"]
-    rows = [[name, speed, "" if speed == ours else ours / speed] for name, speed in speeds.items()]
-    step, *_ = steps.values()
-    times = [[name, us, "" if us == step else us / step] for name, us in steps.items()]
-    return [
-        table(["engine", "output tokens/s", "ours / theirs"], rows),
-        table(["step", "µs", "theirs / ours"], times),
-        source(record),
-    ]
+    speeds, where = one_call(record)
+    steps = record["step_us"]
+    ours, *_ = steps.values()
+    times = [[name, us, "" if us == ours else us / ours] for name, us in steps.items()]
+    return [speeds, table(["step", "µs", "theirs / ours"], times), where]
 
 
-def mini_sglang(record: Results) -> list[str]:
-    """Three engines on one machine in one call."""
+def one_call(record: Results) -> list[str]:
+    """Engines on one machine in one call: the table, and where it is from."""
     ours = record["tokens_per_s"]["this driver"]
     rows = [
         [name, speed, "" if speed == ours else ours / speed]
