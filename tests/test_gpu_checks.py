@@ -167,7 +167,7 @@ class TestServers:
     def clients(self, frame: Any) -> Any:
         return importlib.import_module("bench_clients")
 
-    @pytest.mark.parametrize("name", ["1", "256", "all", "prefix"])
+    @pytest.mark.parametrize("name", ["1", "64", "256", "all", "prefix"])
     def test_clients_share_a_load_out(self, name: str, clients: Any) -> None:
         load = clients.Load(name, "ours", "http://x", "sglang", 256, 4, 1, "folder", 1)
         words = [load.words(client, Path("r")) for client in range(4)]
@@ -179,8 +179,8 @@ class TestServers:
             assert load.asked == clients.GROUPS * sum_of("gsp-prompts-per-group") == 256
         else:
             assert load.asked == sum_of("num-prompts") == 256
-        if name == "256":
-            assert sum_of("max-concurrency") == 256
+        if name in ("64", "256"):
+            assert sum_of("max-concurrency") == int(name)
         assert len({each[each.index("--seed") + 1] for each in words}) == 4
 
     @pytest.mark.parametrize(("name", "limit"), [("64", 256), ("prefix", 64)])

@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.server.flow import MOST_IN_FLIGHT
@@ -275,6 +277,11 @@ def asked(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         yield connection
+
+
+def test_http_is_parsed_in_c() -> None:
+    """uvicorn's choice, which SGLang leaves to it: by Python a stream's tokens cost more."""
+    assert AutoHTTPProtocol is HttpToolsProtocol
 
 
 def test_a_client_that_goes_while_its_request_waits(forked_python: str, tmp_path: Path) -> None:

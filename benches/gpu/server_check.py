@@ -13,7 +13,7 @@ have all tokens, and begin alike alone and at once.
 A load `N` is N streams at once, of 128 random tokens in and 256 out. `all` sends its requests at
 once. `prefix` is `generated-shared-prefix`: groups that share a system prompt of 1,024 tokens. What
 counts is the median of the repeats. Bars are ratios to SGLang's. The gateway is asked by
-`/v1/completions`, the others by `/generate`; loads of 256 streams and more come from several
+`/v1/completions`, the others by `/generate`; loads of 64 streams and more come from several
 clients (`bench_clients.py`). `front_cpu_us` is the CPU time of a server's HTTP and text processes
 for a token.
 
@@ -60,7 +60,7 @@ LEFT: Final = 0.9
 """Of the memory that is free when ours start."""
 POOL: Final = 200_000
 """Tokens of SGLang's pool: two times what the largest load needs."""
-MANY: Final = ("256", "all")
+MANY: Final = ("64", "256", "all")
 """Loads of several clients."""
 FIGURES: Final = (
     "output_throughput", "median_itl_ms", "median_ttft_ms", "p99_itl_ms", "front_cpu_us",
@@ -148,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peer-mini", type=Path, help="a clone of Mini-SGLang, on a GPU")
     made.add_argument("--peer-mini-backend", default="fi", help="fi, or fa:256 with its page size")
     made.add_argument("--share", type=float, default=0.5, help="of the memory for all of ours")
-    made.add_argument("--clients", type=int, default=4, help="of loads of 256 streams and more")
+    made.add_argument("--clients", type=int, default=4, help="of loads of 64 streams and more")
     made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
     made.add_argument("--flag", action="append", default=[], help="a flag for both, as one word")
     made.add_argument("--budget-s", type=float, default=500.0, help="seconds for all of it")
