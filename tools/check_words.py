@@ -1,37 +1,25 @@
-"""Checks what people read: sentences, words, links and names; `docs/style.md` has the rules.
+"""Checks links and names in documents and sources; exits with 1 if there is a fault.
 
     python tools/check_words.py [FOLDER]
 
-prints a line for each fault and exits with 1 if there is any. FOLDER is the repository.
+FOLDER is the repository. One line is printed per fault.
 
-- Documents: length of sentences, words that the style page rules out, links and their headings.
+- Links of documents: the file and the heading must exist.
 - Names in documents: options, commands and their flags, targets of `make`, environment variables,
-  metrics, files. Each must exist.
-- Docstrings, comments and messages of `python/`, `tools/`, `benches/` and `rust/`: words, and the
-  length of sentences.
-- Comments that cite a section (§) of the protocol: `docs/pie-protocol.md` must have it.
+  metrics and files must exist.
+- Sections (§) of the protocol that a document or a comment cites: `docs/pie-protocol.md` must have
+  them.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
-
-LONGEST: Final = 35
-"""Most words of a sentence in a document."""
-LONGEST_COMMENT: Final = 40
-"""Most words of a sentence in a comment or docstring."""
-MEAN: Final = 25
-"""Most words of a document's sentences on average."""
 
 DOCUMENTS: Final = (
     "*.md", "docs/*.md", "rust/*/README.md", "benches/*.md", "fuzz/*.md", "models/*/README.md",
@@ -44,29 +32,10 @@ SOURCES: Final = (
 )  # fmt: skip
 ELSEWHERE: Final = ("/tests/", "/tests.rs", "_tests.rs", "/target/", "config/server_args.py")
 """Parts of paths that are not checked: tests, and what is generated."""
-RULES: Final = frozenset({"docs/style.md", "tools/check_words.py"})
-"""They name the words that they rule out."""
-
-BANNED: Final = {
-    r"behind": "after",
-    r"beside": "next to, compared with",
-    r"nobody": "nothing, no request",
-    r"whoever": "the one that",
-    r"but for": "except",
-    r"told|hears? of|heard of": "informed, learns",
-    r"(?:is|are) no numbers?": "NaN",
-    r"one behind the other": "one after the other",
-    r"somebody|anybody|everybody": "a program, any, all",
-    r"heard|hears": "received, learns",
-    r"mends?|mended": "corrects",
-    r"fast lane": "graph path",
-    r"(?:is|are) no (?:eviction|scheduling|folder|clone|valid|array|descriptor|floats)": "is not a",
-}
-_BANNED: Final = {re.compile(rf"\b(?:{word})\b", re.I): use for word, use in BANNED.items()}
 
 
 class Fault(NamedTuple):
-    """Something to mend."""
+    """A fault and where it is."""
 
     path: str
     line: int
@@ -77,18 +46,6 @@ class Fault(NamedTuple):
         return f"{self.path}:{self.line}: {self.text}"
 
 
-class Sentence(NamedTuple):
-    """A sentence of a document, without its markup."""
-
-    line: int
-    text: str
-
-    @property
-    def words(self) -> int:
-        """How many words it has; a name in backquotes is one."""
-        return len(re.findall(r"[^\s]*\w[^\s]*", self.text))
-
-
 # Documents -----------------------------------------------------------------------------------
 
 _FENCE: Final = re.compile(r"^\s*(```|~~~)")
@@ -96,8 +53,6 @@ _CODE: Final = re.compile(r"(`+)(.+?)\1")
 _LINK: Final = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)*)\)")
 _SOURCE: Final = re.compile(r"\b(?:src|srcset|href)=\"([^\"]+)\"")
 _HEADING: Final = re.compile(r"^(#{1,6}) +(.*?)\s*#*$")
-_END: Final = re.compile(r"(?<=[.!?])[)*_\"]*\s+(?=[\"'(*_`§]*[A-Z0-9§`\[])")
-_ABBREVIATION: Final = re.compile(r"\b(?:e\.g|i\.e|etc|vs|cf|No)\.$")
 
 
 def prose_lines(text: str) -> list[str]:
@@ -122,75 +77,6 @@ def prose_lines(text: str) -> list[str]:
             continue
         kept[number] = line
     return kept
-
-
-def sentences(text: str) -> list[Sentence]:
-    """The sentences of a document: of paragraphs, items of lists, and cells of tables."""
-    found: list[Sentence] = []
-    block: list[str] = []
-    start = 0
-
-    def close() -> None:
-        if block:
-            found.extend(Sentence(start, each) for each in split(" ".join(block)))
-        block.clear()
-
-    for number, line in enumerate(prose_lines(text), 1):
-        stripped = re.sub(r"^(?:>\s*)+", "", line.strip())
-        begins = re.match(r"^(?:[-*+]|\d+\.)\s+", stripped)
-        if not stripped or begins or stripped.startswith(("#", "|", "<")):
-            close()
-        if not stripped or stripped.startswith("<"):
-            continue
-        if stripped.startswith("|"):
-            for cell in re.split(r"(?<!\\)\|", stripped.strip("|")):
-                if not re.fullmatch(r"[\s:-]*", cell):
-                    found.extend(Sentence(number, each) for each in split(cell))
-            continue
-        if stripped.startswith("#"):
-            continue
-        if not block:
-            start = number
-        block.append(stripped[begins.end() :] if begins else stripped)
-    close()
-    return found
-
-
-def split(text: str) -> list[str]:
-    """Cuts plain text into sentences."""
-    plain = _CODE.sub(lambda match: "CODE" if match[2].strip() else " ", text)
-    # A list of names is read as one thing.
-    plain = re.sub(r"CODE(?:(?:,| and| or|, and) CODE)+", "CODE", plain)
-    plain = _LINK.sub(r"\1", plain)
-    plain = re.sub(r"<[^>]+>", "", plain).replace("**", "")
-    parts: list[str] = []
-    for part in _END.split(plain):
-        if parts and _ABBREVIATION.search(parts[-1]):
-            parts[-1] += " " + part
-        else:
-            parts.append(part)
-    return [part.strip() for part in parts if re.search(r"\w", part)]
-
-
-def check_sentences(path: str, text: str) -> Iterator[Fault]:
-    """Sentences that are too long, and a mean that is too high."""
-    found = sentences(text)
-    for each in found:
-        if each.words > LONGEST:
-            yield Fault(path, each.line, f"{each.words} words in a sentence: {each.text[:60]} ...")
-    # Cells of tables are often a word or two, and would hide long sentences.
-    counts = [each.words for each in found if each.words > 3]
-    if counts and sum(counts) / len(counts) > MEAN:
-        yield Fault(path, 1, f"{sum(counts) / len(counts):.1f} words a sentence on average")
-
-
-def check_words(path: str, line: int, text: str) -> Iterator[Fault]:
-    """Words that the style page rules out. Names in backquotes may be any."""
-    plain = _CODE.sub("CODE", text)
-    for pattern, use in _BANNED.items():
-        for match in pattern.finditer(plain):
-            at = line + plain.count("\n", 0, match.start())
-            yield Fault(path, at, f"'{match[0]}': write {use}")
 
 
 def anchors(text: str) -> set[str]:
@@ -378,70 +264,6 @@ def _common_prefix(names: frozenset[str]) -> str:
     return prefix[0] if prefix and len(prefix[0]) > 4 else ""
 
 
-# Sources -------------------------------------------------------------------------------------
-
-
-def python_texts(text: str) -> Iterator[tuple[int, str]]:
-    """Comments and text constants, docstrings among them, of a Python file."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
-
-
-def rust_texts(text: str) -> Iterator[tuple[int, str]]:
-    """Comments and string literals of a Rust file, a line each."""
-    for number, line in enumerate(text.splitlines(), 1):
-        code, slashes, comment = line.partition("//")
-        if slashes and not code.count('"') % 2:
-            yield number, comment
-        for literal in re.findall(r'"((?:[^"\\]|\\.)*)"', code):
-            yield number, literal
-
-
-def python_prose(text: str) -> Iterator[tuple[int, str]]:
-    """Docstrings, and comments whose lines follow each other, of a Python file."""
-    for node in ast.walk(ast.parse(text)):
-        value = node.value if isinstance(node, ast.Expr) else None
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            yield node.lineno, inspect.cleandoc(value.value)
-    yield from _runs(text, r"^\s*#:? ?(.*)")
-
-
-def rust_prose(text: str) -> Iterator[tuple[int, str]]:
-    """Comments whose lines follow each other, of a Rust file."""
-    yield from _runs(text, r"^\s*//[/!]? ?(.*)")
-
-
-def _runs(text: str, pattern: str) -> Iterator[tuple[int, str]]:
-    """What lines that follow each other have in common with a pattern's group."""
-    run: list[str] = []
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        if match := re.match(pattern, line):
-            run.append(match[1])
-        elif run:
-            yield number - len(run), "\n".join(run)
-            run = []
-
-
-def check_source(path: str, text: str) -> Iterator[Fault]:
-    """Words in comments, docstrings and messages, and sentences of the first two."""
-    python = path.endswith(".py")
-    for line, each in python_texts(text) if python else rust_texts(text):
-        yield from check_words(path, line, each)
-    for line, each in python_prose(text) if python else rust_prose(text):
-        # Rows of a reStructuredText table are not sentences.
-        kept = re.sub(r"^(?:``(?!`)|==).*$", "", each, flags=re.MULTILINE)
-        for sentence in sentences(kept):
-            if sentence.words > LONGEST_COMMENT:
-                at = line + sentence.line - 1
-                yield Fault(
-                    path, at, f"{sentence.words} words in a sentence: {sentence.text[:60]} ..."
-                )
-
-
 def check_sections(path: str, text: str, sections: frozenset[str]) -> Iterator[Fault]:
     """Sections of the protocol that a source cites and the page lacks."""
     for number, line in enumerate(text.splitlines(), 1):
@@ -463,10 +285,7 @@ def check_document(root: Path, path: str, text: str) -> Iterator[Fault]:
     yield from check_links(root, path, text)
     if path.startswith(NOTEBOOK):
         return
-    yield from check_sentences(path, text)
     yield from check_names(root, path, text)
-    if path not in RULES:
-        yield from check_words(path, 1, "\n".join(prose_lines(text)))
 
 
 def documents(root: Path) -> list[Path]:
@@ -476,7 +295,7 @@ def documents(root: Path) -> list[Path]:
 
 
 def sources(root: Path) -> list[Path]:
-    """The sources whose words are checked."""
+    """The sources whose citations of the protocol are checked."""
     found = {path for pattern in SOURCES for path in root.glob(pattern)}
     return sorted(
         path
@@ -492,13 +311,10 @@ def check(root: Path) -> list[Fault]:
     for file in documents(root):
         name, text = str(file.relative_to(root)), file.read_text(encoding="utf-8")
         faults += check_document(root, name, text)
-        if name not in RULES:
-            faults += check_sections(name, text, protocol)
+        faults += check_sections(name, text, protocol)
     for file in sources(root):
         name, text = str(file.relative_to(root)), file.read_text(encoding="utf-8")
-        if name not in RULES:
-            faults += check_source(name, text)
-            faults += check_sections(name, text, protocol)
+        faults += check_sections(name, text, protocol)
     return sorted(set(faults))
 
 
