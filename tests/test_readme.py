@@ -1,8 +1,10 @@
-"""README.md: its configuration, its programs and its length."""
+"""README.md and docs/start: their configuration, programs and figures."""
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 import tomllib
 from typing import Any, Final
 
@@ -13,19 +15,16 @@ from pie_driver_sglang.config.options import OPTIONS
 from tiny_models import REPOSITORY
 
 TEXT: Final = (REPOSITORY / "README.md").read_text()
+PIE: Final = (REPOSITORY / "docs" / "start" / "pie.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_readme_has_at_most_120_lines() -> None:
-    assert len(TEXT.splitlines()) <= 120
-
-
-def test_the_configuration_is_accepted() -> None:
+def test_the_configuration_for_pie_is_accepted() -> None:
     """With the embedded model in place of the one that would be downloaded."""
-    [example] = blocks("toml")
+    [example] = blocks(PIE, "toml")
     table: dict[str, Any] = tomllib.loads(example)
     table["model"][0]["hf_repo"] = str(REPOSITORY / "models" / "pocket")
     [driver] = driver_tables(table)
@@ -34,8 +33,8 @@ def test_the_configuration_is_accepted() -> None:
     assert config.driver.options.page_size == 16
 
 
-def test_its_options_have_the_defaults_that_it_says() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", TEXT, re.MULTILINE)
+def test_documented_defaults_are_those_of_the_options() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PIE, re.MULTILINE)
     assert len(rows) >= 5
     for name, default in rows:
         option = OPTIONS[name]
@@ -44,21 +43,39 @@ def test_its_options_have_the_defaults_that_it_says() -> None:
 
 
 def test_its_programs_use_what_is_public() -> None:
-    [program] = blocks("python")
+    [program] = blocks(TEXT, "python")
     compile(program, "README.md", "exec")
     [names] = re.findall(r"^from pie_driver_sglang import (.+)$", program, re.MULTILINE)
     assert set(names.split(", ")) <= set(pie_driver_sglang.__all__)
 
 
-def test_the_books_of_the_cache_are_kept_as_it_says() -> None:
-    """What of its program needs no model."""
-    [program] = blocks("python")
-    imports, _, books = program.split("\n\n")
-    exec(compile(f"{imports}\n{books}", "README.md", "exec"), {})
+def test_the_prefix_index_example_runs() -> None:
+    """The part of its program that needs no model."""
+    [program] = blocks(TEXT, "python")
+    imports, _, index = program.split("\n\n")
+    exec(compile(f"{imports}\n{index}", "README.md", "exec"), {})
 
 
-def test_the_first_screen_says_what_the_figures_are() -> None:
-    first = "\n".join(TEXT.splitlines()[:30])
-    assert "Weights are\nrandom" in first or "Weights are random" in first
-    assert "docs/benchmarks.md" in first
-    assert "drop-in replacement" in first
+def test_the_table_has_the_figures_of_its_record() -> None:
+    [name] = re.findall(r"<!-- (benches/results/[\w.-]+\.json) -->", TEXT)
+    record = json.loads((REPOSITORY / name).read_text())
+
+    def median(load: str, side: str, figure: str) -> float:
+        rows = [row for row in record["rows"] if (row.get("load"), row.get("side")) == (load, side)]
+        return statistics.median(row[figure] for row in rows)
+
+    table = TEXT.partition(name)[2].partition("\n\n")[0]
+    for start, load, figure in (
+        ("one stream", "1", "median_itl_ms"),
+        ("64 streams", "64", "output_throughput"),
+        ("408 requests at once", "all", "output_throughput"),
+        ("shared prefixes", "prefix", "output_throughput"),
+    ):
+        [row] = re.findall(rf"^\| {start}.*$", table, re.MULTILINE)
+        theirs, ours = (median(load, side, figure) for side in ("sglang", "ours"))
+        ratio = theirs / ours if figure.endswith("_ms") else ours / theirs
+        shown = f"{theirs:.1f} ms | {ours:.1f} ms" if figure.endswith("_ms") else ""
+        shown = shown or f"{int(theirs + 0.5):,} | {int(ours + 0.5):,}"
+        assert row.endswith(f"| {shown} | {ratio:.2f}x |"), (row, shown, ratio)
+    assert record["date"][:10] in TEXT
+    assert record["device"].split()[3] in table

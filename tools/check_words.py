@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 DOCUMENTS: Final = (
-    "*.md", "docs/*.md", "rust/*/README.md", "benches/*.md", "fuzz/*.md", "models/*/README.md",
+    "*.md", "docs/**/*.md", "rust/*/README.md", "benches/*.md", "fuzz/*.md", "models/*/README.md",
     "tools/*/README.md",
 )  # fmt: skip
 NOTEBOOK: Final = "benches/notebook"

@@ -4,11 +4,12 @@
         [--loads 256,1,64,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
         [--sides sglang,ours,gateway] [--peer-mini CHECKOUT]
 
-The servers have the same flags and run at once on one GPU, each with a part of its memory: they
-start one after the other, so that each knows what is free. The loads of `sglang.bench_serving`
-alternate between them, so that a drift of the machine meets all. Weights are random, the tokenizer
-has a text for every token (`texts.py`). First some prompts are asked of each: greedy answers must
-have all tokens, and begin alike alone and at once.
+The servers have the same flags. By default they share the GPU, each with a part of its memory, and
+the loads of `sglang.bench_serving` alternate between them, so that a drift of the machine affects
+all. With `--one-at-a-time` each server has the GPU to itself, with its own default memory fraction:
+it starts, runs all loads and ends before the next one starts. Weights are random, the tokenizer has
+a text for every token (`texts.py`). Before the loads, 16 greedy answers are checked: each must have
+all tokens, and the same first token alone and in a batch.
 
 A load `N` is N streams at once, of 128 random tokens in and 256 out. `all` sends its requests at
 once. `prefix` is `generated-shared-prefix`: groups that share a system prompt of 1,024 tokens. What
@@ -100,6 +101,12 @@ def main() -> None:
         started: dict[str, Served] = {}
         signal.signal(signal.SIGTERM, lambda *_: give_up(started))
         until = begin + arguments.start_s
+        runner = Runner(arguments.out / "server_check.log", arguments.budget_s)
+        if arguments.one_at_a_time:
+            found = one_at_a_time(arguments, sides, model, started, runner, report)
+            report.hold("loads that failed", len(runner.failed), at_most=0)
+            compare(found, report, LIMITS.get(arguments.bars))
+            return
         ready = {}
         for number, side in enumerate(sides):
             log = arguments.out / f"{side}.log"
@@ -108,13 +115,37 @@ def main() -> None:
             started[side] = served
             if answers(side, served, until, report):
                 ready[side] = served
-        took_s = time.monotonic() - begin
-        report.add(part="start", took_s=round(took_s, 1))
-        left_s = arguments.budget_s - took_s
-        runner = Runner(arguments.out / "server_check.log", left_s)
+        report.add(part="start", took_s=round(time.monotonic() - begin, 1))
         found = alternate(arguments, ready, model, runner, report)
         report.hold("loads that failed", len(runner.failed), at_most=0)
         compare(found, report, LIMITS.get(arguments.bars))
+
+
+def one_at_a_time(
+    arguments: argparse.Namespace,
+    sides: Sequence[str],
+    model: Path,
+    started: dict[str, Served],
+    runner: Runner,
+    report: Report,
+) -> dict[tuple[str, str], list[dict[str, float]]]:
+    """Starts each server alone, with its own default memory fraction, and runs all loads on it.
+
+    Returns:
+        The figures of each repeat by load and side.
+    """
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for side in sides:
+        begin = time.monotonic()
+        log = arguments.out / f"{side}.log"
+        with server(side, arguments, model, log, None) as served:
+            started[side] = served
+            if answers(side, served, begin + arguments.start_s, report):
+                took_s = round(time.monotonic() - begin, 1)
+                report.add(part="start", side=side, took_s=took_s)
+                found |= alternate(arguments, {side: served}, model, runner, report)
+        del started[side]
+    return found
 
 
 def answers(side: str, served: Served, until: float, report: Report) -> bool:
@@ -147,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--backend", default="flashinfer", help="SGLang's attention backend")
     made.add_argument("--peer-mini", type=Path, help="a clone of Mini-SGLang, on a GPU")
     made.add_argument("--peer-mini-backend", default="fi", help="fi, or fa:256 with its page size")
+    made.add_argument("--one-at-a-time", action="store_true", help="each server alone on the GPU")
     made.add_argument("--share", type=float, default=0.5, help="of the memory for all of ours")
     made.add_argument("--clients", type=int, default=4, help="of loads of 64 streams and more")
     made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
@@ -184,9 +216,12 @@ def give_up(started: Mapping[str, Served]) -> None:
 
 @contextlib.contextmanager
 def server(
-    side: str, arguments: argparse.Namespace, model: Path, log: Path, share: float
+    side: str, arguments: argparse.Namespace, model: Path, log: Path, share: float | None
 ) -> Iterator[Served]:
-    """A server that starts, in a session of its own, with a share of the memory that is free."""
+    """A server that starts in a session of its own, with a share of the free device memory.
+
+    A share of None leaves the server's own default.
+    """
     make = mini_command if side == MINI else serve_command
     words = [str(word) for word in make(side, arguments, model, share)]
     environment = mini_environment(arguments.peer_mini) if side == MINI else None
@@ -215,7 +250,7 @@ def has_weights(model: Path) -> bool:
 
 
 def serve_command(
-    side: str, arguments: argparse.Namespace, model: Path, share: float
+    side: str, arguments: argparse.Namespace, model: Path, share: float | None
 ) -> list[object]:
     """How one of our servers or SGLang's is started."""
     on_cpu = str(arguments.device) == "cpu"
@@ -224,7 +259,8 @@ def serve_command(
     if not has_weights(model):
         flags += ["--load-format", "dummy"]
     if not on_cpu:
-        flags += ["--mem-fraction-static", f"{share:.3f}", "--max-running-requests", 256]
+        flags += ["--max-running-requests", 256]
+        flags += [] if share is None else ["--mem-fraction-static", f"{share:.3f}"]
     flags += [word for flag in arguments.flag for word in flag.split()]
     if side == "gateway":
         command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front", "gateway"]
@@ -234,18 +270,19 @@ def serve_command(
     else:
         command = [sys.executable, "-m", "sglang.launch_server"]
         flags += ["--attention-backend", arguments.backend, "--log-level", "warning"]
-        flags += ["--max-total-tokens", POOL]
+        flags += [] if share is None else ["--max-total-tokens", POOL]
         flags += ["--cuda-graph-max-bs-decode", 256]
     return [*command, *flags]
 
 
 def mini_command(
-    side: str, arguments: argparse.Namespace, model: Path, share: float
+    side: str, arguments: argparse.Namespace, model: Path, share: float | None
 ) -> list[object]:
     """How Mini-SGLang's server is started; the flags for both others are not its own."""
     backend, _, page_size = arguments.peer_mini_backend.partition(":")
     command: list[object] = [sys.executable, "-m", "minisgl", "--model-path", model]
-    command += ["--port", PORTS[side], "--memory-ratio", f"{share:.3f}"]
+    command += ["--port", PORTS[side]]
+    command += [] if share is None else ["--memory-ratio", f"{share:.3f}"]
     command += ["--max-running-requests", 256, "--cuda-graph-max-bs", 256]
     command += ["--attention-backend", backend, "--page-size", page_size or 1]
     return command if has_weights(model) else [*command, "--dummy-weight"]
