@@ -423,22 +423,22 @@ def engine(results: Results) -> list[str]:
 
 
 def servers(results: Results) -> list[str]:
-    """Both doors and SGLang's server, under the same loads, on the 0.6B shape."""
+    """Our server, the gateway and SGLang's server under the same loads, 0.6B."""
     return _servers(results["servers"], "0.6B")
 
 
 def servers_8b(results: Results) -> list[str]:
-    """The same of door 1 on the 8B shape."""
+    """Our server and SGLang's, 8B."""
     return _servers(results["servers-8b"], "8B")
 
 
 def gateway_8b(results: Results) -> list[str]:
-    """The same of the gateway."""
+    """The gateway and SGLang's server, 8B."""
     return _servers(results["servers-8b-gateway"], "8B")
 
 
 def servers_mini(results: Results) -> list[str]:
-    """Door 1, SGLang's server and Mini-SGLang's."""
+    """Our server, SGLang's and Mini-SGLang's."""
     return _servers(results["servers-mini"], "0.6B")
 
 
@@ -450,13 +450,14 @@ def _middle(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
 
 def _servers(record: Mapping[str, Any], shape: str) -> list[str]:
     """Medians of the repeats, and how they stand to SGLang's."""
-    names = {"ours": "door 1", "gateway": "gateway", "sglang": "SGLang's server"}
+    names = {"ours": "our scheduler", "gateway": "our scheduler, smg gateway"}
+    names |= {"sglang": "SGLang's scheduler"}
     names |= {"mini": "Mini-SGLang's server"}
     loads = {"1": "1", "64": "64", "256": "256", "all": "all at once", "prefix": "shared prefixes"}
     keys = ("output_throughput", "median_itl_ms", "p99_itl_ms", "median_ttft_ms", "front_cpu_us")
     repeats: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in record["rows"]:
-        if row.get("side") in names:
+        if "load" in row and row.get("side") in names:
             repeats.setdefault((row["load"], row["side"]), []).append(row)
     rows: list[list[Any]] = []
     for load, side in itertools.product(loads, names):
@@ -466,10 +467,9 @@ def _servers(record: Mapping[str, Any], shape: str) -> list[str]:
         speed = tokens / _middle(repeats[load, "sglang"], keys[0])
         rows.append([loads[load], names[side], tokens, speed, *times])
     return [
-        "`pie-sglang serve` by both of its doors and SGLang's server, asked by "
-        "`sglang.bench_serving`: 128 random tokens in, 256 out; shared prefixes of 1,024. Random "
-        f"weights of the {shape} shape. Medians of the repeats. The last column is the CPU time of "
-        "HTTP and text for a token.",
+        "`sglang.bench_serving`: 128 random tokens in, 256 out; shared prefixes of 1,024 tokens. "
+        f"{shape} architecture with random weights. Medians of the repeats. The last column is the "
+        "CPU time of HTTP and text processes per token.",
         table(
             ["streams", "server", "tokens/s", "of SGLang's", "ms a token, median", "p99",
              "ms to the first", "CPU, µs"],
