@@ -17,9 +17,11 @@ import pytest
 import yaml
 
 import pie_driver_sglang
-from pie_driver_sglang.cli import program
+from pie_driver_sglang.cli import doctor, program
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.gateway import smg
 from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
+from pie_driver_sglang.observe import spans
 from tiny_models import POCKET, REPOSITORY
 
 WORKFLOWS: Final = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
@@ -363,3 +365,11 @@ def test_the_example_of_replicas_names_what_is_there() -> None:
     assert {"dp_size", "enable_metrics"} <= set(given) <= SERVER_ARGS.keys()
     [job] = yaml.safe_load((folder / "prometheus.yaml").read_text())["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["server:30000"]}]
+
+
+def test_install_hints_have_the_pins_of_the_project() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert all(f"'{need}'" in spans.INSTALL for need in extras["trace"])
+    assert all(f"'{need}'" in smg.INSTALL for need in extras["gateway"])
+    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert doctor.KERNELS in constraints

@@ -22,7 +22,9 @@ _DRIVERS: Final = {12: "525.60.13", 13: "580.65.06"}
 _HALF: Final = (8, 0)
 """The first compute capability with bfloat16."""
 _HOPPER: Final = 9
-_INSTALL: Final = "pip install pie-driver-sglang"
+_INSTALL: Final = "uv pip install --reinstall target/wheels/*.whl"
+KERNELS: Final = "sglang-kernel==0.4.5"
+"""SGLang's kernel library in the version that SGLang pins."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -132,7 +134,7 @@ def _fa3(is_there: bool) -> Finding:
     if is_there:
         return Finding("FA3", "ok", "FlashAttention-3 computes prefills", values=values)
     text = "SGLang's FlashAttention-3 is missing: triton computes prefills, which takes longer"
-    return Finding("FA3", "warn", text, "run `pip install sglang-kernel`", values)
+    return Finding("FA3", "warn", text, f"run `pip install {KERNELS}`", values)
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:

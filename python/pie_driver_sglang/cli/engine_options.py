@@ -141,7 +141,7 @@ def default_model(name: str | None) -> str:
     if found is None:
         raise ConfigError(
             "no model is named, and `models/pocket` is not here",
-            "pass `--model` with a folder or a cached repository",
+            "pass `--model` with a folder or a repository of the Hugging Face hub",
         )
     return str(found)
 

@@ -31,7 +31,7 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "doctor": CliCommand(
             "cli.doctor", "look at this machine: versions, GPUs, /dev/shm, caches"
         ),
-        "check": CliCommand("cli.check", "check a configuration, without a model or a GPU"),
+        "check": CliCommand("cli.check", "check a Pie configuration without loading the model"),
         "plan": CliCommand(
             "cli.plan", "plan the memory of a model for a device that need not exist"
         ),

@@ -139,7 +139,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         About(
             Group.SPEED,
             "Run Llama-like models (Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Qwen3-MoE) with the "
-            "driver's fused kernels, where `pie` decodes. See [Fused layers](#fused-layers).",
+            "driver's fused kernels, where `pie` decodes. Llama, Qwen 3, Qwen3-MoE and Mixtral "
+            "were run on a GPU. See [Fused layers](#fused-layers).",
         ),
     ] = True
     cuda_graph_max_bs: Annotated[
@@ -175,8 +176,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         About(
             Group.SPEED,
-            "Accepted without effect: Pie's runtime shares prefixes, not SGLang. On CUDA, decodes "
-            "of contexts that share their first pages read these pages once.",
+            "Without effect in a driver that Pie starts: Pie's runtime has the prefix cache. As an "
+            "argument of `Engine` or a flag of `serve` it switches the prefix cache off.",
         ),
     ] = True
     spec_ngram_enabled: Annotated[

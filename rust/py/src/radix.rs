@@ -32,7 +32,7 @@ impl RadixIndex {
     /// An empty index.
     ///
     /// Args:
-    ///     page_size: Tokens of a page, 1 to 256.
+    ///     page_size: Tokens of a page, 1 to 1,024.
     ///     policy: What is evicted first: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     bigram: Keys are pairs of neighbouring tokens: `n` tokens are `n - 1` units.
     ///     events: Record events, which cost a SHA-256 per page.

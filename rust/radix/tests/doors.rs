@@ -29,7 +29,7 @@ fn settings_out_of_range_are_named() {
         assert_eq!(error, RadixError::PageSize { page_size });
         assert_eq!(
             error.to_string(),
-            format!("page size {page_size} is not within 1..=256")
+            format!("page size {page_size} is not within 1..=1024")
         );
     }
     assert_eq!("slru".parse(), Ok(Policy::Slru));

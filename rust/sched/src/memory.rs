@@ -54,7 +54,7 @@ impl Memory {
         let index = index.map_err(|_| SchedError::Setting {
             name: "kv_page_size",
             value: limits.page_size.to_string(),
-            wanted: "from 1 to 256",
+            wanted: "from 1 to 1024",
         })?;
         Ok(Self {
             index,

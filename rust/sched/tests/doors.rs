@@ -163,11 +163,11 @@ fn a_setting_out_of_range_is_refused() {
     let text = refused(
         Config::default(),
         Limits {
-            page_size: 257,
+            page_size: 1025,
             ..LIMITS
         },
     );
-    assert_eq!(text, "kv_page_size is 257, it must be from 1 to 256");
+    assert_eq!(text, "kv_page_size is 1025, it must be from 1 to 1024");
     assert_eq!("dfs-weight".parse(), Ok(Policy::DfsWeight));
     let text = "sjf".parse::<Policy>().expect_err("unknown").to_string();
     assert!(
