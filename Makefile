@@ -143,7 +143,7 @@ STUB ?= python
 stubs: $(VENV)/.dependencies ## Generate the native module's stub
 	@$(BIN)/maturin generate-stubs --quiet --out $(STUB) $(AS)
 
-docs: $(VENV)/.dependencies ## Generate docs/options.md from the options, docs/benchmarks.md from benches/results
+docs: $(VENV)/.dependencies ## Generate docs/options.md from the options; docs/benchmarks.md and benches/RESULTS.md from benches/results
 	@PYTHONPATH=python $(BIN)/python tools/generate_options.py
 	@$(BIN)/python tools/generate_benchmarks.py
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what the records in benches/results generate."""
+"""docs/benchmarks.md and benches/RESULTS.md are what the records in benches/results generate."""
 
 from __future__ import annotations
 
@@ -36,8 +36,20 @@ def sections(page: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_page_is_fresh(tool: ModuleType, results: dict[str, Any]) -> None:
+def test_the_pages_are_fresh(tool: ModuleType, results: dict[str, Any]) -> None:
     assert tool.render(results) == tool.TARGET.read_text(encoding="utf-8"), "run `make docs`"
+    summary = tool.benchmark_summary.render(results, tool.has)
+    assert summary == tool.SUMMARY.read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_the_summary_is_short_and_complete(tool: ModuleType, results: dict[str, Any]) -> None:
+    summary = tool.benchmark_summary.render(results, tool.has)
+    assert len(summary.splitlines()) <= 120
+    assert [*tool.benchmark_summary.QUESTIONS, "What is slower, and what is missing"] == list(
+        sections(summary)
+    )
+    without = {name: each for name, each in results.items() if name != "servers-8b"}
+    assert "8B server" not in tool.benchmark_summary.render(without, tool.has)
 
 
 def test_every_table_names_device_date_commit_and_command(
@@ -65,12 +77,12 @@ def test_every_section_has_records(tool: ModuleType, results: dict[str, Any]) ->
 
 
 def test_charts_exist(tool: ModuleType, results: dict[str, Any]) -> None:
-    charts = re.findall(r"\]\((\.\./benches/plots/[^)]+)\)", tool.render(results))
+    charts = re.findall(r"\]\((plots/[^)]+)\)", tool.render(results))
     assert {"load", "runner", "steps", "prefixes", "drafts", "ranks"} <= {
         chart.rpartition("/")[2].removesuffix(".svg") for chart in charts
     }
     for chart in charts:
-        assert (REPOSITORY / "docs" / chart).is_file(), chart
+        assert (REPOSITORY / "benches" / chart).is_file(), chart
 
 
 def test_a_changed_figure_changes_the_page(tool: ModuleType, results: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The sections of `docs/benchmarks.md` whose figures come from a CPU."""
+"""The sections of `benches/RESULTS.md` whose figures come from a CPU."""
 
 from __future__ import annotations
 

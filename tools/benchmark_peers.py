@@ -1,4 +1,4 @@
-"""Sections of `docs/benchmarks.md` whose peers are SGLang's graphs and FlashInfer's kernels.
+"""Sections of `benches/RESULTS.md` whose peers are SGLang's graphs and FlashInfer's kernels.
 
 `prefill.json` and `step-peers.json` have a record of `prefill_check.py` and `step_check.py` for
 each shape, by its name; `samplers.json` and `sums.json` are those of one check.

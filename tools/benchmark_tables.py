@@ -1,4 +1,4 @@
-"""What sections of `docs/benchmarks.md` are made of: cells, tables, pictures, sources, bars."""
+"""What sections of both pages are made of: cells, tables, pictures, sources, bars."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def picture(name: str, text: str) -> str:
-    """A chart of `benches/gpu/plots.py`."""
-    return f"![{text}](../benches/plots/{name}.svg)"
+def picture(name: str, text: str, folder: str = "plots") -> str:
+    """A chart of `benches/gpu/plots.py`, for a page next to whose folder `folder` is."""
+    return f"![{text}]({folder}/{name}.svg)"
 
 
 def source(record: Results, whole: Results | None = None) -> str:

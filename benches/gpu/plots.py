@@ -1,4 +1,4 @@
-"""Draws `../results/h200.json` as `../plots/*.svg`.
+"""Draws `../results/h200.json` and `servers-8b.json` as `../plots/*.svg`.
 
     pip install "matplotlib>=3.10,<4"
     python benches/gpu/plots.py
@@ -9,6 +9,7 @@ The same figures give the same files. A section that the results lack has no plo
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def runner(axes: Axes, results: Results) -> None:
 
 
 def prefixes(axes: Axes, results: Results) -> None:
-    """Times of steps whose contexts begin alike, over those of contexts that share nothing."""
+    """Times of steps whose contexts share a prefix, over those of contexts that share nothing."""
     rows = results["prefixes"]["steps"]
     for marker, batch in zip("os^", sorted({row["batch"] for row in rows}), strict=True):
         ours = {row["common"]: row["p50_us"] for row in rows if row["batch"] == batch}
@@ -159,42 +160,31 @@ def prefixes(axes: Axes, results: Results) -> None:
     axes.legend(frameon=False, title="contexts")
 
 
-THEMES = {"light": ("#1f2328", OURS, PEER), "dark": ("#e6edf3", "#4aa3e8", "#6e7681")}
-"""Colors of the README's chart: text, ours, the peer's."""
-
-
-def overview(results: Results, theme: str) -> Figure:
-    """Throughput and step times compared with SGLang's best backend, for the README."""
-    text, ours, peer = THEMES[theme]
-    colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with mpl.rc_context(dict.fromkeys(colors, text)):
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(8.4, 2.7), layout="constrained", width_ratios=(2, 3)
-        )
-        speeds = results["tokens_per_s"]
-        values = [max(speeds["sglang"].values()), speeds["ours"]]
-        names = ["SGLang 0.5.17", "this driver"]
-        bars = left.barh(names, values, color=[peer, ours])
-        left.bar_label(bars, fmt="{:,.0f}", padding=3)
-        left.set(xlim=(0, 1.3 * max(values)), xticks=[])
-        left.set_title("Output tokens/s, 256 requests", fontsize=10)
-        rows = [f"{batch}x512" for batch in (1, 8, 64, 256)]
-        runner = results["runner"]
-        best = [min(row[name] for row in runner["sglang_runner_us"].values()) for name in rows]
-        for number, (times, color) in enumerate(
-            [(best, peer), ([runner["ours_us"][name] for name in rows], ours)]
+def servers(record: Results) -> Figure:
+    """Output tokens/s, and median time between tokens, of two servers by concurrency."""
+    loads = {"1": "1", "64": "64", "256": "256", "all": "408 at once", "prefix": "shared prefixes"}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axes, key, title in (
+        (panels[0], "output_throughput", "output tokens/s (higher is better)"),
+        (panels[1], "median_itl_ms", "ms between tokens, median (lower is better)"),
+    ):
+        for number, (side, name, color) in enumerate(
+            [("sglang", "SGLang's scheduler", PEER), ("ours", "pie-sglang serve", OURS)]
         ):
-            places = [place + 0.4 * number for place in range(len(rows))]
-            bars = right.bar(places, [us / 1000 for us in times], 0.38, color=color)
-            right.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
-        right.set_xticks([place + 0.2 for place in range(len(rows))], ["1", "8", "64", "256"])
-        right.set(xlabel="contexts of 512 tokens", yticks=[])
-        right.set_title("Decode step, ms (lower is better)", fontsize=10)
-        for axes in (left, right):
-            for side in ("top", "right", "left"):
-                axes.spines[side].set_visible(False)
-            axes.tick_params(length=0)
-        left.spines["bottom"].set_visible(False)
+            rows = [row for row in record["rows"] if row.get("side") == side and "load" in row]
+            values = [
+                statistics.median(row[key] for row in rows if row["load"] == load) for load in loads
+            ]
+            places = [place + 0.4 * number for place in range(len(loads))]
+            bars = axes.bar(places, values, 0.38, label=name, color=color)
+            form = "{:,.0f}" if key == "output_throughput" else "{:.1f}"
+            axes.bar_label(bars, fmt=form, padding=2, fontsize=7)
+        axes.set_xticks([place + 0.2 for place in range(len(loads))], loads.values(), fontsize=8)
+        axes.set(xlabel="streams", yticks=[])
+        axes.set_title(title, fontsize=10)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    panels[0].legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -228,10 +218,10 @@ def main() -> None:
         draw(axes, results)
         figure.savefig(target / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
-    for theme in THEMES:
-        figure = overview(results, theme)
-        figure.savefig(target / f"overview-{theme}.svg", metadata={"Date": None}, transparent=True)
-        plt.close(figure)
+    record = json.loads((FOLDER / "results" / "servers-8b.json").read_text())
+    figure = servers(record)
+    figure.savefig(target / "servers-8b.svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 if __name__ == "__main__":
