@@ -689,16 +689,14 @@ class Front:
         """
         Closes the sessions that had no request for longer than they allow.
         """
-    def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes], list[str]]:
         """
         Takes messages of the tokenizer manager.
 
         Returns:
-            Messages for the detokenizer, messages for the tokenizer manager, and those of `messages` that are not about
-            requests, in their order.
-
-        Raises:
-            FrontEndError: A message cannot be read.
+            Messages for the detokenizer, messages for the tokenizer manager, those of `messages` that are not about requests,
+            in their order, and a line for the log for each that cannot be read and has no name to be answered by. No message
+            fails another one.
         """
     def set_adapter(self, /, name: str, adapter_id: SupportsIndex | None) -> None:
         """

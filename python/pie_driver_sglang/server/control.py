@@ -94,8 +94,12 @@ class Control:
         }
 
     def obey(self, data: bytes) -> Reply:
-        """Does what a message says."""
-        message = messages.decode_message(data)
+        """Does what a message says. One that cannot be read is logged, and has no answer."""
+        try:
+            message = messages.decode_message(data)
+        except Exception as error:
+            logger.error("a message of %d bytes cannot be read: %s", len(data), error)
+            return Reply([], [])
         to_tokenizer = self.answer(message)
         name = type(message).__name__
         return Reply([data] if name in _FORWARDED else [], to_tokenizer)
@@ -112,9 +116,10 @@ class Control:
         else:
             try:
                 said = handler(message)
-            except (ValueError, OverflowError) as error:
-                # Clients send what nothing takes, such as a path with a zero byte. Faults of ours
-                # look the same, so the log says where it was.
+            except Exception as error:
+                # Clients send what nothing takes, such as a path with a zero byte, or a number for
+                # a name. Faults of ours look the same, so the log says where it was. Neither ends
+                # the process: others' requests run in it.
                 logger.warning("a %s is not taken", name, exc_info=error)
                 reason = f"not taken: {error}"
         if reason is not None:

@@ -98,7 +98,6 @@ class SchedulerProcess:
 
         Raises:
             StartError: The drivers are gone for good.
-            FrontEndError: A message cannot be read.
         """
         self._pipe.send(_ready(*self._limits))
         sender = self._sockets.sender()
@@ -108,7 +107,9 @@ class SchedulerProcess:
         while not self._control.is_stopping:
             self._check()
             received = self._sockets.receive(self._control.wait_ms)
-            to_detokenizer, to_tokenizer, others = self._front.receive(received)
+            to_detokenizer, to_tokenizer, others, unreadable = self._front.receive(received)
+            for line in unreadable:
+                logger.error("%s", line)
             for message in others:
                 reply = self._control.obey(message)
                 to_detokenizer += reply.to_detokenizer

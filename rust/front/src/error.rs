@@ -1,6 +1,6 @@
 //! One error enum for the crate. A message names the value, the limit and the remedy.
 
-/// Why a message cannot be read, or the classes of the installed `SGLang` cannot be served.
+/// Why the classes of the installed `SGLang` cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrontError {
@@ -30,19 +30,6 @@ pub enum FrontError {
         class: &'static str,
         /// The field.
         field: String,
-    },
-    /// Bytes that are no message.
-    #[error("a message of SGLang's tokenizer manager cannot be read: {0}")]
-    Malformed(String),
-    /// A field with a value that it cannot have.
-    #[error("the field `{field}` of a message is {found}, it must be {wanted}")]
-    Value {
-        /// The field.
-        field: &'static str,
-        /// What it is, cut to some characters.
-        found: String,
-        /// What it may be.
-        wanted: &'static str,
     },
 }
 

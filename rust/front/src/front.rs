@@ -72,6 +72,17 @@ pub struct Outgoing {
     pub others: Vec<usize>,
     /// Sessions that the backend is to end: they were closed, and their last request has ended.
     pub ended_sessions: Vec<u64>,
+    /// Of the messages that came, what could not be read and has no name to be answered by: for the log, a line each.
+    pub unreadable: Vec<String>,
+}
+
+impl Outgoing {
+    fn note_unreadable(&mut self, message: &[u8], reason: &str) {
+        let bytes = message.len();
+        self.unreadable.push(format!(
+            "a message of {bytes} bytes cannot be read: {reason}"
+        ));
+    }
 }
 
 const NO_PRIORITY: &str =
@@ -130,23 +141,29 @@ impl Front {
         })
     }
 
-    /// Takes messages. What is refused is answered at once.
-    ///
-    /// # Errors
-    /// [`FrontError`] for a message that no front end of the installed version sends; those before it were taken.
+    /// Takes messages. What is refused is answered at once. A message that cannot be read is refused by itself: it is answered, or
+    /// is one of [`Outgoing::unreadable`].
     pub fn receive<'m>(
         &self,
         backend: &impl Backend,
         messages: impl IntoIterator<Item = &'m [u8]>,
-    ) -> Result<Outgoing, FrontError> {
+    ) -> Outgoing {
         let mut outgoing = Outgoing::default();
         let mut refused = Vec::new();
         for (place, message) in messages.into_iter().enumerate() {
-            match self.decoder.decode(message)? {
+            match self.decoder.decode(message) {
                 Incoming::Other => outgoing.others.push(place),
+                Incoming::Unreadable(reason) => outgoing.note_unreadable(message, &reason),
                 Incoming::Abort { rid, all } => self.abort(backend, &rid, all),
                 Incoming::Generate(requests) => {
                     for request in requests {
+                        let request = match request {
+                            Ok(request) => request,
+                            Err(reason) => {
+                                outgoing.note_unreadable(message, &reason);
+                                continue;
+                            }
+                        };
                         if self.answers_probe(&request, &mut outgoing) {
                             continue;
                         }
@@ -166,7 +183,7 @@ impl Front {
                 .collect();
             outgoing.to_detokenizer.push(self.outputs.encode(&entries));
         }
-        Ok(outgoing)
+        outgoing
     }
 
     /// What is due of new outputs, as one message, and the answers to probes.
@@ -466,12 +483,13 @@ impl State {
 }
 
 fn finish(open: &Open, end: &End) -> Finish {
-    let texts = &open.params.stop_strs;
+    let texts = open.params.stop_strs.texts();
     match end {
         End::Length => Finish::Length(open.tokens),
         End::StopToken(token) => Finish::StopToken(*token),
         End::StopString { index, .. } => {
-            Finish::StopText(texts.get(*index as usize).cloned().unwrap_or_default())
+            let text = texts.get(*index as usize).map_or(&[][..], |text| &**text);
+            Finish::StopText(String::from_utf8_lossy(text).into_owned())
         }
         End::StopRegex { index } => {
             let regexes = open.params.stop_regexes.as_deref();

@@ -3,7 +3,8 @@
 //! | module | what it is |
 //! |---|---|
 //! | `table` | where each field stands, by the installed classes; writing messages |
-//! | `request`, `value`, `unserved` | a request as it comes, and what is refused of it |
+//! | `msgpack`, `value` | values of a message, read in place |
+//! | `request`, `unserved` | a request as it comes, and what is refused of it |
 //! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open`, `output`, `logprobs` | what is known of a request, and what the detokenizer gets of it |
@@ -17,6 +18,7 @@ mod error;
 mod front;
 mod logprobs;
 mod media;
+mod msgpack;
 mod open;
 mod output;
 mod request;

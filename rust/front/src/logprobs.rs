@@ -1,11 +1,10 @@
 //! Log-probabilities, from what the runtime brings to the columns of a message.
 
 use pie_runtime::{Delta, LogprobParams, PlaceShape};
-use rmpv::ValueRef;
 
-use crate::error::FrontError;
+use crate::msgpack::Value;
 use crate::table::{array, float, nil, uint};
-use crate::value::{flag, integer, token_ids};
+use crate::value::{WrongValue, flag, integer, token_ids};
 
 /// Fields of a message. With a request that wants log-probabilities in it, all of them are lists, and empty for the others.
 pub(crate) const COLUMNS: [&str; 12] = [
@@ -24,14 +23,14 @@ pub(crate) const COLUMNS: [&str; 12] = [
 ];
 
 /// The fields of a request that ask for log-probabilities, in the order of the class.
-pub(crate) type AskedFields<'a, 'v> = [&'a ValueRef<'v>; 4];
+pub(crate) type AskedFields<'a> = [Value<'a>; 4];
 
 /// What a request wants. What has no meaning is a refusal; whether prompt and model have it, is not looked at.
 pub(crate) fn asked(
-    [wanted, start, top, ids]: AskedFields<'_, '_>,
+    [wanted, start, top, ids]: AskedFields<'_>,
     original: bool,
     refusal: &mut Option<String>,
-) -> Result<Option<LogprobParams>, FrontError> {
+) -> Result<Option<LogprobParams>, WrongValue> {
     if !flag("return_logprob", wanted)? {
         return Ok(None);
     }

@@ -222,7 +222,7 @@ mod tests {
                 max_new_tokens: None,
                 min_new_tokens: 0,
                 stop_token_ids: Vec::new(),
-                stop_strs: Vec::new(),
+                stop_strs: pie_runtime::StopStrings::default(),
                 stop_regexes: None,
                 grammar: None,
                 ignore_eos: false,

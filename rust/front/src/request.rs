@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
-use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes, TraceParent};
-use rmpv::ValueRef;
+use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes, StopStrings, TraceParent};
 
 use crate::error::{FrontError, one_line};
 use crate::logprobs;
+use crate::msgpack::Value;
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::trace;
-use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
-use crate::value::{flag, integer, optional_text, pickle, texts, token_ids, wrong};
+use crate::unserved::{REQUEST, Refusals, SAMPLING};
+use crate::value::{
+    WrongValue, flag, integer, number, optional_text, pickle, texts, token_ids, wrong,
+};
 
 /// `TokenizedGenerateReqInput`, as far as it is served.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,7 +83,7 @@ pub struct Params {
     /// They end it, besides the model's own.
     pub stop_token_ids: Vec<u32>,
     /// Texts that end it.
-    pub stop_strs: Vec<String>,
+    pub stop_strs: StopStrings,
     /// Expressions that end it.
     pub stop_regexes: Option<Arc<StopRegexes>>,
     /// What its text must be.
@@ -110,8 +112,9 @@ pub struct TextParams {
 /// What the tokenizer manager says.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Incoming {
-    /// Requests; several of them in one message are in their order.
-    Generate(Vec<GenerateRequest>),
+    /// Requests; several of them in one message are in their order. In the place of one that has no name, by which it could be
+    /// answered, is what is wrong with it.
+    Generate(Vec<Result<GenerateRequest, String>>),
     /// End one request, and those whose names begin with its name, or all.
     Abort {
         /// The name, or how it begins.
@@ -121,6 +124,8 @@ pub enum Incoming {
     },
     /// A message of another class.
     Other,
+    /// One that cannot be read, and that has no name to be answered by: what is wrong with it.
+    Unreadable(String),
 }
 
 macro_rules! places {
@@ -154,7 +159,7 @@ places! {
         skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval,
     }
 }
-places! { BatchPlaces of "BatchTokenizedGenerateReqInput" { batch } }
+places! { BatchPlaces of "BatchTokenizedGenerateReqInput" { rids, batch } }
 places! { AbortPlaces of "AbortReq" { rid, abort_all } }
 
 /// Reads messages of the installed classes.
@@ -198,85 +203,109 @@ impl Decoder {
         })
     }
 
-    /// Reads a message.
-    ///
-    /// # Errors
-    /// [`FrontError::Malformed`] for bytes that are no message, [`FrontError::Value`] for one that no front end of the
-    /// installed version sends: a request without a name, say. What a client got wrong is a refusal in its request.
-    pub fn decode(&self, bytes: &[u8]) -> Result<Incoming, FrontError> {
-        let mut rest = bytes;
-        let value = rmpv::decode::read_value_ref_with_max_depth(&mut rest, DEPTH)
-            .map_err(|error| FrontError::Malformed(error.to_string()))?;
-        let ValueRef::Array(values) = &value else {
-            return Ok(Incoming::Other);
+    /// Reads a message. What is wrong with a request is a refusal in it, or stands in its place: it never fails another one.
+    pub fn decode(&self, bytes: &[u8]) -> Incoming {
+        let Some((tag, fields, is_whole)) = Fields::of_message(bytes) else {
+            return Incoming::Unreadable(
+                "it is no list that begins with the name of a class".to_owned(),
+            );
         };
-        let Some((ValueRef::String(tag), fields)) = values.split_first() else {
-            return Ok(Incoming::Other);
-        };
-        let fields = Fields(fields);
-        match tag.as_str() {
-            Some("TokenizedGenerateReqInput") => {
-                Ok(Incoming::Generate(vec![self.request(fields)?]))
+        match tag {
+            b"TokenizedGenerateReqInput" => {
+                Incoming::Generate(vec![self.request(&fields, is_whole, None)])
             }
-            Some("BatchTokenizedGenerateReqInput") => {
-                let batch = fields.get(self.batch.batch);
-                let ValueRef::Array(batch) = batch else {
-                    return Err(wrong("batch", batch, "a list"));
-                };
-                let requests = batch.iter().map(|request| self.tagged(request));
-                Ok(Incoming::Generate(requests.collect::<Result<_, _>>()?))
-            }
-            Some("AbortReq") => Ok(Incoming::Abort {
-                rid: optional_text("rid", fields.get(self.abort.rid))?.unwrap_or_default(),
-                all: flag("abort_all", fields.get(self.abort.abort_all))?,
-            }),
-            _ => Ok(Incoming::Other),
+            b"BatchTokenizedGenerateReqInput" => self.batch(&fields, is_whole),
+            _ if !is_whole => Incoming::Unreadable(CUT.to_owned()),
+            b"AbortReq" => self.abort(&fields),
+            _ => Incoming::Other,
         }
     }
 
-    /// A request inside a batch, with its tag.
-    fn tagged(&self, value: &ValueRef<'_>) -> Result<GenerateRequest, FrontError> {
-        match value {
-            ValueRef::Array(values) if !values.is_empty() => self.request(Fields(&values[1..])),
-            other => Err(wrong("batch", other, "a list of requests")),
+    fn abort(&self, fields: &Fields<'_>) -> Incoming {
+        let rid = optional_text("rid", fields.get(self.abort.rid));
+        let all = flag("abort_all", fields.get(self.abort.abort_all));
+        match (rid, all) {
+            (Ok(rid), Ok(all)) => Incoming::Abort {
+                rid: rid.unwrap_or_default(),
+                all,
+            },
+            (Err(error), _) | (_, Err(error)) => Incoming::Unreadable(error.to_string()),
+        }
+    }
+
+    /// The requests of a batch, each by itself. One that cannot be read is answered by the name that the batch gives it.
+    fn batch(&self, fields: &Fields<'_>, is_whole: bool) -> Incoming {
+        let mut names = match fields.get(self.batch.rids) {
+            Value::List(names) => Some(names),
+            _ => None,
+        };
+        let mut name = || {
+            let name = names.as_mut()?.next()?;
+            optional_text("rids", name).ok().flatten()
+        };
+        match fields.get(self.batch.batch) {
+            Value::List(batch) => Incoming::Generate(
+                batch
+                    .map(|request| {
+                        let name = name();
+                        let Value::List(items) = request else {
+                            return refused(name, wrong("batch", request, "a list of requests"));
+                        };
+                        // Its tag comes first.
+                        let fields = Fields::of_items(items.rest());
+                        self.request(&fields, true, name)
+                    })
+                    .collect(),
+            ),
+            other => {
+                let error = wrong("batch", other, "a list").to_string();
+                let error = if is_whole { error } else { CUT.to_owned() };
+                let named: Vec<_> = std::iter::from_fn(name).collect();
+                if named.is_empty() {
+                    return Incoming::Unreadable(error);
+                }
+                let refused = named.into_iter().map(|name| refused(Some(name), &error));
+                Incoming::Generate(refused.collect())
+            }
         }
     }
 
     /// A request, and why it cannot be served if a field has what its client may not ask for: the tokenizer manager checks few of
-    /// them. It must have a name, by which it is answered.
-    fn request(&self, fields: Fields<'_, '_>) -> Result<GenerateRequest, FrontError> {
+    /// them. `name` is what a batch calls it.
+    fn request(
+        &self,
+        fields: &Fields<'_>,
+        is_whole: bool,
+        name: Option<String>,
+    ) -> Result<GenerateRequest, String> {
         let at = &self.request;
-        let rid = optional_text("rid", fields.get(at.rid))?;
-        let rid = rid.ok_or_else(|| wrong("rid", &ValueRef::Nil, "a text"))?;
-        let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc))?;
-        self.whole_request(fields, &rid, worker.clone())
-            .or_else(|error| match error {
-                FrontError::Value {
-                    field,
-                    found,
-                    wanted,
-                } => {
-                    let reason = format!("`{field}` is {found}, it must be {wanted}");
-                    Ok(GenerateRequest::refused(rid, worker, reason))
-                }
-                other => Err(other),
-            })
+        let rid = match optional_text("rid", fields.get(at.rid)) {
+            Ok(Some(rid)) => rid,
+            Ok(None) => return refused(name, wrong("rid", Value::Nil, "a text")),
+            Err(error) => return refused(name, error),
+        };
+        if !is_whole {
+            return refused(Some(rid), CUT);
+        }
+        let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc));
+        let known = worker.clone().ok().flatten();
+        let request = worker.and_then(|worker| self.whole_request(fields, &rid, worker));
+        Ok(request.unwrap_or_else(|error| GenerateRequest::refused(rid, known, error.to_string())))
     }
 
     fn whole_request(
         &self,
-        fields: Fields<'_, '_>,
+        fields: &Fields<'_>,
         rid: &str,
         worker: Option<String>,
-    ) -> Result<GenerateRequest, FrontError> {
+    ) -> Result<GenerateRequest, WrongValue> {
         let at = &self.request;
-        let params = fields.get(at.sampling_params);
-        let ValueRef::Array(params) = params else {
-            return Err(wrong("sampling_params", params, "a list"));
+        let params = match fields.get(at.sampling_params) {
+            Value::List(params) => Fields::of_items(params),
+            other => return Err(wrong("sampling_params", other, "a list")),
         };
-        let params = Fields(params);
         let mut refusal = self.refused_requests.find(fields);
-        refusal = refusal.or_else(|| self.refused_params.find(params));
+        refusal = refusal.or_else(|| self.refused_params.find(&params));
         let prompt = match tokens("input_ids", fields.get(at.input_ids)) {
             Ok(prompt) => prompt,
             Err(reason) => {
@@ -306,23 +335,23 @@ impl Decoder {
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
             logprobs: logprobs::asked(asked, self.original_logprobs, &mut refusal)?,
             parent: self.parent(fields)?,
-            params: self.params(params, &mut refusal)?,
+            params: self.params(&params, &mut refusal)?,
             refusal,
         })
     }
 
     fn params(
         &self,
-        fields: Fields<'_, '_>,
+        fields: &Fields<'_>,
         refusal: &mut Option<String>,
-    ) -> Result<Params, FrontError> {
+    ) -> Result<Params, WrongValue> {
         let at = &self.params;
-        let count = |name, place: usize| -> Result<Option<u32>, FrontError> {
+        let count = |name, place: usize| -> Result<Option<u32>, WrongValue> {
             let value = integer(name, fields.get(place))?;
             Ok(value.map(|value| value.clamp(0, u32::MAX.into()) as u32))
         };
         let real = |name, place: usize, default: f64| match fields.get(place) {
-            ValueRef::Nil => Ok(default),
+            Value::Nil => Ok(default),
             value => number(value).ok_or_else(|| wrong(name, value, "a number")),
         };
         let seed = integer("sampling_seed", fields.get(at.sampling_seed))?;
@@ -341,7 +370,7 @@ impl Decoder {
             max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
             min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
             stop_token_ids: token_ids("stop_token_ids", fields.get(at.stop_token_ids), refusal)?,
-            stop_strs: texts("stop", fields.get(at.stop_strs))?,
+            stop_strs: self.stop_strings(fields, refusal)?,
             stop_regexes: self.stop_regexes(fields, refusal)?,
             grammar: self.grammar(fields, refusal)?,
             ignore_eos: flag("ignore_eos", fields.get(at.ignore_eos))?,
@@ -353,7 +382,7 @@ impl Decoder {
 }
 
 impl Decoder {
-    fn parent(&self, fields: Fields<'_, '_>) -> Result<Option<TraceParent>, FrontError> {
+    fn parent(&self, fields: &Fields<'_>) -> Result<Option<TraceParent>, WrongValue> {
         if !self.traces {
             return Ok(None);
         }
@@ -361,11 +390,24 @@ impl Decoder {
         Ok(stats.and_then(trace::parent))
     }
 
+    fn stop_strings(
+        &self,
+        fields: &Fields<'_>,
+        refusal: &mut Option<String>,
+    ) -> Result<StopStrings, WrongValue> {
+        let texts = texts("stop", fields.get(self.params.stop_strs))?;
+        let strings = StopStrings::new(texts.into_iter().map(String::into_bytes));
+        Ok(strings.unwrap_or_else(|error| {
+            refusal.get_or_insert(error.to_string());
+            StopStrings::default()
+        }))
+    }
+
     fn stop_regexes(
         &self,
-        fields: Fields<'_, '_>,
+        fields: &Fields<'_>,
         refusal: &mut Option<String>,
-    ) -> Result<Option<Arc<StopRegexes>>, FrontError> {
+    ) -> Result<Option<Arc<StopRegexes>>, WrongValue> {
         let patterns = texts("stop_regex", fields.get(self.params.stop_regex_strs))?;
         if patterns.is_empty() {
             return Ok(None);
@@ -382,9 +424,9 @@ impl Decoder {
     /// The one grammar that there is.
     fn grammar(
         &self,
-        fields: Fields<'_, '_>,
+        fields: &Fields<'_>,
         refusal: &mut Option<String>,
-    ) -> Result<Option<Grammar>, FrontError> {
+    ) -> Result<Option<Grammar>, WrongValue> {
         type Kind = fn(Box<str>) -> Grammar;
         let at = &self.params;
         let kinds: [(&'static str, usize, Kind); 4] = [
@@ -409,10 +451,10 @@ impl Decoder {
         Ok(found)
     }
 
-    fn session(&self, value: &ValueRef<'_>) -> Result<Option<SessionParams>, FrontError> {
+    fn session(&self, value: Value<'_>) -> Result<Option<SessionParams>, WrongValue> {
         let fields = match value {
-            ValueRef::Nil => return Ok(None),
-            ValueRef::Array(fields) => Fields(fields),
+            Value::Nil => return Ok(None),
+            Value::List(fields) => Fields::of_items(fields),
             other => return Err(wrong("session_params", other, "a list")),
         };
         let at = &self.session;
@@ -431,7 +473,7 @@ impl Decoder {
         }))
     }
 
-    fn text(&self, fields: Fields<'_, '_>) -> Result<TextParams, FrontError> {
+    fn text(&self, fields: &Fields<'_>) -> Result<TextParams, WrongValue> {
         let at = &self.params;
         let spaces = fields.get(at.spaces_between_special_tokens);
         Ok(TextParams {
@@ -442,8 +484,8 @@ impl Decoder {
     }
 }
 
-/// Messages nest three deep; what a client may nest, such as a logit processor's parameters, no deeper than this.
-const DEPTH: usize = 512;
+/// What is wrong with a message that ends too early, or holds what `MessagePack` does not know.
+const CUT: &str = "the message is cut off, or holds what is not MessagePack";
 /// How the tokenizer manager says that all tokens are kept.
 const ALL_TOKENS: i64 = 1 << 30;
 
@@ -457,20 +499,18 @@ const fn fold_seed(seed: i64) -> u64 {
 }
 
 /// Tokens and what is added to their logits, from a map by the tokens' digits, as in `OpenAI`'s API.
-fn biases(
-    value: &ValueRef<'_>,
-    refusal: &mut Option<String>,
-) -> Result<Vec<(u32, f32)>, FrontError> {
+fn biases(value: Value<'_>, refusal: &mut Option<String>) -> Result<Vec<(u32, f32)>, WrongValue> {
     let entries = match value {
-        ValueRef::Nil => return Ok(Vec::new()),
-        ValueRef::Map(entries) => entries,
+        Value::Nil => return Ok(Vec::new()),
+        Value::Map(entries) => entries,
         other => return Err(wrong("logit_bias", other, "a map")),
     };
-    let mut biases = Vec::with_capacity(entries.len());
-    for (token, bias) in entries {
+    let mut biases = Vec::new();
+    for (token, bias) in entries.pairs() {
         let id = match token {
-            ValueRef::String(text) => text.as_str().and_then(|text| text.parse().ok()),
-            other => other.as_u64().and_then(|id| u32::try_from(id).ok()),
+            Value::Text(text) => str::from_utf8(text).ok().and_then(|text| text.parse().ok()),
+            Value::Integer(id) => u32::try_from(id).ok(),
+            _ => None,
         };
         match (id, number(bias)) {
             (Some(id), Some(bias)) => biases.push((id, bias as f32)),
@@ -484,19 +524,28 @@ fn biases(
     Ok(biases)
 }
 
+/// A request that cannot be read: refused, if it has a name to be answered by.
+fn refused(name: Option<String>, error: impl ToString) -> Result<GenerateRequest, String> {
+    let error = error.to_string();
+    match name {
+        Some(rid) => Ok(GenerateRequest::refused(rid, None, error)),
+        None => Err(error),
+    }
+}
+
 /// A prompt, or why it is none; for the client.
-fn tokens(field: &str, value: &ValueRef<'_>) -> Result<Vec<u32>, String> {
+fn tokens(field: &str, value: Value<'_>) -> Result<Vec<u32>, String> {
     let parts = match value {
-        ValueRef::Array(parts) => &parts[..],
-        _ => &[],
+        Value::List(mut parts) => [parts.next(), parts.next(), parts.next()],
+        _ => [None; 3],
     };
-    let [ValueRef::String(kind), ValueRef::Binary(bytes)] = parts else {
+    let [Some(Value::Text(kind)), Some(Value::Binary(bytes)), None] = parts else {
         return Err(format!(
             "the request has no `{field}`: send a text or tokens"
         ));
     };
     let (numbers, rest) = bytes.as_chunks::<8>();
-    if kind.as_str() != Some("q") || !rest.is_empty() {
+    if kind != b"q" || !rest.is_empty() {
         return Err(format!("`{field}` are no 64-bit integers"));
     }
     let token = |(at, bytes): (usize, &[u8; 8])| {

@@ -4,9 +4,9 @@
 //! middle, so no position is written down here: all come from the classes at the start.
 
 use rmp::encode;
-use rmpv::ValueRef;
 
 use crate::error::FrontError;
+use crate::msgpack::{Items, Value, read_list};
 
 /// A field of a class.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,13 +50,33 @@ impl MessageClass {
     }
 }
 
-/// A message whose fields are read by place. Those that a shorter message leaves out are `Nil`.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Fields<'a, 'b>(pub(crate) &'b [ValueRef<'a>]);
+/// A message whose fields are read by place. Those that a shorter message leaves out are nil.
+#[derive(Debug, Clone)]
+pub(crate) struct Fields<'a>(Vec<Value<'a>>);
 
-impl<'a, 'b> Fields<'a, 'b> {
-    pub(crate) fn get(self, place: usize) -> &'b ValueRef<'a> {
-        self.0.get(place).unwrap_or(&ValueRef::Nil)
+/// More fields than any class has; what comes after them is not looked at.
+const MOST_FIELDS: usize = 256;
+
+impl<'a> Fields<'a> {
+    /// Of a message, as far as it is whole: its tag, and whether all of it could be read.
+    pub(crate) fn of_message(bytes: &'a [u8]) -> Option<(&'a [u8], Self, bool)> {
+        let (mut values, is_whole) = read_list(bytes, MOST_FIELDS)?;
+        match values.first() {
+            Some(&Value::Text(tag)) => {
+                values.remove(0);
+                Some((tag, Self(values), is_whole))
+            }
+            _ => None,
+        }
+    }
+
+    /// Of an object inside a message, which has no tag.
+    pub(crate) fn of_items(items: Items<'a>) -> Self {
+        Self(items.take(MOST_FIELDS).collect())
+    }
+
+    pub(crate) fn get(&self, place: usize) -> Value<'a> {
+        self.0.get(place).copied().unwrap_or(Value::Nil)
     }
 }
 

@@ -1,8 +1,8 @@
 //! What a request may ask for and this scheduler does not serve, each with the reason. A row goes when it is served.
 
-use rmpv::ValueRef;
-
+use crate::msgpack::Value;
 use crate::table::Fields;
+use crate::value::number;
 
 /// Fields of `TokenizedGenerateReqInput`, and why another value than the neutral one is refused.
 pub(crate) const REQUEST: &[(&str, &str)] = &[
@@ -45,7 +45,7 @@ impl Refusals {
     }
 
     /// What to tell the client of the first field that asks for something.
-    pub(crate) fn find(&self, fields: Fields<'_, '_>) -> Option<String> {
+    pub(crate) fn find(&self, fields: &Fields<'_>) -> Option<String> {
         let asked = |&&(place, _, _): &&(usize, &str, &str)| !is_neutral(fields.get(place));
         self.0.iter().find(asked).map(|&(place, name, why)| {
             let value = shown(fields.get(place));
@@ -57,30 +57,19 @@ impl Refusals {
     }
 }
 
-fn is_neutral(value: &ValueRef<'_>) -> bool {
+fn is_neutral(value: Value<'_>) -> bool {
     match value {
-        ValueRef::Nil | ValueRef::Boolean(false) => true,
-        ValueRef::Array(values) => values.is_empty(),
-        ValueRef::Map(values) => values.is_empty(),
-        ValueRef::String(text) => text.as_bytes().is_empty(),
+        Value::Nil | Value::Flag(false) => true,
+        Value::List(values) | Value::Map(values) => values.count() == 0,
+        Value::Text(text) => text.is_empty(),
         value => number(value).is_some_and(|value| value.total_cmp(&0.0).is_eq()),
     }
 }
 
 /// A number, as ` = 1.5`; nothing for longer values.
-fn shown(value: &ValueRef<'_>) -> String {
+fn shown(value: Value<'_>) -> String {
     match number(value) {
         Some(value) => format!(" = {value}"),
         None => String::new(),
-    }
-}
-
-/// Any number; -0 is 0.
-pub(crate) fn number(value: &ValueRef<'_>) -> Option<f64> {
-    match value {
-        ValueRef::F32(value) => Some(f64::from(*value) + 0.0),
-        ValueRef::F64(value) => Some(*value + 0.0),
-        ValueRef::Integer(value) => value.as_f64(),
-        _ => None,
     }
 }

@@ -46,7 +46,7 @@ proptest! {
             encoded(&generate("plain", &[5], &[("stream", Value::from(true))], &[])),
             encoded(&generate("asks", &tokens, &asked, &[])),
         ];
-        front.receive(&kept, messages.iter().map(Vec::as_slice)).unwrap();
+        front.receive(&kept, messages.iter().map(Vec::as_slice));
         let arrivals = kept.arrivals.borrow();
         let width = 1 + 2 * top + given.len();
         prop_assert!(arrivals[0].logprobs.is_none());
@@ -115,7 +115,7 @@ fn a_request_for_no_token_has_one_log_probability() {
         &asked,
         &[("max_new_tokens", Value::from(0))],
     );
-    front.receive(&kept, [&encoded(&message)[..]]).unwrap();
+    front.receive(&kept, [&encoded(&message)[..]]);
     let mut ended = delta(0, &[], Some(End::Length));
     ended.logprobs = places(1, 2, 4);
     ended.scored = Some(77);
@@ -163,7 +163,7 @@ fn log_probabilities_that_there_are_not_are_refused() {
     ] {
         let asked = [("return_logprob", Value::from(true)), (field_name, value)];
         let message = encoded(&generate("a", &[10, 11], &asked, &[]));
-        let outgoing = front.receive(&kept, [&message[..]]).unwrap();
+        let outgoing = front.receive(&kept, [&message[..]]);
         let answer = &outgoing.to_detokenizer[0];
         let reason = field(answer, "finished_reasons").remove(0).to_string();
         assert!(reason.contains(text), "{reason}");

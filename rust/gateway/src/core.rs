@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use pie_runtime::{
     Arrival, Batch, Capabilities, Constrain, Delta, Draw, End, Ends, Grammar, MAX_SAMPLES,
-    Pictures, Refusal, Sampling, Service, Timeline, Timelines, TraceParent, TracedRequest,
+    Pictures, Refusal, Sampling, Service, StopStrings, Timeline, Timelines, TraceParent,
+    TracedRequest,
 };
 use rustc_hash::FxHashMap;
 use tonic::Status;
@@ -49,7 +50,7 @@ pub(crate) struct Entered {
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) prompt_tokens: u32,
     /// Its stop strings.
-    pub(crate) stops: Vec<Box<[u8]>>,
+    pub(crate) stops: StopStrings,
     /// Reads its log-probabilities, where it wants some.
     pub(crate) logprobs: Option<Reader>,
 }
@@ -354,12 +355,14 @@ impl Core {
     /// Empties the prefix index, once nothing runs or waits, or the time is over. Whether it was.
     pub(crate) async fn flush(self: &Arc<Self>, limit: Duration) -> bool {
         const STEP: Duration = Duration::from_millis(20);
-        let until = Instant::now() + limit;
+        // Further away than the clock goes is for ever.
+        let until = Instant::now().checked_add(limit);
         loop {
             let core = Arc::clone(self);
             let flush = move || core.service.flush(Duration::from_mins(1));
             let flushed = tokio::task::spawn_blocking(flush).await.unwrap_or(false);
-            if flushed || Instant::now() >= until || self.is_closing() {
+            let is_over = until.is_some_and(|until| Instant::now() >= until);
+            if flushed || is_over || self.is_closing() {
                 return flushed;
             }
             tokio::time::sleep(STEP).await;

@@ -109,7 +109,7 @@ impl Journal {
         let next = match cursor {
             0 if first == 1 => 1,
             0 => history.next,
-            cursor if cursor + 1 >= first && cursor <= last => cursor + 1,
+            cursor if cursor.saturating_add(1) >= first && cursor <= last => cursor + 1,
             cursor => {
                 return Err(Status::out_of_range(format!(
                     "batches {first} to {last} are kept, and those after {cursor} were asked for: subscribe from 0"

@@ -1,6 +1,7 @@
 //! Grammars that the contracts name and [`Grammar`] does not.
 
-use pie_runtime::Grammar;
+use pie_runtime::{Grammar, StopStrings};
+use tonic::Status;
 
 /// Any JSON object.
 pub(crate) fn any_object() -> Grammar {
@@ -16,6 +17,7 @@ pub(crate) fn one_of(texts: &[String]) -> Grammar {
     Grammar::Regex(format!("(?:{})", escaped.join("|")).into())
 }
 
-pub(crate) fn bytes(text: String) -> Box<[u8]> {
-    text.into_bytes().into_boxed_slice()
+pub(crate) fn stop_strings(texts: Vec<String>) -> Result<StopStrings, Status> {
+    StopStrings::new(texts.into_iter().map(String::into_bytes))
+        .map_err(|error| Status::invalid_argument(error.to_string()))
 }

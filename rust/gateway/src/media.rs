@@ -67,7 +67,9 @@ pub(crate) fn pictures(
             grids.len()
         )));
     }
-    let patches: u64 = grids.iter().map(|&grid| patches(grid)).sum();
+    let patches = grids
+        .iter()
+        .fold(0, |sum: u64, &grid| sum.saturating_add(patches(grid)));
     let mut pixels = Pixels::new(pixels, patches)?;
     let mut found = Vec::with_capacity(grids.len());
     // By how much positions are smaller than places.
@@ -205,7 +207,8 @@ impl<'a> Pixels<'a> {
         let size = if is_half { 2 } else { 4 };
         checked(tensor, size)?;
         let bytes = tensor.data.len() as u64;
-        if patches == 0 || !bytes.is_multiple_of(patches * size) {
+        let row = patches.checked_mul(size).filter(|&row| row > 0);
+        if row.is_none_or(|row| !bytes.is_multiple_of(row)) {
             return Err(wrong(format!(
                 "`pixel_values` has {} numbers for {patches} patches",
                 bytes / size

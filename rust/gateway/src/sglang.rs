@@ -210,7 +210,7 @@ fn asked(mut request: GenerateRequest, images: Option<ImageFacts>) -> Result<Ask
             max_tokens: params.max_new_tokens.unwrap_or(u32::MAX >> 1),
             min_tokens: params.min_new_tokens,
             stop_tokens: params.stop_token_ids,
-            stop_strings: params.stop.into_iter().map(grammars::bytes).collect(),
+            stop_strings: grammars::stop_strings(params.stop)?,
             stop_regexes: None,
         },
     })

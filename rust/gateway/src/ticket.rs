@@ -98,7 +98,7 @@ impl Ticket {
                 end,
             }) => {
                 let request = status::Request {
-                    stops: &self.request.stops,
+                    stops: self.request.stops.texts(),
                     is_over: &|| self.core.trouble().is_some(),
                 };
                 match status::outcome(&end, counts.tokens > 0, request) {

@@ -198,7 +198,7 @@ fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, 
             max_tokens: params.max_tokens.unwrap_or(u32::MAX >> 1),
             min_tokens: params.min_tokens,
             stop_tokens: params.stop_token_ids,
-            stop_strings: params.stop.into_iter().map(grammars::bytes).collect(),
+            stop_strings: grammars::stop_strings(params.stop)?,
             stop_regexes: None,
         },
     })

@@ -16,7 +16,15 @@ use crate::traced::{Traced, traced};
 type Field = (String, Option<Vec<u8>>);
 /// A clock, a pickle, and four places in it.
 type Times = (f64, Vec<u8>, (usize, usize, usize, usize));
-/// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests.
+/// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests; and what
+/// could not be read, a line each.
+type Received<'py> = (
+    Vec<Bound<'py, PyBytes>>,
+    Vec<Bound<'py, PyBytes>>,
+    Vec<Bound<'py, PyBytes>>,
+    Vec<String>,
+);
+/// Messages by receiver: for the detokenizer, for the tokenizer manager, and none that came.
 type Messages<'py> = (
     Vec<Bound<'py, PyBytes>>,
     Vec<Bound<'py, PyBytes>>,
@@ -135,16 +143,10 @@ impl Front {
     /// Takes messages of the tokenizer manager.
     ///
     /// Returns:
-    ///     Messages for the detokenizer, messages for the tokenizer manager, and those of `messages` that are not about
-    ///     requests, in their order.
-    ///
-    /// Raises:
-    ///     FrontEndError: A message cannot be read.
-    fn receive<'py>(
-        &self,
-        py: Python<'py>,
-        messages: Vec<Bound<'py, PyBytes>>,
-    ) -> PyResult<Messages<'py>> {
+    ///     Messages for the detokenizer, messages for the tokenizer manager, those of `messages` that are not about requests,
+    ///     in their order, and a line for the log for each that cannot be read and has no name to be answered by. No message
+    ///     fails another one.
+    fn receive<'py>(&self, py: Python<'py>, messages: Vec<Bound<'py, PyBytes>>) -> Received<'py> {
         let backend = ServiceWithImages {
             service: &self.runtime.get().service,
             py,
@@ -152,12 +154,11 @@ impl Front {
         };
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
         let outgoing = self.inner.receive(&backend, bytes);
-        let outgoing = outgoing.map_err(|error| from_front(&error))?;
         let mut messages = messages;
         let mut place = 0..;
         messages.retain(|_| place.next().is_some_and(|at| outgoing.others.contains(&at)));
         let (to_detokenizer, to_tokenizer, _) = lists(py, &outgoing);
-        Ok((to_detokenizer, to_tokenizer, messages))
+        (to_detokenizer, to_tokenizer, messages, outgoing.unreadable)
     }
 
     /// Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.

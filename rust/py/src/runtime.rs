@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use pie_runtime::{
     Arrival, CompilerSettings, Config, DriverSettings, Ends, FigureReader, GrammarSettings,
     JsonSpace, LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes,
-    TraceEnd, TraceSettings,
+    StopStrings, TraceEnd, TraceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -194,7 +194,9 @@ impl Runtime {
             priority: enable_priority_scheduling,
             low_priority_first: schedule_low_priority_values_first,
             preemption_threshold: priority_scheduling_preemption_threshold,
-            running_limit_us: running_limit.map_or(0, |limit| limit.as_micros().max(1) as u64),
+            running_limit_us: running_limit.map_or(0, |limit| {
+                u64::try_from(limit.as_micros().max(1)).unwrap_or(u64::MAX)
+            }),
             seed: seed.cast_unsigned(),
             ..Config::default()
         };
@@ -395,7 +397,8 @@ impl Runtime {
                 max_tokens: max_new_tokens,
                 min_tokens: min_new_tokens,
                 stop_tokens,
-                stop_strings: stop.iter().map(|text| text.as_bytes().into()).collect(),
+                stop_strings: StopStrings::new(stop.into_iter().map(String::into_bytes))
+                    .map_err(value_error)?,
                 stop_regexes: regexes.map(Arc::new),
             },
             samples: n,

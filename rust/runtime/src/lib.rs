@@ -63,7 +63,7 @@ pub use pie_grammar::{
 };
 pub use pie_sched::{
     Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, MAX_SAMPLES, Policy, Refusal,
-    Stats, StopRegexError, StopRegexes, TokenBytes,
+    Stats, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
 };
 pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;

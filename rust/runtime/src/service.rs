@@ -209,7 +209,7 @@ impl Service {
         let replica = self.choose(&arrival, alive);
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
         arrival.id = number * self.replicas.len() as u64 + replica as u64;
-        let after = |limit| (self.begin.elapsed() + limit).as_micros() as u64;
+        let after = |limit| micros(self.begin.elapsed().saturating_add(limit));
         arrival.deadline = deadline.map(after);
         arrival.admit_by = self.waiting_limit.map(after);
         arrival.namespace = namespace(arrival.adapter, arrival.namespace);
@@ -458,6 +458,11 @@ impl Drop for Service {
     }
 }
 
+/// A time in µs; one that is longer than the count goes is the longest.
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
 /// What keeps KV apart: what one adapter has computed is of no use to another. Different arguments give different results.
 fn namespace(adapter: Option<u64>, name: Option<Box<str>>) -> Option<Box<str>> {
     match (adapter, name) {
@@ -476,4 +481,23 @@ fn hash(key: &str) -> u64 {
     key.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_beyond_all_clocks_is_the_last_one() {
+        assert_eq!(micros(Duration::from_micros(7)), 7);
+        assert_eq!(
+            micros(Duration::from_secs(1).saturating_add(Duration::MAX)),
+            u64::MAX
+        );
+        // A truncated one would lie in the past.
+        assert_eq!(
+            micros(Duration::from_micros(u64::MAX) + Duration::from_micros(2)),
+            u64::MAX
+        );
+    }
 }

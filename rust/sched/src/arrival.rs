@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::constraint::Constrain;
 use crate::logprobs::Logprobs;
 use crate::regex::StopRegexes;
+use crate::stop_strings::StopStrings;
 
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -17,7 +18,7 @@ pub struct Ends {
     /// Tokens that end it, the model's own among them; none to ignore these. The token is part of the output.
     pub stop_tokens: Vec<u32>,
     /// Texts that end it, found across tokens' borders by [`TokenBytes`](crate::TokenBytes).
-    pub stop_strings: Vec<Box<[u8]>>,
+    pub stop_strings: StopStrings,
     /// Expressions that end it, searched in the same text; `None` for none.
     pub stop_regexes: Option<Arc<StopRegexes>>,
 }

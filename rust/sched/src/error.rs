@@ -129,12 +129,9 @@ pub enum Refusal {
         /// Most that may be.
         limit: u32,
     },
-    /// Stop strings cannot be found without the bytes of tokens, and an empty one is everywhere.
-    #[error("stop strings need the bytes of tokens, and one byte at least: {why}")]
-    StopString {
-        /// What is wrong.
-        why: &'static str,
-    },
+    /// Stop strings cannot be found without the bytes of tokens.
+    #[error("stop strings need the bytes of tokens: this scheduler was made without them")]
+    StopString,
     /// More log-probabilities of a token than an answer has room for.
     #[error(
         "the log-probabilities of one token take {words} words, and an answer has room for {limit}: ask for fewer tokens of each"

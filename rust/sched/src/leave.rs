@@ -35,7 +35,7 @@ impl<S> Scheduler<S> {
             held_bytes: if finish.is_some() {
                 0
             } else {
-                sequence.found.held()
+                sequence.found.held(&sequence.shared.arrival.ends)
             },
             finish,
             admitted: sequence.admitted,

@@ -66,7 +66,7 @@
 //! | `order`, `admit`, `ratio` | the order of those that wait, which of them begin, and how much output is expected |
 //! | `layout`, `step`, `pace` | the next step, from what steps cost |
 //! | `constraint`, `follow` | what binds the tokens of a sequence, asked before a row is laid out |
-//! | `sequence`, `ends`, `regex`, `text` | one sequence, and when it ends by what it says |
+//! | `sequence`, `ends`, `stop_strings`, `regex`, `text` | one sequence, and when it ends by what it says |
 //! | `flight`, `answer`, `settle` | steps that are out, and their answers |
 //! | `output`, `leave`, `logprobs` | what goes out: tokens, ends, pages, log-probabilities |
 //! | `memory`, `copies`, `sessions` | pages of both tiers and the prefix index, copies between them, what sessions keep |
@@ -99,6 +99,7 @@ mod sessions;
 mod settle;
 mod stats;
 mod step;
+mod stop_strings;
 mod text;
 
 pub use answer::Answer;
@@ -115,6 +116,7 @@ pub use regex::{StopRegexError, StopRegexes};
 pub use scheduler::Scheduler;
 pub use stats::Stats;
 pub use step::{Row, Step};
+pub use stop_strings::{StopStringError, StopStrings};
 pub use text::TokenBytes;
 
 /// The README's example is a test.

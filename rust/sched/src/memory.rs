@@ -233,8 +233,9 @@ impl Memory {
     pub(crate) fn keep(&mut self, held: &mut Held, session: u64, context: u64) {
         self.free_own(held);
         let node = std::mem::take(&mut held.node);
-        if let Some(former) = self.sessions.keep(session, node, context) {
-            self.unlock(former);
+        let former = self.sessions.keep(session, node, context);
+        for node in former.into_iter().chain(self.sessions.release_surplus()) {
+            self.unlock(node);
         }
     }
 

@@ -8,6 +8,8 @@ use regex_syntax::ParserBuilder;
 use regex_syntax::hir::{Hir, HirKind, Look};
 use thiserror::Error;
 
+use crate::stop_strings::StopStrings;
+
 /// Bytes that the automaton of a request's expressions may take. Each byte of a text costs at most one visit of each of its states.
 const SIZE: usize = 256 << 10;
 /// Most expressions of a request.
@@ -58,6 +60,9 @@ pub struct StopRegexes {
     /// Of those that are not plain texts; a pattern's number is its place in `numbers`.
     nfa: Option<NFA>,
     numbers: Box<[u32]>,
+    /// Those that only match their own text, and their numbers. They are stop strings in all but their name.
+    plain: StopStrings,
+    plain_numbers: Box<[u32]>,
 }
 
 impl fmt::Debug for StopRegexes {
@@ -86,17 +91,27 @@ impl StopRegexes {
         }
         let patterns: Box<[Box<str>]> = patterns.iter().map(|it| it.as_ref().into()).collect();
         let mut hirs = Vec::new();
-        let mut numbers = Vec::new();
+        let (mut numbers, mut plain_numbers) = (Vec::new(), Vec::new());
+        let mut plain = Vec::new();
         for (number, pattern) in (0..).zip(&patterns) {
-            if !is_plain(pattern) {
+            if is_plain(pattern) {
+                plain.push(pattern.as_bytes());
+                plain_numbers.push(number);
+            } else {
                 hirs.push(parse(pattern)?);
                 numbers.push(number);
             }
         }
+        let plain = StopStrings::new(plain).map_err(|error| StopRegexError::Wrong {
+            pattern: String::new(),
+            reason: error.to_string(),
+        })?;
         Ok(Self {
             nfa: (!hirs.is_empty()).then(|| compile(&hirs)).transpose()?,
             patterns,
             numbers: numbers.into(),
+            plain,
+            plain_numbers: plain_numbers.into(),
         })
     }
 
@@ -105,10 +120,14 @@ impl StopRegexes {
         self.patterns.iter().map(|pattern| &**pattern)
     }
 
-    /// Those that only match their own text, with their numbers. They are stop strings in all but their name.
-    pub(crate) fn plain(&self) -> impl Iterator<Item = (u32, &str)> {
-        let numbered = (0..).zip(self.patterns());
-        numbered.filter(|(number, _)| !self.numbers.contains(number))
+    /// Those that only match their own text.
+    pub(crate) const fn plain(&self) -> &StopStrings {
+        &self.plain
+    }
+
+    /// The number of one of them among all expressions.
+    pub(crate) fn plain_number(&self, index: u32) -> u32 {
+        self.plain_numbers[index as usize]
     }
 }
 
@@ -352,8 +371,9 @@ mod tests {
     #[test]
     fn plain_texts_are_told_apart() {
         let regexes = StopRegexes::new(&["a.c", "stop it", "[x]", "\u{4f60}"]).unwrap();
-        let plain: Vec<_> = regexes.plain().collect();
-        assert_eq!(plain, [(1, "stop it"), (3, "\u{4f60}")]);
+        let plain = ["stop it", "\u{4f60}"].map(|text| text.as_bytes().into());
+        assert_eq!(regexes.plain().texts(), plain);
+        assert_eq!((regexes.plain_number(0), regexes.plain_number(1)), (1, 3));
         assert_eq!(regexes.patterns().count(), 4);
         assert!(Search::new(&StopRegexes::new(&["plain"]).unwrap()).is_none());
     }

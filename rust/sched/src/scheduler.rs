@@ -12,7 +12,6 @@ use crate::arrival::Arrival;
 use crate::config::{Config, Limits, Policy};
 use crate::constraint::Bond;
 use crate::copies::Copies;
-use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
 use crate::memory::{Held, Memory};
@@ -144,9 +143,9 @@ impl<S> Scheduler<S> {
         let rank = self.rank(arrival.priority);
         self.make_place(arrival.samples, rank)?;
         let shared = Arc::new(Shared {
-            patterns: Patterns::new(&arrival.ends),
             prompt_len: arrival.prompt.len() as u32,
             max_tokens: arrival.ends.max_tokens.min(longest),
+            min_tokens: arrival.ends.min_tokens.min(longest),
             rank,
             arrival,
         });

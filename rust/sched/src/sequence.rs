@@ -6,7 +6,7 @@ use pie_radix::Key;
 
 use crate::arrival::{Arrival, Image};
 use crate::constraint::Bond;
-use crate::ends::{Found, Patterns};
+use crate::ends::Found;
 use crate::logprobs::Kept;
 use crate::memory::Held;
 use crate::output::{Admitted, Finish};
@@ -22,10 +22,11 @@ const EXPECTED: u32 = 4096;
 #[derive(Debug)]
 pub(crate) struct Shared<S> {
     pub(crate) arrival: Arrival<S>,
-    pub(crate) patterns: Patterns,
     pub(crate) prompt_len: u32,
     /// `Ends::max_tokens`, cut to what there is room for.
     pub(crate) max_tokens: u32,
+    /// `Ends::min_tokens`, at most that.
+    pub(crate) min_tokens: u32,
     /// The lower the better.
     pub(crate) rank: i64,
 }
@@ -99,7 +100,7 @@ impl<S> Sequence<S> {
         let longest = shared.prompt_len + shared.max_tokens.min(EXPECTED) + 2;
         let mut tokens = Vec::with_capacity(longest as usize);
         tokens.extend_from_slice(&shared.arrival.prompt);
-        let found = Found::new(&shared.patterns, &shared.arrival.ends);
+        let found = Found::new(&shared.arrival.ends);
         let constraint = &shared.arrival.constraint;
         let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
         let wanted = shared.arrival.logprobs;
@@ -107,7 +108,7 @@ impl<S> Sequence<S> {
         Self {
             prompt_len: shared.prompt_len,
             max_tokens: shared.max_tokens,
-            min_tokens: shared.arrival.ends.min_tokens,
+            min_tokens: shared.min_tokens,
             drafts_wanted: shared.arrival.drafts,
             streams: shared.arrival.streams,
             shared,
@@ -217,9 +218,9 @@ impl<S> Sequence<S> {
             None => end,
         };
         let first = images.partition_point(|image| image.start < start);
-        let mut bytes = 0;
+        let mut bytes = 0_u32;
         for image in images[first..].iter().take_while(|image| image.start < end) {
-            let fits = bytes + image.bytes <= left || (bytes == 0 && taken == 0);
+            let fits = bytes.saturating_add(image.bytes) <= left || (bytes == 0 && taken == 0);
             if !fits {
                 end = image.start;
                 break;
@@ -262,7 +263,7 @@ impl<S> Sequence<S> {
 
     /// Whether stop tokens are forbidden for the token after `end`.
     pub(crate) fn forbids(&self, end: u32) -> bool {
-        end < self.prompt_len + self.min_tokens
+        end < self.prompt_len.saturating_add(self.min_tokens)
     }
 
     /// Whether the driver may draft for the token after the next one.
@@ -390,10 +391,7 @@ impl<S> Sequence<S> {
         let shared = &self.shared;
         let ends = &shared.arrival.ends;
         let hit = match text {
-            Some(text) if !self.found.is_idle() => {
-                self.found
-                    .advance(&shared.patterns, ends, text.bytes(token))
-            }
+            Some(text) if !self.found.is_idle() => self.found.advance(ends, text.bytes(token)),
             _ => None,
         };
         let produced = self.len() - self.prompt_len;
@@ -403,7 +401,7 @@ impl<S> Sequence<S> {
         if hit.is_some() {
             return hit;
         }
-        let stops = produced > ends.min_tokens && ends.stop_tokens.contains(&token);
+        let stops = produced > self.min_tokens && ends.stop_tokens.contains(&token);
         stops.then_some(Finish::StopToken(token))
     }
 }

@@ -5,6 +5,9 @@ use std::collections::BTreeMap;
 use pie_radix::NodeId;
 use rustc_hash::FxHashMap;
 
+/// Most sessions that are kept. Those whose tokens fill no page would otherwise stay for ever: no lack of pages makes them go.
+const MOST: usize = 1 << 16;
+
 /// A session between two requests.
 #[derive(Debug, Clone, Copy)]
 struct Kept {
@@ -59,6 +62,13 @@ impl Sessions {
         Some(kept.node)
     }
 
+    /// Forgets the least recently used session where there are too many. Returns its node, to be unlocked.
+    pub(crate) fn release_surplus(&mut self) -> Option<NodeId> {
+        (self.kept.len() > MOST)
+            .then(|| self.release_oldest())
+            .flatten()
+    }
+
     /// Forgets the session that was used least recently. Returns its node, to be unlocked.
     pub(crate) fn release_oldest(&mut self) -> Option<NodeId> {
         let (_, session) = self.order.pop_first()?;
@@ -68,5 +78,24 @@ impl Sessions {
     pub(crate) fn clear(&mut self) {
         self.kept.clear();
         self.order.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_are_never_more_than_the_most() {
+        let mut sessions = Sessions::default();
+        for session in 0..2 * MOST as u64 {
+            assert_eq!(sessions.keep(session, NodeId::default(), session), None);
+            let surplus = sessions.release_surplus();
+            assert_eq!(surplus.is_some(), session >= MOST as u64);
+            assert!(sessions.kept.len() <= MOST && sessions.order.len() <= MOST);
+        }
+        // The oldest went.
+        assert_eq!(sessions.take_context(0), None);
+        assert_eq!(sessions.take_context(MOST as u64), Some(MOST as u64));
     }
 }

@@ -3,7 +3,7 @@
 use allocation_counter::measure;
 use pie_sched::{
     Answer, Arrival, Config, Finish, Image, Limits, Logprobs, Outputs, Policy, SchedError,
-    Scheduler,
+    Scheduler, StopStrings,
 };
 
 const LIMITS: Limits = Limits {
@@ -72,13 +72,27 @@ fn a_refusal_names_value_limit_and_remedy() {
     let text = refusal(&mut scheduler, least);
     assert!(text.contains("at least 6 tokens and at most 5"), "{text}");
     let mut strings = arrival(2);
-    strings.ends.stop_strings = vec![b"x"[..].into()];
+    strings.ends.stop_strings = StopStrings::new([&b"x"[..]]).unwrap();
     let text = refusal(&mut scheduler, strings);
     assert!(
         text.contains("this scheduler was made without them"),
         "{text}"
     );
     assert_eq!(scheduler.stats().waiting, 1);
+}
+
+#[test]
+fn stop_tokens_are_forbidden_for_as_many_tokens_as_any_number_says() {
+    let mut scheduler = scheduler(Config::default(), LIMITS);
+    let mut arrival = Arrival::new(1, vec![1; 10], (), u32::MAX);
+    arrival.ends.min_tokens = u32::MAX;
+    arrival.ends.stop_tokens = vec![7];
+    scheduler
+        .submit(arrival)
+        .expect("as many as there is room for");
+    let step = scheduler.step(0).expect("right books").expect("a step");
+    let row = step.rows().next().expect("a row");
+    assert_eq!(row.forbidden, [7]);
 }
 
 #[test]

@@ -110,11 +110,7 @@ impl Front {
             max_tokens,
             min_tokens: params.min_new_tokens.min(max_tokens),
             stop_tokens,
-            stop_strings: params
-                .stop_strs
-                .iter()
-                .map(|text| text.as_bytes().into())
-                .collect(),
+            stop_strings: params.stop_strs.clone(),
             stop_regexes: params.stop_regexes.clone(),
         }
     }

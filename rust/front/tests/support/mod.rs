@@ -1,4 +1,5 @@
 //! Messages as the server's front end sends them, and a runtime that computes nothing.
+#![allow(dead_code, reason = "each test takes a part of it")]
 
 use std::cell::RefCell;
 use std::sync::Arc;

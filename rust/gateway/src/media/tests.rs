@@ -168,6 +168,11 @@ fn what_is_wrong_is_named() {
             "`pixel_values` has 84 numbers for 52 patches",
         ),
         (
+            // Together they are more than any number holds.
+            &|sent| sent.grids = vec![[u32::MAX; 3]; 2],
+            "`pixel_values` has 84 numbers for 18446744073709551615 patches",
+        ),
+        (
             &|sent| sent.grids[0] = [1, 3, 8],
             "image 0: its 3 x 8 patches are not whole squares of 2 x 2",
         ),

@@ -33,9 +33,15 @@ fn count() -> impl Strategy<Value = u32> {
     let limits = prop_oneof![
         VOCABULARY - 2..VOCABULARY + 2,
         POSITIONS - 4..POSITIONS + 2,
-        1023..1026u32
+        1023..1026u32,
+        (0..3u32).prop_map(|less| u32::MAX - less)
     ];
     prop_oneof![30 => 0..4u32, 1 => limits, 1 => any::<u32>()]
+}
+
+/// Fewest tokens: few, or any number.
+fn least() -> impl Strategy<Value = u32> {
+    prop_oneof![30 => 0..2u32, 2 => count()]
 }
 
 fn signed() -> impl Strategy<Value = i32> {
@@ -97,7 +103,7 @@ prop_compose! {
 prop_compose! {
     fn vllm_params()(
         numbers in prop::array::uniform6(number()),
-        counts in prop::array::uniform3(count()),
+        (counts, least) in (prop::array::uniform2(count()), least()),
         limits in (prop::option::of(count()), rare(signed()), rare(signed())),
         lists in (texts(), tokens()),
         more in (any::<bool>(), rare(signed()), rare(signed())),
@@ -114,11 +120,11 @@ prop_compose! {
             presence_penalty,
             repetition_penalty,
             max_tokens: limits.0,
-            min_tokens: counts[1] / 2,
+            min_tokens: least,
             stop: lists.0,
             stop_token_ids: lists.1,
             ignore_eos: more.0,
-            n: counts[2],
+            n: counts[1],
             logprobs: limits.1,
             prompt_logprobs: limits.2,
             seed: more.1,
@@ -154,7 +160,7 @@ prop_compose! {
     fn sglang_params()(
         numbers in prop::array::uniform5(number()),
         repetition_penalty in prop_oneof![30 => Just(1.0), 1 => number()],
-        counts in prop::array::uniform2(count()),
+        (n, least) in (count(), least()),
         limits in (prop::option::of(count()), signed(), rare(signed())),
         lists in (texts(), tokens()),
         ignore_eos in any::<bool>(),
@@ -174,8 +180,8 @@ prop_compose! {
             max_new_tokens: limits.0,
             stop: lists.0,
             stop_token_ids: lists.1,
-            n: counts[0],
-            min_new_tokens: counts[1] / 2,
+            n,
+            min_new_tokens: least,
             ignore_eos,
             stream_interval: limits.2,
             logit_bias: bias.into_iter().collect(),

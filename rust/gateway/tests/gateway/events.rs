@@ -174,12 +174,14 @@ fn only_the_last_batches_are_kept() {
             let text = say(&mut client, number).await;
             picture.until_stored(&mut live, &text).await;
         }
-        let old = SubscribeKvEventsRequest {
-            start_sequence_number: 1,
-            ..SubscribeKvEventsRequest::default()
-        };
-        let status = client.subscribe_kv_events(old).await.unwrap_err();
-        assert_eq!(status.code(), Code::OutOfRange, "{status}");
+        for cursor in [1, u64::MAX] {
+            let gone = SubscribeKvEventsRequest {
+                start_sequence_number: cursor,
+                ..SubscribeKvEventsRequest::default()
+            };
+            let status = client.subscribe_kv_events(gone).await.unwrap_err();
+            assert_eq!(status.code(), Code::OutOfRange, "{status}");
+        }
         subscribe(&mut client, picture.last - 1).await;
         // Without a cursor only what comes.
         let mut fresh = subscribe(&mut client, 0).await;

@@ -208,7 +208,7 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("token -1 of `logit_bias`", Code::InvalidArgument, |of| {
             params(of).logit_bias.insert(-1, 1.0);
         }),
-        ("one is empty", Code::InvalidArgument, |of| {
+        ("a stop string is empty", Code::InvalidArgument, |of| {
             params(of).stop = vec![String::new()];
         }),
         (

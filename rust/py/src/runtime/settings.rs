@@ -121,7 +121,7 @@ pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
 /// A time in milliseconds, in µs.
 pub(super) fn milliseconds(name: &str, value: f64) -> PyResult<u64> {
     Duration::try_from_secs_f64(value / 1e3)
-        .map(|time| time.as_micros() as u64)
+        .map(|time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
         .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use driver::{Driver, Frame, Reply};
 use pie_sched::{
     Answer, Arrival, Config, Copies, Finish, Image, Limits, Logprobs, Outputs, Refusal, Scheduler,
-    StopRegexes, TokenBytes,
+    StopRegexes, StopStrings, TokenBytes,
 };
 use regex::Regex;
 use rule::{Mind, VOCAB};
@@ -103,7 +103,7 @@ impl Ask {
             arrival.ends.stop_tokens = vec![3, 17];
         }
         if self.strings {
-            arrival.ends.stop_strings = vec![b"abca"[..].into(), b"cc".as_slice().into()];
+            arrival.ends.stop_strings = StopStrings::new([&b"abca"[..], b"cc"]).expect("not empty");
         }
         if self.strings && self.stops {
             arrival.ends.stop_regexes = Some(Arc::new(StopRegexes::new(&REGEXES).expect("valid")));
@@ -639,7 +639,7 @@ impl Expected {
     /// Where the text has a stop string first.
     fn stop_string(&self) -> Option<(u32, u64)> {
         (1..=self.text.len()).find_map(|end| {
-            let strings = &self.arrival.ends.stop_strings;
+            let strings = self.arrival.ends.stop_strings.texts();
             let mut all = strings.iter();
             let index = all.position(|string| self.text[..end].ends_with(string))?;
             Some((index as u32, (end - strings[index].len()) as u64))
@@ -680,7 +680,7 @@ impl Expected {
 
     fn check_held(&self, held: u32) {
         let ends = &self.arrival.ends;
-        let mut strings: Vec<&[u8]> = ends.stop_strings.iter().map(|it| &**it).collect();
+        let mut strings: Vec<&[u8]> = ends.stop_strings.texts().iter().map(|it| &**it).collect();
         strings.extend(ends.stop_regexes.as_ref().map(|_| REGEXES[2].as_bytes()));
         let starts = |&length: &usize| {
             let end = &self.text[self.text.len() - length..];
