@@ -66,14 +66,17 @@ class Server:
     Attributes:
         url: Where it listens.
         log: The file with its output.
+        key: What requests show; None for nothing.
     """
 
-    def __init__(self, url: str, log: Path) -> None:
-        self.url, self.log = url, log
+    def __init__(self, url: str, log: Path, key: str | None = None) -> None:
+        self.url, self.log, self.key = url, log, key
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
         return urllib.request.Request(self.url + path, data, headers)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> str:

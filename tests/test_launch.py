@@ -574,3 +574,25 @@ class TestRegionErrors:
         with region.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self.check(self.open(config, ""), config, "one Pie server per host, or per container")
+
+
+def test_a_model_with_code_of_its_own_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(**options: Any) -> list[str]:
+        caplog.clear()
+        model = ModelSection(snapshot_dir=tmp_path)
+        config = msgspec.structs.replace(config_of(**options), model=model)
+        launch._tell_of_code(config)
+        return caplog.messages
+
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    (tmp_path / "tokenizer_config.json").write_text("[broken")
+    assert told() == []
+    code = {"auto_map": {"AutoModel": "modeling_x.X"}}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(code))
+    [line] = told()
+    assert "`auto_map` in config.json, tokenizer_config.json" in line
+    assert "`trust_remote_code = false`" in line
+    assert told(trust_remote_code=False) == []

@@ -42,11 +42,15 @@ from tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
+ADMIN = "key-of-the-admin"
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--scheduler", "pie", "--enable-metrics", "--enable-streaming-session")
+    flags = ["--scheduler", "pie", "--enable-metrics", "--enable-streaming-session"]
+    flags += ["--admin-api-key", ADMIN]
     with running(tmp_path_factory.mktemp("serve"), *flags) as (server, _):
+        server.key = ADMIN
         yield server
 
 

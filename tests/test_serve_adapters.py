@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -138,35 +139,50 @@ def test_the_least_recently_used_one_leaves_and_is_read_again(served: Served) ->
     assert served.unload("mlp-2")[0] == 200
 
 
-def test_an_adapter_may_come_as_tensors(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-    from sglang.srt.utils import MultiprocessingSerializer
-    from torch.multiprocessing import reductions
-
-    # A worker of SGLang's in this process, which another test may have made, has it look for
-    # the GPU in what is sent, whatever holds the tensor; a client of the server has none.
-    unpatched = getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)
-    monkeypatch.setattr(reductions, "reduce_tensor", unpatched)
-    reductions.init_reductions()
+def test_an_adapter_may_come_as_safetensors(served: Served, tmp_path: Path) -> None:
     folder = served.made["mlp"].adapter
-    tensors = load_file(folder / "adapter_model.safetensors")
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    # By names, which a process with another key of authentication may open.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        payload = MultiprocessingSerializer.serialize(tensors, output_str=True)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+    data = (folder / "adapter_model.safetensors").read_bytes()
     body = {
         "lora_name": "mlp-tensors",
         "config_dict": json.loads((folder / "adapter_config.json").read_text()),
-        "serialized_named_tensors": [payload],
+        "load_format": "safetensors",
+        "serialized_named_tensors": [base64.b64encode(data).decode()],
     }
     status, answer = served._post("/load_lora_adapter_from_tensors", body)
     assert (status, answer["success"]) == (200, True), answer
     served.check("mlp-tensors")
     assert served.unload("mlp-tensors")[0] == 200
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"serialized_named_tensors": [base64.b64encode(data[:-9]).decode()]}, "adapter"),
+        ({"serialized_named_tensors": [body["serialized_named_tensors"][0]] * 2}, "2 entries"),
+        ({"expected_checksums": {"x": "00"}}, "expected_checksums"),
+        ({"load_format": "flattened_bucket"}, "--allow-pickled-adapters"),
+        ({"load_format": None}, "--allow-pickled-adapters"),
+    ]
+    for change, words in wrong:
+        status, answer = served._post("/load_lora_adapter_from_tensors", {**body, **change})
+        assert (status, words in answer["error_message"]) == (400, True), answer
+
+
+def test_pickles_of_clients_are_not_read(served: Served, tmp_path: Path) -> None:
+    """What SGLang's list of allowed names lets pass, and runs a command."""
+    trace = tmp_path / "was-run"
+
+    # os.system("touch …"), by names of `builtins` alone.
+    bomb = b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(Vtouch %s\ntR." % (
+        str(trace).encode()
+    )
+    for load_format in (None, "flattened_bucket", "pickle"):
+        body = {
+            "lora_name": "bomb",
+            "config_dict": {},
+            "load_format": load_format,
+            "serialized_named_tensors": [base64.b64encode(bomb).decode()],
+        }
+        status, answer = served._post("/load_lora_adapter_from_tensors", body)
+        assert (status, "can run code" in answer["error_message"]) == (400, True), answer
+    served.check("linear")
+    assert not trace.exists()
 
 
 def test_adapters_survive_a_driver(served: Served) -> None:

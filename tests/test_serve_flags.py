@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.server import flags, launch, program
 from pie_driver_sglang.server.seams import environment
+from pie_driver_sglang.srt import version
 from tiny_models import POCKET
 
 
@@ -158,3 +159,28 @@ def test_help_and_a_missing_model() -> None:
         assert failed.returncode == 1
         assert "hint:" in failed.stderr
         assert "Traceback" not in failed.stderr
+
+
+def test_another_version_of_sglang_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the HTTP server's process, with either scheduler; only a driver's was checked."""
+    monkeypatch.setattr(version, "pins", lambda: {"sglang": "9.9.9"})
+    monkeypatch.delenv(version.OVERRIDE, raising=False)
+    for scheduler in ("auto", "sglang"):
+        words = ["--model-path", str(POCKET), "--device", "cpu", "--scheduler", scheduler]
+        assert launch.run(words) == 1
+        assert "expected 9.9.9" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_the_plugins_refuse_another_version_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pie_driver_sglang.srt.seams import hooks
+
+    monkeypatch.setattr(version, "pins", lambda: {"sglang": "9.9.9"})
+    monkeypatch.delenv(version.OVERRIDE, raising=False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "pie_radix")
+    assert not hooks.is_named("pie_ngram")
+    with pytest.raises(StartError, match=r"expected 9\.9\.9"):
+        hooks.is_named("pie_radix")

@@ -277,8 +277,30 @@ def test_a_broken_image(server: Server) -> None:
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(urllib.error.HTTPError) as error:
         server.ask("/v1/chat/completions", body({"role": "user", "content": [broken]}))
-    assert error.value.code in (400, 500)
+    assert error.value.code == 400
     assert chat(server, message("text"))[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9/cat.png", "--allow-private-media-hosts"),
+        ("http://localhost:9/cat.png", "--allow-private-media-hosts"),
+        ("http://169.254.169.254/latest/meta-data/", "--allow-private-media-hosts"),
+        ("file:///etc/hostname", "not served"),
+        ("/etc/hostname.png", "not served"),
+        ("ftp://a.example/cat.png", "not served"),
+    ],
+)
+def test_addresses_and_files_of_this_host_are_refused(server: Server, url: str, words: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": url}}
+    status, text = refusal(
+        server, body({"role": "user", "content": [image]}), "/v1/chat/completions"
+    )
+    assert (status, words in text) == (400, True), text
+    asked = {"text": "x", "image_data": url, "sampling_params": {"max_new_tokens": 2}}
+    status, text = refusal(server, asked)
+    assert (status, words in text) == (400, True), text
 
 
 @pytest.fixture(scope="module")

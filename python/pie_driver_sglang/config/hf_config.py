@@ -56,6 +56,32 @@ _LONGER_CONTEXT: Final = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 _CHANGING: Final = frozenset({"json_model_override_args", "model_config_parser", "model_impl"})
 
 
+#: Files in which a model names Python code of its own.
+_CODE_FILES: Final = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def files_with_code(snapshot_dir: Path) -> list[str]:
+    """The files of a model whose `auto_map` has Python code of its folder run, if that is trusted.
+
+    Files that cannot be read are left out: what reads them in earnest says so.
+    """
+    found = []
+    for name in _CODE_FILES:
+        try:
+            config = json.loads((snapshot_dir / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(config, dict) and config.get("auto_map"):
+            found.append(name)
+    return found
+
+
 def load_hf_config(snapshot_dir: Path) -> dict[str, Any]:
     """Return the model's `config.json`, which must name a type and an architecture.
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.hf_config import files_with_code
 from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.logs import (
@@ -96,6 +97,7 @@ def main(
         config = load_config(arguments.config)
         _name_lines(config, guard)
         check_versions()
+        _tell_of_code(config)
         check_budget(config.driver.options.cpu_mem_budget_in_gb)
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
         run(config, guard, handshake, workers)
@@ -109,6 +111,15 @@ def main(
             DriverError(f"{type(error).__name__}: {error}", "the traceback above says where")
         )
     return 0
+
+
+def _tell_of_code(config: DriverConfig) -> None:
+    """Says so where the model's folder brings code that will be run."""
+    if not config.driver.options.trust_remote_code:
+        return
+    if names := files_with_code(config.model.snapshot_dir):
+        text = "the model brings Python code, which is run (`auto_map` in %s); %s refuses it"
+        logger.warning(text, ", ".join(names), "`trust_remote_code = false`")
 
 
 def run(

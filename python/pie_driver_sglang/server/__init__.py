@@ -14,6 +14,8 @@ them in Rust, and answers the few that are not about requests. It never schedule
 ``adapters``  LoRA adapters by name
 ``metrics``   the scheduler's metrics for Prometheus
 ``profile``   steps as a file for a trace viewer
+``access``    which key each route needs; ``connections`` limits connections and their bodies
+``media``     images and other media that requests name by URL
 ``seams``     all that is imported of SGLang
 ============  ======================================================================================
 """

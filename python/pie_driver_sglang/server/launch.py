@@ -9,13 +9,16 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.cli.plan import parse_option
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.edge import EdgeSettings, take_edge_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.keys import ApiKeys, take_keys
 from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import has_gpu, model_folder, parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.flags import TRANSPORT, WATCHDOG, served_arguments, unserved_flag
 from pie_driver_sglang.server.seams import environment
+from pie_driver_sglang.srt.version import check_versions
 
 SCHEDULERS: Final = ("auto", "pie", "sglang")
 
@@ -27,11 +30,15 @@ class OwnArguments(NamedTuple):
         scheduler: One of `SCHEDULERS`.
         options: Arguments of the engine that SGLang has no flags for.
         words: SGLang's command line.
+        edge: What the server accepts from the network.
+        keys: What clients must send.
     """
 
     scheduler: str
     options: dict[str, Any]
     words: list[str]
+    edge: EdgeSettings = EdgeSettings()
+    keys: ApiKeys = ApiKeys()
 
 
 def run(words: Sequence[str]) -> int:
@@ -53,7 +60,8 @@ def split_words(words: Sequence[str]) -> OwnArguments:
         ConfigError: A flag has no value, or a wrong one.
     """
     scheduler, options, rest = "auto", {}, []
-    queue = list(words)
+    keys, queue = take_keys(words)
+    edge, queue = take_edge_flags(queue)
     while queue:
         word = queue.pop(0)
         name, equals, value = word.partition("=")
@@ -73,7 +81,7 @@ def split_words(words: Sequence[str]) -> OwnArguments:
         raise ConfigError(
             f"`--scheduler` is {scheduler!r}", f"expected one of {', '.join(SCHEDULERS)}"
         )
-    return OwnArguments(scheduler, options, rest)
+    return OwnArguments(scheduler, options, rest, edge, keys)
 
 
 def named_value(words: Sequence[str], *flags: str) -> str | None:
@@ -98,9 +106,10 @@ def _serve(own: OwnArguments) -> None:
         model = model_folder(place, with_weights=False)
         architectures = load_hf_config(model).get("architectures") or ()
     on_cpu = device == "cpu" if device is not None else not has_gpu()
+    check_versions()
     environment.prepare_server(architectures, on_cpu=on_cpu)
     with environment.importing_server():
-        from pie_driver_sglang.server.seams import launching
+        from pie_driver_sglang.server.seams import edge, launching
 
     given = launching.given_flags(own.words)
     sees = takes_images({"architectures": architectures})
@@ -120,6 +129,7 @@ def _serve(own: OwnArguments) -> None:
         transport = [f"--{flag.replace('_', '-')}", value] if sees else []
         arguments = launching.parse_flags([*own.words, *transport])
         scheduler = functools.partial(run_scheduler, plan)
+    edge.attach_edge(arguments, own.edge, own.keys)
     ready = functools.partial(_ready, arguments)
     launching.launch(arguments, scheduler, ready, is_ours=plan is not None)
 

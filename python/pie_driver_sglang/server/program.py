@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from pie_driver_sglang.config.edge import edge_help
+from pie_driver_sglang.config.keys import KEY_FLAGS, hide_keys, take_keys
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
 from pie_driver_sglang.server.flags import OWN_FLAGS
@@ -28,6 +30,8 @@ Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this 
 
 options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
+keys and limits of the server:
+{KEY_FLAGS}{edge_help()}
 all others are those of SGLang's server: `python -m sglang.launch_server --help` lists them
 """
 FRONTS: Final = ("sglang", "gateway")
@@ -42,14 +46,16 @@ def main(arguments: Sequence[str]) -> int:
         raise SystemExit(0 if words else 2)
     if not any(word.split("=")[0] in ("--model-path", "--model", "--config") for word in words):
         raise ConfigError("`--model-path` is missing", "name a folder or a repository")
+    _hide_keys()
     front, words = _take_front(words)
     if front == "gateway":
         return gateway.main(words)
+    keys, words = take_keys(words)
     before = _load_files()
     with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}", *words],
-            env={**os.environ, "TMPDIR": folder, "PYTHONSAFEPATH": "1"},
+            env={**os.environ, **keys.variables(), "TMPDIR": folder, "PYTHONSAFEPATH": "1"},
             # Ctrl-C comes to this process alone.
             start_new_session=True,
         )
@@ -60,6 +66,22 @@ def main(arguments: Sequence[str]) -> int:
             process.wait()
             _remove_load_files(before)
     return status
+
+
+def _hide_keys() -> None:
+    """Takes keys out of this process's title, which every user of the host can read."""
+    title = hide_keys(sys.orig_argv)
+    if title == sys.orig_argv:
+        return
+    try:
+        import setproctitle
+    except ImportError:
+        sys.stderr.write(
+            "pie-sglang: other users of this host can read the key in /proc: give it by "
+            "PIE_API_KEY or `--api-key-file`\n"
+        )
+        return
+    setproctitle.setproctitle(" ".join(title))
 
 
 def _take_front(words: list[str]) -> tuple[str, list[str]]:

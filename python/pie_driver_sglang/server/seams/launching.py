@@ -21,7 +21,7 @@ from sglang.srt.utils import kill_process_tree
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.server.flags import FLAG_LIST, OWN_NAMES
 from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.seams import forking, replicas, workers
+from pie_driver_sglang.server.seams import edge, forking, replicas, workers
 from pie_driver_sglang.server.seams.managers import PieManager, StatusManager
 
 Scheduler = Callable[..., None]
@@ -102,12 +102,14 @@ def launch(
         kind = functools.partial(PieManager, acknowledger=acknowledger)
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
+    token = edge.edge_of(arguments).keys.warm_up
     forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
     try:
-        with telling, forks, replicas.waiting():
+        with telling, forks, replicas.waiting(), edge.serving_with(arguments):
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,
+                execute_warmup_func=functools.partial(edge.send_warm_up, token),
                 run_scheduler_process_func=functools.partial(forking.run_afresh, scheduler),
                 run_detokenizer_process_func=functools.partial(
                     forking.run_afresh, run_detokenizer_process

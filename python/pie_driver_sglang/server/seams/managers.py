@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final
 
 from fastapi import HTTPException
+from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput
 from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.multimodal.mm_utils import has_valid_data
 from sglang.srt.multimodal.processors import base_processor
 from sglang.srt.server_args import ServerArgs
 
+from pie_driver_sglang import errors
 from pie_driver_sglang._core import MAX_SAMPLES
+from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
+from pie_driver_sglang.server.media import MediaFetcher
+from pie_driver_sglang.server.seams import tensors
 from pie_driver_sglang.server.seams.chats import correct_tool_schemas, correct_top_logprobs
+from pie_driver_sglang.server.seams.edge import edge_of
 from pie_driver_sglang.server.seams.ollama import correct_ollama
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
 
@@ -43,6 +54,8 @@ class StatusManager(TokenizerManager):
         correct_top_logprobs()
         correct_tool_schemas()
         correct_ollama()
+        self._edge = edge_of(server_args).settings
+        self._media = MediaFetcher(self._edge.media)
         super().__init__(server_args, *arguments, **keywords)
 
     async def sigterm_watchdog(self) -> None:
@@ -55,6 +68,44 @@ class StatusManager(TokenizerManager):
         """What SGLang's manager yields."""
         _check_params(obj, self._most_samples)
         return super().generate_request(obj, request)
+
+    async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
+        """Loads an adapter that a client sends, as safetensors unless pickles are allowed."""
+        try:
+            tensors.check_format(obj, allow_pickles=self._edge.allow_pickled_adapters)
+            return await self._load_sent(obj, request)
+        except (ConfigError, ValueError) as error:
+            text = "; ".join(filter(None, (str(error), getattr(error, "hint", ""))))
+            return LoRAUpdateOutput(success=False, error_message=text)
+
+    async def _load_sent(self, obj: Any, request: Any) -> Any:
+        if tensors.is_pickled(obj):
+            return await super().load_lora_adapter_from_tensors(obj, request)
+        # SGLang's scheduler unpickles what it is sent, and reads files. They stay, because it reads
+        # an adapter again that had to leave; the server's temporary folder ends with it.
+        folder = Path(tempfile.mkdtemp(prefix="adapter-"))
+        await asyncio.to_thread(tensors.write_adapter, obj, folder)
+        files = LoadLoRAAdapterReqInput(
+            lora_name=obj.lora_name, lora_path=str(folder), pinned=obj.pinned
+        )
+        return await self.load_lora_adapter(files, request)
+
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        if self.mm_processor is None or not obj.contains_mm_input():
+            return await super()._tokenize_one_request(obj)
+        for name in ("image_data", "video_data", "audio_data"):
+            if (data := getattr(obj, name)) is not None and not isinstance(data, list):
+                setattr(obj, name, [data])
+        self._validate_mm_limits(obj)
+        await self._media.resolve(obj)
+        try:
+            return await super()._tokenize_one_request(obj)
+        except (RuntimeError, OSError, TypeError, LookupError, AttributeError) as error:
+            # Decoders and processors say so in many ways, which would all be answered 500.
+            logger.warning("a request's media are not taken", exc_info=error)
+            raise ValueError(
+                f"the request's media cannot be read: {errors.reason(error)}"
+            ) from error
 
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
         if self.enable_metrics:
@@ -82,6 +133,10 @@ class RefusingManager(StatusManager):
 
     # SGLang takes memory for any number before the scheduler sees the request.
     _most_samples = MAX_SAMPLES
+
+    async def _load_sent(self, obj: Any, request: Any) -> Any:
+        # Our scheduler writes the files, and removes them when the adapter leaves.
+        return await TokenizerManager.load_lora_adapter_from_tensors(self, obj, request)
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         # SGLang would leave out what a model cannot see, except in chats.

@@ -8,13 +8,48 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, quoted
 
+SAFETENSORS: Final = "safetensors"
+"""The `load_format` of a client that sends the bytes of a safetensors file."""
 _FLATTENED: Final = "flattened_bucket"
+_MOST_CONFIG_BYTES: Final = 1 << 20
+
+
+def is_pickled(message: Any) -> bool:
+    """Whether a ``LoadLoRAAdapterFromTensorsReqInput`` has pickles, which run code when read."""
+    return bool(message.load_format != SAFETENSORS)
+
+
+def check_format(message: Any, *, allow_pickles: bool) -> None:
+    """Refuses an adapter that would have to be unpickled.
+
+    Args:
+        message: A ``LoadLoRAAdapterFromTensorsReqInput``.
+        allow_pickles: Whether the operator trusts the clients to run code.
+
+    Raises:
+        ConfigError: It is pickled, or has not one file.
+    """
+    if is_pickled(message):
+        if not allow_pickles:
+            raise ConfigError(
+                f"`load_format` is {quoted(message.load_format)}, which is a pickle, and a pickle "
+                "can run code",
+                'send the base64 of a safetensors file with `"load_format": "safetensors"`, or '
+                "start the server with `--allow-pickled-adapters` if you trust every client",
+            )
+        return
+    if (count := len(message.serialized_named_tensors)) != 1:
+        raise ConfigError(
+            f"`serialized_named_tensors` has {count} entries",
+            "send one safetensors file; every rank reads it",
+        )
 
 
 def write_adapter(message: Any, folder: Path) -> None:
@@ -28,14 +63,38 @@ def write_adapter(message: Any, folder: Path) -> None:
             f"the adapter adds {len(message.added_tokens_config)} tokens to the vocabulary",
             "use an adapter without `added_tokens.json`",
         )
-    tensors = _tensors(message)
-    _check(tensors, message.expected_checksums)
     config = json.dumps(message.config_dict)
+    if len(config) > _MOST_CONFIG_BYTES:
+        raise ConfigError(
+            f"`config_dict` has {len(config)} bytes, and at most {_MOST_CONFIG_BYTES} are read",
+            "send PEFT's `adapter_config.json`",
+        )
     folder.joinpath("adapter_config.json").write_text(config, encoding="utf-8")
-    save_file(tensors, folder / "adapter_model.safetensors")
+    target = folder / "adapter_model.safetensors"
+    if is_pickled(message):
+        tensors = _unpickled(message)
+        _check(tensors, message.expected_checksums)
+        save_file(tensors, target)
+        return
+    data = bytes(message.serialized_named_tensors[0])
+    if message.expected_checksums is not None:
+        _check(_loaded(data), message.expected_checksums)
+    # The driver checks the file before it reads it.
+    target.write_bytes(data)
 
 
-def _tensors(message: Any) -> dict[str, torch.Tensor]:
+def _loaded(data: bytes) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load(data)
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"the adapter is not a safetensors file: {error}",
+            "send the base64 of `adapter_model.safetensors`",
+        ) from error
+    return tensors
+
+
+def _unpickled(message: Any) -> dict[str, torch.Tensor]:
     try:
         # One copy for each rank; the driver's ranks read the same files.
         data = MultiprocessingSerializer.deserialize(message.serialized_named_tensors[0])

@@ -8,6 +8,8 @@ from typing import Any
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from pie_driver_sglang.srt.version import check_versions
+
 _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 _WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
 _SETTINGS = "sglang.srt.server_args.ServerArgs"
@@ -17,8 +19,15 @@ Hook = Callable[..., None]
 
 
 def is_named(plugin: str) -> bool:
-    """Whether ``SGLANG_PLUGINS`` names a plugin."""
-    return plugin in [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
+    """Whether ``SGLANG_PLUGINS`` names a plugin.
+
+    Raises:
+        StartError: It does, and this version of SGLang is not the one that the hooks are for.
+    """
+    named = plugin in [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
+    if named:
+        check_versions()
+    return named
 
 
 def replace_corpus(corpus: type, *, made: Hook, stepped: Hook) -> None:

@@ -1,0 +1,417 @@
+"""The HTTP edge without a model: connections with limits, levels of access, keys and flags."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pie_driver_sglang.config.edge import (
+    EDGE_FLAGS,
+    ConnectionLimits,
+    EdgeSettings,
+    take_edge_flags,
+)
+from pie_driver_sglang.config.keys import ApiKeys, hide_keys, take_keys
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.server.access import AccessKeys, Level, access_keys, find_refusal
+
+uvicorn: Any = pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
+
+LONG_S = 600.0
+"""For limits that a test must not reach."""
+READ_S = 60.0
+
+
+class Edge(NamedTuple):
+    """A server with limits, and what it holds."""
+
+    port: int
+    usage: Any
+    server: Any
+
+    def connect(self) -> socket.socket:
+        found = socket.create_connection(("127.0.0.1", self.port), READ_S)
+        found.settimeout(READ_S)
+        return found
+
+    def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=READ_S)
+        with contextlib.closing(connection):
+            connection.request(method, path, body or None)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the length of the body, or with more than any socket holds, or never."""
+    if scope["type"] != "http":
+        return
+    length = 0
+    while scope["path"] != "/early":
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            scope["state"]["gone"].set()
+            return
+        length += len(message["body"])
+        if not message["more_body"]:
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/flood":
+        part = {"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True}
+        while (await asyncio.sleep(0), scope["state"]["gone"].is_set())[1] is False:
+            await send(part)
+            if scope["state"]["protocols"]() == 0:
+                scope["state"]["gone"].set()
+        return
+    await send({"type": "http.response.body", "body": b"%d" % length})
+
+
+@contextlib.contextmanager
+def edge(**limits: Any) -> Iterator[Edge]:
+    from pie_driver_sglang.server.connections import LimitedProtocol, ServerUsage
+
+    usage = ServerUsage()
+    given = {"header_timeout_s": LONG_S, "body_timeout_s": LONG_S, "write_timeout_s": LONG_S}
+    given |= {"keep_alive_timeout_s": LONG_S, **limits}
+    protocol = functools.partial(LimitedProtocol, limits=ConnectionLimits(**given), usage=usage)
+    gone = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"] = {"gone": gone, "protocols": lambda: len(server.server_state.connections)}
+        await echo(scope, receive, send)
+
+    config = uvicorn.Config(app, http=protocol, lifespan="off", log_level="critical", port=0)
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server.gone = gone
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    try:
+        yield Edge(listener.getsockname()[1], usage, server)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(READ_S)
+        listener.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_requests_within_the_limits_are_served() -> None:
+    with edge() as server:
+        assert server.ask("/", b"x" * 300_000) == (200, b"300000")
+        # One after the other on one connection, and the next before the answer to the first.
+        with server.connect() as connection:
+            one = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
+            connection.sendall(one + one)
+            connection.sendall(one[:-3])
+            connection.sendall(b"abc" + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            assert read_all(connection).count(b"200 OK") == 4
+        assert server.usage.body_bytes == 0
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_is_answered_at_once(declared: bool) -> None:
+    with edge(max_body_bytes=1 << 20) as server, server.connect() as connection:
+        size = 80 << 20
+        head = b"POST / HTTP/1.1\r\nHost: a\r\n"
+        if declared:
+            # Nothing of it needs to be sent for the answer.
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % size)
+            answer = connection.recv(65536)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"x" * size)
+        else:
+            connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(size >> 16):
+                    connection.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+            answer = read_all(connection)
+        assert status_of(answer) == 413
+        assert b"--max-body-bytes" in answer
+        assert server.ask("/", b"abc") == (200, b"3")
+        assert server.usage.body_bytes == 0
+
+
+def test_headers_that_are_too_large_are_answered() -> None:
+    with edge(max_header_bytes=4096) as server:
+        for head in (b"GET / HTTP/1.1\r\nA: " + b"a" * 5000 + b"\r\n\r\n", b"GET /" + b"a" * 5000):
+            with server.connect() as connection:
+                connection.sendall(head)
+                assert status_of(read_all(connection)) == 431
+        assert server.ask("/", b"abc")[0] == 200
+
+
+def test_a_request_that_does_not_come_is_given_up() -> None:
+    with edge(header_timeout_s=0.05, body_timeout_s=0.05) as server:
+        for sent in (b"", b"GET / HT", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc"):
+            with server.connect() as connection:
+                connection.sendall(sent)
+                assert status_of(read_all(connection)) == 408
+        assert server.usage.body_bytes == 0
+        assert not server.usage.waiting
+
+
+def test_silent_connections_make_room_for_others() -> None:
+    with edge(max_connections=20) as server, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(server.connect()) for _ in range(200)]
+        for _ in range(5):
+            assert server.ask("/", b"abc") == (200, b"3")
+        # The oldest had to go, and the last are there.
+        assert read_all(silent[0]) == b""
+        assert len(server.server.server_state.connections) <= 21
+
+
+def test_busy_connections_are_not_given_up_for_others() -> None:
+    head = b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n"
+    with edge(max_connections=4) as server, contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(server.connect()) for _ in range(4)]
+        for each in busy:
+            each.sendall(head)
+        # Each has begun: then none of them waits for a request.
+        connections = server.server.server_state.connections
+        wait_for(lambda: len(connections) == 4 and not server.usage.waiting)
+        with server.connect() as other:
+            answer = read_all(other)
+        assert status_of(answer) == 503
+        assert b"retry-after: 1" in answer
+        for each in busy:
+            each.sendall(b"abc")
+            assert b"200 OK" in each.recv(65536)
+
+
+def test_the_bodies_of_all_requests_have_a_limit() -> None:
+    head = b"POST / HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n"
+    with edge(max_buffered_bytes=1_500_000) as server, server.connect() as first:
+        first.sendall(head + b"x" * 1_000_000)
+        wait_for(lambda: server.usage.body_bytes == 1_000_000)
+        with server.connect() as second:
+            second.sendall(head + b"x" * 1_000_000)
+            answer = read_all(second)
+        assert status_of(answer) == 503
+        assert b"retry-after" in answer
+    assert server.usage.body_bytes == 0
+
+
+def test_an_answer_that_nobody_reads_is_given_up() -> None:
+    with edge(write_timeout_s=0.05) as server, server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert server.server.gone.wait(READ_S)
+        assert server.ask("/", b"abc") == (200, b"3")
+
+
+def test_an_early_answer_lets_the_rest_of_the_body_pass() -> None:
+    with edge() as server:
+        assert server.ask("/early", b"x" * 3_000_000) == (200, b"0")
+        assert server.usage.body_bytes == 0
+
+
+def wait_for(done: Any) -> None:
+    event = threading.Event()
+    for _ in range(6000):
+        if done():
+            return
+        event.wait(0.01)
+    raise AssertionError("it did not come")
+
+
+KEYS: dict[str, AccessKeys] = {
+    "none": access_keys(ApiKeys()),
+    "api": access_keys(ApiKeys("user-key")),
+    "both": access_keys(ApiKeys("user-key", "admin-key")),
+    "admin": access_keys(ApiKeys(None, "admin-key")),
+}
+
+
+def refused(level: Level, keys: str, token: str | None, **more: Any) -> int | None:
+    headers = {} if token is None else {b"authorization": f"Bearer {token}".encode()}
+    headers |= more.get("headers", {})
+    found = find_refusal(level, KEYS[keys], headers, more.get("client", "127.0.0.1"))
+    return None if found is None else found[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "keys", "token", "status"),
+    [
+        (Level.OPEN, "both", None, None),
+        (Level.USER, "none", None, None),
+        (Level.USER, "admin", None, None),
+        (Level.USER, "api", None, 401),
+        (Level.USER, "api", "wrong", 401),
+        (Level.USER, "api", "user-key", None),
+        (Level.USER, "both", "user-key", None),
+        (Level.CONTROL, "none", None, None),
+        (Level.CONTROL, "api", "user-key", None),
+        (Level.CONTROL, "api", None, 401),
+        (Level.CONTROL, "both", "user-key", 401),
+        (Level.CONTROL, "both", "admin-key", None),
+        (Level.CONTROL, "admin", None, 401),
+        (Level.ADMIN, "none", None, 403),
+        (Level.ADMIN, "api", "user-key", 403),
+        (Level.ADMIN, "both", "user-key", 401),
+        (Level.ADMIN, "both", "admin-key", None),
+    ],
+)
+def test_each_level_wants_its_key(
+    level: Level, keys: str, token: str | None, status: int | None
+) -> None:
+    assert refused(level, keys, token) == status
+
+
+def test_control_without_keys_is_for_the_loopback() -> None:
+    for client in ("127.0.0.1", "::1", "::ffff:127.0.0.1", None):
+        assert refused(Level.CONTROL, "none", None, client=client) is None
+    for client in ("10.0.0.7", "::ffff:10.0.0.7", "testclient"):
+        assert refused(Level.CONTROL, "none", None, client=client) == 403
+    # A web page that a user of this host looks at.
+    page = {b"origin": b"https://evil.example"}
+    assert refused(Level.CONTROL, "none", None, headers=page) == 403
+    assert refused(Level.USER, "none", None, headers=page) is None
+
+
+def test_the_server_knows_its_own_warm_up() -> None:
+    token = KEYS["api"].warm_up
+    assert refused(Level.USER, "api", token) is None
+    assert refused(Level.CONTROL, "api", token) == 401
+    assert refused(Level.ADMIN, "both", KEYS["both"].warm_up) == 401
+    assert "key" not in repr(KEYS["both"]).replace("keys", "").replace("Keys", "")
+
+
+def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:
+    environment = {"PIE_API_KEY": "from-environment", "HOME": "/"}
+    keys, rest = take_keys(["--port", "1", "--admin-api-key=a_b"], environment)
+    assert (keys, rest) == (("from-environment", "a_b"), ["--port", "1"])
+    assert environment == {"HOME": "/"}, "children do not inherit it"
+    (tmp_path / "key").write_text("of-a-file\n")
+    keys, rest = take_keys(["--api-key-file", str(tmp_path / "key"), "--api-keys", "x"], {})
+    assert (keys.api, rest) == ("of-a-file", ["--api-keys", "x"])
+    assert keys.variables() == {"PIE_API_KEY": "of-a-file"}
+    assert "file" not in repr(keys)
+    for words in (
+        ["--api-key"],
+        ["--api-key", ""],
+        ["--api-key", "two words"],
+        ["--api-key", "a", "--api_key", "b"],
+        ["--api-key-file", str(tmp_path / "none")],
+    ):
+        with pytest.raises(ConfigError) as error:
+            take_keys(words, {})
+        assert error.value.hint
+
+
+def test_keys_are_hidden_in_a_command_line() -> None:
+    words = ["x", "--api-key", "SECRET", "--admin-api-key=SECRET", "--api_key=SECRET", "--port"]
+    hidden = hide_keys(words)
+    assert "SECRET" not in " ".join(hidden)
+    assert hidden == ["x", "--api-key", "***", "--admin-api-key=***", "--api_key=***", "--port"]
+
+
+def test_flags_of_the_edge() -> None:
+    words = ["--max-body-bytes=80MiB", "--port", "1", "--header-timeout", "2.5", "--tp", "2"]
+    settings, rest = take_edge_flags([*words, "--allowed-media-domains", "a.example, b.example"])
+    assert rest == ["--port", "1", "--tp", "2"]
+    assert settings.connections.max_body_bytes == 80 << 20
+    assert settings.connections.header_timeout_s == 2.5
+    assert settings.media.allowed_domains == ("a.example", "b.example")
+    assert settings.given == {"max-body-bytes", "header-timeout", "allowed-media-domains"}
+    assert take_edge_flags([]) == (EdgeSettings(), [])
+    assert not EdgeSettings().allow_pickled_adapters
+
+
+@pytest.mark.parametrize("name", EDGE_FLAGS)
+def test_a_wrong_value_of_a_flag_is_one_line(name: str) -> None:
+    flag = EDGE_FLAGS[name]
+    if flag.read is None:
+        wrong = [f"--{name}=yes"]
+        assert take_edge_flags([f"--{name}"])[0].given == {name}
+    else:
+        wrong = [f"--{name}"]
+        with pytest.raises(ConfigError, match=f"--{name}"):
+            take_edge_flags([f"--{name}="])
+    with pytest.raises(ConfigError) as error:
+        take_edge_flags(wrong)
+    assert f"--{name}" in str(error.value)
+    assert error.value.hint
+
+
+def test_the_defaults_in_the_help_text_are_those() -> None:
+    limits, media = ConnectionLimits(), EdgeSettings().media
+    shown = {name: flag.default for name, flag in EDGE_FLAGS.items()}
+    words = [
+        f"--{name}={text}" for name, text in shown.items() if text not in ("any", "off", "none")
+    ]
+    settings, _ = take_edge_flags(words)
+    assert (settings.connections, settings.media) == (limits, media)
+
+
+def test_errors_are_json() -> None:
+    from pie_driver_sglang.server.access import error_body
+
+    found = json.loads(error_body(413, "too large"))
+    assert (found["code"], found["message"]) == (413, "too large")
+
+
+def through_middleware(status: int, *headers: tuple[bytes, bytes]) -> dict[bytes, bytes]:
+    from pie_driver_sglang.server.access import AccessMiddleware
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "GET", "path": "/generate", "headers": [], "client": None}
+    middleware = AccessMiddleware(app, [], lambda: KEYS["none"])
+    asyncio.run(middleware(scope, receive, send))
+    return dict(sent[0]["headers"])
+
+
+def test_a_websocket_needs_the_key() -> None:
+    from pie_driver_sglang.server.access import AccessMiddleware
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(*_: Any) -> None:
+        sent.append("served")
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "client": None}
+    middleware: Any = AccessMiddleware(app, [], lambda: KEYS["api"])
+    for headers in ([], [(b"authorization", b"Bearer user-key")]):
+        asyncio.run(middleware({**scope, "headers": headers}, None, send))
+    assert [sent[0]["type"], sent[1]] == ["websocket.close", "served"]
+
+
+def test_a_lack_of_capacity_says_when_to_try_again() -> None:
+    for status in (429, 503):
+        assert through_middleware(status) == {b"retry-after": b"1"}
+        assert through_middleware(status, (b"Retry-After", b"7")) == {b"Retry-After": b"7"}
+    assert through_middleware(500) == through_middleware(200) == {}

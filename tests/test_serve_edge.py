@@ -1,0 +1,194 @@
+"""The edge of a running server: keys, levels of access, hostile clients next to eight others."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import forking
+from pie_server import running
+from sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+USER, ADMIN = "key-of-the-users", "key-of-the-admin"
+PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, psutil.Process]]:
+    folder = tmp_path_factory.mktemp("edge")
+    key = tmp_path_factory.mktemp("keys") / "key"
+    key.write_text(f"{USER}\n")
+    flags = ["--scheduler", "pie", "--api-key-file", str(key), "--admin-api-key", ADMIN]
+    flags += ["--max-connections", "100", "--enable-lora", "--max-lora-rank", "8"]
+    flags += ["--lora-target-modules", "all"]
+    with running(folder, *flags) as (server, process):
+        server.key = USER
+        yield server, psutil.Process(process.pid)
+
+
+@pytest.fixture
+def server(served: tuple[Server, psutil.Process]) -> Server:
+    return served[0]
+
+
+def status(server: Server, path: str, key: str | None, body: Any = None, **headers: str) -> int:
+    data = None if body is None else json.dumps(body).encode()
+    given = {"Content-Type": "application/json", **headers}
+    if key is not None:
+        given["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(server.url + path, data, given)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "found"),
+    [
+        # By nobody, by a user, by the admin.
+        ("/health", None, (200, 200, 200)),
+        ("/v1/models", None, (401, 200, 401)),
+        ("/v1/loads", None, (401, 200, 401)),
+        ("/server_info", None, (401, 200, 401)),
+        ("/v1/models/nothing", None, (401, 404, 401)),
+        ("/no/such/route", None, (404, 404, 404)),
+        ("/flush_cache", None, (401, 401, 200)),
+        ("/flush_cache%0A", None, (401, 401, 200)),
+        ("/abort_request", {"rid": "nobody"}, (401, 401, 200)),
+        ("/load_lora_adapter", {"lora_name": "x", "lora_path": "/none"}, (401, 401, 400)),
+        ("/load_lora_adapter_from_tensors", {}, (401, 401, 400)),
+        ("/start_profile", {"num_steps": -1}, (401, 401, 400)),
+        ("/configure_logging", {"log_requests": 1.5}, (401, 401, 400)),
+        ("/update_weights_from_disk", {"model_path": "/none"}, (401, 401, 400)),
+        ("/update_weights_from_tensor", {}, (401, 401, 400)),
+        ("/set_internal_state", {"server_args": {}}, (401, 401, 400)),
+        ("/hicache/storage-backend", None, (401, 401, 400)),
+        ("/scale_elastic_ep", {"new_ep_size": 1}, (401, 401, 404)),
+    ],
+)
+def test_each_route_wants_its_key(
+    server: Server, path: str, body: Any, found: tuple[int, int, int]
+) -> None:
+    assert tuple(status(server, path, key, body) for key in (None, USER, ADMIN)) == found
+
+
+def test_websockets_need_the_key_too(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    head = (
+        b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), 60) as connection:
+        connection.settimeout(60)
+        connection.sendall(head)
+        # Without a library for WebSockets it is a request like others.
+        assert connection.recv(4096).split(b" ")[1] in (b"403", b"401")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_route_of_sglang_has_its_level() -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    from pie_driver_sglang.server.access import ROUTE_LEVELS, all_paths
+
+    known = set(ROUTE_LEVELS) - {"/metrics", "/dumper/{method}"}
+    assert set(all_paths(app.router.routes)) == known
+
+
+def test_keys_are_in_no_list_of_arguments_and_no_log(
+    served: tuple[Server, psutil.Process],
+) -> None:
+    server, process = served
+    family = [process, *forking.family(process.pid)]
+    assert len(family) >= 4
+    for each in family:
+        line = " ".join(each.cmdline())
+        assert USER not in line, each
+        assert ADMIN not in line, each
+    text = server.log.read_text(errors="replace") + server.ask("/server_info")
+    assert "server_args=" in text
+    assert USER not in text
+    assert ADMIN not in text
+
+
+def answers(server: Server) -> list[list[int]]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: server.generate(prompt, 24)[0], PROMPTS))
+
+
+def raw(server: Server, path: str, body: bytes) -> tuple[int, bytes]:
+    host = server.url.removeprefix("http://")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {USER}"}
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=60)) as connection:
+        connection.putrequest("POST", path)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        with contextlib.suppress(ConnectionError):
+            connection.send(body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def test_silent_connections_cost_others_nothing(server: Server) -> None:
+    expected = answers(server)
+    host, port = server.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), 60)) for _ in range(200)
+        ]
+        for each in silent[::2]:
+            each.sendall(b"POST /generate HTTP/1.1\r\nContent-Le")
+        assert answers(server) == expected
+    assert answers(server) == expected
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/responses"])
+def test_hostile_bodies_are_answered_and_harm_nobody(server: Server, path: str) -> None:
+    expected = answers(server)
+    deep = b'{"a":' * 300 + b"1" + b"}" * 300
+    bodies = {
+        "80 MB": b" " * (80 << 20),
+        "nested lists": b"[" * 100_000 + b"]" * 100_000,
+        "nested maps": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "no end": b"[" * 100_000,
+        "deeper than is followed": b'{"text":"x","custom_params":' + deep + b"}",
+        "many lists": b"[" + b"[]," * (1 << 20) + b"[]]",
+        "no JSON": b"\xff\xfe\x00",
+        "a number": b"1e999",
+        "nothing": b"",
+    }
+    for name, body in bodies.items():
+        code, text = raw(server, path, body)
+        assert code == (413 if name == "80 MB" else 400), (name, text[:200])
+        assert len(text.splitlines()) <= 1 or len(text) < 2000, name
+    assert answers(server) == expected
+
+
+def test_a_pickle_of_an_admin_is_not_read_either(server: Server, tmp_path: Path) -> None:
+    trace = tmp_path / "was-run"
+    bomb = f"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(Vtouch {trace}\ntR."
+    body = {
+        "lora_name": "bomb",
+        "config_dict": {},
+        "serialized_named_tensors": [base64.b64encode(bomb.encode()).decode()],
+    }
+    assert status(server, "/load_lora_adapter_from_tensors", ADMIN, body) == 400
+    assert not trace.exists()
