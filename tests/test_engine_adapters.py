@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,18 +189,27 @@ def test_adapters_that_are_off_are_not_loaded() -> None:
         EngineAdapters(runtime, 0).load(AdapterPath("a", "/a"))
 
 
-def test_a_refusal_has_the_reason_of_the_log() -> None:
-    line = "12:00 WARNING pie: adapter 1 cannot be loaded from '/a': it has bias; save it without"
-    lines = iter([[], ["something else", line]])
+def test_a_load_that_waits_keeps_no_other_out() -> None:
+    begun, ends = threading.Event(), threading.Event()
 
-    def refuse(number: int, path: str) -> None:
-        raise StartError(f"the driver did not load {path}")
+    def load(number: int, path: str) -> None:
+        if path == "/slow":
+            begun.set()
+            assert ends.wait(60)
+            raise StartError("the adapter /slow cannot be loaded: it has bias", "save it without")
 
-    runtime = SimpleNamespace(load_adapter=refuse, log_lines=lambda: next(lines))
-    adapters = EngineAdapters(runtime, 2)
-    with pytest.raises(
-        StartError, match="adapter 1 cannot be loaded from '/a': it has bias"
-    ) as why:
-        adapters.load(AdapterPath("a", "/a"))
-    assert why.value.hint == "save it without"
-    assert adapters.paths == {}
+    adapters = EngineAdapters(SimpleNamespace(load_adapter=load), 2)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(adapters.load, AdapterPath("slow", "/slow"))
+        assert begun.wait(60)
+        adapters.load(AdapterPath("quick", "/quick"))
+        # What is being loaded counts, and has its name.
+        with pytest.raises(ConfigError, match="there is an adapter 'slow' already"):
+            adapters.load(AdapterPath("slow", "/other"))
+        with pytest.raises(ConfigError, match="2 adapters are loaded"):
+            adapters.load(AdapterPath("third", "/third"))
+        ends.set()
+        with pytest.raises(StartError, match="it has bias"):
+            slow.result(60)
+    assert adapters.paths == {"quick": "/quick"}
+    adapters.load(AdapterPath("slow", "/quick"))

@@ -949,9 +949,13 @@ class Load:
         """
         The id that requests bind, at least 1.
         """
-    def commit(self, /, status: SupportsIndex) -> None:
+    def commit(self, /, status: SupportsIndex, reason: str = "") -> None:
         """
         Answers with a status code: 0 = done, requests may bind the adapter from now on; 5 = it cannot be had.
+        
+        Args:
+            status: The code.
+            reason: Why it cannot be had, for the client.
         """
     @property
     def path(self, /) -> str:

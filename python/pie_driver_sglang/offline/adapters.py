@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
 from pie_driver_sglang.checkpoint.regular_file import RegularFile
-from pie_driver_sglang.errors import ConfigError, StartError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
 
-_REASON_S: Final = 2.0
-"""How long the driver's log may take to say why it refused an adapter."""
-_LOOK_S: Final = 0.05
 _MOST_CONFIG_BYTES: Final = 1 << 20
 
 
@@ -126,12 +121,14 @@ class EngineAdapters:
         self._most = most
         self._numbers = itertools.count(1)
         self._loaded: dict[str, tuple[int, str]] = {}
+        self._loading: set[str] = set()
         self._lock = threading.Lock()
 
     @property
     def paths(self) -> dict[str, str]:
         """The loaded ones by name."""
-        return {name: path for name, (_, path) in self._loaded.items()}
+        with self._lock:
+            return {name: path for name, (_, path) in self._loaded.items()}
 
     def load(self, adapter: AdapterPath) -> None:
         """Have every driver read an adapter; requests of others go on meanwhile.
@@ -140,24 +137,32 @@ class EngineAdapters:
             ConfigError: Adapters are off, the name is taken, or there are too many.
             StartError: A driver does not take it, or there is none.
         """
+        if not self._most:
+            raise ConfigError("adapters are off", "make the engine with `enable_lora=True`")
+        number = self._reserve(adapter.name)
+        try:
+            # Without the lock: a driver may take its time.
+            self._runtime.load_adapter(number, adapter.path)
+            with self._lock:
+                self._loaded[adapter.name] = (number, adapter.path)
+        finally:
+            with self._lock:
+                self._loading.discard(adapter.name)
+
+    def _reserve(self, name: str) -> int:
+        """A number for an adapter that is about to be loaded, whose name nobody else may take."""
         with self._lock:
-            if not self._most:
-                raise ConfigError("adapters are off", "make the engine with `enable_lora=True`")
-            if adapter.name in self._loaded:
+            if name in self._loaded or name in self._loading:
                 raise ConfigError(
-                    f"there is an adapter {quoted(adapter.name)} already", "give another name"
+                    f"there is an adapter {quoted(name)} already", "give another name"
                 )
-            if (count := len(self._loaded)) >= self._most:
+            if (count := len(self._loaded) + len(self._loading)) >= self._most:
                 raise ConfigError(
                     f"{count} adapters are loaded, as many as `max_loaded_loras` allows",
                     "raise `max_loaded_loras`",
                 )
-            number = next(self._numbers)
-            try:
-                self._runtime.load_adapter(number, adapter.path)
-            except StartError as error:
-                raise explained(error, number, self._runtime.log_lines) from None
-            self._loaded[adapter.name] = (number, adapter.path)
+            self._loading.add(name)
+            return next(self._numbers)
 
     def number(self, name: Any) -> int | None:
         """The id of a loaded adapter; None for None.
@@ -186,22 +191,3 @@ class EngineAdapters:
                 "give one for each prompt, or one for all",
             )
         return [self.number(name) for name in listed]
-
-
-def explained(error: StartError, number: int, lines: Callable[[], Iterable[str]]) -> StartError:
-    """A driver's refusal of an adapter, with the reason from its log, which another thread brings.
-
-    Args:
-        error: What the runtime said.
-        number: Of the adapter.
-        lines: New lines of the log, or its last ones.
-    """
-    wanted = re.compile(rf"adapter {number} cannot be loaded from .*")
-    until = time.monotonic() + _REASON_S
-    while time.monotonic() < until:
-        for line in lines():
-            if found := wanted.search(line):
-                message, _, hint = found[0].rpartition("; ")
-                return StartError(message, hint)
-        time.sleep(_LOOK_S)
-    return error

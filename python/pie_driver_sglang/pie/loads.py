@@ -113,7 +113,7 @@ class Loads:
             _refuse(load, error)
         except Exception as error:
             del self._open[number]
-            load.commit(STATUS_FAILED)
+            load.commit(STATUS_FAILED, f"{type(error).__name__}: {error}")
             text = "loading adapter %d from %s failed"
             go_on(self._engine, error, "load", text, adapter_id, path)
         else:
@@ -142,7 +142,7 @@ def _refuse(load: Load, error: AdapterError) -> None:
     text = "adapter %d cannot be loaded from %s: %s; %s"
     arguments = (load.adapter_id, quoted(load.path), error.message, error.hint)
     logger.warning(text, *arguments, extra={"kind": "load"})
-    load.commit(STATUS_FAILED)
+    load.commit(STATUS_FAILED, f"{error.message}\n\nhint: {error.hint}")
 
 
 def _patience_s() -> float:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.errors import ConfigError, DriverError, StartError, quoted
-from pie_driver_sglang.offline.adapters import explained, parse_paths
-from pie_driver_sglang.server.driver_log import DriverLog
+from pie_driver_sglang.errors import ConfigError, DriverError, quoted
+from pie_driver_sglang.offline.adapters import parse_paths
 
 AS_TENSORS: Final = "__tensor__"
 """What SGLang writes for the path of an adapter that came as tensors."""
@@ -44,17 +43,17 @@ class _Loaded(NamedTuple):
 class ServerAdapters:
     """The adapters of a server. Calls wait for the drivers, which serve requests meanwhile."""
 
-    def __init__(self, runtime: _core.Runtime, front: _core.Front, log: DriverLog) -> None:
+    def __init__(self, runtime: _core.Runtime, front: _core.Front) -> None:
         """No adapters.
 
         Args:
             runtime: What computes.
             front: Its requests.
-            log: The drivers', which says why one of them does not take an adapter.
         """
-        self._runtime, self._front, self._log = runtime, front, log
+        self._runtime, self._front = runtime, front
         self._numbers = itertools.count(1)
         self._loaded: dict[str, _Loaded] = {}
+        self._loading: set[str] = set()
         self._lock = threading.Lock()
 
     def load(self, uid: str, name: str, path: str) -> dict[str, Any]:
@@ -111,7 +110,8 @@ class ServerAdapters:
         """
 
         def unload() -> None:
-            found = self._loaded.pop(uid or "", None)
+            with self._lock:
+                found = self._loaded.pop(uid or "", None)
             if found is None:
                 raise ConfigError(f"no adapter {quoted(name)} is loaded", "see `/v1/models`")
             self._front.set_adapter(uid or "", None)
@@ -122,29 +122,32 @@ class ServerAdapters:
         return self._outcome(unload)
 
     def _read(self, uid: str, name: str, path: str, files: str, folder: Path | None) -> None:
-        if any(other.name == name for other in self._loaded.values()):
-            raise ConfigError(
-                f"there is an adapter {quoted(name)} already", "unload it, or give another name"
-            )
-        number = next(self._numbers)
+        with self._lock:
+            taken = {other.name for other in self._loaded.values()} | self._loading
+            if name in taken:
+                raise ConfigError(
+                    f"there is an adapter {quoted(name)} already", "unload it, or give another name"
+                )
+            self._loading.add(name)
+            number = next(self._numbers)
         try:
+            # Without the lock: a driver may take its time.
             self._runtime.load_adapter(number, files)
-        except StartError as error:
-            raise explained(error, number, self._log.lines) from None
-        self._loaded[uid] = _Loaded(number, name, path, folder)
-        self._front.set_adapter(uid, number)
+            self._front.set_adapter(uid, number)
+            with self._lock:
+                self._loaded[uid] = _Loaded(number, name, path, folder)
+        finally:
+            with self._lock:
+                self._loading.discard(name)
 
     def _outcome(self, action: Callable[[], None]) -> dict[str, Any]:
         error = ""
+        try:
+            action()
+        except DriverError as refusal:
+            error = "; ".join(filter(None, (str(refusal), refusal.hint)))
+        except (OSError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
         with self._lock:
-            try:
-                action()
-            except DriverError as refusal:
-                error = "; ".join(filter(None, (str(refusal), refusal.hint)))
-            except (OSError, ValueError) as failure:
-                error = f"{type(failure).__name__}: {failure}"
-            return {
-                "success": not error,
-                "error_message": error,
-                "loaded_adapters": {each.name: each.path for each in self._loaded.values()},
-            }
+            loaded = {each.name: each.path for each in self._loaded.values()}
+        return {"success": not error, "error_message": error, "loaded_adapters": loaded}

@@ -135,7 +135,7 @@ class Parts:
         """
         from pie_driver_sglang.server.adapters import ServerAdapters
 
-        adapters = ServerAdapters(self.runtime, front, self.log)
+        adapters = ServerAdapters(self.runtime, front)
         for adapter in self._given.adapters:
             outcome = adapters.load(*adapter)
             if not outcome["success"]:

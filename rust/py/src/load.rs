@@ -35,8 +35,13 @@ impl Load {
     }
 
     /// Answers with a status code: 0 = done, requests may bind the adapter from now on; 5 = it cannot be had.
-    fn commit(&mut self, py: Python<'_>, status: i32) -> PyResult<()> {
-        let note = self.inner.commit(status);
+    ///
+    /// Args:
+    ///     status: The code.
+    ///     reason: Why it cannot be had, for the client.
+    #[pyo3(signature = (status, reason = ""))]
+    fn commit(&mut self, py: Python<'_>, status: i32, reason: &str) -> PyResult<()> {
+        let note = self.inner.commit(status, reason);
         self.shared.report(py, note.as_slice())
     }
 }

@@ -158,15 +158,14 @@ pub enum RuntimeError {
     Wire(#[from] WireError),
 
     /// The driver does not take an adapter.
-    #[error(
-        "the driver did not load the adapter {path}, by status {status}\n\n\
-         hint: its log names the reason; adapters need `enable_lora`"
-    )]
+    #[error("{}", adapter_text(path, *status, reason.as_deref()))]
     Adapter {
         /// Where it lies.
         path: String,
         /// What was answered.
         status: i32,
+        /// What the driver said of it.
+        reason: Option<String>,
     },
 
     /// An answer that is not what was asked for.
@@ -224,4 +223,15 @@ pub enum AnswerError {
     /// Log-probabilities that a request did not ask for.
     #[error("answered request {0} with other log-probabilities than it asked for")]
     Logprobs(usize),
+}
+
+/// With the driver's reason and remedy, where it gave them.
+fn adapter_text(path: &str, status: i32, reason: Option<&str>) -> String {
+    match reason {
+        Some(reason) => format!("the adapter {path} cannot be loaded: {reason}"),
+        None => format!(
+            "the driver did not load the adapter {path}, by status {status}\n\n\
+             hint: its log may name the reason; adapters need `enable_lora`"
+        ),
+    }
 }

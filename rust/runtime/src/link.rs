@@ -275,13 +275,14 @@ pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), R
     };
     let mut bytes = vec![0; client.layout().request_capacity()];
     let length = pie_wire::encode_request(&frame, &mut bytes)?;
-    match client.call(&bytes[..length], read_status)? {
+    client.call(&bytes[..length], |answer| match read_status(answer) {
         Err(RuntimeError::Answer(AnswerError::Status(status))) => Err(RuntimeError::Adapter {
             path: path.to_owned(),
             status,
+            reason: pie_wire::reason_of(answer).map(str::to_owned),
         }),
         other => other,
-    }
+    })?
 }
 
 /// Whether an answer says that all went well.

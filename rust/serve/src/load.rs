@@ -50,13 +50,14 @@ impl Load {
         &self.adapter.path
     }
 
-    /// Answers with a code of [`crate::status`], once. After [`status::OK`] requests may bind the adapter.
-    pub fn commit(&mut self, code: i32) -> Option<Note> {
+    /// Answers with a code of [`crate::status`], once. After [`status::OK`] requests may bind the adapter. A `reason` says
+    /// in words why they may not, to clients that read it.
+    pub fn commit(&mut self, code: i32, reason: &str) -> Option<Note> {
         let lease = self.lease.take()?;
         if code == status::OK {
             let id = self.adapter.id;
             self.shared.change(move |planner| planner.add_adapter(id));
         }
-        status::answer(lease, self.driver_id, code)
+        status::answer_with_reason(lease, self.driver_id, code, reason)
     }
 }

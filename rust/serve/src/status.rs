@@ -17,6 +17,17 @@ pub const FAILED: i32 = 5;
 /// `GenerateAudio` counts frames with positive numbers; its errors are negative.
 pub const NO_AUDIO: i32 = -1;
 
+/// [`answer`] with the reason in words, if there is one.
+pub(crate) fn answer_with_reason(
+    lease: Lease,
+    driver_id: u32,
+    code: i32,
+    reason: &str,
+) -> Option<Note> {
+    let frame = pie_wire::status_frame(driver_id, code, false);
+    Note::of_publication(lease.reply(&pie_wire::with_reason(&frame, reason)))
+}
+
 /// Answers a request with a code; returns what is worth a log line.
 pub(crate) fn answer(lease: Lease, driver_id: u32, code: i32) -> Option<Note> {
     Note::of_publication(lease.reply(&pie_wire::status_frame(driver_id, code, false)))

@@ -304,8 +304,8 @@ fn converse_adapters(requests: &[Vec<u8>]) -> (Vec<Answer>, Vec<String>) {
             assert!((1..i64::MAX).contains(&load.id()));
             match load.path() {
                 "lost" => {}
-                "broken" => assert_eq!(load.commit(status::FAILED), None),
-                _ => assert_eq!(load.commit(status::OK), None),
+                "broken" => assert_eq!(load.commit(status::FAILED, "it has no weights"), None),
+                _ => assert_eq!(load.commit(status::OK, ""), None),
             }
         }
         Job::Batch(mut batch) => {
@@ -385,7 +385,7 @@ fn a_load_that_ends_within_a_batch_is_known_behind_it() {
     };
     let early = call(&client, bound(&[1, -1]));
     let mut batch = next_batch(&mut ring, &responder);
-    assert_eq!(load.commit(status::OK), None);
+    assert_eq!(load.commit(status::OK, ""), None);
     assert_eq!(loading.join().unwrap(), Answer::Status(status::OK));
     run(&mut batch);
     let notes = batch.commit(DeviceTimes::default());
@@ -410,7 +410,7 @@ fn a_load_that_ends_within_a_lost_batch_is_known_behind_it() {
         };
         let lost = call(&client, bound(&[-1]));
         let mut batch = next_batch(&mut ring, &responder);
-        assert_eq!(load.commit(status::OK), None);
+        assert_eq!(load.commit(status::OK, ""), None);
         if id == 1 {
             batch.fail();
         }

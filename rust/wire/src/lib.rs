@@ -46,7 +46,7 @@
 //! | `access`, `bounds`, `native` | validated reading, in place |
 //! | `encode`, `fast` | writing; the fast token reply |
 //! | `rules` | what the runtime takes for granted of responses |
-//! | `extension` | what a frame carries beyond the protocol |
+//! | `extension`, `reason` | what a frame carries beyond the protocol; why a request was refused |
 //! | `brle` | bit strings as run lengths |
 #![deny(missing_docs)]
 
@@ -62,6 +62,7 @@ mod extension;
 mod fast;
 mod layout;
 mod native;
+mod reason;
 mod rules;
 mod schema;
 
@@ -82,6 +83,7 @@ pub use extension::{
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
 pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};
 pub use native::{NativeSlice, Plain};
+pub use reason::{MAX_REASON, REASON_MAGIC, reason_of, with_reason};
 pub use rules::ResponseRule;
 pub use schema::{
     AdapterBinding, AdapterOp, AdapterRequest, ArchivedAdapterBinding, ArchivedAdapterOp,

@@ -208,7 +208,15 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
                     account.adapters.insert(load.adapter_id as i64);
                 }
                 eprintln!("adapter {} of {}: {code}", load.adapter_id, load.path);
-                status(code, &mut answer)
+                let length = status(code, &mut answer);
+                let reason = if code == 0 {
+                    ""
+                } else {
+                    "it is broken\n\nhint: mend it"
+                };
+                let reasoned = pie_wire::with_reason(&answer[..length], reason);
+                answer[..reasoned.len()].copy_from_slice(&reasoned);
+                reasoned.len()
             }
             Payload::Health => status(2, &mut answer),
         };
