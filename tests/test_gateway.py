@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import math
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -57,6 +60,7 @@ TOOL: Final = {
         "parameters": SCHEMA,
     },
 }
+ADMIN: Final = "key-of-the-admin"
 NO_THOUGHT: Final = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -87,8 +91,9 @@ def running(folder: Path, *flags: str) -> Iterator[Door]:
     port, metrics = free_ports(2)
     words = ["--front", "gateway", "--model-path", str(POCKET), "--served-model-name", "pocket"]
     words += ["--device", "cpu", "--port", str(port), "--prometheus-port", str(metrics), *flags]
+    words += ["--admin-api-key", ADMIN]
     with serving(folder, *words, end_s=90) as process:
-        door = Door(f"http://127.0.0.1:{port}", folder / "log")
+        door = Door(f"http://127.0.0.1:{port}", folder / "log", ADMIN)
         door.process, door.metrics = psutil.Process(process.pid), metrics
         yield door
 
@@ -496,7 +501,9 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         [line] = re.findall(r"^  smg (launch .+)$", log.read_text(), re.MULTILINE)
         words = shlex.split(line)
         assert len([word for word in words if word.startswith("grpc://")]) == 2
-        gateway = [sys.executable, "-m", "smg", *words]
+        # The key is not printed.
+        assert words[-2:] == ["--api-key", "***"]
+        gateway = [sys.executable, "-m", "smg", *words[:-1], "secret"]
         url = f"http://127.0.0.1:{port}"
         smg = stack.enter_context(started(gateway, gateway_log))
         wait_until(lambda: is_ready(url) or smg.poll() is not None, 60, "the gateway starts")
@@ -513,6 +520,49 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert psutil.wait_procs(family, 10)[1] == []
+
+
+def test_control_needs_the_admin_key_which_is_in_no_list(door: Door) -> None:
+    for key in (None, "wrong"):
+        stranger = Server(door.url, door.log, key)
+        for path, body in (("/workers", None), ("/workers", {"url": "grpc://127.0.0.1:1"})):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                stranger.ask(path, body)
+            assert error.value.code in (401, 403)
+    family = [door.process, *forking.family(door.process.pid)]
+    assert any("smg_process" in " ".join(each.cmdline()) for each in family)
+    assert not [each for each in family if ADMIN in " ".join(each.cmdline())]
+    assert ADMIN not in door.log.read_text(errors="replace")
+
+
+def test_hostile_bodies_are_answered(door: Door, client: Any) -> None:
+    expected = complete(client).choices[0].text
+    deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    for body, codes in (
+        (b" " * (80 << 20), {413}),
+        (deep, {400, 422}),
+        (b"[" * 100_000, {400, 422}),
+        (b'{"model": "pocket", "prompt": "x", "custom": ' + deep + b"}", {400, 422}),
+    ):
+        code = raw_status(door.url, "/v1/completions", body)
+        assert code in codes, body[:60]
+    with contextlib.ExitStack() as stack:
+        host, port = door.url.removeprefix("http://").split(":")
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), 60))
+        assert complete(client).choices[0].text == expected
+
+
+def raw_status(url: str, path: str, body: bytes) -> int:
+    host = url.removeprefix("http://")
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=60)) as connection:
+        connection.putrequest("POST", path)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders()
+        with contextlib.suppress(ConnectionError):
+            connection.send(body)
+        return connection.getresponse().status
 
 
 def show_each_replica(port: int, *, gateway: bool) -> Scrape:

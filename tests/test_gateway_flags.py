@@ -141,7 +141,7 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
         "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9001",
         "--model-path folder --log-level error",
         "--policy cache_aware --worker-urls grpc://a grpc://b",
-        "--api-key k",
+        "--max-payload-size 67108864 --header-read-timeout-secs 30",
         "--reasoning-parser deepseek_r1",
         "--tool-call-parser qwen",
         f"--chat-template {template}",
@@ -150,6 +150,11 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     ):
         assert part in line
     assert words[-1] == "--queue-size=3"
+    # Keys are in no list of arguments. Without one of the admin's, nobody registers workers.
+    assert not {"k", "--api-key"} & set(words)
+    assert smg.secret_words(arguments)[2:] == ["--api-key", "k"]
+    [flag, admin] = smg.secret_words(parse_words(["--model-path", "m"]))
+    assert (flag, len(admin) > 40) == ("--control-plane-api-keys", True)
     single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"), 1)
     assert "--policy round_robin" in " ".join(single)
     assert "--host 127.0.0.1 --port 30000 " in " ".join(single)
@@ -157,6 +162,31 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     # It makes no spans at a level above.
     traced = smg.smg_words(parse_words(["--model-path", "m", "--enable-trace"]), (), Path("m"), 1)
     assert "--log-level info " in " ".join(traced)
+
+
+def test_services_without_authentication_stay_on_the_loopback() -> None:
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert parse_words(["--model-path", "m", "--grpc-host", host]).grpc_host == host
+    for host in ("0.0.0.0", "10.0.0.2", "::", "node-1"):
+        words = ["--model-path", "m", "--grpc-host", host]
+        with pytest.raises(ConfigError, match="no authentication"):
+            parse_words(words)
+        assert parse_words([*words, "--grpc-allow-remote"]).grpc_host == host
+
+
+def test_limits_go_to_the_gateway_or_are_refused() -> None:
+    given = ["--max-body-bytes=1MiB", "--header-timeout=2.5", "--keep-alive-timeout=7"]
+    given += ["--allow-private-media-hosts", "--allowed-media-domains=a.example,b.example"]
+    line = " ".join(smg.smg_words(parse_words(["--model-path", "m", *given]), (), Path("m"), 1))
+    for part in (
+        "--max-payload-size 1048576 --header-read-timeout-secs 3",
+        "--idle-connection-timeout-secs 7",
+        "--mm-allowed-media-domains a.example,b.example --mm-allow-private-media-hosts",
+    ):
+        assert part in line
+    for flag in ("--max-connections=7", "--allow-pickled-adapters", "--write-timeout=3"):
+        with pytest.raises(ConfigError, match=flag.partition("=")[0]):
+            parse_words(["--model-path", "m", flag])
 
 
 @pytest.mark.parametrize(

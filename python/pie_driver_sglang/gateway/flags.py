@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.cli.plan import parse_option
+from pie_driver_sglang.config.edge import EDGE_FLAGS, EdgeSettings, take_edge_flags
+from pie_driver_sglang.config.keys import ApiKeys, take_keys
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 
@@ -27,7 +30,6 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 #: Flags that are the gateway's, or say something to this command.
 FRONT: Final = frozenset(
     {
-        "api_key",
         "chat_template",
         "enable_metrics",
         "enable_trace",
@@ -62,6 +64,18 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "skip_tokenizer_init": "the gateway tokenizes",
     }
 )
+#: Limits and permissions for which the gateway has no flag.
+_UNLIMITED: Final = frozenset(
+    {
+        "allow-pickled-adapters",
+        "allowed-local-media-path",
+        "max-buffered-bytes",
+        "max-connections",
+        "max-header-bytes",
+        "media-timeout",
+        "write-timeout",
+    }
+)
 #: Flags whose owner is refused, but that the engine reads.
 _READ: Final = frozenset({"tokenizer_path"})
 _OWNERS: Final[Mapping[str, str]] = MappingProxyType(
@@ -86,6 +100,8 @@ class GatewayArguments(NamedTuple):
         prometheus_port: Of the metrics; 0 for any; None if it was not named.
         words: Words for the gateway, as they are.
         starts_gateway: Whether the gateway is to be started.
+        edge: What the gateway accepts from the network.
+        keys: What its clients must send.
     """
 
     engine: dict[str, Any]
@@ -96,6 +112,8 @@ class GatewayArguments(NamedTuple):
     prometheus_port: int | None
     words: tuple[str, ...]
     starts_gateway: bool
+    edge: EdgeSettings = EdgeSettings()
+    keys: ApiKeys = ApiKeys()
 
 
 #: Flags of this command: name, reader, default. A reader of None takes no value.
@@ -104,6 +122,7 @@ _OWN: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = MappingProx
         "grpc_contract": (str, "vllm"),
         "grpc_host": (str, "127.0.0.1"),
         "grpc_port": (int, 0),
+        "grpc_allow_remote": (None, False),
         "prometheus_port": (int, None),
         "no_gateway": (None, False),
     }
@@ -120,7 +139,8 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
     own = {name: default for name, (_, default) in _OWN.items()}
     options: dict[str, Any] = {}
     passed: list[str] = []
-    queue = list(words)
+    keys, queue = take_keys(words)
+    edge, queue = take_edge_flags(queue)
     while queue:
         name, value = _split(queue.pop(0))
         if name == "option":
@@ -138,6 +158,7 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
             f"expected one of {', '.join(CONTRACTS)}",
         )
     refuse(given)
+    _check_edge(edge, own["grpc_host"], allow_remote=own["grpc_allow_remote"])
     front = {name: value for name, value in given.items() if name in FRONT}
     engine = {name: value for name, value in given.items() if name not in FRONT}
     return GatewayArguments(
@@ -149,7 +170,29 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
         prometheus_port=own["prometheus_port"],
         words=tuple(passed),
         starts_gateway=not own["no_gateway"],
+        edge=edge,
+        keys=keys,
     )
+
+
+def _check_edge(edge: EdgeSettings, grpc_host: str, *, allow_remote: bool) -> None:
+    for name in sorted(edge.given & _UNLIMITED):
+        raise ConfigError(
+            f"`--{name}` is not honoured by the gateway: smg has no flag for it", _REMEDY
+        )
+    if not allow_remote and not _is_loopback(grpc_host):
+        raise ConfigError(
+            f"`--grpc-host` is {quoted(grpc_host)}, and the gRPC services have no authentication: "
+            "everyone who reaches them can use the model and end others' requests",
+            "leave them on the loopback, or add `--grpc-allow-remote` in a network of their own",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def refuse(given: Mapping[str, Any]) -> None:
@@ -200,7 +243,9 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
     if field is None:
         if name == "config":
             raise ConfigError("`--config` is not read by this door", "name the flags themselves")
-        names = (_bare(known) for known in {*SERVER_ARGS, *_OWN, "option", "gateway_arg"})
+        names = (
+            _bare(known) for known in {*SERVER_ARGS, *_OWN, *EDGE_FLAGS, "option", "gateway_arg"}
+        )
         raise ConfigError(
             f"there is no flag {_flag(name)}",
             nearest(_bare(name), names) or "the names are those of SGLang's server",

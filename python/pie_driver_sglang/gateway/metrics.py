@@ -20,6 +20,8 @@ DEFAULT_METRICS_PORT: Final = 29000
 """The gateway's own default."""
 _FETCH_S: Final = 2.0
 """How long a scrape waits for the gateway; Prometheus gives up after ten seconds by default."""
+_CLIENT_S: Final = 10.0
+"""How long a client may be silent: each connection has a thread."""
 _FORMAT: Final = "text/plain; version=0.0.4; charset=utf-8"
 _PATH: Final = "/metrics"
 
@@ -91,6 +93,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    timeout = _CLIENT_S
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0].rstrip("/") != _PATH:

@@ -30,6 +30,8 @@ FLAGS: Final = f"""\
 with --front gateway:
   --grpc-contract NAME vllm (default) or sglang: the service that the gateway calls
   --grpc-host HOST     where the services listen; 127.0.0.1
+  --grpc-allow-remote  let --grpc-host be another than the loopback: the services have no
+                       authentication
   --grpc-port PORT     of the first replica's service, the others have the next ones; 0 for any
   --prometheus-port N  /metrics of the gateway and the runtime, on the same host; 0 for any.
                        --enable-metrics without it: {DEFAULT_METRICS_PORT}
@@ -118,7 +120,7 @@ def _serve(
         return
     scheme = "https" if "ssl_certfile" in arguments.front else "http"
     url = _url(arguments, scheme, arguments.front.get("port", 30000))
-    gateway = smg.GatewayProcess(words, url)
+    gateway = smg.GatewayProcess(words, arguments, url)
     try:
         gateway.wait_ready(lambda: _look(replicas, ending))
         _ready(arguments, url)
@@ -163,14 +165,15 @@ def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
     why = "`--no-gateway` was given"
     if arguments.starts_gateway:
         why = f"the gateway is not installed (`{smg.INSTALL}`)"
-    _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}\n")
+    keys = "" if arguments.keys.api is None else " --api-key ***"
+    _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}{keys}\n")
 
 
 def _ready(arguments: GatewayArguments, url: str) -> None:
     """Says how to try the server out."""
     name = served_name(arguments)
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    key = " -H 'Authorization: Bearer …'" if "api_key" in arguments.front else ""
+    key = " -H 'Authorization: Bearer …'" if arguments.keys.api is not None else ""
     _say(
         f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
         f"{key} -d '{body}'\n"

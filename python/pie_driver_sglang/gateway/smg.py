@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
+import secrets
 import signal
 import socket
 import ssl
@@ -77,14 +81,48 @@ def smg_words(
     words += ["--shutdown-grace-period-secs", str(_DRAIN_S)]
     words += ["--policy", "cache_aware" if len(urls) > 1 else "round_robin"]
     words += ["--worker-urls", *urls]
+    words += _limits(arguments)
     words += _optional(front)
     return [*words, *arguments.words]
+
+
+def secret_words(arguments: GatewayArguments) -> list[str]:
+    """Words with keys, for the gateway alone: they are in no list of arguments.
+
+    Without an admin key it gets one that nobody knows, so that nobody registers workers.
+    """
+    admin = arguments.keys.admin or secrets.token_urlsafe(32)
+    words = ["--control-plane-api-keys", f"pie:pie-sglang:admin:{admin}"]
+    if arguments.keys.api is not None:
+        words += ["--api-key", arguments.keys.api]
+    return words
+
+
+def _limits(arguments: GatewayArguments) -> list[str]:
+    limits, media = arguments.edge.connections, arguments.edge.media
+    words = ["--max-payload-size", str(limits.max_body_bytes)]
+    words += ["--header-read-timeout-secs", str(math.ceil(limits.header_timeout_s))]
+    words += ["--stream-body-stall-timeout-secs", str(math.ceil(limits.body_timeout_s))]
+    if "keep-alive-timeout" in arguments.edge.given:
+        idle_s = math.ceil(limits.keep_alive_timeout_s)
+        words += ["--idle-connection-timeout-secs", str(idle_s)]
+    if media.allowed_domains:
+        words += ["--mm-allowed-media-domains", ",".join(media.allowed_domains)]
+    if media.allow_private_hosts:
+        words.append("--mm-allow-private-media-hosts")
+    return words
+
+
+def _variables(arguments: GatewayArguments) -> dict[str, str]:
+    """Limits that the gateway reads from its environment, unless the user has set them there."""
+    most = str(arguments.edge.media.max_bytes)
+    names = (f"SMG_{kind}_MAX_INPUT_BYTES" for kind in ("IMAGE", "AUDIO", "VIDEO"))
+    return {name: os.environ.get(name, most) for name in names}
 
 
 def _optional(front: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     readers: Mapping[str, tuple[str, Callable[[str], str]]] = {
-        "api_key": ("--api-key", str),
         "chat_template": ("--chat-template", _template),
         "otlp_traces_endpoint": ("--otlp-traces-endpoint", str),
         "reasoning_parser": ("--reasoning-parser", reasoning_parser),
@@ -112,20 +150,29 @@ def _template(name: str) -> str:
 class GatewayProcess:
     """The gateway, started. It ends with this process."""
 
-    def __init__(self, words: Sequence[str], url: str) -> None:
+    def __init__(self, words: Sequence[str], arguments: GatewayArguments, url: str) -> None:
         """Starts it.
 
         Args:
             words: Its command line.
+            arguments: This command's.
             url: Where it will serve.
         """
         self._url = url
+        variables = {**os.environ, **_variables(arguments)}
+        if not sys.stderr.isatty():
+            variables["NO_COLOR"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.smg_process", str(os.getpid()), *words],
-            env=os.environ if sys.stderr.isatty() else {**os.environ, "NO_COLOR": "1"},
+            env=variables,
+            stdin=subprocess.PIPE,
             # Ctrl-C comes to this process alone.
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        # One that has ended already says so to `wait_ready`.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(secret_words(arguments)).encode())
 
     def wait_ready(self, looks: Callable[[], None]) -> None:
         """Waits until it serves.

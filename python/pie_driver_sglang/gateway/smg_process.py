@@ -1,7 +1,11 @@
-"""`python -m pie_driver_sglang.gateway.smg_process PARENT WORDS`: smg, ending with its parent."""
+"""`python -m pie_driver_sglang.gateway.smg_process PARENT WORDS`: smg, ending with its parent.
+
+Words with keys come by its input, as a JSON list: other users of the host can read its arguments.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 
 
@@ -10,7 +14,8 @@ def main(words: list[str]) -> None:
     from pie_driver_sglang._core import die_with_parent
 
     die_with_parent(int(words[0]))
-    sys.argv = ["smg", *words[1:]]
+    command, *others = words[1:]
+    sys.argv = ["smg", command, *json.load(sys.stdin), *others]
     import smg.launch_router
     from smg.cli import main as smg_main
 
