@@ -530,7 +530,7 @@ def test_control_needs_the_admin_key_which_is_in_no_list(door: Door) -> None:
                 stranger.ask(path, body)
             assert error.value.code in (401, 403)
     family = [door.process, *forking.family(door.process.pid)]
-    assert any("smg_process" in " ".join(each.cmdline()) for each in family)
+    assert any("smg" in " ".join(each.cmdline()) for each in family)
     assert not [each for each in family if ADMIN in " ".join(each.cmdline())]
     assert ADMIN not in door.log.read_text(errors="replace")
 
