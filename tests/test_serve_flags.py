@@ -150,10 +150,28 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
     assert len(f"{error.value} {error.value.hint}".splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["org/model", "--port", "1"], ["--model-path", "org/model", "--port", "1"]),
+        (["--model", "m", "--tp=2"], ["--model-path", "m", "--tp-size=2"]),
+        (["--model=m", "--dp", "2"], ["--model-path=m", "--dp-size", "2"]),
+        (["--port", "1", "--model-path", "m"], ["--port", "1", "--model-path", "m"]),
+    ],
+)
+def test_a_model_in_front_and_short_names(words: list[str], expected: list[str]) -> None:
+    assert program.normalized(words) == expected
+
+
+def test_the_help_has_every_flag_of_sglang() -> None:
+    flags = program.sglang_flags().split()
+    assert {f"--{name.replace('_', '-')}" for name in SERVER_ARGS} <= set(flags)
+
+
 def test_help_and_a_missing_model() -> None:
     command = [sys.executable, "-m", "pie_driver_sglang", "serve"]
     told = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
-    assert (told.returncode, told.stdout) == (0, program.HELP)
+    assert (told.returncode, told.stdout) == (0, program.HELP + program.sglang_flags())
     for words in (["--port", "1"], ["--model-path", "/nowhere/at/all"]):
         failed = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
         assert failed.returncode == 1

@@ -40,12 +40,15 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--model",
+        "--model-path",
         help="folder, or a repository of the Hugging Face hub (default: models/pocket in a clone "
         "of this repository)",
     )
     engine.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    engine.add_argument("--tp", type=int, metavar="N", help="GPUs that share the model")
-    engine.add_argument("--dp", type=int, metavar="N", help="replicas of the model")
+    engine.add_argument(
+        "--tp", "--tp-size", type=int, metavar="N", help="GPUs that share the model"
+    )
+    engine.add_argument("--dp", "--dp-size", type=int, metavar="N", help="replicas of the model")
     engine.add_argument(
         "--option",
         action="append",

@@ -104,10 +104,22 @@ def _parser() -> argparse.ArgumentParser:
         "The exit status is 1 if the model does not fit.",
     )
     add = parser.add_argument
-    add("--model", required=True, help="folder, or a repository in the Hugging Face cache")
+    add(
+        "--model",
+        "--model-path",
+        required=True,
+        help="folder, or a repository in the Hugging Face cache",
+    )
     add("--device-gib", type=float, metavar="GIB", help="memory of each GPU (default: this one's)")
     add("--cpu", action="store_true", help="plan for the memory of this host instead of a GPU")
-    add("--tp", type=_ranks, default=1, metavar="N", help="GPUs that share the model (default: 1)")
+    add(
+        "--tp",
+        "--tp-size",
+        type=_ranks,
+        default=1,
+        metavar="N",
+        help="GPUs that share the model (default: 1)",
+    )
     help_dtype = "type of the activations (default: %(default)s)"
     add("--dtype", choices=ACTIVATION_DTYPES, default="bfloat16", help=help_dtype)
     help_length = "positions of a context (default: the model's)"

@@ -19,12 +19,13 @@ from typing import Final
 
 from pie_driver_sglang.config.edge import edge_help
 from pie_driver_sglang.config.keys import KEY_FLAGS, hide_keys, take_keys
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
 from pie_driver_sglang.server.flags import OWN_FLAGS
 
 HELP: Final = f"""\
-usage: pie-sglang serve --model-path MODEL [options]
+usage: pie-sglang serve MODEL [options]
 
 Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
 
@@ -32,8 +33,10 @@ options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
 keys and limits of the server:
 {KEY_FLAGS}{edge_help()}
-all others are those of SGLang's server: `python -m sglang.launch_server --help` lists them
+SGLang's flags, which `python -m sglang.launch_server --help` explains:
 """
+ALIASES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
+"""Short names that the other commands have, too."""
 FRONTS: Final = ("sglang", "gateway")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -42,10 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the server until it ends; SIGTERM and Ctrl-C let its requests finish, twice ends it."""
     words = list(arguments)
     if not words or "-h" in words or "--help" in words:
-        sys.stdout.write(HELP)
+        sys.stdout.write(HELP + sglang_flags())
         raise SystemExit(0 if words else 2)
-    if not any(word.split("=")[0] in ("--model-path", "--model", "--config") for word in words):
-        raise ConfigError("`--model-path` is missing", "name a folder or a repository")
+    words = normalized(words)
+    if not any(word.split("=")[0] in ("--model-path", "--config") for word in words):
+        raise ConfigError(
+            "no model is named", "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`"
+        )
     _hide_keys()
     front, words = _take_front(words)
     if front == "gateway":
@@ -66,6 +72,27 @@ def main(arguments: Sequence[str]) -> int:
             process.wait()
             _remove_load_files(before)
     return status
+
+
+def normalized(words: Sequence[str]) -> list[str]:
+    """The command line with SGLang's names: a model in front becomes `--model-path MODEL`."""
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        found.append(f"{ALIASES.get(name, name)}{equals}{value}")
+    if found and not found[0].startswith("-"):
+        found.insert(0, "--model-path")
+    return found
+
+
+def sglang_flags() -> str:
+    """A line for each flag of SGLang's server, with the type or the words that it takes."""
+    lines = []
+    for name, field in sorted(SERVER_ARGS.items()):
+        flag = f"--{name.replace('_', '-')}"
+        choices = "{" + ",".join(field.choices) + "}" if field.choices else field.type.upper()
+        lines.append(f"  {flag}" if field.type == "bool" else f"  {flag} {choices}")
+    return "\n".join(lines) + "\n"
 
 
 def _hide_keys() -> None:
