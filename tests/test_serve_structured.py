@@ -13,6 +13,7 @@ from typing import Any, Final
 import jsonschema
 import pytest
 
+from grammar_bombs import bombs
 from sglang_server import Server
 from test_serve import PROMPT, generate, refusal, running, state, wait_until
 
@@ -184,6 +185,18 @@ class TestGenerate:
                 server, **{name: text}, temperature=1, max_new_tokens=80, skip_special_tokens=False
             )
             assert re.fullmatch(pattern, found["text"].removesuffix("<|im_end|>")), found["text"]
+
+    def test_grammars_that_end_their_compiler_end_nothing_else(self, server: Server) -> None:
+        whole = generate(server, max_new_tokens=8)["text"]
+
+        def status(bomb: dict[str, str]) -> int:
+            return refusal(server, {"text": PROMPT, "sampling_params": bomb})[0]
+
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(status, bombs())) == [400] * len(bombs())
+        found = generate(server, regex="[0-9]{3}", max_new_tokens=8)
+        assert re.fullmatch("[0-9]{3}", found["text"])
+        assert generate(server, max_new_tokens=8)["text"] == whole
 
     def test_reasoning_is_free_until_it_ends(self, server: Server) -> None:
         body = {

@@ -16,6 +16,7 @@ from unittest import mock
 import jsonschema
 import pytest
 
+from grammar_bombs import bombs
 from pie_driver_sglang.cli import engine_options
 from pie_driver_sglang.config.thinking import THINK_ENDS
 from pie_driver_sglang.errors import ConfigError
@@ -149,6 +150,20 @@ def test_a_wrong_grammar_fails_by_itself_with_its_reason(engine: Engine) -> None
     assert "strange" in ends[2]["message"]
     assert re.fullmatch("[0-9]{3}", answers[0]["text"])
     assert len(answers[3]["output_ids"]) == 24
+
+
+def test_grammars_that_end_their_compiler_end_nothing_else(engine: Engine) -> None:
+    good = {"regex": "[0-9]{3}", "max_new_tokens": 8}
+    alone = engine.generate("Four", GREEDY)
+    asked = [*bombs(), *bombs(), GREEDY, good]
+    answers = engine.generate(["Four"] * len(asked), asked)
+    for answer in answers[:-2]:
+        end = answer["meta_info"]["finish_reason"]
+        assert end["type"] == "abort"
+        assert re.match("the (JSON schema|EBNF grammar|regular expression) is ", end["message"])
+        assert "\n" not in end["message"]
+    assert answers[-2]["output_ids"] == alone["output_ids"]
+    assert re.fullmatch("[0-9]{3}", answers[-1]["text"])
 
 
 def test_others_say_what_they_say_alone(engine: Engine) -> None:

@@ -1799,7 +1799,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex | None = None, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, max_image_bytes: SupportsIndex = 0, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex | None = None, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, max_image_bytes: SupportsIndex = 0, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, max_grammar_bytes: SupportsIndex | None = None, grammar_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_compile_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_memory_mb: SupportsIndex | None = None, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1837,6 +1837,10 @@ class Runtime:
             tokenizer_file: The `tokenizer.json`; with it text that a grammar forces is not drawn.
             constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
             constrained_json_disable_any_whitespace: There is none.
+            max_grammar_bytes: Most bytes of the text of one grammar; None for 1 MiB.
+            grammar_timeout_s: Time for one grammar from its first request on, the wait for others included; None for 30.
+            grammar_compile_timeout_s: Time for compiling one grammar; None for 10.
+            grammar_memory_mb: MiB of memory that compiling one grammar may take; None for 512.
             waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
                 limit.
             running_limit_s: The same from its admission to its end.
@@ -2432,4 +2436,12 @@ def region_bytes(min_request_bytes: SupportsIndex = 0) -> int:
 
     Raises:
         RingError: A region cannot be as large.
+    """
+
+def run_grammar_compiler() -> None:
+    """
+    Compiles grammars for the process that has started this one and shares its standard input, until that closes it.
+
+    Raises:
+        OSError: The standard input is no socket of such a process.
     """

@@ -63,7 +63,11 @@ READ: Final = (
 #: Arguments of the engine itself, which SGLang does not have.
 OWN: Final = (
     "devices",
+    "grammar_compile_timeout_s",
+    "grammar_memory_mb",
+    "grammar_timeout_s",
     "log_file",
+    "max_grammar_bytes",
     "max_restarts",
     "max_step_ms",
     "max_token_gap_ms",

@@ -57,8 +57,7 @@ class Engine:
             on_start: Called at least ten times a second while they load, with the seconds so far
                 and a new line of their log; an empty one where there is none.
             arguments: Those of SGLang's `ServerArgs`, of which `model_path` is needed, and
-                `devices`, `log_file`, `max_restarts`, `max_step_ms`, `max_token_gap_ms` and
-                `ready_timeout_s`.
+                those that only this engine has (docs/engine.md lists both).
 
         Raises:
             ConfigError: An argument is unknown, not served or wrong.

@@ -26,6 +26,44 @@ pub enum GrammarError {
         /// What the compiler says.
         reason: String,
     },
+    /// It does not fit the stack of a compiler process.
+    #[error("the {kind} is nested too deep to be compiled with {} KiB of stack: shorten its chains of references and rules", limit / 1024)]
+    TooDeep {
+        /// The format, in words.
+        kind: &'static str,
+        /// Bytes of stack.
+        limit: usize,
+    },
+    /// It does not fit the memory of a compiler process.
+    #[error("the {kind} takes more than {} MiB of memory to compile: simplify it", limit >> 20)]
+    TooLarge {
+        /// The format, in words.
+        kind: &'static str,
+        /// Bytes that it may take.
+        limit: u64,
+    },
+    /// The compiler process ended while it compiled the grammar.
+    #[error("the {kind} ended its compiler process ({status}): simplify it")]
+    Crashed {
+        /// The format, in words.
+        kind: &'static str,
+        /// How the process ended.
+        status: String,
+    },
+    /// The compiler panicked: a bug, which this grammar alone meets.
+    #[error("the {kind} cannot be compiled, because the compiler failed on it: simplify it")]
+    Panicked {
+        /// The format, in words.
+        kind: &'static str,
+    },
+    /// No compiler process can be started.
+    #[error("no compiler for the {kind} can be started ({reason}): try again later")]
+    NoCompiler {
+        /// The format, in words.
+        kind: &'static str,
+        /// Why not.
+        reason: String,
+    },
     /// No result within the limit of time.
     #[error("the {kind} was not compiled within {} s: simplify it", limit.as_secs_f32())]
     TooSlow {
@@ -87,4 +125,35 @@ pub enum GrammarError {
         /// Words of the buffer.
         given: usize,
     },
+}
+
+impl GrammarError {
+    /// A text that is not what its format asks for, with the reason of a compiler.
+    pub(crate) fn wrong(kind: &'static str, reason: &str) -> Self {
+        let reason = one_line(reason);
+        Self::Wrong { kind, reason }
+    }
+
+    /// Whether the same grammar may succeed at once, because something else was the reason.
+    pub(crate) fn is_temporary(&self) -> bool {
+        matches!(self, Self::Busy { .. } | Self::NoCompiler { .. })
+    }
+}
+
+/// The reason that a compiler gives, in one line of bounded length: without the state, the backtrace or the note that it adds, and
+/// without the middle of a long text that it quotes.
+pub(crate) fn one_line(text: &str) -> String {
+    const SIDE: usize = 200;
+    let text = text.trim();
+    let ends = ["\n<state>", "\n<backtrace>", "\n<non-verbose/>"].map(|mark| text.find(mark));
+    let end = ends.into_iter().flatten().min().unwrap_or(text.len());
+    let words: Vec<&str> = text[..end].split_whitespace().collect();
+    let line = words.join(" ");
+    let length = line.chars().count();
+    if length <= 2 * SIDE {
+        return line;
+    }
+    let first = line.chars().take(SIDE);
+    let last = line.chars().skip(length - SIDE);
+    first.chain(" … ".chars()).chain(last).collect()
 }

@@ -6,9 +6,11 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::compiler::{Compiler, Ready, lock};
+use crate::compiler::Compiler;
 use crate::error::GrammarError;
 use crate::matcher::{Matcher, only};
+use crate::pending::Ready;
+use crate::threads::lock;
 
 /// Follows one sequence. [`take`](Self::take) returns at once, and one of the compiler's threads goes on by the token and computes
 /// the mask after it. [`following`](Self::following) gives that mask; where no thread has come to it yet, the caller's does the work.
@@ -51,7 +53,7 @@ struct State {
     forced: Vec<u32>,
     /// Most tokens that it may jump over.
     most: usize,
-    /// What the last mask took.
+    /// What a mask may take, by those before: a state that is followed fast may come before one that is not.
     took: Duration,
     error: Option<GrammarError>,
 }
@@ -90,7 +92,7 @@ impl Follower {
             taken: Vec::new(),
             forced: Vec::new(),
             most: if jumps { most } else { 0 },
-            took: Duration::ZERO,
+            took: ready.took,
             error: None,
         };
         Self {
@@ -122,11 +124,11 @@ impl Follower {
     }
 
     /// Whether [`following`](Self::following) has its answer, or gets it within the budget, of which the time is taken off. Where no
-    /// thread has come to it yet, and the last mask took no longer, the caller's thread computes it.
+    /// thread has come to it yet, and the last masks took less, the caller's thread computes it.
     pub fn prepare(&mut self, budget: &mut Duration) -> bool {
         let begin = Instant::now();
         let mut state = lock(&self.shared.state);
-        if state.stage == Stage::Queued && state.took <= *budget {
+        if state.stage == Stage::Queued && state.took < *budget {
             drop(state);
             self.shared.work();
             state = lock(&self.shared.state);
@@ -229,7 +231,7 @@ impl Shared {
         state.matcher = matcher;
         (state.taken, state.forced) = (taken, forced);
         state.spare = mem::replace(&mut state.mask, mask);
-        state.took = begin.elapsed();
+        state.took = begin.elapsed().max(state.took / 2);
         state.error = result.err();
         state.stage = Stage::Fresh;
         drop(state);

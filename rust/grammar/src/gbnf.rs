@@ -3,6 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
+/// Most rules of a chain in which each refers to the next, and none leads back.
+const CHAIN: usize = 200;
+/// Most groups in each other.
+const DEPTH: usize = 100;
+
 /// One piece of a rule, already in Lark's spelling except for names.
 #[derive(Debug)]
 enum Piece {
@@ -20,7 +25,7 @@ type Rules = Vec<(String, Vec<Piece>)>;
 pub(crate) fn to_lark(text: &str) -> Result<String, String> {
     let rules = Reader::new(text).rules()?;
     check(&rules)?;
-    let recursive = recursive(&rules);
+    let recursive = recursive(&rules)?;
     let mut lark = String::new();
     let name = |name: &str| {
         let plain = name.replace('-', "_");
@@ -72,29 +77,42 @@ fn check(rules: &Rules) -> Result<(), String> {
     Ok(())
 }
 
-/// The rules that lead back to themselves, or refer to such a rule.
-fn recursive(rules: &Rules) -> BTreeSet<String> {
-    let mut regular: BTreeSet<&str> = BTreeSet::new();
-    loop {
-        let before = regular.len();
-        for (name, pieces) in rules {
-            let fits = pieces.iter().all(|piece| match piece {
-                Piece::Text(_) => true,
-                Piece::Name(name, _) => regular.contains(name.as_str()),
-            });
-            if fits {
-                regular.insert(name);
+/// The rules that lead back to themselves, or refer to such a rule. All others are counted from the ones without references on
+/// (Kahn's algorithm), so that the length of their chains is known, too.
+fn recursive(rules: &Rules) -> Result<BTreeSet<String>, String> {
+    let numbers: BTreeMap<&str, usize> = (0..)
+        .zip(rules)
+        .map(|(at, (name, _))| (name.as_str(), at))
+        .collect();
+    let mut users = vec![Vec::new(); rules.len()];
+    let mut open = vec![0_usize; rules.len()];
+    for (at, (_, pieces)) in rules.iter().enumerate() {
+        for piece in pieces {
+            if let Piece::Name(name, _) = piece {
+                users[numbers[name.as_str()]].push(at);
+                open[at] += 1;
             }
         }
-        if regular.len() == before {
-            break;
+    }
+    let mut lengths = vec![1_usize; rules.len()];
+    let mut done: Vec<usize> = (0..rules.len()).filter(|&at| open[at] == 0).collect();
+    while let Some(at) = done.pop() {
+        for &user in &users[at] {
+            lengths[user] = lengths[user].max(lengths[at] + 1);
+            open[user] -= 1;
+            if open[user] == 0 {
+                done.push(user);
+            }
         }
     }
-    let names = rules.iter().map(|(name, _)| name);
-    names
-        .filter(|name| !regular.contains(name.as_str()))
-        .cloned()
-        .collect()
+    let longest = lengths.iter().max().copied().unwrap_or(0);
+    if longest > CHAIN {
+        return Err(format!(
+            "{longest} rules refer to each other in a chain, {CHAIN} is the most: write some of them in place"
+        ));
+    }
+    let names = rules.iter().zip(open).filter(|(_, open)| *open > 0);
+    Ok(names.map(|((name, _), _)| name.clone()).collect())
 }
 
 struct Reader<'a> {
@@ -179,9 +197,10 @@ impl<'a> Reader<'a> {
 
     /// Reads up to the next rule, or the end of a group.
     fn alternatives(&mut self, pieces: &mut Vec<Piece>, depth: usize) -> Result<(), String> {
-        const DEPTH: usize = 100;
         if depth > DEPTH {
-            return self.wrong("groups are nested too deep");
+            return self.wrong(&format!(
+                "groups are nested deeper than {DEPTH}: write some of them as rules"
+            ));
         }
         let mut empty = true;
         loop {

@@ -1,9 +1,11 @@
 //! What a text may be bound by.
 
 use llguidance::api::TopLevelGrammar;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::error::GrammarError;
+use crate::json::json_of;
 use crate::vocabulary::Vocabulary;
 use crate::{gbnf, tags};
 
@@ -11,7 +13,7 @@ use crate::{gbnf, tags};
 const ANY_JSON: &str = "$$ANY$$";
 
 /// A grammar in one of the formats, by its text.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Grammar {
     /// A JSON document that fits a schema, which is JSON itself.
     JsonSchema(Box<str>),
@@ -28,7 +30,7 @@ pub enum Grammar {
 }
 
 /// White space between the parts of JSON, where a schema says nothing of it by `x-guidance`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JsonSpace {
     /// None; else as much as a text likes.
     pub fixed: bool,
@@ -90,17 +92,10 @@ impl Grammar {
             space.apply(&mut schema);
             TopLevelGrammar::from_json_schema(schema)
         };
-        let wrong = |reason: String| GrammarError::Wrong {
-            kind: self.kind(),
-            reason,
-        };
+        let wrong = |reason: String| GrammarError::wrong(self.kind(), &reason);
         let grammar = match self {
             Self::JsonSchema(text) if **text == *ANY_JSON => fitting(json!({})),
-            Self::JsonSchema(text) => {
-                let schema: Value = serde_json::from_str(text)
-                    .map_err(|error| wrong(format!("it is not JSON: {error}")))?;
-                fitting(schema)
-            }
+            Self::JsonSchema(text) => fitting(json_of(text).map_err(wrong)?),
             Self::JsonObject => fitting(json!({"type": "object"})),
             Self::Regex(text) => TopLevelGrammar::from_regex(text),
             Self::Ebnf(text) if text.contains("::=") => {

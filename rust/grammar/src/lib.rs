@@ -16,26 +16,42 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `compiler` | compiles in the background, keeps what was compiled, computes masks ahead |
-//! | `grammar`, `gbnf`, `tags` | the forms of grammars |
+//! | `compiler`, `shared`, `limits`, `pending` | compiles in the background, keeps what was compiled, computes masks ahead |
+//! | `worker`, `process` | the threads that compile, and the processes in which a grammar is compiled first |
+//! | `model`, `parser`, `budget` | one vocabulary with its compiler; a parser of a sequence, and what all of them take |
+//! | `threads` | threads that survive panics |
+//! | `grammar`, `gbnf`, `tags`, `json` | the forms of grammars |
 //! | `matcher`, `follower` | one sequence and its grammar |
 //! | `vocabulary`, `tokenizer` | the tokens of a model, and how it writes a text |
 
+mod budget;
 mod compiler;
 mod error;
 mod follower;
 mod gbnf;
 mod grammar;
+mod json;
+mod limits;
 mod matcher;
+mod model;
+mod parser;
+mod pending;
+mod process;
+mod shared;
 mod tags;
+mod threads;
 mod tokenizer;
 mod vocabulary;
+mod worker;
 
-pub use compiler::{Compiler, Limits, Pending, Progress, Ready, Settings};
+pub use compiler::Compiler;
 pub use error::GrammarError;
 pub use follower::{Follower, Next};
 pub use grammar::{Grammar, JsonSpace};
+pub use limits::{CompilerCommand, Limits, Settings};
 pub use matcher::Matcher;
+pub use pending::{Pending, Progress, Ready};
+pub use process::compiler_process;
 pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;
 

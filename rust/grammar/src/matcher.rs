@@ -3,11 +3,13 @@
 use std::fmt;
 
 use crate::error::GrammarError;
+use crate::parser::Parser;
 use crate::vocabulary::Vocabulary;
 
 /// Stands after the tokens of one sequence. A clone goes on by itself.
+#[derive(Clone)]
 pub struct Matcher {
-    inner: llguidance::Matcher,
+    inner: Parser,
     vocabulary: Vocabulary,
     /// Tokens since the start, an end among them.
     committed: usize,
@@ -24,19 +26,8 @@ impl fmt::Debug for Matcher {
     }
 }
 
-impl Clone for Matcher {
-    fn clone(&self) -> Self {
-        Self {
-            // With a lexer of its own: clones are used by different threads.
-            inner: self.inner.deep_clone(),
-            vocabulary: self.vocabulary.clone(),
-            ..*self
-        }
-    }
-}
-
 impl Matcher {
-    pub(crate) fn new(inner: llguidance::Matcher, vocabulary: Vocabulary) -> Self {
+    pub(crate) fn new(inner: Parser, vocabulary: Vocabulary) -> Self {
         Self {
             inner,
             vocabulary,
@@ -67,7 +58,7 @@ impl Matcher {
             self.allow_ends(mask);
             return Ok(());
         }
-        let bits = self.inner.compute_mask_or_eos().map_err(matcher)?;
+        let bits = self.inner.mask().map_err(GrammarError::Matcher)?;
         let words = bits.as_slice();
         let common = words.len().min(needed);
         mask[..common].copy_from_slice(&words[..common]);
@@ -105,12 +96,12 @@ impl Matcher {
             }
             self.ended = true;
         } else {
-            if self.inner.is_stopped()
-                || self.inner.validate_tokens(&[token]).map_err(matcher)? == 0
-            {
+            let allowed = !self.inner.is_stopped()
+                && self.inner.allows(token).map_err(GrammarError::Matcher)?;
+            if !allowed {
                 return Err(forbidden);
             }
-            self.inner.consume_token(token).map_err(matcher)?;
+            self.inner.consume(token).map_err(GrammarError::Matcher)?;
         }
         self.committed += 1;
         Ok(())
@@ -121,15 +112,15 @@ impl Matcher {
         if self.ended || self.vocabulary.ends().contains(&token) {
             return self.commit(token);
         }
-        self.inner.consume_token(token).map_err(matcher)?;
+        self.inner.consume(token).map_err(GrammarError::Matcher)?;
         self.committed += 1;
         Ok(())
     }
 
-    /// Goes back to the start. Whether it can.
+    /// Goes back to the start. Whether it can, and there is memory to keep it.
     pub(crate) fn reset(&mut self) -> bool {
         (self.committed, self.ended) = (0, false);
-        self.inner.reset().is_ok()
+        self.inner.may_be_kept() && self.inner.reset().is_ok()
     }
 
     /// Takes the last tokens back.
@@ -149,7 +140,7 @@ impl Matcher {
         let inner = tokens - usize::from(self.ended);
         self.ended = false;
         if inner > 0 {
-            self.inner.rollback(inner).map_err(matcher)?;
+            self.inner.rollback(inner).map_err(GrammarError::Matcher)?;
         }
         self.committed -= tokens;
         Ok(())
@@ -191,7 +182,7 @@ impl Matcher {
         if most == 0 || !self.vocabulary.is_canonical() || self.is_stopped() {
             return Ok(0);
         }
-        let forced = self.inner.compute_ff_tokens();
+        let forced = self.inner.forced();
         let forced = &forced[..forced.len().min(most)];
         for &token in forced {
             self.advance(token)?;
@@ -205,7 +196,7 @@ impl Matcher {
     /// # Errors
     /// [`GrammarError::Matcher`].
     pub fn is_accepting(&mut self) -> Result<bool, GrammarError> {
-        Ok(self.ended || self.inner.is_accepting().map_err(matcher)?)
+        Ok(self.ended || self.inner.is_accepting().map_err(GrammarError::Matcher)?)
     }
 
     /// Whether nothing but an end may follow.
@@ -232,16 +223,4 @@ pub(crate) fn only(mask: &[u32]) -> Option<u32> {
         found = Some(32 * at + word.trailing_zeros());
     }
     found
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
-fn matcher(error: impl ToString) -> GrammarError {
-    GrammarError::Matcher(first_line(&error.to_string()))
-}
-
-/// The compiler's reason, without the state that it adds.
-pub(crate) fn first_line(text: &str) -> String {
-    let text = text.trim();
-    let end = text.find("\n<state>").unwrap_or(text.len());
-    text[..end].trim().to_owned()
 }

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::Value;
 
+use crate::json::json_of;
 use crate::vocabulary::Vocabulary;
 
 /// One structured part.
@@ -19,8 +20,7 @@ struct Tag<'a> {
 /// trigger that its `begin` starts with. A schema is an object, or a text: JSON, or a Lark grammar. With `"at_least_one": true` the
 /// text begins with a structure.
 pub(crate) fn parse(text: &str, vocabulary: &Vocabulary) -> Result<TopLevelGrammar, String> {
-    let value: Value =
-        serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;
+    let value = json_of(text)?;
     if value.get("format").is_some() && value.get("structures").is_none() {
         return Err("`format` is not served: give `structures` and `triggers`".to_owned());
     }
@@ -126,9 +126,13 @@ fn grammar(
 fn spelled(text: &str, vocabulary: &Vocabulary) -> String {
     let mut parts = Vec::new();
     let (mut from, mut at) = (0, 0);
+    let longest = vocabulary.longest_special();
     while let Some(open) = text[at..].find('<').map(|open| at + open) {
         let mut closes = text[open..]
-            .match_indices('>')
+            .bytes()
+            .take(longest)
+            .enumerate()
+            .filter(|(_, byte)| *byte == b'>')
             .map(|(close, _)| open + close + 1);
         match closes.find(|&close| vocabulary.has_special(&text[open..close])) {
             Some(close) => {

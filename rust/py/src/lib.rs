@@ -113,7 +113,7 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::runtime::{Output, Requests, Runtime};
+    use crate::runtime::{Output, Requests, Runtime, run_grammar_compiler};
     #[pymodule_export]
     use crate::server::{Server, region_bytes};
     #[pymodule_export]

@@ -12,22 +12,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, CompilerSettings, Config, DriverSettings, Ends, FigureReader, GrammarSettings,
-    JsonSpace, LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes,
-    StopStrings, TraceEnd, TraceSettings,
+    Arrival, CompilerSettings, Config, DriverSettings, Ends, FigureReader, GrammarLimits,
+    GrammarSettings, JsonSpace, LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings,
+    StopRegexes, StopStrings, TraceEnd, TraceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
-use self::grammars::grammar_of;
+use self::grammars::{compiler_command, grammar_of};
 use self::outputs::{Shown, Stats, dict, shown};
 use self::settings::{
     Prompt, at_least_one, lock, log, milliseconds, share, table, token_bytes, with_special,
 };
 use crate::error::from_runtime;
 
+pub(crate) use self::grammars::run_grammar_compiler;
 pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
 pub(crate) use self::requests::Requests;
@@ -85,6 +86,10 @@ impl Runtime {
     ///     tokenizer_file: The `tokenizer.json`; with it text that a grammar forces is not drawn.
     ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
     ///     constrained_json_disable_any_whitespace: There is none.
+    ///     max_grammar_bytes: Most bytes of the text of one grammar; None for 1 MiB.
+    ///     grammar_timeout_s: Time for one grammar from its first request on, the wait for others included; None for 30.
+    ///     grammar_compile_timeout_s: Time for compiling one grammar; None for 10.
+    ///     grammar_memory_mb: MiB of memory that compiling one grammar may take; None for 512.
     ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
     ///         limit.
     ///     running_limit_s: The same from its admission to its end.
@@ -108,8 +113,9 @@ impl Runtime {
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, max_image_bytes = 0, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
         tokenizer_file = None,
-        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
-        running_limit_s = None, max_restarts = 3,
+        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false,
+        max_grammar_bytes = None, grammar_timeout_s = None, grammar_compile_timeout_s = None, grammar_memory_mb = None,
+        waiting_limit_s = None, running_limit_s = None, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -150,6 +156,10 @@ impl Runtime {
         tokenizer_file: Option<PathBuf>,
         constrained_json_whitespace_pattern: Option<String>,
         constrained_json_disable_any_whitespace: bool,
+        max_grammar_bytes: Option<usize>,
+        grammar_timeout_s: Option<f64>,
+        grammar_compile_timeout_s: Option<f64>,
+        grammar_memory_mb: Option<u32>,
         waiting_limit_s: Option<f64>,
         running_limit_s: Option<f64>,
         max_restarts: u32,
@@ -158,6 +168,18 @@ impl Runtime {
         stop_timeout_s: f64,
         log_file: Option<PathBuf>,
     ) -> PyResult<Self> {
+        let process = compiler_command(py, &python)?;
+        let usual = GrammarLimits::default();
+        let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
+        let grammar_limits = GrammarLimits {
+            bytes: max_grammar_bytes.unwrap_or(usual.bytes),
+            time: limit("grammar_timeout_s", grammar_timeout_s)?.unwrap_or(usual.time),
+            compile_time: limit("grammar_compile_timeout_s", grammar_compile_timeout_s)?
+                .unwrap_or(usual.compile_time),
+            memory: at_least_one("grammar_memory_mb", grammar_memory_mb)?
+                .map_or(usual.memory, |mebibytes| u64::from(mebibytes) << 20),
+            ..usual
+        };
         let driver = DriverSettings {
             dtype,
             seed,
@@ -169,7 +191,6 @@ impl Runtime {
             ..DriverSettings::new(python, model)
         };
         let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
-        let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
         let running_limit = limit("running_limit_s", running_limit_s)?;
         let usual = Config::default();
         let gap_us = match max_token_gap_ms {
@@ -220,7 +241,8 @@ impl Runtime {
                         pattern: constrained_json_whitespace_pattern,
                     },
                     tokenizer: tokenizer_file,
-                    ..CompilerSettings::default()
+                    limits: grammar_limits,
+                    process: Some(process),
                 },
             }),
             waiting_limit: limit("waiting_limit_s", waiting_limit_s)?,

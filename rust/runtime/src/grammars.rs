@@ -48,7 +48,7 @@ pub enum Unbindable {
     Thread(String),
 }
 
-/// Compiles grammars for the requests of a service. The compiler is made by the first one: it copies every token.
+/// Compiles grammars for the requests of a service. The compiler is made by the first one.
 #[derive(Debug)]
 pub(crate) struct Grammars {
     settings: Option<GrammarSettings>,
@@ -79,7 +79,8 @@ impl Grammars {
             return Ok(compiler.clone());
         }
         let settings = self.settings.as_ref().ok_or(Unbindable::NoTokenizer)?;
-        let vocabulary = Vocabulary::new(&settings.tokens, &settings.special, &settings.ends)?;
+        let (tokens, special) = (Arc::clone(&settings.tokens), settings.special.clone());
+        let vocabulary = Vocabulary::shared(tokens, special, &settings.ends)?;
         let made = Compiler::with_settings(vocabulary, settings.compiler.clone());
         let made = made.map_err(|error| Unbindable::Thread(error.to_string()))?;
         Ok(compiler.insert(made).clone())

@@ -58,8 +58,8 @@ pub use logprobs::LogprobParams;
 pub use outbox::{Batch, Delta, End};
 pub use picture::{Picture, PictureError, Pictures};
 pub use pie_grammar::{
-    Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits,
-    Settings as CompilerSettings, Vocabulary,
+    Compiler, CompilerCommand, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits,
+    Settings as CompilerSettings, Vocabulary, compiler_process,
 };
 pub use pie_sched::{
     Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, MAX_SAMPLES, Policy, Refusal,

@@ -1,0 +1,76 @@
+//! A model's tokens with the compiler of `llguidance`, and one grammar compiled by it.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use llguidance::ParserFactory;
+
+use crate::budget::Budget;
+use crate::error::{GrammarError, one_line};
+use crate::grammar::{Grammar, JsonSpace};
+use crate::matcher::Matcher;
+use crate::parser::Parser;
+use crate::pending::Ready;
+use crate::tokenizer::Tokenizer;
+use crate::vocabulary::Vocabulary;
+
+/// States of the automaton that finds the lexemes of one sequence, each of 1 to 2 kB. Schemas have thousands.
+const LEXER_STATES: usize = 50_000;
+
+/// A model's tokens, ready to be followed.
+pub(crate) struct Model {
+    factory: ParserFactory,
+    vocabulary: Vocabulary,
+    space: JsonSpace,
+    budget: Arc<Budget>,
+}
+
+impl Model {
+    /// Builds the token trie. With a file of a tokenizer that can be used forced text is written as the model writes it.
+    pub(crate) fn new(
+        vocabulary: Vocabulary,
+        tokenizer: Option<&PathBuf>,
+        space: JsonSpace,
+        budget: Arc<Budget>,
+    ) -> Result<Self, String> {
+        let read = |path: &PathBuf| Tokenizer::from_json(&fs::read(path).ok()?).ok();
+        let vocabulary = match tokenizer.and_then(read) {
+            Some(tokenizer) => vocabulary.with_tokenizer(tokenizer),
+            None => vocabulary,
+        };
+        let mut factory = ParserFactory::new_simple(vocabulary.env())
+            .map_err(|error| one_line(&error.to_string()))?;
+        factory.quiet();
+        let limits = factory.limits_mut();
+        limits.verbose_errors = false;
+        limits.max_lexer_states = LEXER_STATES;
+        Ok(Self {
+            factory,
+            vocabulary,
+            space,
+            budget,
+        })
+    }
+
+    /// A matcher at the start of a text, and the first mask.
+    pub(crate) fn compile(&self, grammar: &Grammar) -> Result<Ready, GrammarError> {
+        let kind = grammar.kind();
+        let wrong = |reason: String| GrammarError::wrong(kind, &reason);
+        let parsed = grammar.parse(&self.vocabulary, &self.space)?;
+        let parser = self.factory.create_parser(parsed);
+        let parser = parser.map_err(|error| wrong(error.to_string()))?;
+        let parser = Parser::new(parser, Arc::clone(&self.budget));
+        let mut matcher = Matcher::new(parser, self.vocabulary.clone());
+        let mut mask = vec![0; self.vocabulary.mask_words()];
+        let begin = Instant::now();
+        matcher
+            .mask_into(&mut mask)
+            .map_err(|error| wrong(error.to_string()))?;
+        if mask.iter().all(|&word| word == 0) {
+            return Err(wrong("it allows no text".to_owned()));
+        }
+        Ok(Ready::new(matcher, mask, begin.elapsed()))
+    }
+}
