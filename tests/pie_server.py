@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ def serving(
         assert any("--config" in " ".join(each.cmdline()) for each in family)
         yield process
         family += forking.family(process.pid)
-        names = regions(folder)
+        names = regions(family)
         assert names & shared_memory(), "the drivers' regions are there while they serve"
         process.send_signal(signal.SIGTERM)
         assert process.wait(end_s) == 0
@@ -95,10 +95,14 @@ def serving(
             process.wait(30)
 
 
-def regions(folder: Path) -> set[str]:
-    """The regions of the drivers whose configurations are in a folder."""
-    found = [re.findall(r"group_id = (\d+)", path.read_text()) for path in folder.rglob("*.toml")]
-    return {f"pie_shmem_g{group}" for groups in found for group in groups}
+def regions(family: Iterable[psutil.Process]) -> set[str]:
+    """The regions that processes have mapped."""
+    found: set[str] = set()
+    for process in family:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found.update(re.findall(r"/dev/shm/(pie_shmem_g\d+)", maps))
+    return found
 
 
 def generate(server: Server, text: str = PROMPT, **params: Any) -> dict[str, Any]:

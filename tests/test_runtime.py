@@ -69,6 +69,33 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     ]
 
 
+def test_a_forked_child_is_refused(runtime: Runtime) -> None:
+    """It has no thread that could answer, and the ring has one client."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            errors = []
+            for call in (
+                lambda: runtime.submit([1, 2], max_new_tokens=1),
+                lambda: runtime.load_adapter(1, "/nowhere"),
+                lambda: runtime.wait_ready(0.0),
+            ):
+                try:
+                    call()
+                except StartError as error:
+                    errors.append(str(error))
+            assert runtime.poll(60.0) == []
+            os.write(writer, b"forked" if all("forked" in text for text in errors) else b"other")
+            os.write(writer, b" %d" % len(errors))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "forked 3"
+    os.waitpid(child, 0)
+
+
 def test_tokens_are_those_of_transformers(runtime: Runtime) -> None:
     reference = Reference(POCKET)
     all_prompts = prompts(40, seed=3)

@@ -28,6 +28,7 @@ GRACE_S = 1.0
 END_S = 2.0
 """How long a leader waits for workers that it has killed; they end without it as well."""
 _MAX_REPORT_CHARS = 4000
+_DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Process(Protocol):
@@ -81,11 +82,14 @@ class Workers:
 
     def _start(self, index: int, config: Path, device: str, start: Start) -> None:
         reader, writer = os.pipe()
-        descriptors = (self.rank.rendezvous, self.broadcast.fd, writer)
+        descriptors = [self.rank.rendezvous, self.broadcast.fd, writer]
         names = ("--rendezvous-fd", "--broadcast-fd", "--report-fd")
         arguments = ["--config", str(config), "--rank", str(index), "--leader", str(os.getpid())]
         for name, descriptor in zip(names, descriptors, strict=True):
             arguments += [name, str(descriptor)]
+        if config.parent == _DESCRIPTORS:
+            # The file has no other name.
+            descriptors.append(int(config.name))
         try:
             process = start(arguments, descriptors)
         except BaseException:

@@ -604,7 +604,7 @@ impl Runtime {
 
 fn from_rejected(rejected: &Rejected) -> PyErr {
     match rejected {
-        Rejected::Gone(error) => from_runtime(error),
+        Rejected::Gone(error) | Rejected::Forked(error) => from_runtime(error),
         _ => PyRuntimeError::new_err(rejected.to_string()),
     }
 }

@@ -227,7 +227,8 @@ impl Client {
         read: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, CallError> {
         let capacity = self.layout().response_capacity();
-        let len = self.mapping.slot(slot).resp_len.load(Ordering::Relaxed) as usize;
+        // SYNC: pairs with the release store of the length in `Lease::publish`.
+        let len = self.mapping.slot(slot).resp_len.load(Ordering::Acquire) as usize;
         if len > capacity {
             return Err(CallError::ResponseLength {
                 slot,

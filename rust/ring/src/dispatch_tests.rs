@@ -112,6 +112,21 @@ fn a_request_is_delivered_once() {
     assert_eq!(response(&server, 1), (1, b"ok".to_vec()));
 }
 
+/// It comes again under its own number, and must not run twice.
+#[test]
+fn a_request_that_another_one_has_replaced_is_not_copied() {
+    let mut server = server(1);
+    send(&server, 0, 7);
+    let lease = server.poll().unwrap();
+    send(&server, 0, 8);
+    let mut words = Vec::new();
+    let copied = lease.copy_request(&mut words).unwrap_err();
+    assert!(matches!(copied, LeaseError::Stale { slot: 0 }), "{copied}");
+    assert_eq!(lease.reply(b"late").unwrap(), Publish::Stale);
+    let next = server.poll().unwrap();
+    assert_eq!(request(&next), 8u32.to_le_bytes());
+}
+
 #[test]
 fn a_copy_stays_when_the_client_rewrites_its_slot() {
     let mut server = server(2);

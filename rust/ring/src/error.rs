@@ -213,6 +213,12 @@ pub enum LeaseError {
         /// Request capacity of a slot.
         capacity: usize,
     },
+    /// The client gave up, and has sent its next request in the slot.
+    #[error("the client gave up on its request in slot {slot} and has sent another one")]
+    Stale {
+        /// Index of the slot.
+        slot: usize,
+    },
     /// The answer does not fit a slot. The abort reply was sent instead.
     #[error(
         "the response has {len} bytes, a slot takes {capacity}; the request was answered with the \

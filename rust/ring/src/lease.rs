@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::error::LeaseError;
 use crate::shared::Shared;
-use crate::sync::atomic::Ordering;
+use crate::sync::atomic::{Ordering, fence};
 use crate::sync::epoch_us;
 use crate::words::SlotWords;
 
@@ -62,11 +62,16 @@ impl Lease {
         self.seq
     }
 
-    /// Replaces the content of `words` by a copy of the request, and returns its bytes. If the client gives up and rewrites
-    /// its slot meanwhile, the copy may be a mixture, but it no longer changes.
+    /// Replaces the content of `words` by a copy of the request, and returns its bytes.
+    ///
+    /// A client that gave up may have sent its next request in this slot by now. The copy would be that request, or a mixture of
+    /// both, and running it would run the next request twice. So the sequence number is read again after the copy, as in a
+    /// seqlock. A client that is only about to raise it is not noticed: the protocol has no mark for that. Then the copy may be
+    /// a mixture, but it no longer changes.
     ///
     /// # Errors
-    /// [`LeaseError::RequestLength`] if the client announced more than the slot holds.
+    /// [`LeaseError::RequestLength`] if the client announced more than the slot holds; [`LeaseError::Stale`] if the slot holds
+    /// another request.
     pub fn copy_request<'w>(&self, words: &'w mut Vec<u64>) -> Result<&'w [u8], LeaseError> {
         let (slot, len) = (self.slot, self.request_len);
         let capacity = self.shared.mapping.layout().request_capacity();
@@ -78,6 +83,12 @@ impl Lease {
             });
         }
         self.shared.mapping.copy_request(slot, len, words);
+        // SYNC: pairs with the release store in `Client::send`. If the copy has read a byte of a later request that was sent, the
+        // load below finds its number.
+        fence(Ordering::Acquire);
+        if self.is_stale() {
+            return Err(LeaseError::Stale { slot });
+        }
         Ok(&bytemuck::cast_slice(words)[..len])
     }
 
@@ -120,7 +131,9 @@ impl Lease {
         if !stale {
             // The client may poll these words, so the clock is read before the first store.
             let (words, now) = (self.words(), epoch_us());
-            words.resp_len.store(len as u32, Ordering::Relaxed);
+            // SYNC: pairs with the acquire load in `Client::read_response`: the payload follows, also where `refuse_all` has
+            // published the number meanwhile.
+            words.resp_len.store(len as u32, Ordering::Release);
             words.responded_us.store(now, Ordering::Relaxed);
             // SYNC: pairs with the acquire load in `Client::receive`: payload, length, time follow.
             words.resp_seq.store(self.seq, Ordering::Release);

@@ -91,6 +91,7 @@ pub use error::{
 pub use guard::{ExitGuard, die_with_parent};
 pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};
 pub use lease::{Lease, Publish};
+pub use region::{region_exists, remove_stale_region};
 pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig};
 pub use shared::{Stop, Waker};
 pub use wait::Wait;

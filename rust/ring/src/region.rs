@@ -23,7 +23,7 @@ use rustix::io::Errno;
 
 use crate::error::{RegionError, SystemError};
 use crate::guard::Tracker;
-use crate::named_file::{NamedFile, RegionName};
+use crate::named_file::{NamedFile, RegionName, id_at};
 
 /// A live owner is asked again after this time.
 const RETRY: Duration = Duration::from_millis(20);
@@ -81,7 +81,10 @@ impl RegionFile {
 
     fn attempt(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Attempt, SystemError> {
         let Some(region) = Self::make(name, tracker)? else {
-            return replace_leftover(name);
+            return Ok(match remove_leftover(name)? {
+                Leftover::Removed | Leftover::None => Attempt::Changed,
+                Leftover::Owned => Attempt::Occupied,
+            });
         };
         if !try_lock(name, region.file())? {
             // A rival took the new file for a leftover. As holder of the lock it removes the file.
@@ -162,18 +165,44 @@ impl Drop for RegionFile {
     }
 }
 
+/// Whether there is a region of this name, or anything else under it.
+#[must_use]
+pub fn region_exists(name: &str) -> bool {
+    RegionName::new(name).is_ok_and(|name| id_at(name.path()).is_ok())
+}
+
+/// Removes the region `name` if the process that owned it has ended, and returns whether it was there. The region of a live
+/// process stays, whichever process that is: the kernel's lock on the file decides, not its name.
+///
+/// # Errors
+/// [`RegionError::Name`], or [`RegionError::System`] if the file cannot be opened, locked or removed.
+pub fn remove_stale_region(name: &str) -> Result<bool, RegionError> {
+    let found = remove_leftover(&RegionName::new(name)?)?;
+    Ok(found == Leftover::Removed)
+}
+
+/// What became of a region whose owner is taken for dead.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Leftover {
+    Removed,
+    /// A living process holds the lock.
+    Owned,
+    /// There is no such file, any more.
+    None,
+}
+
 /// Removes the existing file if its owner is dead.
-fn replace_leftover(name: &RegionName) -> Result<Attempt, SystemError> {
+fn remove_leftover(name: &RegionName) -> Result<Leftover, SystemError> {
     let file = match name.open() {
         Ok(file) => file,
-        Err(Errno::NOENT) => return Ok(Attempt::Changed),
+        Err(Errno::NOENT) => return Ok(Leftover::None),
         Err(error) => return Err(name.failed("take over", error)),
     };
     if !try_lock(name, file.as_fd())? {
-        return Ok(Attempt::Occupied);
+        return Ok(Leftover::Owned);
     }
     NamedFile::new(name, file.as_fd())?.remove()?;
-    Ok(Attempt::Changed)
+    Ok(Leftover::Removed)
 }
 
 fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, SystemError> {

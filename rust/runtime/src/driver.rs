@@ -12,7 +12,7 @@ use pie_ring::{CallError, Client};
 use serde::Serialize;
 
 use crate::error::RuntimeError;
-use crate::group::Group;
+use crate::group;
 use crate::handshake::{Capabilities, Handshake, lines};
 use crate::log::{Log, LogSink};
 use crate::process::{Pipes, Process};
@@ -41,7 +41,7 @@ const LAST_LINES: Duration = Duration::from_secs(1);
 pub struct Driver {
     settings: DriverSettings,
     process: Arc<Process>,
-    group: Group,
+    group: u32,
     log: Log,
     start: Start,
     stopping: Arc<AtomicBool>,
@@ -63,7 +63,7 @@ pub struct Exit {
     pub status: String,
     /// From the request to the end.
     pub seconds: f64,
-    /// Whether its region was still there; it is removed then.
+    /// Whether it left its region; it is removed then.
     pub region_left: bool,
 }
 
@@ -72,26 +72,21 @@ impl Driver {
     /// `sink`.
     ///
     /// # Errors
-    /// [`RuntimeError::Model`], [`RuntimeError::File`], [`RuntimeError::Groups`], [`RuntimeError::Spawn`].
+    /// [`RuntimeError::Model`], [`RuntimeError::Random`], [`RuntimeError::Spawn`].
     pub fn spawn(mut settings: DriverSettings, sink: LogSink) -> Result<Self, RuntimeError> {
         settings.model =
             fs::canonicalize(&settings.model).map_err(|source| RuntimeError::Model {
                 path: settings.model.clone(),
                 source,
             })?;
-        let group = Group::claim()?;
-        let config = group.file("driver.toml");
-        fs::write(&config, settings.to_toml(group.id())).map_err(|source| RuntimeError::File {
-            path: config.clone(),
-            source,
-        })?;
+        let group = group::unused_id()?;
         let python = &settings.python;
         let failed = |source| RuntimeError::Spawn {
             python: python.clone(),
             source,
         };
         let (process, Pipes { handshake, log }) =
-            Process::spawn(python, &config).map_err(failed)?;
+            Process::spawn(python, &settings.to_toml(group)).map_err(failed)?;
         let process = Arc::new(process);
         let readers = || -> io::Result<_> { Ok((Log::read(log, sink)?, lines(handshake)?)) };
         let (log, lines) = readers().map_err(|error| {
@@ -100,7 +95,7 @@ impl Driver {
         })?;
         let start = Start {
             lines,
-            handshake: Handshake::new(group.id()),
+            handshake: Handshake::new(group),
             begin: Instant::now(),
         };
         Ok(Self {
@@ -161,7 +156,7 @@ impl Driver {
     /// [`RuntimeError::Call`] if there is no usable region.
     pub fn connect(&self) -> Result<Arc<Client>, RuntimeError> {
         let client = Client::open(
-            &self.group.region(),
+            &group::region(self.group),
             pie_wire::SCHEMA_HASH,
             self.settings.client(),
         )?;
@@ -251,7 +246,7 @@ impl Driver {
         Exit {
             status,
             seconds,
-            region_left: rustix::shm::unlink(self.group.region()).is_ok(),
+            region_left: pie_ring::remove_stale_region(&group::region(self.group)).unwrap_or(false),
         }
     }
 

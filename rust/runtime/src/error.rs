@@ -33,18 +33,16 @@ pub enum RuntimeError {
         source: io::Error,
     },
 
-    /// This process has as many drivers as there are numbers for.
+    /// The kernel has no random numbers.
+    #[error("cannot draw a random number: {0}\n\nhint: the kernel lacks getrandom(2); see `dmesg`")]
+    Random(#[source] io::Error),
+
+    /// The threads of the service, and its drivers, belong to another process.
     #[error(
-        "this process has {limit} drivers, or their folders were left in {}\n\n\
-         hint: stop drivers that are not needed, or remove those folders",
-        folder.display()
+        "this process was forked from the one that started the driver, which only that one can use\n\n\
+         hint: start a driver of its own after the fork"
     )]
-    Groups {
-        /// The most drivers of a process.
-        limit: u32,
-        /// Where their folders are.
-        folder: PathBuf,
-    },
+    Forked,
 
     /// The driver's process cannot be started.
     #[error(

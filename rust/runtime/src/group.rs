@@ -1,67 +1,38 @@
-//! The number of a driver, which names its region of shared memory.
+//! The group id of a driver, which names its region of shared memory.
 
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::io;
 
-use tempfile::TempDir;
+use rustix::rand::GetRandomFlags;
 
 use crate::error::RuntimeError;
 
-/// Groups of a Pie server on this host count from 0; these cannot meet them.
-const FIRST: u32 = 1 << 31;
-/// Process ids are below this: the kernel's own limit.
-const PROCESSES: u32 = 1 << 22;
-/// Numbers of one process.
-const PER_PROCESS: u32 = (u32::MAX - FIRST) / PROCESSES + 1;
+/// A Pie server numbers its groups from 0; ids of this crate have the highest bit.
+const OWN: u32 = 1 << 31;
 
-/// A number that no other driver of this host has, and a folder for the driver's files. Both are free again when it is
-/// dropped.
-#[derive(Debug)]
-pub(crate) struct Group {
-    id: u32,
-    folder: TempDir,
+/// A group id that no live driver has: 31 random bits. `/dev/shm` may be shared by containers, in which neither process ids nor
+/// files elsewhere are unique. Should two processes draw the same number at the same time, the second driver finds the region
+/// locked and does not start.
+pub(crate) fn unused_id() -> Result<u32, RuntimeError> {
+    unused(random, |id| pie_ring::region_exists(&region(id)))
 }
 
-impl Group {
-    /// Claims the first number that is free: the one that makes the folder has it.
-    pub(crate) fn claim() -> Result<Self, RuntimeError> {
-        let (process, home) = (std::process::id(), std::env::temp_dir());
-        for index in 0..PER_PROCESS {
-            let name = format!("pie-runtime-{process}-{index}");
-            let made = tempfile::Builder::new()
-                .prefix(&name)
-                .rand_bytes(0)
-                .tempdir_in(&home);
-            match made {
-                Ok(folder) => {
-                    let id = FIRST + index * PROCESSES + process % PROCESSES;
-                    return Ok(Self { id, folder });
-                }
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                Err(source) => {
-                    let path = home.join(name);
-                    return Err(RuntimeError::File { path, source });
-                }
-            }
+fn unused(
+    random: impl Fn() -> io::Result<u32>,
+    is_used: impl Fn(u32) -> bool,
+) -> Result<u32, RuntimeError> {
+    loop {
+        let id = random().map_err(RuntimeError::Random)? | OWN;
+        if !is_used(id) {
+            return Ok(id);
         }
-        Err(RuntimeError::Groups {
-            limit: PER_PROCESS,
-            folder: home,
-        })
     }
+}
 
-    pub(crate) const fn id(&self) -> u32 {
-        self.id
-    }
-
-    /// The region's name.
-    pub(crate) fn region(&self) -> String {
-        region(self.id)
-    }
-
-    pub(crate) fn file(&self, name: impl AsRef<Path>) -> PathBuf {
-        self.folder.path().join(name)
-    }
+fn random() -> io::Result<u32> {
+    let mut bytes = [0; 4];
+    // So few bytes come at once, or not at all.
+    rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
+    Ok(u32::from_ne_bytes(bytes))
 }
 
 /// The region's name of a group.
@@ -71,27 +42,41 @@ pub(crate) fn region(group: u32) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig};
+
     use super::*;
 
-    #[test]
-    fn numbers_differ_and_come_back() {
-        let [first, second] = [(); 2].map(|()| Group::claim().unwrap());
-        assert_ne!(first.id(), second.id());
-        assert_eq!(first.id().abs_diff(second.id()) % PROCESSES, 0);
-        assert!(first.id().min(second.id()) >= FIRST);
-        let (id, file) = (first.id(), first.file("driver.toml"));
-        drop(first);
-        assert!(!file.parent().unwrap().exists());
-        // Other tests of this process claim numbers, too, so it need not be the next one.
-        let again: Vec<Group> = (0..8).map(|_| Group::claim().unwrap()).collect();
-        assert!(again.iter().any(|group| group.id() == id));
+    fn serve(id: u32) -> Server {
+        let mut config = ServerConfig::new(&region(id), pie_wire::SCHEMA_HASH, Vec::new());
+        config.layout = RegionLayout::new(1, 64, 64).unwrap();
+        Server::create(&config, &ExitGuard::inert()).unwrap()
     }
 
     #[test]
-    fn the_last_number_fits() {
-        let last = u64::from(FIRST)
-            + u64::from(PER_PROCESS - 1) * u64::from(PROCESSES)
-            + u64::from(PROCESSES - 1);
-        assert_eq!(last, u64::from(u32::MAX));
+    fn ids_differ_from_those_of_pie_and_from_each_other() {
+        let [first, second] = [(); 2].map(|()| unused_id().unwrap());
+        assert_ne!(first, second);
+        assert!(first.min(second) >= OWN);
+    }
+
+    /// As in two containers that share `/dev/shm` and have equal process ids: both draw the same numbers.
+    #[test]
+    fn a_process_that_draws_the_number_of_another_ones_driver_takes_the_next() {
+        let first = unused_id().unwrap();
+        let server = serve(first);
+        let next = Cell::new(first.wrapping_sub(1));
+        let draw = || {
+            next.set(next.get().wrapping_add(1));
+            Ok(next.get())
+        };
+        let second = unused(draw, |id| pie_ring::region_exists(&region(id))).unwrap();
+        assert_ne!(second, first);
+        // And whoever cleans up by the name of a live driver removes nothing.
+        assert!(!pie_ring::remove_stale_region(&region(first)).unwrap());
+        assert!(pie_ring::region_exists(&region(first)));
+        drop(server);
+        assert!(!pie_ring::region_exists(&region(first)));
     }
 }

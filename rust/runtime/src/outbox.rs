@@ -245,18 +245,19 @@ impl Outbox {
         self.lock().closed
     }
 
+    /// Wakes who waits, without the lock, which they take first.
     fn wake(&self, mut queue: MutexGuard<'_, Queue>) {
         let filled = !queue.deltas.is_empty();
         // To notify takes a system call, even if no thread waits.
-        if queue.waiting > 0 && filled {
+        let has_waiting = queue.waiting > 0 && filled;
+        let is_new = filled || !queue.events.is_empty();
+        let waker = is_new.then(|| queue.waker.take()).flatten();
+        drop(queue);
+        if has_waiting {
             self.filled.notify_all();
         }
-        if filled || !queue.events.is_empty() {
-            let waker = queue.waker.take();
-            drop(queue);
-            if let Some(waker) = waker {
-                waker.wake();
-            }
+        if let Some(waker) = waker {
+            waker.wake();
         }
     }
 

@@ -2,7 +2,9 @@
 
 use std::env;
 use std::ffi::OsString;
-use std::io::{self, PipeReader};
+use std::fs::File;
+use std::io::{self, PipeReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -11,12 +13,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, test_kill_process_group,
     waitid,
 };
 
 const HANDSHAKE_FD: i32 = 3;
+/// The configuration: a file without a name, which nobody has to remove.
+const CONFIG_FD: i32 = 4;
 /// How often an end is looked for.
 const POLL: Duration = Duration::from_millis(10);
 /// How long the other processes of a group may take to be gone, once they are killed.
@@ -36,28 +41,33 @@ pub(crate) struct Pipes {
 }
 
 impl Process {
-    /// Starts a driver as the Pie runtime does, with a pipe as descriptor 3, and another as its standard output and error.
+    /// Starts a driver as the Pie runtime does, with a pipe as descriptor 3, and another as its standard output and error. Its
+    /// configuration file is `config`, as descriptor 4.
     /// The driver watches its parent by itself, so that nothing must tie the two lives together here. It leads a group of
     /// its own: Ctrl-C in a terminal is only for the caller.
-    pub(crate) fn spawn(python: &Path, config: &Path) -> io::Result<(Self, Pipes)> {
+    pub(crate) fn spawn(python: &Path, config: &str) -> io::Result<(Self, Pipes)> {
         let (handshake, announced) = io::pipe()?;
         let (log, logged) = io::pipe()?;
         let mut command = Command::new(python);
         command
             .args(["-m", "pie_driver_sglang", "--config"])
-            .arg(config)
+            .arg(format!("/proc/self/fd/{CONFIG_FD}"))
             .args(["--handshake-fd", &HANDSHAKE_FD.to_string()])
             .env("PATH", search_path(python))
             .stdin(Stdio::null())
             .stdout(logged.try_clone()?)
             .stderr(logged)
             .process_group(0);
-        let mapping = FdMapping {
-            parent_fd: announced.into(),
-            child_fd: HANDSHAKE_FD,
-        };
+        let mappings = [
+            (announced.into(), HANDSHAKE_FD),
+            (unnamed_file(config)?, CONFIG_FD),
+        ];
+        let mappings = mappings.map(|(parent_fd, child_fd)| FdMapping {
+            parent_fd,
+            child_fd,
+        });
         command
-            .fd_mappings(vec![mapping])
+            .fd_mappings(mappings.into())
             .map_err(io::Error::other)?;
         let child = command.spawn()?;
         let process = Self {
@@ -133,6 +143,14 @@ impl Process {
     fn lock(&self) -> MutexGuard<'_, Child> {
         self.child.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A file in memory with this content, which is gone with its last descriptor.
+fn unnamed_file(content: &str) -> io::Result<OwnedFd> {
+    let file = memfd_create("driver.toml", MemfdFlags::CLOEXEC)?;
+    let mut file = File::from(file);
+    file.write_all(content.as_bytes())?;
+    Ok(file.into())
 }
 
 /// `PATH` with the interpreter's folder in front.

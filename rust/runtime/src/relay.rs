@@ -246,6 +246,9 @@ fn idle(replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
         return Err(RuntimeError::from(CallError::Aborted).into());
     }
     replica.count();
+    // While the service is paused no step does so, and a deadline that has passed would end the wait at once, for ever.
+    replica.expire();
+    replica.publish();
     Ok(replica.wait_command()?)
 }
 

@@ -281,7 +281,8 @@ impl Replica {
             .update(self.number, |state| state.tracing = false);
     }
 
-    /// Ends what is too late; for the time in which there is no driver, and so no step.
+    /// Ends requests whose deadline has passed; for the time in which no step does so, because there is no driver, or the service
+    /// is paused.
     pub(crate) fn expire(&mut self) {
         let now = self.now();
         if let Some(scheduler) = &mut self.scheduler {
@@ -364,6 +365,8 @@ impl Replica {
         self.shared
             .update(self.number, |state| state.failed = Some(Arc::clone(&error)));
         let failed = End::Failed(reason);
+        // What has finished did not fail.
+        self.publish();
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
@@ -401,8 +404,9 @@ impl Replica {
         self.end_trace();
         self.publish();
         self.count();
-        // A request that is handed in now is answered like those that came before.
         self.scheduler = None;
+        // Nothing is handed in from here on. What was before is in the inbox, and answered like the rest.
+        self.shared.update(self.number, |state| state.closed = true);
         while let Ok(command) = self.inbox.try_recv() {
             match command {
                 Command::Submit(arrival) => self.submit(*arrival),
@@ -454,4 +458,56 @@ fn shortfall(first: &Limits, now: &Limits) -> Option<(&'static str, u32, u32)> {
     ];
     let mut pairs = pairs.into_iter();
     pairs.find(|&(_, needed, found)| found < needed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::handshake::Handshake;
+
+    /// A replica that has a scheduler, and no driver.
+    fn replica() -> (Replica, Sender<Command>) {
+        let settings = ServiceSettings::new(DriverSettings::new("python3", "model"));
+        let (commands, inbox) = mpsc::channel();
+        let (shared, open) = (Arc::new(Shared::new(1)), Arc::default());
+        let mut replica = Replica::new(&settings, 0, Instant::now(), shared, inbox, open);
+        let caps = r#"{"total_pages":9,"kv_page_size":16,"max_forward_tokens":100,"max_forward_requests":4,
+            "max_page_refs":50,"max_model_len":64,"vocab_size":7,"arch_name":"qwen3","swap_pool_size":5}"#;
+        let line = format!(r#"{{"group_id":3,"shmem_name":"/pie_shmem_g3","caps":{caps}}}"#);
+        let mut handshake = Handshake::new(3);
+        assert!(handshake.line(&line.replace('\n', " ")).unwrap().is_none());
+        let caps = handshake.line(r#"{"ready":true}"#).unwrap().unwrap();
+        replica.prepare(&caps, 1 << 16).unwrap();
+        (replica, commands)
+    }
+
+    fn arrival(id: u64) -> Arrival<Draw> {
+        let greedy = pie_wire::Sampler::TopP {
+            temperature: 0.0,
+            p: 1.0,
+        };
+        Arrival::new(id, vec![1, 2, 3], greedy, 4).map(Into::into)
+    }
+
+    #[test]
+    fn what_has_finished_when_the_driver_is_given_up_did_not_fail() {
+        let (mut replica, commands) = replica();
+        let late = Arrival {
+            deadline: Some(0),
+            ..arrival(1)
+        };
+        replica.submit_all(vec![late, arrival(2)]);
+        replica.expire();
+        commands.send(Command::Stop).unwrap();
+        replica.give_up(RuntimeError::Panicked);
+        let ends = replica.shared.outbox.take(Duration::ZERO);
+        let ends: Vec<_> = ends
+            .into_iter()
+            .map(|delta| (delta.request, delta.end))
+            .collect();
+        let failed = End::Failed(RuntimeError::Panicked.to_string().into());
+        assert_eq!(ends, [(1, Some(End::Deadline)), (2, Some(failed))]);
+    }
 }

@@ -34,6 +34,9 @@ pub enum Rejected {
     /// Every driver is gone for good.
     #[error("no driver is left: {0}")]
     Gone(Arc<RuntimeError>),
+    /// [`RuntimeError::Forked`].
+    #[error(transparent)]
+    Forked(Arc<RuntimeError>),
 }
 
 /// Replicas of one model, which share the requests. All work is done by a thread for each; calls only wait where they say so.
@@ -120,6 +123,9 @@ impl Service {
     /// # Errors
     /// Why a driver cannot serve.
     pub fn wait_ready(&self, limit: Duration) -> Result<bool, Arc<RuntimeError>> {
+        if self.is_forked() {
+            return Err(Arc::new(RuntimeError::Forked));
+        }
         let until = Instant::now().checked_add(limit);
         let mut states = self.shared.lock();
         loop {
@@ -164,11 +170,8 @@ impl Service {
     ) -> Result<u64, Rejected> {
         let alive = self.check_alive()?;
         let (replica, arrival) = self.accept(arrival, deadline, &alive);
-        let id = arrival.id;
-        let sent = self.replicas[replica]
-            .commands
-            .send(Command::Submit(Box::new(arrival)));
-        sent.map_err(|_| Rejected::Stopped)?;
+        let (id, samples) = (arrival.id, arrival.samples);
+        self.send([(replica, samples, Command::Submit(Box::new(arrival)))])?;
         Ok(id)
     }
 
@@ -189,13 +192,39 @@ impl Service {
             ids.push(arrival.id);
             shares[replica].push(arrival);
         }
-        for (handle, share) in self.replicas.iter().zip(shares) {
-            if !share.is_empty() {
-                let sent = handle.commands.send(Command::SubmitAll(share));
-                sent.map_err(|_| Rejected::Stopped)?;
+        let shares = shares.into_iter().enumerate();
+        let filled = shares.filter(|(_, share): &(usize, Vec<Arrival<Draw>>)| !share.is_empty());
+        let commands: Vec<_> = filled
+            .map(|(replica, share)| {
+                let samples = share.iter().map(|arrival| arrival.samples).sum();
+                (replica, samples, Command::SubmitAll(share))
+            })
+            .collect();
+        self.send(commands)?;
+        Ok(ids)
+    }
+
+    /// Sends requests to replicas, with the number of sequences in each command: all of them, or none. A request that was sent is
+    /// answered: a thread that ends says so first, and then answers what is in its inbox.
+    fn send<C>(&self, commands: C) -> Result<(), Rejected>
+    where
+        C: AsRef<[(usize, u32, Command)]> + IntoIterator<Item = (usize, u32, Command)>,
+    {
+        let states = self.shared.lock();
+        let is_closed = commands
+            .as_ref()
+            .iter()
+            .any(|&(replica, ..)| states[replica].closed);
+        let mut sent = Ok(());
+        for (replica, samples, command) in commands {
+            let handle = &self.replicas[replica];
+            // A thread that panicked while it ended has not closed its inbox.
+            if is_closed || handle.commands.send(command).is_err() {
+                handle.open.fetch_sub(samples as usize, Ordering::Relaxed);
+                sent = Err(Rejected::Stopped);
             }
         }
-        Ok(ids)
+        sent
     }
 
     /// Names a request, and chooses the replica that gets it, whose it is from here on.
@@ -232,6 +261,10 @@ impl Service {
 
     /// Which replicas can take requests.
     fn check_alive(&self) -> Result<Vec<bool>, Rejected> {
+        // Checked first: another thread may have held the lock when the process was forked.
+        if self.is_forked() {
+            return Err(Rejected::Forked(Arc::new(RuntimeError::Forked)));
+        }
         let states = self.shared.lock();
         if states.iter().any(|state| state.stopping) {
             return Err(Rejected::Stopped);
@@ -275,6 +308,9 @@ impl Service {
     /// # Errors
     /// [`RuntimeError::Adapter`] if a driver does not take it; then it counts as not loaded. Others, if there is no driver.
     pub fn load_adapter(&self, id: u64, path: &str) -> Result<(), Arc<RuntimeError>> {
+        if self.is_forked() {
+            return Err(Arc::new(RuntimeError::Forked));
+        }
         let mut replicas = 0..self.replicas.len();
         for replica in replicas.clone() {
             self.shared
@@ -332,7 +368,7 @@ impl Service {
         }
     }
 
-    /// Computes nothing more, until it goes on with `None`. Requests are still taken, and aborts obeyed; deadlines wait.
+    /// Computes nothing more, until it goes on with `None`. Requests are still taken, aborts obeyed, and late requests ended.
     pub fn pause(&self, pause: Option<Pause>) {
         for replica in 0..self.replicas.len() {
             self.tell(replica, || Command::Pause(pause));
@@ -393,6 +429,9 @@ impl Service {
     /// Waits for outputs and returns all there are; none when the time is over, or after a shutdown. Outputs of one
     /// sequence that were not fetched yet are one.
     pub fn poll(&self, limit: Duration) -> Vec<Delta> {
+        if self.is_forked() {
+            return Vec::new();
+        }
         self.shared.outbox.take(limit)
     }
 
@@ -406,7 +445,7 @@ impl Service {
 
     /// Whether it was shut down.
     pub fn is_stopped(&self) -> bool {
-        self.shared.outbox.is_closed()
+        self.is_forked() || self.shared.outbox.is_closed()
     }
 
     /// The moment from which [`Delta::admitted`] counts.
@@ -421,7 +460,7 @@ impl Service {
 
     /// Ends every request, stops the drivers and waits for all threads. A second call does nothing.
     pub fn shutdown(&self) {
-        if std::process::id() != self.process {
+        if self.is_forked() {
             return;
         }
         for replica in 0..self.replicas.len() {
@@ -442,7 +481,15 @@ impl Service {
         self.shared.outbox.close();
     }
 
+    /// Whether this process is a forked child of the one that has the threads.
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.process
+    }
+
     fn tell(&self, replica: usize, command: impl FnOnce() -> Command) {
+        if self.is_forked() {
+            return;
+        }
         // A replica that has ended has no requests.
         let _ = self.replicas[replica].commands.send(command());
     }

@@ -116,6 +116,8 @@ pub(crate) struct State {
     /// Why there will be no driver any more.
     pub(crate) failed: Option<Arc<RuntimeError>>,
     pub(crate) stopping: bool,
+    /// Its thread takes no more commands. Commands are sent under this lock, so none can be sent after its last look.
+    pub(crate) closed: bool,
     /// Whether its steps are traced.
     pub(crate) tracing: bool,
     /// Adapters that its driver has, or has to read when it starts again.

@@ -4,10 +4,10 @@ use std::mem;
 use std::time::{Duration, Instant};
 
 use pie_batch::{Plan, Planner, REHEARSAL_ADAPTER};
-use pie_ring::Lease;
+use pie_ring::{Lease, LeaseError};
 use pie_wire::{
     AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedPayload, CopyDirection,
-    CopyResource, NativeSlice,
+    CopyResource, NativeSlice, WireError,
 };
 
 use crate::copy::Pairs;
@@ -72,17 +72,22 @@ pub(crate) fn decide(
     counters: &Counters,
 ) -> Decision {
     let started = Instant::now();
-    let bytes = lease.copy_request(words).map_err(|error| error.to_string());
-    let frame = bytes.and_then(|bytes| {
-        let split = pie_wire::split_request(bytes).map_err(|error| error.to_string());
+    let frame = lease.copy_request(words).map_err(|error| match error {
+        // The answer goes nowhere, and is noted as such.
+        LeaseError::Stale { .. } => Action::Status(status::MALFORMED),
+        error => Action::malformed(error.to_string()),
+    });
+    let frame = frame.and_then(|bytes| {
+        let malformed = |error: WireError| Action::malformed(error.to_string());
+        let split = pie_wire::split_request(bytes).map_err(|error| malformed(error.into()));
         let (bytes, extension) = split?;
-        let frame = pie_wire::access_request(bytes).map_err(|error| error.to_string())?;
+        let frame = pie_wire::access_request(bytes).map_err(malformed)?;
         Ok((bytes, extension, frame))
     });
     let parsed = Instant::now();
     let mut pixels = 0..0;
     let (driver_id, work) = match frame {
-        Err(text) => (0, Work::Other(Action::malformed(text))),
+        Err(action) => (0, Work::Other(action)),
         Ok((bytes, extension, frame)) => {
             let driver_id = frame.driver_id.to_native();
             let work = match &frame.payload {

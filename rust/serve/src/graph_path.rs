@@ -208,7 +208,7 @@ impl GraphPath {
         graph: usize,
     ) -> Result<ReadyStep<'_>, GraphPathError> {
         // 0 is what the results hold at first.
-        self.step = self.step.checked_add(1).unwrap_or(1);
+        self.begin_step(self.step.checked_add(1).unwrap_or(1));
         let rows = plan.token_count();
         let layout = &self.graphs[graph].1;
         let staged = planner.stage_graph(plan, layout, self.memory.step(), self.step)?;
@@ -234,6 +234,18 @@ impl GraphPath {
             graph,
             rows,
         })
+    }
+
+    /// Sets the number of the next step. When numbers start again, words of earlier steps are cleared: one with an equal number
+    /// would be taken for a result.
+    fn begin_step(&mut self, step: u32) {
+        if step < self.step {
+            // Every earlier step has written its results, and the next one is not launched yet.
+            for word in self.memory.results() {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+        self.step = step;
     }
 
     /// Launches a graph whose block is there.
@@ -288,7 +300,7 @@ impl GraphPath {
         }
         data.copy(block.start, &mut memory.block[..block.len()]);
         data.copy(block.end, &mut masks[..mask_bytes]);
-        self.step = head.step;
+        self.begin_step(head.step);
         let mut watch = self.launch(graph, rows, results)?;
         // The next step must not be staged before this one has read its own.
         while !self.poll(&mut watch)? {}

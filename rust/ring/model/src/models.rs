@@ -264,6 +264,24 @@ pub fn a_request_behind_a_lease(wait: Wait) {
     });
 }
 
+/// A process ends while another thread answers: the client reads the whole reply or none.
+pub fn a_refusal_meets_an_answer(wait: Wait) {
+    check(3, move || {
+        let mut ring = Ring::new(1);
+        let client = ring.client(wait);
+        let client = thread::spawn(move || {
+            let response = client.call(&[7], <[u8]>::to_vec).unwrap();
+            assert!(response.is_empty() || response == [7], "{response:?}");
+        });
+        let lease = ring.server.wait(Wait::Park).unwrap().unwrap();
+        let shared = Arc::clone(ring.server.shared());
+        let answerer = thread::spawn(move || reply(lease));
+        shared.refuse_all();
+        answerer.join().unwrap();
+        client.join().unwrap();
+    });
+}
+
 /// A stale lease publishes nothing.
 pub fn a_stale_lease() {
     check(3, || {

@@ -80,6 +80,13 @@ fn a_request_behind_a_lease() {
 }
 
 #[test]
+fn a_refusal_meets_an_answer() {
+    for wait in [Wait::Spin, Wait::Park] {
+        model::a_refusal_meets_an_answer(wait);
+    }
+}
+
+#[test]
 fn a_stale_lease() {
     model::a_stale_lease();
 }

@@ -432,6 +432,46 @@ fn a_pause_holds_requests_up_and_loses_nothing() {
 }
 
 #[test]
+fn deadlines_pass_during_a_pause() {
+    for pause in [Pause::InPlace, Pause::Retract] {
+        let bench = Bench::ready("");
+        bench.service.pause(Some(pause));
+        let arrival = Arrival::new(0, vec![3, 1, 2], GREEDY, 40);
+        let late = Some(Duration::from_millis(1));
+        let request = bench.service.submit(arrival, late).unwrap();
+        assert_eq!(bench.collect(1)[&(request, 0)].end, Some(End::Deadline));
+        bench.service.pause(None);
+        serve(&bench, &prompts(3));
+    }
+}
+
+/// Each of them is refused at once, or answered.
+#[test]
+fn requests_that_meet_the_shutdown_are_answered() {
+    for _ in 0..20 {
+        let bench = Bench::ready("");
+        let submit = || {
+            let arrival = || Arrival::new(0, vec![3, 1, 2], GREEDY, 1);
+            let submitted = std::iter::from_fn(|| bench.service.submit(arrival(), None).ok());
+            submitted.collect::<Vec<u64>>()
+        };
+        let ids = thread::scope(|scope| {
+            let threads = [(); 3].map(|()| scope.spawn(submit));
+            bench.service.shutdown();
+            threads.map(|thread| thread.join().unwrap()).concat()
+        });
+        let mut stories = Stories::new();
+        for delta in bench.service.poll(Duration::ZERO) {
+            add(&mut stories, delta);
+        }
+        for id in ids {
+            let end = stories.get(&(id, 0)).and_then(|story| story.end.as_ref());
+            assert!(end.is_some(), "request {id} has no answer");
+        }
+    }
+}
+
+#[test]
 fn a_driver_that_keeps_dying_is_given_up_with_its_reason() {
     let bench = Bench::start("die-at=1 die-always", |settings| settings.max_restarts = 2);
     bench.wait_ready();
