@@ -42,7 +42,17 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "checkpoint": frozenset({"memory", "numpy"}),
     "observe": frozenset({"_core", "config", "opentelemetry", "prometheus_client"}),
     "gateway": frozenset(
-        {"_core", "cli", "config", "observe", "offline", "prometheus_client", "smg"}
+        {
+            "_core",
+            "cli",
+            "config",
+            "observe",
+            "offline",
+            "prometheus_client",
+            "server_guard",
+            "shared_names",
+            "smg",
+        }
     ),
     "kernels": frozenset({"cuda", "numpy", "torch", "triton"}),
     "sampling": frozenset({"_core", "kernels", "torch"}),

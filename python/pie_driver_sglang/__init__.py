@@ -7,7 +7,8 @@ imported before the engine starts.
 the engine for programs. `engine.py` is the interface to a loaded model, which `srt` implements and
 `ranks` spreads over devices; `kernels` and `sampling` are what it computes with. `config`, `memory`
 and `checkpoint` are read before a model is loaded, and `observe` tells of what is served.
-`errors.py`, `logs.py` and `interpreter.py` are for all. `_core` is the Rust half.
+`errors.py`, `logs.py` and `interpreter.py` are for all; `server_guard.py` removes what a server
+leaves, which has the names of `shared_names.py`. `_core` is the Rust half.
 """
 
 # Nothing is imported here: `python -m` searches the working directory until `__main__` forbids it.

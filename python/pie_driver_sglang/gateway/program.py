@@ -23,6 +23,8 @@ from pie_driver_sglang.observe.runtime import RuntimeExporter
 from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
+from pie_driver_sglang.server_guard import guarded_server
+from pie_driver_sglang.shared_names import take_token
 
 FLAGS: Final = f"""\
   --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which is
@@ -44,6 +46,13 @@ _LOOK_S: Final = 0.2
 
 def main(words: Sequence[str]) -> int:
     """Serves until a signal ends it, or until it cannot serve."""
+    # First: it forks, and there are no threads yet.
+    with _guarded():
+        _run(words)
+    return 0
+
+
+def _run(words: Sequence[str]) -> None:
     arguments = parse_words(words)
     engine = {**arguments.engine}
     # Models with images take them with the flag and without it, as SGLang's.
@@ -55,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.front.get("enable_trace"):
         check_tracing()
     plan = parse_arguments(engine)
-    with _temporary_folder(), _signals() as (ending, at_once):
+    with _signals() as (ending, at_once):
         try:
             with (
                 Replicas(plan, arguments) as replicas,
@@ -65,14 +74,15 @@ def main(words: Sequence[str]) -> int:
                     _serve(plan, arguments, replicas, metrics, (ending, at_once))
         except OSError as error:
             raise StartError(str(error).split("\n")[0], "take another `--grpc-port`") from error
-    return 0
 
 
 @contextlib.contextmanager
-def _temporary_folder() -> Iterator[None]:
-    """A folder for what drivers leave when they are killed; it goes with this command."""
-    with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
-        os.environ["TMPDIR"] = folder
+def _guarded() -> Iterator[None]:
+    """Within it temporary files, and those of the drivers, go with this command."""
+    with guarded_server() as guard:
+        os.environ.update(guard.environment)
+        tempfile.tempdir = None
+        take_token()
         yield
 
 

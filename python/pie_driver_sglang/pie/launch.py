@@ -46,6 +46,7 @@ from pie_driver_sglang.pie.types import UNLIMITED, Capabilities
 from pie_driver_sglang.ranks.leader import LeadingEngine
 from pie_driver_sglang.ranks.parallel import Start, Workers
 from pie_driver_sglang.ranks.types import ALONE
+from pie_driver_sglang.shared_names import take_token
 from pie_driver_sglang.srt.start import load_rank
 from pie_driver_sglang.srt.version import check_versions
 
@@ -83,6 +84,7 @@ def main(
         must be printed by then.
     """
     arguments = _parser().parse_args(argv)
+    take_token()
     # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
     os.dup2(2, 1)
     # Ctrl-C reaches the whole process group; the server decides when its drivers stop.

@@ -11,9 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -23,6 +21,7 @@ from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
 from pie_driver_sglang.server.flags import OWN_FLAGS
+from pie_driver_sglang.server_guard import Session, die_with_this_process, guarded_server
 
 HELP: Final = f"""\
 usage: pie-sglang serve MODEL [options]
@@ -38,7 +37,6 @@ SGLang's flags, which `python -m sglang.launch_server --help` explains:
 ALIASES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
 FRONTS: Final = ("sglang", "gateway")
-_SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,21 +55,16 @@ def main(arguments: Sequence[str]) -> int:
     if front == "gateway":
         return gateway.main(words)
     keys, words = take_keys(words)
-    before = _load_files()
-    with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
+    with guarded_server() as guard:
         process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}", *words],
-            env={**os.environ, **keys.variables(), "TMPDIR": folder, "PYTHONSAFEPATH": "1"},
+            env={**guard.environment, **keys.variables(), "PYTHONSAFEPATH": "1"},
             # Ctrl-C comes to this process alone.
             start_new_session=True,
+            preexec_fn=die_with_this_process(),
         )
-        try:
-            status = _watch(process)
-        finally:
-            _kill_session(process.pid)
-            process.wait()
-            _remove_load_files(before)
-    return status
+        guard.watch(Session.of(process.pid))
+        return _watch(process)
 
 
 def normalized(words: Sequence[str]) -> list[str]:
@@ -151,29 +144,6 @@ def _watch(process: subprocess.Popen[bytes]) -> int:
 
 
 def _kill_session(pid: int) -> None:
-    """Ends what the server has left; drivers have sessions of their own, and end with it."""
+    """Ends the server and the processes of its group; the drivers end with them."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _load_files() -> set[Path]:
-    return set(_SHARED_MEMORY.glob("sglang_loads_*.shm"))
-
-
-def _remove_load_files(before: set[Path]) -> None:
-    """Removes the counts that the scheduler published, if it could not do so itself.
-
-    They are named after files of this server's folder, so no other server has the same; those of
-    others that started meanwhile are open somewhere.
-    """
-    for path in _load_files() - before:
-        if not _is_open(path):
-            path.unlink(missing_ok=True)
-
-
-def _is_open(path: Path) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if str(path) in maps.read_text():
-                return True
-    return False

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkContext
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -25,11 +25,20 @@ _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 @contextlib.contextmanager
 def forks(device: str) -> Iterator[None]:
     """Within it SGLang's server forks its processes where that is safe; see the module."""
-    if device != "cpu" or threading.active_count() > 1:
+    if device != "cpu" or _threads() > 1:
         yield
         return
     with mock.patch.object(engine, "mp", _Forks()):
         yield
+
+
+def _threads() -> int:
+    """Threads of this process, those of native libraries among them.
+
+    A fork has only the thread that calls it. Where another one holds a lock, as of a pool of OpenMP
+    or of the tokenizer, the child would wait for it for ever.
+    """
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def run_afresh(function: Callable[..., None], *arguments: Any) -> None:

@@ -21,7 +21,7 @@ from sglang.srt.utils import kill_process_tree
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.server.flags import FLAG_LIST, OWN_NAMES
 from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.seams import edge, forking, replicas, workers
+from pie_driver_sglang.server.seams import edge, forking, loads, replicas, workers
 from pie_driver_sglang.server.seams.managers import PieManager, StatusManager
 
 Scheduler = Callable[..., None]
@@ -105,7 +105,8 @@ def launch(
     token = edge.edge_of(arguments).keys.warm_up
     forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
     try:
-        with telling, forks, replicas.waiting(), edge.serving_with(arguments):
+        counts = loads.own_names()
+        with telling, forks, counts, replicas.waiting(), edge.serving_with(arguments):
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,

@@ -9,8 +9,11 @@ from sglang.srt.entrypoints import http_server
 
 from pie_driver_sglang.server.access import AccessKeys
 from pie_driver_sglang.server.seams.edge import edge_of, guarded, limit_json, send_warm_up
+from pie_driver_sglang.shared_names import take_token
 
 _WAIT = http_server._wait_and_warmup
+# SGLang's workers read their settings from shared memory, whose name has the server's token.
+take_token()
 
 
 def _keys() -> AccessKeys:

@@ -1,0 +1,145 @@
+"""Servers one of whose processes is killed: everything ends, and nothing stays of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+import forking
+from pie_server import START_S, regions, shared_memory, wait_until
+from sglang_server import free_ports
+from tiny_models import POCKET
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+END_S: Final = 60.0
+ENGINE: Final = f"""
+import sys
+from pie_driver_sglang import Engine
+with Engine(model_path={str(POCKET)!r}, device="cpu") as engine:
+    sys.stderr.write("curl")
+    sys.stderr.flush()
+    sys.stdin.read()
+"""
+
+
+class Started:
+    """A server that serves, its processes, and the names in shared memory that are its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process = process
+        self.family = [psutil.Process(process.pid), *forking.family(process.pid)]
+        tokens = [path.name.removeprefix("pie-sglang-") for path in folder.glob("pie-sglang-*")]
+        self._marks = [*tokens, *regions(self.family)]
+        assert self.names()
+
+    def names(self) -> set[str]:
+        return {name for name in shared_memory() if any(mark in name for mark in self._marks)}
+
+    def kill(self, words: str) -> None:
+        """Kills the first process whose command line has these words."""
+        found = [each for each in self.family if words in " ".join(each.cmdline())]
+        found[0].send_signal(signal.SIGKILL)
+
+    def is_over(self) -> bool:
+        self.process.poll()
+        alive = [each for each in self.family if each.is_running()]
+        return all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
+
+
+@contextmanager
+def started(folder: Path, *command: str, ready: bytes = b"curl") -> Iterator[Started]:
+    log = folder / "log"
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+    try:
+        wait_until(
+            lambda: ready in log.read_bytes() or process.poll() is not None, START_S, "start"
+        )
+        assert process.poll() is None, log.read_text()
+        yield Started(process, folder)
+    except BaseException:
+        sys.stderr.write(log.read_text(errors="replace")[-6000:])
+        raise
+    finally:
+        process.terminate()
+        # The second SIGTERM ends it at once.
+        timer = threading.Timer(END_S, process.terminate)
+        timer.start()
+        process.wait()
+        timer.cancel()
+
+
+def serve(*flags: str) -> list[str]:
+    [port] = free_ports(1)
+    words = ["--model-path", str(POCKET), "--device", "cpu", "--port", str(port), *flags]
+    return ["-m", "pie_driver_sglang", "serve", *words]
+
+
+def check(found: Started, folder: Path) -> None:
+    wait_until(found.is_over, END_S, "the end of every process")
+    wait_until(lambda: not found.names(), END_S, "the end of what is in shared memory")
+    wait_until(
+        lambda: [path.name for path in folder.iterdir()] == ["log"], END_S, "the end of the files"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pie_driver_sglang serve",
+        "pie_driver_sglang.server",
+        "sglang::scheduler",
+        "sglang::detokenizer",
+    ],
+)
+def test_sglangs_server(words: str, tmp_path: Path) -> None:
+    with started(tmp_path, *serve()) as found:
+        found.kill(words)
+        check(found, tmp_path)
+
+
+@pytest.mark.parametrize("words", ["pie_driver_sglang.server", "sglang::tokenizer_worker"])
+def test_sglangs_server_with_workers(words: str, tmp_path: Path) -> None:
+    """Spawned processes: their semaphores have names, which the tracker would remove."""
+    with started(tmp_path, *serve("--tokenizer-worker-num", "2")) as found:
+        assert any("multi_tokenizer_args" in name for name in found.names())
+        found.kill("multiprocessing.resource_tracker")
+        if words == "sglang::tokenizer_worker":
+            # It is replaced.
+            found.kill(words)
+            found.process.terminate()
+        else:
+            found.kill(words)
+        check(found, tmp_path)
+
+
+def test_the_gateways_services(tmp_path: Path) -> None:
+    flags = ("--front", "gateway", "--no-gateway", "--grpc-port", "0")
+    command = ["-m", "pie_driver_sglang", "serve", "--model-path", str(POCKET), "--device", "cpu"]
+    with started(tmp_path, *command, *flags, ready=b"Start it by") as found:
+        found.kill("pie_driver_sglang serve")
+        check(found, tmp_path)
+
+
+def test_an_engine_in_a_script(tmp_path: Path) -> None:
+    with started(tmp_path, "-c", ENGINE) as found:
+        found.process.kill()
+        check(found, tmp_path)
