@@ -17,7 +17,14 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels import few_kept, sampler
 from pie_driver_sglang.kernels.logit_rows import LogitRows
-from pie_driver_sglang.kernels.sampler import fetch, mask_logits, publish, sample_step, update_table
+from pie_driver_sglang.kernels.sampler import (
+    fetch,
+    fetch_programs,
+    mask_logits,
+    publish,
+    sample_step,
+    update_table,
+)
 from pie_driver_sglang.sampling.groups import SlotParams
 
 ROWS = 8
@@ -162,6 +169,10 @@ def check_masks() -> None:
     fetch(source, words, torch.tensor([len(source) - 1], dtype=torch.int32))
     assert torch.equal(words[:-1], source[:-1])
     assert words[-1] == 0, "more words than announced"
+    for expected in (1, len(source)):
+        again = torch.zeros_like(source)
+        fetch(source, again, torch.tensor([len(source) - 1], dtype=torch.int32), expected)
+        assert torch.equal(again, words), "not all words, or more, whatever the grid is sized for"
     logits = torch.randn(4, vocab)
     places = [[len(packed), len(edges)], [0, 0], [0, -1], [len(packed), len(edges)]]
     expected = logits.clone()
@@ -176,6 +187,18 @@ def check_masks() -> None:
         assert found is not None
         assert torch.equal(found[row], expected[row])
         assert found[(row + 1) % 4].eq(50).all(), "a row is masked where it is not read"
+
+
+def check_fetch() -> None:
+    """The grid follows the graph's slots, and the words need not fit its first turn."""
+    masks = {slots: fetch_programs(slots * -(-151_936 // 32)) for slots in (1, 8, 64, 256, 4096)}
+    assert masks == {1: 4, 8: 10, 64: 64, 256: 64, 4096: 64}
+    source = torch.randint(-(2**31), 2**31, (4 * 4096 + 5000,)).int()
+    for count in (0, 1, 4096, 4 * 4096, len(source) - 1):
+        target = torch.zeros_like(source)
+        fetch(source, target, torch.tensor([count], dtype=torch.int32), 1)
+        assert torch.equal(target[:count], source[:count])
+        assert not target[count:].any(), "more words than announced"
 
 
 def check_results() -> None:
@@ -206,6 +229,7 @@ def check_table() -> None:
 
 if __name__ == "__main__":
     check_masks()
+    check_fetch()
     check_results()
     check_table()
     sys.exit(check_sampler() + check_sampler(spans=2) > 0)

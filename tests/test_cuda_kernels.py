@@ -437,6 +437,8 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
     assert not takes(heads(32, 8, 256))
     assert not takes(heads(32, 8, 128)._replace(halves=False))
     assert not takes(heads(32, 8, 128), torch.float16), "KV of another type"
+    cast = heads(32, 8, 128).rotations.bfloat16()
+    assert not takes(heads(32, 8, 128)._replace(rotations=cast)), "rotations in bfloat16"
     norm = Norm(torch.ones(128), 1e-6)
     assert not takes(heads(32, 8, 128)._replace(query_norm=norm, key_norm=norm)), "float32 norms"
     tunings = {
@@ -454,6 +456,10 @@ def test_a_row_of_other_types_is_refused() -> None:
     row = LoneRow(table, one, one.int(), one, one)
     with pytest.raises(ValueError, match="other numbers int64"):
         kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), row, 1.0)
+    row = LoneRow(table, *[one] * 4)
+    cast = heads(4, 4, 64).rotations.bfloat16()
+    with pytest.raises(ValueError, match=r"rotations in torch\.bfloat16"):
+        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64)._replace(rotations=cast), row, 1.0)
     with pytest.raises(ValueError, match="slots are int32"):
         kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), LoneRow(one, *[one] * 4), 1.0)
 

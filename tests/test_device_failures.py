@@ -179,6 +179,7 @@ def capture_on_a_host(enabled: bool) -> None:
     from types import SimpleNamespace
     from typing import Any
 
+    from pie_driver_sglang.memory.graphs import plain_specs
     from pie_driver_sglang.srt import cuda_steps, steps
 
     seen: list[bool] = []
@@ -198,7 +199,7 @@ def capture_on_a_host(enabled: bool) -> None:
     engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
-        cuda_steps.CudaSteps(engine, [1], 1)
+        cuda_steps.CudaSteps(engine, plain_specs([1]), 1)
     assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
 
 

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
 from pie_driver_sglang.memory.limits import (
     LONGEST_GRAPH,
     LONGEST_SPARSE_GRAPH,
     chunk_tokens,
     decode_batch_sizes,
+    extended_batch_sizes,
     prefill_batch_sizes,
     row_pages,
-    shared_prefix_batch_sizes,
 )
 from pie_driver_sglang.memory.plan import (
     CPU_POOL_TOKENS,
@@ -50,6 +51,7 @@ from pie_driver_sglang.memory.types import (
     ModelSizes,
     Part,
 )
+from pie_driver_sglang.sampling.history import TokenHistory
 
 PAGE = 16
 H200 = Device("cuda:0", 140 * GIB, 139 * GIB)
@@ -239,19 +241,42 @@ def test_a_host_gives_kv_a_tenth_or_one_context() -> None:
 
 
 def test_the_graphs_of_the_measured_shape() -> None:
-    # benches/notebook/gpu.md: 41 graphs of up to 2,304 rows of this shape took 0.41 GiB, and 0.33
-    # later. Those for shared prefixes were not among them.
+    # benches/notebook/gpu.md: 41 plain graphs of up to 2,304 rows of this shape took 0.41 GiB, and
+    # 0.33 later. Those for shared prefixes and extended ones were not among them.
     settings = USUAL._replace(chunk_tokens=16_384, prompts=True)
-    longer = prefill_batch_sizes(256, settings.chunk_tokens, sparse=False)
-    assert len(decode_batch_sizes(256)) + len(longer) == 41
-    assert shared_prefix_batch_sizes(256) == [16, 32, 64, 128, 192, 256]
+    specs = graph_specs(256, 16_384, groups=True, prompts=True, sparse=False, adapters=False)
+    rows = {kind: [spec.rows for spec in specs if spec.kind is kind] for kind in GraphKind}
+    assert len(rows[GraphKind.PLAIN]) == 41
+    assert rows[GraphKind.GROUPED] == [16, 32, 64, 128, 192, 256]
+    assert rows[GraphKind.EXTENDED] == extended_batch_sizes(256)
+    assert not rows[GraphKind.LORA]
     planned = plan_memory(H200, QWEN, settings).graphs
-    nodes = len(shared_prefix_batch_sizes(256)) * QWEN.layers * GRAPH_LAYER_BYTES
-    assert (planned - nodes) / GIB == pytest.approx(0.414, rel=0.05)
+    others = len(specs) - len(rows[GraphKind.PLAIN])
+    unmeasured = others * QWEN.layers * GRAPH_LAYER_BYTES + 256 * QWEN.vocabulary * 4
+    assert (planned - unmeasured) / GIB == pytest.approx(0.414, rel=0.05)
     # And 28 of up to 256 rows 0.30 GiB with triton, as SGLang has the layers: not less is planned.
     assert len(decode_batch_sizes(256)) == 28
     settings = USUAL._replace(triton_tables=True, prompts=False)
-    assert 0.30 < plan_memory(H200, QWEN, settings).graphs / GIB < 0.40
+    unmeasured -= len(rows[GraphKind.GROUPED]) * QWEN.layers * GRAPH_LAYER_BYTES
+    assert 0.30 < (plan_memory(H200, QWEN, settings).graphs - unmeasured) / GIB < 0.40
+
+
+@pytest.mark.parametrize("requests", [256, 4096])
+def test_extended_graphs_are_planned(requests: int) -> None:
+    """Their nodes, the float32 copy of all logits, the tokens of KV and the counts of tokens."""
+    settings = USUAL._replace(requests=requests)
+    nodes = len(extended_batch_sizes(requests)) * QWEN.layers * GRAPH_LAYER_BYTES
+    copies = requests * QWEN.vocabulary * 4
+    plan = plan_memory(H200, QWEN, settings)
+    plain = sum(decode_batch_sizes(requests)) * QWEN.hidden_size * QWEN.itemsize
+    assert plan.graphs > nodes + copies + plain
+    # By the kernels' own sizes.
+    history = TokenHistory(torch.zeros(1, 1, dtype=torch.int32), plan.tokens, QWEN.vocabulary)
+    assert plan.tables > history.tokens.nbytes + history.counts().nbytes
+    more = plan_memory(H200, QWEN._replace(vocabulary=2 * QWEN.vocabulary), settings)
+    assert more.graphs - plan.graphs == requests * QWEN.vocabulary * (QWEN.itemsize + 4)
+    host = Device("cpu", 32 * GIB, 20 * GIB)
+    assert plan_memory(host, QWEN, settings).graphs == 0
 
 
 @pytest.mark.parametrize("most", [1, 200, 256, 2303, 2304, 4096])
@@ -320,14 +345,14 @@ def test_passes_are_cut_where_their_masks_exceed_the_plan(
 
 
 TABLE = """\
-memory planned for cuda:0, with `mem_fraction_static = 0.934`
+memory planned for cuda:0, with `mem_fraction_static = 0.93`
   total         140.00 GiB  139.00 GiB of it free
   weights         1.13 GiB
   activations    965.9 MiB
-  graphs         470.8 MiB
-  tables         129.0 MiB
-  reserve         7.61 GiB
-  KV            128.73 GiB  1,205,248 tokens of 114,688 bytes in 75,328 pages of 16"""
+  graphs         703.1 MiB
+  tables         170.5 MiB
+  reserve         7.83 GiB
+  KV            128.24 GiB  1,200,624 tokens of 114,688 bytes in 75,039 pages of 16"""
 
 
 def test_the_table() -> None:
@@ -345,8 +370,8 @@ def test_the_comparison() -> None:
     plan = plan_memory(H200, QWEN, USUAL)
     loaded = Loaded(GIB, 0, 0, graphs=2**28, tokens=plan.tokens - 16, kv=plan.kv, free=5 * GIB)
     assert comparison(plan, loaded) == (
-        "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (470.8 MiB), "
-        "KV 128.73 GiB (128.73 GiB), free 5.00 GiB (8.55 GiB), 1,205,232 tokens (1,205,248)"
+        "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (703.1 MiB), "
+        "KV 128.24 GiB (128.24 GiB), free 5.00 GiB (8.78 GiB), 1,200,608 tokens (1,200,624)"
     )
 
 
@@ -360,9 +385,9 @@ def test_a_fraction_that_leaves_too_little_names_the_largest_that_is_safe() -> N
     message, hint = refusal(H200, QWEN, fraction=0.995)
     assert message == (
         "option `mem_fraction_static` is 0.995, which leaves 711.7 MiB of the 139.00 GiB that are "
-        "free on cuda:0, less than activations 965.9 MiB, graphs 470.8 MiB, tables 132.7 MiB"
+        "free on cuda:0, less than activations 965.9 MiB, graphs 703.1 MiB, tables 174.7 MiB"
     )
-    assert hint == "set `mem_fraction_static = 0.934` in the options"
+    assert hint == "set `mem_fraction_static = 0.93` in the options"
 
 
 def test_a_fraction_that_holds_no_context_names_the_smallest_that_does() -> None:

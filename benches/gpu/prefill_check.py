@@ -48,6 +48,7 @@ from serving import PAGE
 from step_check import Steps
 
 from pie_driver_sglang.config.options import DEFAULT_MAX_FORWARD_REQUESTS
+from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
 from pie_driver_sglang.memory.limits import (
     LONGEST_SPARSE_GRAPH,
     decode_batch_sizes,
@@ -136,9 +137,9 @@ class Graph:
 
     def __init__(self, engine: Any, rows: int, one: Prefill) -> None:
         from pie_driver_sglang.srt.cuda_steps import CudaSteps
-        from pie_driver_sglang.srt.steps import GraphKind, stage_blank
+        from pie_driver_sglang.srt.steps import stage_blank
 
-        steps = CudaSteps(engine, [rows], DEFAULT_MAX_FORWARD_REQUESTS)
+        steps = CudaSteps(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
         self._states: torch.Tensor = engine.hidden.states
         self._graph = steps._captured[rows, GraphKind.PLAIN]
         # It owns the memory that the graph reads.

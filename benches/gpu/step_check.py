@@ -37,6 +37,7 @@ from processes import Runner
 from serving import PAGE, write_config
 
 from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.memory.graphs import plain_specs
 from pie_driver_sglang.srt import environment
 
 REPEATS = 20
@@ -97,7 +98,7 @@ class Steps:
             patches.enter_context(mock.patch.object(paged_splits, "split_tuning", tuning))
             for patch in left_out:
                 patches.enter_context(patch)
-            steps = CudaSteps(self.engine, rows, max(rows))
+            steps = CudaSteps(self.engine, plain_specs(rows), max(rows))
         for length in lengths:
             slots = self._place(max(rows), length)
             found = {count: self._step(steps, count, length, slots) for count in rows}

@@ -95,8 +95,13 @@ class ClusterAttention:
             ``[1, queries * dim]``.
 
         Raises:
-            ValueError: The row's numbers are of other types, which the kernel would misread.
+            ValueError: The row's numbers, or the table of rotations, are of other types, which the
+                kernel would misread.
         """
+        if heads.rotations.dtype is not torch.float32:
+            raise ValueError(
+                f"a table of rotations in {heads.rotations.dtype}: the kernel reads float32"
+            )
         table, *numbers = row
         types = [table.dtype, *(number.dtype for number in numbers)]
         if types != [torch.int32] + [torch.int64] * len(numbers):
@@ -121,6 +126,8 @@ def knows_heads(heads: Heads, dtype: torch.dtype) -> bool:
     keys = heads.keys
     _, kv_heads, dim = keys.shape
     known = heads.halves and heads.queries <= kv_heads * _MOST_HEADS and dim in _DIMS
+    # SGLang casts the table to the activations' type where its own kernel does not rotate.
+    known = known and heads.rotations.dtype is torch.float32
     others = [norm.weight.dtype for norm in (heads.query_norm, heads.key_norm) if norm is not None]
     typed = dtype in (torch.bfloat16, torch.float16) and {keys.dtype, *others} == {dtype}
     return (

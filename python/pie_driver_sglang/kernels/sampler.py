@@ -38,6 +38,8 @@ _MASK_BLOCK = tl.constexpr(2048)
 _MASK_PROGRAMS = 16
 """Programs of a row."""
 _FETCH_BLOCK = tl.constexpr(4096)
+_FETCH_FEWEST = 4
+_FETCH_MOST = 64
 _PUBLISH_BLOCK = tl.constexpr(256)
 _UPDATE_BLOCK = tl.constexpr(64)
 
@@ -119,16 +121,25 @@ def mask_logits(logit_rows: LogitRows, slot_masks: torch.Tensor, words: torch.Te
     )  # fmt: skip
 
 
-def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
+def fetch(
+    source: torch.Tensor, target: torch.Tensor, count: torch.Tensor, expected: int | None = None
+) -> None:
     """Copies the first `count` words; can be captured, since the kernel reads the count.
 
     Args:
         source: ``[words]`` int32, may be pinned memory of the host.
         target: ``[words]`` int32.
         count: ``[1]`` int32.
+        expected: Words that the grid is sized for; None for all. More of them are copied, too, by
+            further turns of the same programs.
     """
-    grid = (triton.cdiv(len(source), _FETCH_BLOCK.value),)
+    grid = (fetch_programs(len(source) if expected is None else min(expected, len(source))),)
     _fetch[grid](source, target, count)
+
+
+def fetch_programs(words: int) -> int:
+    """Programs (CTAs) of :func:`fetch`: one wave at most, and enough to hide the host's latency."""
+    return max(_FETCH_FEWEST, min(triton.cdiv(words, _FETCH_BLOCK.value), _FETCH_MOST))
 
 
 def publish(results: torch.Tensor, target: torch.Tensor) -> None:
@@ -358,9 +369,12 @@ def _allowed(mask, edges, start, vocab):
 
 @triton.jit
 def _fetch(source, target, count):
-    places = tl.program_id(0) * _FETCH_BLOCK + tl.arange(0, _FETCH_BLOCK)
-    used = places < tl.load(count)
-    tl.store(target + places, tl.load(source + places, mask=used), mask=used)
+    words = tl.load(count)
+    turn = tl.num_programs(0) * _FETCH_BLOCK
+    for start in range(tl.program_id(0) * _FETCH_BLOCK, words, turn):
+        offsets = start + tl.arange(0, _FETCH_BLOCK)
+        used = offsets < words
+        tl.store(target + offsets, tl.load(source + offsets, mask=used), mask=used)
 
 
 @triton.jit

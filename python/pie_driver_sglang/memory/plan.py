@@ -10,13 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from pie_driver_sglang.memory.limits import (
-    decode_batch_sizes,
-    lora_batch_sizes,
-    prefill_batch_sizes,
-    row_pages,
-    shared_prefix_batch_sizes,
-)
+from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, graph_specs
+from pie_driver_sglang.memory.limits import row_pages
 from pie_driver_sglang.memory.types import (
     EVERYWHERE,
     Device,
@@ -50,6 +45,12 @@ ATTENTION_MASK_WORDS: Final = 1 << 20
 """Words of attention masks that a pass of any size may have; see `rust/batch/src/limits.rs`."""
 PAGE_ID_BYTES: Final = 16
 """Bytes per page of SGLang's free list and of its copy."""
+NOTED_TOKEN_BYTES: Final = 4
+"""Per token of the pool: the token itself, for penalties; `TokenHistory` in `sampling`."""
+COUNTED_SLOTS: Final = 64
+"""Slots whose tokens a GPU counts at once: `ROWS_AT_ONCE` in `sampling/history.py`."""
+COUNT_BYTES: Final = 4
+FLOAT32_BYTES: Final = 4
 KV_SPLITS: Final = 8
 """KV splits per row in SGLang's triton backend."""
 LIBRARY_BYTES: Final = GIB
@@ -217,21 +218,27 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
-    rows = decode_batch_sizes(settings.requests)
-    if not settings.triton_tables:
-        rows = [*shared_prefix_batch_sizes(settings.requests), *rows]
-    if settings.prompts:
-        sparse = model.chosen_experts > 0
-        rows += prefill_batch_sizes(settings.requests, settings.chunk_tokens, sparse=sparse)
-    nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
-    bound = lora_batch_sizes(settings.requests) if settings.adapter_slots else []
-    nodes += len(bound) * model.layers * BOUND_GRAPH_LAYER_BYTES
-    # Every decode graph keeps the hidden states that it leaves for sampling.
-    kept = sum(decode_batch_sizes(settings.requests)) + sum(bound)
-    logits = settings.requests * model.vocabulary * model.itemsize
-    tables = _triton_tables(model, settings) if settings.triton_tables else 0
+    specs = graph_specs(
+        settings.requests,
+        settings.chunk_tokens,
+        groups=not settings.triton_tables,
+        prompts=settings.prompts,
+        sparse=model.chosen_experts > 0,
+        adapters=settings.adapter_slots > 0,
+    )
+    nodes = model.layers * sum(_layer_bytes(spec) for spec in specs)
+    kept = sum(spec.rows for spec in specs if spec.keeps_hidden(settings.requests))
     hidden = kept * model.hidden_size * model.itemsize
-    return nodes + rows[-1] * _row_bytes(model, settings) + hidden + logits + tables
+    # The activations of all graphs share the memory of the largest.
+    passing = max(spec.rows for spec in specs) * _row_bytes(model, settings)
+    # The logits, and the float32 copy of those that an extended step changes.
+    logits = settings.requests * model.vocabulary * (model.itemsize + FLOAT32_BYTES)
+    tables = _triton_tables(model, settings) if settings.triton_tables else 0
+    return nodes + passing + hidden + logits + tables
+
+
+def _layer_bytes(spec: GraphSpec) -> int:
+    return BOUND_GRAPH_LAYER_BYTES if spec.kind is GraphKind.LORA else GRAPH_LAYER_BYTES
 
 
 def _triton_tables(model: ModelSizes, settings: MemorySettings) -> int:
@@ -265,10 +272,11 @@ def _tables(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     # On a host, swapped pages stay in the same memory.
     swapping += settings.swap_bytes if device.is_host else 0
     inputs = INPUT_BYTES * settings.chunk_tokens
-    fixed = staged + masks + swapping + inputs + attention_mask_bytes(settings)
+    counts = 0 if device.is_host else COUNTED_SLOTS * model.vocabulary * COUNT_BYTES
+    fixed = staged + masks + counts + swapping + inputs + attention_mask_bytes(settings)
     return _block_table(settings) + fixed + settings.workspace_bytes
 
 
 def _side_bytes(settings: MemorySettings) -> int:
     """Bytes per page of the pool besides its keys and values."""
-    return INPUT_BYTES * settings.page_size + PAGE_ID_BYTES
+    return (INPUT_BYTES + NOTED_TOKEN_BYTES) * settings.page_size + PAGE_ID_BYTES

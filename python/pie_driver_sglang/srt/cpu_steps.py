@@ -9,13 +9,13 @@ import torch
 
 from pie_driver_sglang._core import GraphPath
 from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
+from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.sampling.places import Places, place_words
 from pie_driver_sglang.srt.rank_slots import RankSlots, rank_slots
 from pie_driver_sglang.srt.seams.attention import attending
 from pie_driver_sglang.srt.steps import (
     CPU_ROWS_PER_REQUEST,
-    GraphKind,
     GraphRunner,
     StepGraph,
     slot_masks,
@@ -32,7 +32,7 @@ class CpuSteps(GraphRunner):
 
     def graph_path(self) -> GraphPath:
         """The graph path that runs these steps."""
-        plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in GraphKind)
+        plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in STEP_KINDS)
         memory = self._graph_path_memory()
         return GraphPath.call(
             *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended

@@ -13,14 +13,12 @@ import torch
 
 from pie_driver_sglang._core import STEP_TOP, GraphPath
 from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
-from pie_driver_sglang.memory.limits import lora_batch_sizes
+from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.rank_slots import RankSlots, rank_slots
-from pie_driver_sglang.srt.seams.attention import decode_backend
 from pie_driver_sglang.srt.seams.passes import ForwardBatch, capturing
 from pie_driver_sglang.srt.seams.ranks import place_of
 from pie_driver_sglang.srt.steps import (
-    GraphKind,
     GraphRunner,
     StagedDecode,
     StepGraph,
@@ -45,20 +43,20 @@ class CudaSteps(GraphRunner):
     def __init__(
         self,
         engine: StepModel,
-        rows: list[int],
+        specs: Sequence[GraphSpec],
         slots: int,
-        grouped: Sequence[int] = (),
         adapters: Adapters | None = None,
-        extended: Sequence[int] = (),
     ) -> None:
-        """Captures a graph for each of `rows`, `grouped` and `extended`, largest first.
+        """Captures the graphs, largest first; those that apply adapters last.
 
-        With `adapters` there are some more, for decodes that bind these.
+        Args:
+            engine: Runs the model.
+            specs: The graphs, by kind and ascending.
+            slots: Rows of a step that can be sampled, at most.
+            adapters: The driver's; some of `specs` apply them.
         """
-        attends = decode_backend(engine.runner)
-        # No other backend knows of groups.
-        known = getattr(attends, "knows_groups", False)
-        super().__init__(engine, rows, slots, grouped if known else (), extended)
+        super().__init__(engine, specs, slots)
+        self._lora_rows = [spec.rows for spec in specs if spec.kind is GraphKind.LORA]
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[tuple[int, GraphKind], torch.cuda.CUDAGraph] = {}
         self._decodes: dict[tuple[int, bool], StagedDecode] = {}
@@ -74,7 +72,7 @@ class CudaSteps(GraphRunner):
                 (graph.rows, self._captured[graph.rows, kind].raw_cuda_graph_exec())
                 for graph in self._of(kind)
             ]
-            for kind in GraphKind
+            for kind in STEP_KINDS
         )
         stream = self._stream.cuda_stream
         return GraphPath.cuda(
@@ -162,7 +160,7 @@ class CudaSteps(GraphRunner):
 
     def _capture_with_lora(self, bind: Callable[[int], None], pool: Any) -> None:
         """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
-        for rows in reversed(lora_batch_sizes(self._slots)):
+        for rows in reversed(self._lora_rows):
             bind(rows)
             captured = self._capture(self._plain(rows), pool, self._run_with_lora)
             self._decodes[rows, True] = StagedDecode(captured, self._engine.hidden)
@@ -198,7 +196,9 @@ class CudaSteps(GraphRunner):
         self._block[used].copy_(self._host[used], non_blocking=True)
         header = fields["header"]
         words = self._device_mask_words
-        sampler.fetch(self._mask_words, words, header[3:4])
+        # A mask for each slot; few steps have more words, for a long prefix or many biases.
+        expected = graph.slots * -(-engine.facts.vocab_size // 32)
+        sampler.fetch(self._mask_words, words, header[3:4], expected)
         # Changes for which the block has no room come before the masks.
         changed = fields["table_updates"].view(-1, 2)
         sampler.update_table(engine.table_pages, changed, words, header[1:2])

@@ -10,14 +10,8 @@ from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.memory.limits import (
-    MAX_SLOTS,
-    chunk_tokens,
-    decode_batch_sizes,
-    extended_batch_sizes,
-    prefill_batch_sizes,
-    shared_prefix_batch_sizes,
-)
+from pie_driver_sglang.memory.graphs import GraphSpec, graph_specs
+from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens, decode_batch_sizes
 from pie_driver_sglang.memory.refusal import not_run
 from pie_driver_sglang.ranks.types import ALONE, Rank
 from pie_driver_sglang.srt import process_groups, support
@@ -104,22 +98,26 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         adapter_slots=facts.adapter_slots,
         vision=vision,
     )
-    graph_rows = decode_batch_sizes(options.max_forward_requests)
     if options.spec_ngram_enabled:
-        _draft(planner, facts, options, graph_rows)
+        _draft(planner, facts, options)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     if options.fuse_layers and runner.device == "cuda":
         engine.fused = fused_layers(runner)
-    if support.takes_prompts(runner):
-        sparse = chosen_experts(model_config) > 0
-        graph_rows += prefill_batch_sizes(graph_rows[-1], chunk, sparse=sparse)
-    engine.steps = _steps(engine, options, graph_rows, adapters)
+    specs = graph_specs(
+        options.max_forward_requests,
+        chunk,
+        groups=runner.device == "cuda" and support.reads_prefixes_once(runner),
+        prompts=support.takes_prompts(runner),
+        sparse=chosen_experts(model_config) > 0,
+        adapters=adapters is not None,
+    )
+    engine.steps = _steps(engine, options, specs, adapters)
     if rank.size > 1 and runner.device == "cpu":
         process_groups.refuse_connections()
     return planner, engine
 
 
-def _draft(planner: Planner, facts: Facts, options: DriverOptions, graph_rows: list[int]) -> None:
+def _draft(planner: Planner, facts: Facts, options: DriverOptions) -> None:
     """Gives the planner a drafter."""
     if facts.state_slots:
         raise StartError(
@@ -135,12 +133,12 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions, graph_rows: l
         capacity=options.spec_ngram_capacity,
         context_bytes=DRAFT_CONTEXT_BYTES,
         host_pages=facts.host_pages,
-        rungs=graph_rows,
+        rungs=decode_batch_sizes(options.max_forward_requests),
     )
 
 
 def _steps(
-    engine: SglangEngine, options: DriverOptions, graph_rows: list[int], adapters: Adapters | None
+    engine: SglangEngine, options: DriverOptions, specs: list[GraphSpec], adapters: Adapters | None
 ) -> GraphRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.graph_path_obstacle(engine.runner)
@@ -154,9 +152,8 @@ def _steps(
     slots = options.max_forward_requests
     try:
         if engine.runner.device == "cpu":
-            return CpuSteps(engine, graph_rows, slots, extended=extended_batch_sizes(slots))
-        shared, extended = shared_prefix_batch_sizes(slots), extended_batch_sizes(slots)
-        return CudaSteps(engine, graph_rows, slots, shared, adapters, extended)
+            return CpuSteps(engine, specs, slots)
+        return CudaSteps(engine, specs, slots, adapters)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_run(engine.plan, engine.plan.device.name, error) from error

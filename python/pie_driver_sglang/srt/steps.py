@@ -11,7 +11,6 @@ import abc
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from pie_driver_sglang._core import (
     graph_layout,
 )
 from pie_driver_sglang.kernels.types import SlotParams
+from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 from pie_driver_sglang.sampling.history import RECORD_WORDS, Records
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.seams.attention import decode_backend
@@ -37,16 +37,6 @@ _ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indic
 """What a decode is, in the block of either path."""
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
-
-
-class GraphKind(Enum):
-    """What a graph does besides."""
-
-    PLAIN = 0
-    GROUPED = 1
-    """Rows that begin with the same KV read that together."""
-    EXTENDED = 2
-    """Logits are changed before they are sampled, tokens noted, log-probabilities written."""
 
 
 class StepGraph(NamedTuple):
@@ -89,30 +79,26 @@ class GraphRunner(abc.ABC):
     graph_bytes = 0
     """Device memory that captured graphs take."""
 
-    def __init__(
-        self,
-        engine: StepModel,
-        rows: list[int],
-        slots: int,
-        grouped: Sequence[int] = (),
-        extended: Sequence[int] = (),
-    ) -> None:
-        """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones.
+    def __init__(self, engine: StepModel, specs: Sequence[GraphSpec], slots: int) -> None:
+        """Allocates the memory for the steps of graphs.
 
-        Those of `grouped`, of which every row can be sampled, are for steps with groups of rows,
-        those of `extended` for steps that change logits.
+        Args:
+            engine: Runs the model.
+            specs: The graphs, by kind and ascending; some are plain.
+            slots: Rows of a step that can be sampled, at most.
         """
         self._engine = engine
         runner, vocab = engine.runner, engine.facts.vocab_size
         self._device = torch.device(runner.device)
         self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
-        self._slots = slots = min(slots, rows[-1])
-        sizes_of = {GraphKind.PLAIN: rows, GraphKind.GROUPED: grouped, GraphKind.EXTENDED: extended}
-        kinds = [(count, kind) for kind, counts in sizes_of.items() for count in counts]
+        steps = [spec for kind in STEP_KINDS for spec in specs if spec.kind is kind]
+        extended = any(spec.kind is GraphKind.EXTENDED for spec in steps)
+        self._most = max(spec.rows for spec in steps if spec.kind is GraphKind.PLAIN)
+        self._slots = slots = min(slots, self._most)
         layouts = [
             dict(graph_layout(count, slots, kind is GraphKind.GROUPED, kind is GraphKind.EXTENDED))
-            for count, kind in kinds
+            for kind, count in steps
         ]
         sizes = [_bytes(layout) for layout in layouts]
         self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
@@ -133,9 +119,8 @@ class GraphRunner(abc.ABC):
                 views(self._block, layout),
                 size,
             )
-            for (count, kind), layout, size in zip(kinds, layouts, sizes, strict=True)
+            for (kind, count), layout, size in zip(steps, layouts, sizes, strict=True)
         ]
-        self._most = rows[-1]
 
     @abc.abstractmethod
     def graph_path(self) -> GraphPath:

@@ -11,7 +11,12 @@ from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.limits import GRAPH_BACKENDS
-from pie_driver_sglang.srt.seams.attention import attention_layers, has_fa3, is_plain
+from pie_driver_sglang.srt.seams.attention import (
+    attention_layers,
+    decode_backend,
+    has_fa3,
+    is_plain,
+)
 from pie_driver_sglang.srt.seams.model import is_from_transformers, resolved, uses_latent_attention
 from pie_driver_sglang.srt.seams.pools import (
     has_known_pages,
@@ -272,6 +277,11 @@ def takes_prompts(runner: ModelRunner) -> bool:
     """
     backend = resolved(runner).decode_attention_backend
     return runner.device == "cpu" or (backend == PAGED_DECODE and place_of(runner).size == 1)
+
+
+def reads_prefixes_once(runner: ModelRunner) -> bool:
+    """Whether decodes read the KV of a shared prefix once: only the backend `pie` may."""
+    return bool(getattr(decode_backend(runner), "knows_groups", False))
 
 
 def sliding_window(config: Any) -> int | None:

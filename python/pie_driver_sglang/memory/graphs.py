@@ -1,0 +1,88 @@
+"""The graphs that a driver captures: one list, for the capture and for the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Final, NamedTuple
+
+from pie_driver_sglang.memory.limits import (
+    decode_batch_sizes,
+    extended_batch_sizes,
+    lora_batch_sizes,
+    prefill_batch_sizes,
+    shared_prefix_batch_sizes,
+)
+
+
+class GraphKind(Enum):
+    """What a graph does besides running the model."""
+
+    PLAIN = 0
+    """It samples."""
+    GROUPED = 1
+    """It samples, and reads the KV of a prefix that several rows share once for all of them."""
+    EXTENDED = 2
+    """It changes logits before it samples, notes tokens, and writes log-probabilities."""
+    LORA = 3
+    """It applies adapters, and leaves its hidden states to Python."""
+
+
+STEP_KINDS: Final = (GraphKind.PLAIN, GraphKind.GROUPED, GraphKind.EXTENDED)
+"""Kinds of the graph path, in the order of :func:`graph_specs`."""
+
+
+class GraphSpec(NamedTuple):
+    """A graph to capture."""
+
+    kind: GraphKind
+    rows: int
+    """Tokens of its step."""
+
+    def keeps_hidden(self, requests: int) -> bool:
+        """Whether its hidden states stay available after it, for decodes of Python.
+
+        Args:
+            requests: Of the largest decode.
+        """
+        is_decode = self.kind is GraphKind.PLAIN and self.rows <= requests
+        return is_decode or self.kind is GraphKind.LORA
+
+
+def graph_specs(
+    requests: int,
+    chunk_tokens: int,
+    *,
+    groups: bool,
+    prompts: bool,
+    sparse: bool,
+    adapters: bool,
+) -> list[GraphSpec]:
+    """All graphs of a driver, those of one kind together and in ascending order of rows.
+
+    Args:
+        requests: Of the largest decode: `cuda_graph_max_bs`.
+        chunk_tokens: Of the largest pass.
+        groups: Whether the attention backend reads shared prefixes once.
+        prompts: Whether a step may have more rows than there are requests.
+        sparse: Whether the model is a mixture of experts.
+        adapters: Whether the driver applies adapters in graphs.
+    """
+    plain = decode_batch_sizes(requests)
+    if prompts:
+        plain += prefill_batch_sizes(requests, chunk_tokens, sparse=sparse)
+    return [
+        *_specs(GraphKind.PLAIN, plain),
+        *_specs(GraphKind.GROUPED, shared_prefix_batch_sizes(requests) if groups else ()),
+        *_specs(GraphKind.EXTENDED, extended_batch_sizes(requests)),
+        *_specs(GraphKind.LORA, lora_batch_sizes(requests) if adapters else ()),
+    ]
+
+
+def plain_specs(rows: Iterable[int]) -> list[GraphSpec]:
+    """Graphs without anything besides sampling."""
+    return _specs(GraphKind.PLAIN, rows)
+
+
+def _specs(kind: GraphKind, rows: Iterable[int]) -> list[GraphSpec]:
+    return [GraphSpec(kind, count) for count in rows]
