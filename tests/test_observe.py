@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
 import socket
+import threading
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,9 +21,11 @@ import drivers
 import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.observe import reporter
+from pie_driver_sglang.observe.backoff import LONGEST_S, Backoff
 from pie_driver_sglang.observe.figures import figures, line
 from pie_driver_sglang.observe.metrics import METRICS, PREFIX, READY, Exporter
-from pie_driver_sglang.observe.reporter import Reporter, WorkLog
+from pie_driver_sglang.observe.reporter import MetricsFile, Reporter, WorkLog
 from pie_driver_sglang.observe.types import ServedModel, for_group
 from pie_driver_sglang.srt import progress
 from tiny_models import REPOSITORY
@@ -222,6 +227,69 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     ):
         pass
     assert caught.value.hint
+
+
+def test_a_file_that_cannot_be_written_for_a_while_is_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    path = folder / "metrics.prom"
+    folder.mkdir()
+    exporter = Exporter(0)
+    file = MetricsFile(exporter, str(path))
+    file.begin()
+    counts: Any = Counted()
+    file.update(counts, 0.0)
+    assert path.exists()
+    # A folder in its place: it cannot be replaced, as on a disk that is full.
+    path.unlink()
+    folder.rmdir()
+    for step in range(1, 6):
+        counts.steps += 1
+        file.update(counts, float(step))
+    folder.mkdir()
+    file.update(counts, 5.5)
+    assert not path.exists(), "it waits longer after each failure"
+    file.update(counts, 100.0)
+    assert path.exists()
+    # A file that cannot be replaced goes: its values would pass for current ones.
+    with mock.patch.object(reporter, "write_metrics", side_effect=OSError(28, "No space left")):
+        counts.steps += 1
+        file.update(counts, 101.0)
+    assert not path.exists()
+
+
+def test_a_reader_that_fails_once_does_not_end_the_reports(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.prom"
+    counts: Any = Counted()
+    calls, done = itertools.count(), threading.Event()
+
+    def read() -> Any:
+        number = next(calls)
+        if number == 0:
+            raise RuntimeError("for once")
+        if number > 3:
+            done.set()
+        counts.steps = number
+        return counts
+
+    with (
+        mock.patch.object(reporter, "TICK_S", 0.001),
+        mock.patch.object(reporter, "write_metrics"),
+        Reporter(0, options(metrics_file=str(path))) as found,
+    ):
+        found.begin(read, ServedModel("m", 16, 16))
+        assert done.wait(60)
+
+
+def test_attempts_follow_later_after_each_failure() -> None:
+    backoff = Backoff(1.0)
+    assert [backoff.failed() for _ in range(3)] == [True, False, False]
+    assert backoff.wait_s == 8.0
+    for _ in range(10):
+        backoff.failed()
+    assert backoff.wait_s == LONGEST_S
+    assert backoff.succeeded()
+    assert backoff.wait_s == 1.0
+    assert not backoff.succeeded()
 
 
 def test_a_group_has_a_path_of_its_own() -> None:

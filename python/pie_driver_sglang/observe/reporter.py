@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from pie_driver_sglang._core import Counts
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.observe.backoff import Backoff
 from pie_driver_sglang.observe.figures import figures, line
 from pie_driver_sglang.observe.metrics import Exporter, serve_metrics, write_metrics
 from pie_driver_sglang.observe.types import ServedModel, for_group
@@ -69,6 +72,66 @@ class WorkLog:
         logger.info("%s", line(values), extra={"kind": None, "fields": {"figures": values}})
 
 
+class MetricsFile:
+    """The file of metrics, which is replaced whenever the counts have changed.
+
+    Where it cannot be written it is removed, because its values would pass for current ones, and
+    the next attempts follow at growing intervals.
+    """
+
+    def __init__(self, exporter: Exporter, path: str) -> None:
+        """Nothing is written yet.
+
+        Args:
+            exporter: Gives the values.
+            path: Of the file, in a folder that exists.
+        """
+        self._exporter, self._path = exporter, path
+        self._written: tuple[int, ...] | None = None
+        self._backoff, self._next_at = Backoff(TICK_S), 0.0
+
+    def begin(self) -> None:
+        """Write it for the first time.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        try:
+            write_metrics(self._exporter, self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"option `metrics_file`: cannot write {quoted(self._path)}: {reason(error)}",
+                "name a file in a folder that exists and is writable",
+            ) from error
+
+    def update(self, counts: Counts, now: float) -> None:
+        """Write it, if that is due.
+
+        Args:
+            counts: As they are now.
+            now: A monotonic time in seconds.
+        """
+        state = _state(counts)
+        if state == self._written or (self._backoff.failures and now < self._next_at):
+            return
+        try:
+            write_metrics(self._exporter, self._path)
+        except OSError as error:
+            if self._backoff.failed():
+                logger.warning(
+                    "the file of metrics cannot be written, and is removed until it can be again: "
+                    "%s",
+                    reason(error),
+                )
+            self._written, self._next_at = None, now + self._backoff.wait_s
+            with contextlib.suppress(OSError):
+                Path(self._path).unlink()
+        else:
+            self._written = state
+            if self._backoff.succeeded():
+                logger.info("the file of metrics is written again")
+
+
 class Reporter:
     """Reads the counts of a server. As a context manager it ends what it began.
 
@@ -79,8 +142,9 @@ class Reporter:
         """Takes the options; nothing runs before the context is entered."""
         self._interval_s = options.log_interval_s
         self._port = None if options.metrics_port is None else options.metrics_port + group
-        self._path = for_group(options.metrics_file, group)
         self._exporter = Exporter(group)
+        path = for_group(options.metrics_file, group)
+        self._file = None if path is None else MetricsFile(self._exporter, path)
         self._stop_server: Callable[[], None] | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -88,7 +152,7 @@ class Reporter:
     def begin(self, read: Callable[[], Counts], model: ServedModel) -> None:
         """Begins to read; `read` is called by other threads."""
         self._exporter.begin(read, model)
-        if self._interval_s or self._path is not None:
+        if self._interval_s or self._file is not None:
             arguments = (read, model)
             thread = threading.Thread(
                 target=self._run, args=arguments, name="pie-reporter", daemon=True
@@ -102,14 +166,8 @@ class Reporter:
         Raises:
             ConfigError: One of them cannot be had.
         """
-        if self._path is not None:
-            try:
-                write_metrics(self._exporter, self._path)
-            except OSError as error:
-                raise ConfigError(
-                    f"option `metrics_file`: cannot write {quoted(self._path)}: {reason(error)}",
-                    "name a file in a folder that exists and is writable",
-                ) from error
+        if self._file is not None:
+            self._file.begin()
         if self._port is not None:
             self._stop_server = serve_metrics(self._exporter, self._port)
             logger.info("metrics at http://127.0.0.1:%d/metrics", self._port)
@@ -133,21 +191,16 @@ class Reporter:
         log = None
         if self._interval_s:
             log = WorkLog(self._interval_s, model, read(), time.monotonic())
-        written = None
         while not self._ended.wait(tick_s):
-            counts = read()
-            if log is not None:
-                log.take(counts, time.monotonic())
-            if self._path is not None and _state(counts) != written:
-                written = _state(counts)
-                self._write(self._path)
-
-    def _write(self, path: str) -> None:
-        try:
-            write_metrics(self._exporter, path)
-        except OSError as error:
-            self._path = None
-            logger.warning("the file of metrics ends here: %s", reason(error))
+            try:
+                counts, now = read(), time.monotonic()
+                if log is not None:
+                    log.take(counts, now)
+                if self._file is not None:
+                    self._file.update(counts, now)
+            except Exception:
+                # The next one may succeed; the driver serves all the same.
+                logger.exception("the counts cannot be reported")
 
 
 def _work(counts: Counts) -> tuple[int, ...]:

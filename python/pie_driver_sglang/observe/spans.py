@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.observe.backoff import Backoff
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -137,22 +138,29 @@ class SpanThread:
         self.close()
 
     def _run(self) -> None:
-        try:
-            while not self._stop.wait(EXPORT_PERIOD_S):
+        backoff = Backoff(EXPORT_PERIOD_S)
+        is_last = False
+        while not is_last:
+            is_last = self._stop.wait(backoff.wait_s)
+            try:
                 self._export()
-            self._export()
-        except Exception:
-            # Requests are served all the same.
-            logger.exception("spans are exported no longer")
+            except Exception:
+                # Requests are served all the same.
+                if backoff.failed():
+                    logger.exception("spans of requests cannot be exported")
+            else:
+                backoff.succeeded()
 
     def _export(self) -> None:
         for take in self._takes:
             requests, lost = take()
             self._drop(lost)
-            while requests and self._send(requests[:_MOST]):
-                del requests[:_MOST]
-            # A collector that is gone is not asked again for each part.
-            self._drop(len(requests))
+            try:
+                while requests and self._send(requests[:_MOST]):
+                    del requests[:_MOST]
+            finally:
+                # A collector that is gone is not asked again for each part.
+                self._drop(len(requests))
 
     def _send(self, requests: Sequence[TracedRequest]) -> bool:
         from opentelemetry.sdk.trace.export import SpanExportResult
