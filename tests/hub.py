@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -14,20 +14,22 @@ from typing import Any, Final
 COMMIT: Final = "c" * 40
 MODEL: Final = "house/pocket"
 GATED: Final = "house/gated"
-_REVISIONS: Final = ("main", "v1", COMMIT)
+_BRANCHES: Final = ("main", "v1")
 
 
 class Hub(ThreadingHTTPServer):
     """Serves files as the model `MODEL`; `GATED` has the same, and gives none.
 
     Attributes:
+        commit: Of all its branches.
         fetched: Files that were asked for.
         url: Its address.
     """
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
+    def __init__(self, files: dict[str, Path]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.fetched = files, set[str]()
+        self.commit = COMMIT
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -45,13 +47,15 @@ class _Handler(BaseHTTPRequestHandler):
         model = f"{owner}/{name}"
         if model not in (MODEL, GATED):
             self._fail(401, "RepoNotFound")
-        elif revision not in _REVISIONS:
+        elif revision not in (*_BRANCHES, self.server.commit):
             self._fail(404, "RevisionNotFound")
         elif verb == "tree":
             self._give(json.dumps([self._entry(each) for each in self.server.files]).encode())
         elif verb == "revision":
             siblings = [{"rfilename": each} for each in self.server.files]
-            self._give(json.dumps({"id": model, "sha": COMMIT, "siblings": siblings}).encode())
+            self._give(
+                json.dumps({"id": model, "sha": self.server.commit, "siblings": siblings}).encode()
+            )
         elif model == GATED:
             self._fail(403, "GatedRepo")
         elif file not in self.server.files:
@@ -69,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self.server.commit)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
@@ -86,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def hub_of(files: Mapping[str, Path]) -> Iterator[Hub]:
+def hub_of(files: dict[str, Path]) -> Iterator[Hub]:
     """A hub with these files, by their names in the repository."""
     with Hub(files) as hub:
         thread = threading.Thread(target=hub.serve_forever)

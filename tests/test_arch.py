@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,13 @@ from hypothesis import strategies as st
 from pie_driver_sglang.config.arch import (
     TEMPLATE_NAMES,
     arch_name,
+    auto_dtype,
     context_length,
     image_token_bytes,
     takes_images,
     vocab_size,
 )
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, Unsupported
 
 
 @pytest.mark.parametrize(
@@ -166,3 +169,73 @@ def test_the_context_is_sglangs(model_type: str, scaling: dict[str, Any]) -> Non
     written = {"max_position_embeddings": 4000, **scaling}
     config = AutoConfig.for_model(model_type, **written)
     assert context_length(written) == get_context_length(get_hf_text_config(config))
+
+
+NESTED = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+GEMMA3 = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+OMNI = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
+THINKER = {"model_type": "qwen2_5_omni_thinker"}
+DTYPES: list[dict[str, Any]] = [
+    *(
+        {"model_type": kind, "architectures": [name], **stored}
+        for kind, name in (
+            ("qwen3", "Qwen3ForCausalLM"),
+            ("gemma", "GemmaForCausalLM"),
+            ("gemma2", "Gemma2ForCausalLM"),
+            ("gemma3_text", "Gemma3ForCausalLM"),
+            ("llava", "LlavaLlamaForCausalLM"),
+        )
+        for stored in (
+            {},
+            {"dtype": None},
+            {"torch_dtype": "float32"},
+            {"dtype": "float16"},
+            {"dtype": "half"},
+            {"torch_dtype": "bfloat16"},
+            {"dtype": "bfloat16", "torch_dtype": "float16"},
+        )
+    ),
+    *(
+        {**outer, **stored, "text_config": {"model_type": inner, **own}}
+        for outer, inner in ((NESTED, "qwen3_vl_text"), (GEMMA3, "gemma3_text"))
+        for stored in ({}, {"dtype": "float32"}, {"torch_dtype": "bfloat16"})
+        for own in ({}, {"dtype": "float32"}, {"torch_dtype": "float16"})
+    ),
+    *(
+        {**OMNI, **stored, "thinker_config": {**THINKER, **own, "text_config": inner}}
+        for stored in ({}, {"dtype": "bfloat16"})
+        for own in ({}, {"dtype": "float16"})
+        for inner in (
+            {"model_type": "qwen2_5_omni_text"},
+            {"model_type": "qwen2_5_omni_text", "dtype": "bfloat16"},
+        )
+    ),
+]
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("written", DTYPES, ids=str)
+def test_the_dtype_is_sglangs(written: dict[str, Any], tmp_path: Path) -> None:
+    """Of what `config.json` says, as transformers reads it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.configs.model_config import _get_and_verify_dtype
+        from sglang.srt.utils.hf_transformers.common import get_hf_text_config
+        from transformers import AutoConfig
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = get_hf_text_config(AutoConfig.from_pretrained(tmp_path))
+    assert f"torch.{auto_dtype(written)}" == str(_get_and_verify_dtype(config, "auto"))
+
+
+def test_a_quantized_gpt_oss_runs_in_bfloat16() -> None:
+    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    assert auto_dtype(config) == "float16"
+    assert auto_dtype({**config, "quantization_config": {"quant_method": "mxfp4"}}) == "bfloat16"
+
+
+@pytest.mark.parametrize("stored", ["float64", "auto", "torch.bfloat16", 7, ["bfloat16"]])
+def test_a_dtype_that_no_model_runs_in_is_refused(stored: Any) -> None:
+    with pytest.raises(Unsupported, match="`dtype` = ") as refusal:
+        auto_dtype({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "dtype": stored})
+    assert "bfloat16" in refusal.value.hint

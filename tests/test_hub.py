@@ -31,6 +31,7 @@ except ConfigError as error:
 assert not {"torch", "sglang"} & sys.modules.keys()
 # The server forks its processes only while it has no other thread.
 assert threading.active_count() == 1
+assert found.runtime["model"] == str(found.model) == str(found.tokenizer)
 print(found.model)
 """
 
@@ -95,6 +96,22 @@ def test_a_download_that_was_cut_goes_on(hub: Hub, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     found = ask(tmp_path, hub.url)
     assert (Path(found.stdout.strip()) / "model.safetensors").is_file(), found.stderr
+
+
+def test_a_model_that_moved_on_is_of_one_commit(hub: Hub, tmp_path: Path) -> None:
+    """Its configuration was cached before: what the driver gets is all of the later commit."""
+    before = ask(tmp_path, hub.url, load_format="dummy")
+    assert Path(before.stdout.strip()).name == COMMIT, before.stderr
+    hub.commit = "d" * 40
+    found = ask(tmp_path, hub.url)
+    assert Path(found.stdout.strip()).name == hub.commit, found.stderr
+    # What is checked is the later one's configuration, too.
+    config = json.loads((POCKET / "config.json").read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**config, "architectures": ["NewForCausalLM"]}))
+    hub.files["config.json"], hub.commit = other, "e" * 40
+    again = ask(tmp_path, hub.url, revision="v1", download_dir=str(tmp_path / "place"))
+    assert "has no NewForCausalLM" in again.stderr
 
 
 def test_a_revision_and_a_folder_for_downloads(hub: Hub, tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
 from pie_driver_sglang.server import flags, launch, program
 from pie_driver_sglang.server.seams import environment
 from pie_driver_sglang.srt import version
@@ -59,7 +61,9 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("ep_size", 2, "--tp-size"),
         ("grammar_backend", "outlines", "by llguidance"),
         ("is_embedding", True, "causal language models"),
-        ("lora_paths", ["a=/nowhere"], "adapter 'a' is not at"),
+        ("device", "xpu", "expected `cuda` or `cpu`"),
+        ("attention_backend", "intel_amx", "does not run on the CPU"),
+        ("lora_backend", "csgmv", "not for cpu"),
         ("mm_feature_transport", "cuda_ipc", "host's memory"),
         ("nnodes", 2, "--tp-size"),
         ("disaggregation_mode", "prefill", "one driver"),
@@ -72,6 +76,67 @@ def test_a_flag_that_is_not_served_has_its_reason(name: str, value: Any, words: 
     assert words in reason
     with pytest.raises(ConfigError, match="our scheduler does not serve"):
         choose("--scheduler", "pie", **{name: value})
+
+
+@pytest.mark.parametrize("words", [(), ("--scheduler", "pie"), ("--option", "page_size=32")])
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("lora_paths", ["a=/nowhere"], "adapter 'a' is not at '/nowhere'"),
+        ("model_path", "/no/model", "the model '/no/model' is neither a folder nor"),
+        ("tokenizer_path", "/no/tokenizer", "the model '/no/tokenizer' is neither"),
+        ("dtype", "int3", "`dtype` is 'int3'"),
+        ("device", "gpu", "`device` is 'gpu'"),
+        ("page_size", 0, "option `page_size` is 0"),
+        ("mem_fraction_static", 1.5, "option `mem_fraction_static` is 1.5"),
+        ("context_length", 10**6, "option `context_length` is 1000000"),
+        ("tp_size", 3, "attention heads"),
+        ("lora_target_modules", ["q"], "option `lora_target_modules`"),
+        ("reasoning_parser", "qwen4", "no reasoning parser 'qwen4'"),
+        ("preferred_sampling_params", "{", "`preferred_sampling_params` is '{'"),
+    ],
+)
+def test_a_mistake_ends_the_command_and_chooses_no_other_scheduler(
+    name: str, value: Any, text: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        choose(*words, **{name: value})
+    assert not isinstance(refusal.value, Unsupported)
+    assert text in str(refusal.value)
+    assert refusal.value.hint
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"architectures": ["NewForCausalLM"]}, "has no NewForCausalLM"),
+        ({"dtype": "float64"}, "in which the driver runs no model"),
+    ],
+)
+def test_a_model_that_only_sglang_may_run_is_left_to_it(
+    changed: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    for each in POCKET.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / "config.json").unlink()
+    config = {**json.loads((POCKET / "config.json").read_text()), **changed}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan, reason = choose(model_path=str(tmp_path), device="cuda")
+    assert plan is None
+    assert text in reason
+
+
+def test_the_front_end_reads_the_commit_that_the_driver_runs(tmp_path: Path) -> None:
+    plan, _ = choose()
+    assert launch.pinned_revision(plan, {"model_path": str(POCKET)}) == []
+    commit = "c" * 40
+    plan = plan._replace(model=tmp_path / "snapshots" / commit)
+    named = {"model_path": "house/pocket"}
+    assert launch.pinned_revision(plan, named) == ["--revision", commit]
+    same = {**named, "tokenizer_path": "house/pocket"}
+    assert launch.pinned_revision(plan, same) == ["--revision", commit]
+    assert launch.pinned_revision(plan, {**named, "tokenizer_path": "house/other"}) == []
 
 
 def test_what_ours_starts_with() -> None:

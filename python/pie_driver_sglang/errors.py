@@ -28,6 +28,10 @@ class ConfigError(DriverError):
     """The configuration, the snapshot or the command line is wrong."""
 
 
+class Unsupported(ConfigError):
+    """A valid request of SGLang that this package does not support, where SGLang itself may."""
+
+
 class StartError(DriverError):
     """The configuration is fine, but the driver cannot start with it here."""
 

@@ -20,6 +20,15 @@ _CONFIGURATIONS: Final = ("config.json", "tokenizer_config.json")
 _GIB: Final = 2**30
 
 
+def local_path(name: str | Path) -> Path | None:
+    """The file or folder of that name; None where there is none, or no path can have the name."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # Too long, with a zero byte, or of no user.
+        return None
+
+
 def cached_snapshot(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:

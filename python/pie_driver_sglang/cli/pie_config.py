@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
 from pie_driver_sglang.config.types import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, quoted
 
@@ -92,8 +92,8 @@ def _spin_budget(driver: Mapping[str, Any]) -> int:
 
 
 def _snapshot(repository: str) -> Path:
-    folder = Path(repository).expanduser()
-    if folder.is_dir():
+    folder = local_path(repository)
+    if folder is not None and folder.is_dir():
         return folder
     cached = cached_snapshot(repository)
     if cached is None:

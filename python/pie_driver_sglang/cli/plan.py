@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
 from pie_driver_sglang.cli.machine import look_at_cuda, nvml
 from pie_driver_sglang.cli.model_sizes import (
     WeightSizes,
@@ -137,8 +137,8 @@ def _ranks(text: str) -> int:
 
 
 def _find_model(name: str) -> Path:
-    folder = Path(name).expanduser()
-    found = folder if folder.is_dir() else cached_snapshot(name)
+    folder = local_path(name)
+    found = cached_snapshot(name) if folder is None or not folder.is_dir() else folder
     if found is None:
         raise ConfigError(
             f"the model {quoted(name)} is neither a folder nor in the Hugging Face cache",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 
 #: Names for which the runtime has a chat template (the Pie driver protocol). Any other name gets
 #: plain ChatML.
@@ -77,6 +77,19 @@ _CONTEXT_KEYS: Final = (
 )
 _DEFAULT_CONTEXT: Final = 2048
 
+#: Names of torch's types in a `config.json`, by the name that the driver uses.
+_DTYPE_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "bfloat16": "bfloat16",
+        "float": "float32",
+        "float16": "float16",
+        "float32": "float32",
+        "half": "float16",
+    }
+)
+#: Where SGLang looks for the config of the language model, in this order.
+_LANGUAGE_KEYS: Final = ("thinker_config", "llm_config", "language_config", "text_config")
+
 
 def arch_name(hf_config: Mapping[str, Any]) -> str:
     """Return the architecture name for the runtime, which picks the chat template by it.
@@ -146,6 +159,36 @@ def context_limit(hf_config: Mapping[str, Any]) -> ContextLimit | None:
     return ContextLimit(int(config[key] * factor), source)
 
 
+def auto_dtype(hf_config: Mapping[str, Any]) -> str:
+    """Return the activation type that SGLang 0.5.17 chooses on a GPU for `dtype="auto"`.
+
+    It is the checkpoint's type. A checkpoint in float32, or without a type, runs in float16; Gemma
+    in bfloat16, because its activations exceed the range of float16.
+
+    Raises:
+        Unsupported: The checkpoint's type is none that the driver runs a model in.
+    """
+    architecture = next(iter(hf_config.get("architectures") or ()), "")
+    if architecture.startswith("Llava") and architecture.endswith("ForCausalLM"):
+        return "float16"
+    if architecture == "GptOssForCausalLM" and _quantization(hf_config) == "mxfp4":
+        return "bfloat16"
+    config, stored = _language_config(hf_config)
+    if stored is None:
+        name = "float32"
+    elif isinstance(stored, str) and stored in _DTYPE_NAMES:
+        name = _DTYPE_NAMES[stored]
+    else:
+        raise Unsupported(
+            f"the model's config.json has `dtype` = {quoted(stored)}, in which the driver runs no "
+            "model",
+            'set `dtype="bfloat16"`, or correct config.json',
+        )
+    if name != "float32":
+        return name
+    return "bfloat16" if str(config.get("model_type", "")).startswith("gemma") else "float16"
+
+
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the language model, which a multi-modal config holds inside."""
     return next(_text_configs(hf_config))
@@ -181,6 +224,30 @@ def _vision(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
         int(given[key]) if _is_number(given.get(key)) else default
         for key, default in _VISION_DEFAULTS.items()
     )
+
+
+def _language_config(hf_config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
+    """The config of the language model as SGLang finds it, and its type, which it may inherit."""
+    dtype = _own_dtype(hf_config)
+    key = next((key for key in _LANGUAGE_KEYS if isinstance(hf_config.get(key), Mapping)), None)
+    if key is None:
+        return hf_config, dtype
+    config: Mapping[str, Any] = hf_config[key]
+    dtype = _own_dtype(config) or dtype
+    inner = config.get("text_config")
+    if key == "thinker_config" and isinstance(inner, Mapping):
+        # The type of the outer config replaces that of the inner one.
+        return inner, dtype
+    return config, dtype
+
+
+def _own_dtype(config: Mapping[str, Any]) -> Any:
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def _quantization(hf_config: Mapping[str, Any]) -> Any:
+    quantization = hf_config.get("quantization_config")
+    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
 
 
 def _is_number(value: object) -> bool:

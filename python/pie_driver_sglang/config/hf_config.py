@@ -16,7 +16,7 @@ from pie_driver_sglang.config.arch import context_limit, text_config
 from pie_driver_sglang.config.option_checks import loads_plugins
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.server_args import ARCHITECTURES, SGLANG_VERSION
-from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
+from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted, reason
 
 DOWNLOAD: Final = "download the model again, e.g. with `hf download <repository>`"
 
@@ -148,7 +148,8 @@ def _check_architectures(hf_config: Mapping[str, Any]) -> None:
         return
     shown = names[0] if len(names[0]) < 80 and names[0].isidentifier() else quoted(names[0])
     hint = "use a model of an architecture that SGLang has; docs/supported-models.md lists some"
-    raise ConfigError(
+    # SGLang may take it from transformers, whose models the driver does not run.
+    raise Unsupported(
         f"SGLang {SGLANG_VERSION} has no {shown}, which the model's config.json names under "
         "`architectures`",
         f"{nearest(names[0], known)} {hint}".strip(),

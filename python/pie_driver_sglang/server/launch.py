@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.checkpoint.hub_cache import local_path
 from pie_driver_sglang.cli.plan import parse_option
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.edge import EdgeSettings, take_edge_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.keys import ApiKeys, take_keys
-from pie_driver_sglang.errors import ConfigError, DriverError
+from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import has_gpu, model_folder, parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
@@ -127,7 +128,8 @@ def _serve(own: OwnArguments) -> None:
 
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if sees else []
-        arguments = launching.parse_flags([*own.words, *transport])
+        words = [*own.words, *pinned_revision(plan, given), *transport]
+        arguments = launching.parse_flags(words)
         scheduler = functools.partial(run_scheduler, plan)
     edge.attach_edge(arguments, own.edge, own.keys)
     ready = functools.partial(_ready, arguments)
@@ -148,7 +150,8 @@ def choose_scheduler(
         given: The flags of SGLang that the user set.
 
     Raises:
-        ConfigError: Ours was asked for, and does not serve this; or neither can trace.
+        ConfigError: A value is wrong, or the model cannot be had; our scheduler was asked for and
+            does not serve this; or neither can trace.
     """
     if given.get("enable_trace"):
         # SGLang's processes would end one after the other, each with a message of its own.
@@ -162,7 +165,7 @@ def choose_scheduler(
             if WATCHDOG in given:
                 plan.runtime["step_timeout_s"] = float(given[WATCHDOG])
             return plan, ""
-        except ConfigError as error:
+        except Unsupported as error:
             reason = " ".join(str(error).split())
     if own.scheduler == "pie" or own.options:
         raise ConfigError(
@@ -170,6 +173,20 @@ def choose_scheduler(
             "remove the flag, or start with `--scheduler sglang`, which takes no `--option`",
         )
     return None, reason
+
+
+def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str]:
+    """Flags by which SGLang's front end reads the same commit of a repository as our driver.
+
+    Args:
+        plan: What our scheduler starts with.
+        given: The flags of SGLang that the user set.
+    """
+    # The flag would be that of the tokenizer's repository, too.
+    own_tokenizer = given.get("tokenizer_path") not in (None, given["model_path"])
+    if own_tokenizer or local_path(given["model_path"]) is not None:
+        return []
+    return ["--revision", plan.model.name]
 
 
 def _ready(arguments: Any) -> None:
