@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 
 import pie_driver_sglang
+from engine_hostile import TestHostileCalls as TestHostileCalls
 from engine_logprobs import TestLogprobs as TestLogprobs
 from pie_driver_sglang.cli import generate, shell
 from pie_driver_sglang.cli.conversation import Conversation
@@ -232,7 +233,7 @@ def test_a_coroutine_that_is_cancelled_leaves_nothing(
 
     asyncio.run(leave())
     wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
-    assert not engine._requests._calls
+    assert not engine._requests._inboxes
     assert engine.flush_cache()
 
 

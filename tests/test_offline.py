@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import gc
 import importlib.util
 import itertools
 import json
+import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -24,7 +28,7 @@ from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.offline import arguments as engine_arguments
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import parse_arguments
-from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, in_parts
+from pie_driver_sglang.offline.requests import Asked, Call, Inbox, OpenRequests, in_parts
 from pie_driver_sglang.offline.sampling import (
     REFUSED_PARAMETERS,
     SERVED_PARAMETERS,
@@ -558,6 +562,114 @@ class TestRequests:
             call.submit([self.ONE])
         requests.close()
 
+    def test_a_loop_that_closes_harms_no_other_call(self) -> None:
+        runtime = FakeRuntime()
+        requests = OpenRequests(runtime)
+        left, other = Call(requests), Call(requests)
+        left.submit([self.ONE])
+        other.submit([self.TWO])
+        loop = asyncio.new_event_loop()
+        notified: list[int] = []
+
+        def wake() -> None:
+            # As where the loop is closed between a look and a call.
+            notified.append(1)
+            loop.close()
+            loop.call_soon_threadsafe(lambda: None)
+
+        with pytest.raises(RuntimeError, match="closed"):
+            left._inbox.notify(wake)
+        runtime.outputs.put([output(1, [8]), output(2, [6], "length")])
+        runtime.outputs.put([output(1, [9]), output(2, [7], "length", sample=1)])
+        assert [event.output.token_ids for event in other.events()] == [[6], [7]]
+        assert len(notified) == 2, "it is not called again"
+        later = Call(requests)
+        later.submit([self.ONE])
+        runtime.outputs.put([output(3, [5], "length")])
+        assert [event.output.token_ids for event in later.events()] == [[5]]
+        requests.close()
+
+    def test_a_call_that_nobody_refers_to_is_aborted(self) -> None:
+        runtime = FakeRuntime()
+        requests = OpenRequests(runtime)
+        call = Call(requests)
+        call.submit([self.ONE, self.TWO])
+        events = call.events()
+        runtime.outputs.put([output(2, [5])])
+        next(events)
+        del call, events
+        gc.collect()
+        assert runtime.aborted == [1, 2]
+        assert not requests._inboxes
+        requests.close()
+
+    def test_a_poll_that_fails_ends_all_calls_and_the_drivers(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        runtime = FakeRuntime()
+        requests = OpenRequests(runtime)
+        call = Call(requests)
+        call.submit([self.ONE])
+        runtime.outputs.put(cast(Any, None))
+        with pytest.raises(StartError, match="the engine has ended"):
+            next(call.events())
+        with pytest.raises(StartError, match="is shut down"):
+            Call(requests).submit([self.ONE])
+        assert "all calls end" in caplog.text
+        assert not runtime.is_shut.is_set()
+        requests.close()
+        assert runtime.is_shut.is_set()
+
+    def test_a_shutdown_within_a_submission_does_not_wait_for_it(self) -> None:
+        """As of a signal handler, which interrupts the thread that hands requests in."""
+
+        class Interrupted(FakeRuntime):
+            def submit_all(self, requests: Any) -> list[int]:
+                found = super().submit_all(requests)
+                # Its thread waits for the lock that this one holds.
+                self.outputs.put([output(99, [1])])
+                ours.close()
+                return found
+
+        runtime = Interrupted()
+        ours = OpenRequests(runtime)
+        with pytest.raises(StartError, match="is shut down"):
+            Call(ours).submit([self.ONE])
+        assert not ours._inboxes
+        ours.close()
+        assert not ours._thread.is_alive()
+
+    def test_ctrl_c_in_a_submission_leaves_no_request(self) -> None:
+        runtime = FakeRuntime()
+        requests = OpenRequests(runtime)
+
+        def register(numbers: Iterable[int]) -> None:
+            assert list(numbers) == [1]
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            requests.submit([self.ONE], Inbox(), register, streams=False)
+        assert runtime.aborted == [1]
+        assert not requests._inboxes
+        requests.close()
+
+    def test_a_fork_cannot_use_it_and_ends_nothing(self) -> None:
+        runtime = FakeRuntime()
+        requests = OpenRequests(runtime)
+        call = Call(requests)
+        call.submit([self.ONE])
+        with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
+            with pytest.raises(StartError, match="this is a fork of it") as refusal:
+                next(call.events())
+            assert "spawn" in refusal.value.hint
+            with pytest.raises(StartError, match="this is a fork of it"):
+                Call(requests).submit([self.ONE])
+            call.abort()
+            requests.close()
+        assert not runtime.aborted
+        assert not runtime.is_shut.is_set()
+        requests.close()
+
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), most=st.integers(1, 20))
 def test_parts_are_as_large_as_can_be_and_keep_the_order(sizes: list[int], most: int) -> None:
@@ -565,6 +677,20 @@ def test_parts_are_as_large_as_can_be_and_keep_the_order(sizes: list[int], most:
     assert [size for part in parts for size in part] == sizes
     assert all(part and (sum(part) <= most or len(part) == 1) for part in parts)
     assert all(sum(part) + later[0] > most for part, later in itertools.pairwise(parts))
+
+
+def test_an_engine_that_nobody_refers_to_is_shut_down() -> None:
+    """With a runtime by hand: as a notebook's cell that is run again leaves it."""
+    runtime = FakeRuntime()
+    engine = object.__new__(pie_driver_sglang.Engine)
+    engine._attach(runtime, OpenRequests(runtime))
+    thread = engine._requests._thread
+    # A cycle, as tracebacks and notebooks make them.
+    engine.self = engine  # type: ignore[attr-defined]
+    del engine
+    gc.collect()
+    assert runtime.is_shut.is_set()
+    assert not thread.is_alive()
 
 
 def test_the_engine_is_the_packages_own() -> None:

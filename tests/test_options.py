@@ -391,7 +391,7 @@ def test_an_unknown_attention_backend(
         ("enable_hierarchical_cache", ("prefixes",)),
         ("schedule_policy", ("schedules",)),
         ("max_prefill_tokens", ("schedules",)),
-        ("log_level", ("PIE_DRIVER_LOG",)),
+        ("log_level_http", ("`log_level`",)),
         ("enable_metrics", ("metrics", "`metrics_port`")),
         ("cuda_graph_max_bs_decode", ("`cuda_graph_max_bs`",)),
         ("sampling_backend", ("samples",)),

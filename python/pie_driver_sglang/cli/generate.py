@@ -83,13 +83,13 @@ def answer(
     """
     samplings = [{**defaults, **prompt.sampling} for prompt in prompts]
     counts = [sampling.get("n") or 1 for sampling in samplings]
-    owners = [index for index, count in enumerate(counts) for _ in range(count)]
+    # The prompt of each answer, and its number among the prompt's answers.
+    owners = [(index, sample) for index, count in enumerate(counts) for sample in range(count)]
     begun = time.monotonic()
     progress = Progress(len(owners), begun)
     inputs = _inputs(engine, prompts)
     for found in engine.as_completed(**inputs, sampling_params=samplings, **logprobs):
-        index = owners[found["index"]]
-        sample = found["index"] - owners.index(index)
+        index, sample = owners[found["index"]]
         line = _line(index, sample if counts[index] > 1 else None, prompts[index], found)
         output.write(json.dumps(line, ensure_ascii=False) + "\n")
         output.flush()

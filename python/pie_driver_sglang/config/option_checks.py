@@ -18,7 +18,7 @@ import msgspec
 
 from pie_driver_sglang.config.options import OPTIONS, PAGED_DECODE, DriverOptions, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "media": ("images come from the runtime, ready for the model", "remove the key"),
         "observability": (
             "the driver has a log, metrics and traces of its own",
-            "remove the key; set `metrics_port`, `metrics_file`, `log_format` or `trace_file`, or "
-            "the environment variable PIE_DRIVER_LOG for the log level",
+            "remove the key; set `metrics_port`, `metrics_file`, `log_level`, `log_format` or "
+            "`trace_file`",
         ),
         "parallel": (
             "the driver spreads a model over its devices by itself",
@@ -248,7 +248,7 @@ def _check_option(option: Option, value: Any) -> Any:
         )
     if option.type == "str":
         own = ServerArg("str", choices=option.about.choices)
-        _check_text(name, checked, SERVER_ARGS.get(name, own))
+        _check_text(name, checked, own if own.choices else SERVER_ARGS.get(name, own))
     return checked
 
 
@@ -304,9 +304,9 @@ def loads_plugins() -> bool:
     return any(os.environ.get(name) for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
 
 
-def _owned(name: str, owner: str) -> ConfigError:
+def _owned(name: str, owner: str) -> Unsupported:
     reason, remedy = OWNERS[owner]
-    return ConfigError(f"option `{name}` cannot be set: {reason}", remedy)
+    return Unsupported(f"option `{name}` cannot be set: {reason}", remedy)
 
 
 def _unknown(name: str) -> ConfigError:
@@ -356,7 +356,7 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
         )
     if (options.lora_backend == "torch_native") != (device == "cpu"):
         fitting = "torch_native" if device == "cpu" else "triton` or `csgmv"
-        raise ConfigError(
+        raise Unsupported(
             f"option `lora_backend` is {quoted(options.lora_backend)}, not for {device}",
             f"set `lora_backend` to `{fitting}`, or remove it",
         )
@@ -373,7 +373,7 @@ def _check_device(options: DriverOptions, device: str) -> None:
     for name in _BACKENDS:
         backend = options.server_args.get(name, options.attention_backend)
         if device == "cpu" and backend in known and backend != "torch_native":
-            raise ConfigError(
+            raise Unsupported(
                 f"option `{name}` is {quoted(backend)}, which does not run on the CPU",
                 f"set `{name}` to `torch_native` or remove it, or use a device `cuda:0`",
             )

@@ -317,6 +317,15 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             choices=("text", "json"),
         ),
     ] = "text"
+    log_level: Annotated[
+        str | None,
+        About(
+            Group.LOGS,
+            "The least level of the lines in the log; what the environment variable "
+            "PIE_DRIVER_LOG says without it, or `info`.",
+            choices=("debug", "info", "warning", "error"),
+        ),
+    ] = None
     log_interval_s: Annotated[
         int,
         About(

@@ -360,7 +360,7 @@ SERVER_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
             open_choices=True,
         ),
         "load_snapshot_publish_interval": ServerArg("int", "observability"),
-        "log_level": ServerArg("str", "observability"),
+        "log_level": ServerArg("str", "key"),
         "log_level_http": ServerArg("str", "observability"),
         "log_requests": ServerArg("bool", "observability"),
         "log_requests_format": ServerArg("str", "observability"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
 from pie_driver_sglang.checkpoint.regular_file import RegularFile
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 
@@ -74,8 +74,8 @@ def _adapter(name: Any, path: Any) -> AdapterPath:
         raise ConfigError(f"an adapter's name is {quoted(name)}", "name it by a text")
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(f"the path of adapter {quoted(name)} is {quoted(path)}", "name a folder")
-    here = Path(path).expanduser()
-    found = here.resolve() if here.exists() else cached_snapshot(str(path))
+    here = local_path(path)
+    found = cached_snapshot(str(path)) if here is None else here.resolve()
     if found is None:
         raise ConfigError(
             f"adapter {quoted(name)} is not at {quoted(str(path))}, and no such repository is in "
@@ -172,7 +172,7 @@ class EngineAdapters:
         """
         if name is None:
             return None
-        if (found := self._loaded.get(name)) is None:
+        if not isinstance(name, str) or (found := self._loaded.get(name)) is None:
             names = ", ".join(self._loaded) or "none"
             hint = nearest(str(name), self._loaded) or "list it in `lora_paths`"
             raise ConfigError(f"no adapter {quoted(name)} is loaded, but {names}", hint)
@@ -184,6 +184,11 @@ class EngineAdapters:
         Raises:
             ConfigError: A name is not known, or the list has another length.
         """
+        if names is not None and not isinstance(names, str | list | tuple):
+            raise ConfigError(
+                f"`lora_path` is {quoted(names)}, expected a name or a list of names",
+                "name a loaded adapter",
+            )
         listed = [names] * count if isinstance(names, str) or names is None else list(names)
         if len(listed) != count:
             raise ConfigError(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot
-from pie_driver_sglang.config.arch import image_token_bytes
+from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot, local_path
+from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.config.types import ACTIVATION_DTYPES
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
 from pie_driver_sglang.offline.adapters import largest_rank, parse_paths
 from pie_driver_sglang.offline.types import EngineArguments
@@ -123,13 +124,24 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         given: Arguments by their names. None for a value means its default.
 
     Raises:
-        ConfigError: One is unknown, not served or wrong, or there is no such model.
+        Unsupported: SGLang may do what is asked, but this package does not.
+        ConfigError: An argument is unknown or wrong, or there is no such model.
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
-    # Weights come last: what is wrong with the arguments is said before.
+    # Weights come last: what is wrong with the arguments is reported before the download.
     model = model_folder(values, with_weights=False)
+    parsed = _parsed(values, model)
+    if values.get("load_format") == "dummy":
+        return parsed
+    complete = model_folder(values, with_weights=True)
+    # The download may bring a later commit than that of the configuration in the cache.
+    return parsed if complete == model else _parsed(values, complete)
+
+
+def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
+    """The arguments checked against the configuration in the model's folder."""
     devices = _devices(values)
     kind = devices[0]
     options = _options(values)
@@ -156,22 +168,16 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
-    sampling = _preferred(values.get("preferred_sampling_params"))
-    tokenizer = None if values.get("skip_tokenizer_init") else _tokenizer(values, model)
-    reasoning_parser = _reasoning_parser(values.get("reasoning_parser"))
-    if values.get("load_format") != "dummy":
-        model = model_folder(values, with_weights=True)
     return EngineArguments(
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
         runtime=runtime,
-        sampling=sampling,
+        sampling=_preferred(values.get("preferred_sampling_params")),
         speculates="speculative_algorithm" in values,
-        log_level=str(values.get("log_level", "error")),
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
-        reasoning_parser=reasoning_parser,
+        reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
     )
 
 
@@ -188,8 +194,8 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
     name = values.get("model_path")
     if not isinstance(name, str | Path) or not str(name):
         raise ConfigError("`model_path` is missing", "name a folder or a repository")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_path(name)
+    if folder is not None and folder.is_dir():
         return folder
     revision, cache = values.get("revision"), values.get("download_dir")
     return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
@@ -211,7 +217,7 @@ def _refuse_unserved(values: Mapping[str, Any]) -> None:
             raise _unknown(name, {*known, *SERVER_ARGS})
         if field.owner is not None and field.owner != "key":
             why = _REASONS.get(field.owner, "the driver decides it")
-            raise ConfigError(
+            raise Unsupported(
                 f"the argument `{name}` = {quoted(value)} is not served: {why}", f"remove `{name}`"
             )
 
@@ -238,10 +244,14 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
         largest = largest_rank(parse_paths(values["lora_paths"]))
         if largest > parse_options({}, "cpu").max_lora_rank:
             options.setdefault("max_lora_rank", largest)
+    if "log_level" in values:
+        # Python's name of the highest level, which the driver does not use.
+        level = str(values["log_level"]).lower()
+        options["log_level"] = "error" if level == "critical" else level
     algorithm = values.get("speculative_algorithm")
     if algorithm is not None:
         if str(algorithm).upper() != "NGRAM":
-            raise ConfigError(
+            raise Unsupported(
                 f"`speculative_algorithm` is {quoted(algorithm)}: it drafts by n-grams only",
                 'set `speculative_algorithm="NGRAM"`, or remove it',
             )
@@ -253,6 +263,11 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 _BOTH: Final = frozenset({"chunked_prefill_size"})
 """Settings of the scheduler and of the driver."""
+
+
+_OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
+"""Devices of SGLang that the driver does not run on."""
+_DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
 def _devices(values: Mapping[str, Any]) -> list[str]:
@@ -277,7 +292,8 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
     if device == "cpu":
         return ["cpu", *(f"cpu:{number}" for number in range(1, needed))]
     if device != "cuda":
-        raise ConfigError(
+        kind = Unsupported if device in _OTHER_DEVICES else ConfigError
+        raise kind(
             f"`device` is {quoted(device)}, expected `cuda` or `cpu`",
             "name single GPUs by `devices` or `base_gpu_id`",
         )
@@ -287,8 +303,6 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
 
 def has_gpu() -> bool:
     """Whether this process may use a GPU: NVIDIA's driver shows one that is not hidden."""
-    import os
-
     from pie_driver_sglang.cli.machine import look_at_cuda, nvml
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -296,17 +310,12 @@ def has_gpu() -> bool:
 
 
 def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
-    """As SGLang resolves it: float32 checkpoints run in half precision on a GPU."""
-    if name == "half":
-        name = "float16"
-    if name == "float":
-        name = "float32"
+    """The type of the activations, as SGLang resolves it on a GPU."""
+    if isinstance(name, str):
+        name = _DTYPE_ALIASES.get(name.lower(), name.lower())
     if name == "auto":
-        stored = hf_config.get("dtype") or hf_config.get("torch_dtype")
-        if device.startswith("cpu"):
-            # Half precision is emulated on most CPUs.
-            return "float32"
-        return "float16" if stored in ("float16", "float32") else "bfloat16"
+        # Half precision is emulated on most CPUs.
+        return "float32" if device.startswith("cpu") else auto_dtype(hf_config)
     if name not in ACTIVATION_DTYPES:
         raise ConfigError(
             f"`dtype` is {quoted(name)}, expected auto or one of {', '.join(ACTIVATION_DTYPES)}",
@@ -325,7 +334,7 @@ def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
 
 def _check_grammar_backend(name: Any) -> None:
     if name != "llguidance":
-        raise ConfigError(
+        raise Unsupported(
             f"the argument `grammar_backend` = {quoted(name)} is not served: grammars are followed "
             "in Rust, by llguidance",
             "remove `grammar_backend`",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar
@@ -13,12 +15,12 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.thinking import think_end_of
-from pie_driver_sglang.errors import ConfigError, DriverError
+from pie_driver_sglang.errors import ConfigError, DriverError, quoted
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
 from pie_driver_sglang.offline.arguments import parse_arguments
 from pie_driver_sglang.offline.prompts import CallPrompts, PromptReader
-from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events
+from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.offline.types import EngineArguments
 
@@ -42,7 +44,9 @@ class Engine:
             print(engine.generate("The capital of France is")["text"])
 
     Methods may be called from several threads and coroutines at once; requests of all calls run in
-    one batch. A driver that dies is started again, and its requests go on where they were.
+    one batch. A driver that dies is started again, and its requests go on where they were. An
+    engine that nobody refers to any more is shut down, and so is one at the end of the process. A
+    fork of the process cannot use it.
 
     Attributes:
         tokenizer: The model's; None with `skip_tokenizer_init`.
@@ -69,22 +73,21 @@ class Engine:
         started = time.monotonic()
         folder = parsed.tokenizer
         self.tokenizer = None if folder is None else _with_hint(ModelTokenizer, folder)
-        self._runtime = self._make_runtime(parsed)
+        runtime = self._make_runtime(parsed)
         try:
-            self._wait(on_start, started)
-            self._capabilities: dict[str, Any] = self._runtime.capabilities()
-            self._adapters = EngineAdapters(self._runtime, parsed.max_adapters)
+            _wait(runtime, on_start, started)
+            self._capabilities: dict[str, Any] = runtime.capabilities()
+            self._adapters = EngineAdapters(runtime, parsed.max_adapters)
             for adapter in parsed.adapters:
                 _with_hint(self._adapters.load, adapter)
             self._prompts = PromptReader(
                 self.tokenizer, parsed.sampling, self._adapters, self.context_length
             )
-            self._requests = OpenRequests(self._runtime)
+            self._attach(runtime, OpenRequests(runtime))
         except BaseException:
-            self._runtime.shutdown()
+            runtime.shutdown()
             raise
         self._start_s = time.monotonic() - started
-        self._sessions: dict[str, int] = {}
 
     def generate(
         self,
@@ -141,19 +144,25 @@ class Engine:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
         extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
         **others: Any,
     ) -> Iterator[dict[str, Any]]:
         """Generate from many prompts, and yield each answer when it has ended, with its `index`.
 
-        Arguments are those of :meth:`generate`.
+        Arguments are those of :meth:`generate`, except for `stream`.
 
         Raises:
             ConfigError: As :meth:`generate`, before the first answer.
             StartError: The drivers are gone.
         """
-        prompts = self._read(prompt, sampling_params, input_ids, None, others)
-        return self._completed(prompts, self._extra(None, None, extra_key))
+        prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        return self._completed(prompts, extra)
 
     async def async_generate(
         self,
@@ -177,7 +186,7 @@ class Engine:
             return self._async_streamed(prompts, extra)
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
         with await self._async_submitted(prompts, extra, answers, streams=False) as call:
-            async for event in async_events(call):
+            async for event in call.async_events():
                 answers.take(event)
         return answers.result()
 
@@ -212,7 +221,8 @@ class Engine:
             Whether it was loaded, and why not.
         """
         try:
-            [adapter] = parse_paths({lora_name: lora_path})
+            [adapter] = parse_paths([{"lora_name": lora_name, "lora_path": lora_path}])
+            self._requests.require_own_process()
             self._adapters.load(adapter)
         except DriverError as error:
             text = "; ".join(filter(None, (str(error), error.hint)))
@@ -246,7 +256,12 @@ class Engine:
         return int(self._capabilities["max_model_len"])
 
     def shutdown(self) -> None:
-        """Stop the drivers; requests under way end with an error. A second call does nothing."""
+        """Stop the drivers; requests under way end with an error. A second call does nothing.
+
+        Any thread, a signal handler and a callback may call it; in a fork it does nothing.
+        """
+        self._finalizer()
+        # A second call returns when the first has stopped the drivers.
         self._requests.close()
 
     def __enter__(self) -> Self:
@@ -261,6 +276,13 @@ class Engine:
     ) -> None:
         """Shut down."""
         self.shutdown()
+
+    def _attach(self, runtime: Any, requests: OpenRequests) -> None:
+        """Takes what serves, and shuts it down when nobody refers to the engine any more."""
+        self._native_runtime, self._requests = runtime, requests
+        self._finalizer = weakref.finalize(self, requests.close)
+        self._sessions: dict[str, int] = {}
+        self._session_numbers = itertools.count(1)
 
     def _make_runtime(self, parsed: EngineArguments) -> Any:
         tokenizer = self.tokenizer
@@ -278,13 +300,11 @@ class Engine:
             hint = "check the types of the arguments"
             raise _noted(ConfigError(str(error), hint)) from error
 
-    def _wait(self, on_start: Callable[[float, str], None] | None, started: float) -> None:
-        while not self._runtime.wait_ready(_WAIT_S):
-            for line in self._runtime.log_lines() or [""]:
-                if line:
-                    logger.info("%s", line)
-                if on_start is not None:
-                    on_start(time.monotonic() - started, line)
+    @property
+    def _runtime(self) -> Any:
+        """The native runtime, in the process that it was made in."""
+        _with_hint(self._requests.require_own_process)
+        return self._native_runtime
 
     def _read(self, *given: Any) -> CallPrompts:
         """As `PromptReader.read`."""
@@ -298,9 +318,18 @@ class Engine:
         extra_key: str | None,
         require_reasoning: bool = False,
     ) -> dict[str, Any]:
+        for name, value in (("session_id", session_id), ("extra_key", extra_key)):
+            if value is not None and not isinstance(value, str):
+                raise _wrong(name, value, "a text")
+        if not isinstance(require_reasoning, bool):
+            raise _wrong("require_reasoning", require_reasoning, "True or False")
+        is_integer = isinstance(priority, int) and not isinstance(priority, bool)
+        if priority is not None and not (is_integer and abs(priority) < 2**31):
+            raise _wrong("priority", priority, f"an integer from {1 - 2**31} to {2**31 - 1}")
         session = None
         if session_id is not None:
-            session = self._sessions.setdefault(session_id, len(self._sessions) + 1)
+            # Numbers are never used again; both calls are atomic.
+            session = self._sessions.setdefault(session_id, next(self._session_numbers))
         speculates = self._arguments.speculates
         named = {"priority": priority, "session": session, "namespace": extra_key}
         after = self._end_of_thinking() if require_reasoning else []
@@ -336,7 +365,7 @@ class Engine:
                         parameters |= prompt.logprobs.submitted()
                     asked.append(Asked(prompt.tokens, prompt.sampling.n, parameters))
                 call.submit(asked)
-        except (ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             call.abort()
             raise _noted(_native(error)) from error
         except DriverError as error:
@@ -387,8 +416,23 @@ class Engine:
     ) -> AsyncIterator[dict[str, Any]]:
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
         with await self._async_submitted(prompts, extra, answers, streams=True) as call:
-            async for event in async_events(call):
+            async for event in call.async_events():
                 yield answers.shown(answers.take(event))
+
+
+def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: float) -> None:
+    """Waits until the drivers serve, and passes on what they log."""
+    while not runtime.wait_ready(_WAIT_S):
+        for line in runtime.log_lines() or [""]:
+            if line:
+                logger.info("%s", line)
+            if on_start is not None:
+                on_start(time.monotonic() - started, line)
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigError:
+    hint = f"set `{name}` to {expected}, or remove it"
+    return _noted(ConfigError(f"`{name}` is {quoted(value)}, expected {expected}", hint))
 
 
 def _abort(submitting: asyncio.Future[Call]) -> None:

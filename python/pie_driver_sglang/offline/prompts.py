@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.offline.adapters import EngineAdapters
 from pie_driver_sglang.offline.call_arguments import parse_others
 from pie_driver_sglang.offline.logprobs import LogprobRequest
@@ -93,8 +94,9 @@ class PromptReader:
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
-            samplings = [self._sampling(given) for given in sampling_params]
-        names = [rid] if isinstance(rid, str) else rid or [uuid.uuid4().hex for _ in tokens]
+            given = _listed("sampling_params", sampling_params, "a dictionary or a list of them")
+            samplings = [self._sampling(one) for one in given]
+        names = _names(rid, count)
         for what, listed in (("sampling_params", samplings), ("rid", names)):
             if len(listed) != count:
                 raise ConfigError(
@@ -133,14 +135,18 @@ class PromptReader:
         if (prompt is None) == (input_ids is None):
             raise ConfigError("a call needs `prompt` or `input_ids`", "give exactly one of them")
         if prompt is None:
-            is_batch = bool(len(input_ids)) and not _is_number(input_ids[0])
-            listed = input_ids if is_batch else [input_ids]
-            tokens: list[Sequence[int]] = [list(ids) for ids in listed]
+            ids = _listed("input_ids", input_ids, _TOKENS)
+            is_batch = bool(ids) and not _is_number(ids[0])
+            tokens: list[Sequence[int]] = [
+                _token_ids(each) for each in (ids if is_batch else [ids])
+            ]
             return [""] * len(tokens), tokens, is_batch
         is_batch = not isinstance(prompt, str)
-        texts = list(prompt) if is_batch else [prompt]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConfigError("`prompt` is neither a text nor a list", "give tokens as `input_ids`")
+        texts = _listed("prompt", prompt, _TEXTS) if is_batch else [prompt]
+        for text in texts:
+            if not isinstance(text, str):
+                raise _wrong("an entry of `prompt`", text, _TEXTS, "give tokens as `input_ids`")
+            _check_encodable(text)
         if self._tokenizer is None:
             raise ConfigError(
                 "there is no tokenizer: `skip_tokenizer_init` is set", "give `input_ids`"
@@ -148,6 +154,8 @@ class PromptReader:
         return texts, [()] * len(texts), is_batch
 
     def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParameters:
+        if given is not None and not isinstance(given, Mapping):
+            raise _wrong("`sampling_params`", given, "a dictionary or a list of them")
         sampling = parse_sampling({**self._defaults, **(given or {})})
         for name in ("stop", "stop_regex"):
             if getattr(sampling, name) and self._tokenizer is None:
@@ -174,5 +182,65 @@ class PromptReader:
             )
 
 
+_TOKENS: Final = "a list of token ids, or a list of such lists"
+_TEXTS: Final = "a text or a list of texts"
+_MOST_TOKEN: Final = 2**32 - 1
+_NAMES: Final = "a name or a list of names"
+
+
 def _is_number(value: Any) -> bool:
     return hasattr(value, "__index__")
+
+
+def _listed(name: str, value: Any, expected: str) -> list[Any]:
+    """The entries of a list, a tuple or an array."""
+    is_other = isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__")
+    try:
+        if not is_other:
+            return list(value)
+    except TypeError:  # An array of no dimension.
+        pass
+    raise _wrong(f"`{name}`", value, expected)
+
+
+def _token_ids(given: Any) -> list[int]:
+    """The ids of one prompt. Whether the vocabulary has them is known where they are scheduled."""
+    ids = _listed("input_ids", given, _TOKENS)
+    if set(map(type, ids)) - {int}:
+        wrong = next((one for one in ids if not _is_number(one)), None)
+        if wrong is not None:
+            raise _wrong("an entry of `input_ids`", wrong, _TOKENS)
+        ids = [operator.index(one) for one in ids]
+    if ids and not 0 <= min(ids) <= max(ids) <= _MOST_TOKEN:
+        outside = next(one for one in ids if not 0 <= one <= _MOST_TOKEN)
+        raise _wrong("an entry of `input_ids`", outside, f"token ids from 0 to {_MOST_TOKEN}")
+    return ids
+
+
+def _names(rid: Any, count: int) -> list[str]:
+    """The names of the requests, made up where the caller gives none."""
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    names = [rid] if isinstance(rid, str) else _listed("rid", rid, _NAMES)
+    for name in names:
+        if not isinstance(name, str):
+            raise _wrong("an entry of `rid`", name, _NAMES)
+    return names
+
+
+def _check_encodable(text: str) -> None:
+    """Refuses a text that is no Unicode: the tokenizer would see it as an error of its own."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise _wrong(
+            "a character of `prompt`", found, "a text", "decode bytes with `errors='replace'`"
+        ) from None
+
+
+def _wrong(what: str, value: Any, expected: str, hint: str = "") -> ConfigError:
+    return ConfigError(
+        f"{what} is {quoted(value)}, expected {expected}", hint or f"give {expected}"
+    )

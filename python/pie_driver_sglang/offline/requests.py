@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -11,6 +14,8 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
+
+logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 
@@ -22,7 +27,7 @@ class Event(NamedTuple):
     """Something for one request of a call."""
 
     request: int
-    """Its place among the requests of its call."""
+    """Its index among the requests of its call."""
     output: Any
     """A `_core.Output`; None where the runtime has ended."""
 
@@ -38,8 +43,37 @@ class Asked(NamedTuple):
     """Of `_core.Runtime.submit`."""
 
 
+class Inbox:
+    """The outputs of one call that it has not taken yet. The polling thread refers to this only."""
+
+    def __init__(self) -> None:
+        """Empty, and nobody is notified."""
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._wake: Callable[[], object] | None = None
+
+    def notify(self, wake: Callable[[], object]) -> None:
+        """Call `wake` from another thread whenever there are events."""
+        self._wake = wake
+        wake()
+
+    def put(self, number: int, output: Any) -> None:
+        """Add an output; called by the polling thread, which no waiting call may end."""
+        self.events.put(Event(number, output))
+        if self._wake is None:
+            return
+        try:
+            self._wake()
+        except Exception:
+            # An event loop that is closed has no waiting call.
+            self._wake = None
+            logger.debug("a call cannot be notified", exc_info=True)
+
+
 class Call:
-    """The requests of one call of the engine. As a context manager it aborts what is left."""
+    """The requests of one call of the engine. As a context manager it aborts what is left.
+
+    A call that nobody refers to any more does the same.
+    """
 
     def __init__(self, requests: OpenRequests, *, streams: bool = False) -> None:
         """A call without requests.
@@ -52,56 +86,59 @@ class Call:
         self._requests = requests
         self._open: dict[int, int] = {}
         self._count = 0
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
+        self._inbox = Inbox()
         self._left: dict[int, int] = {}
 
     def submit(self, asked: Sequence[Asked]) -> None:
         """Hand requests in. They are numbered through, from 0, over all calls of this method."""
-        numbers = self._requests.submit(self, asked, streams=self._streams)
-        for number, request in zip(numbers, asked, strict=True):
-            self._open[number] = self._count
-            self._left[number] = request.samples
-            self._count += 1
+
+        def register(numbers: Iterable[int]) -> None:
+            for number, request in zip(numbers, asked, strict=True):
+                self._open[number] = self._count
+                self._left[number] = request.samples
+                self._count += 1
+
+        self._requests.submit(asked, self._inbox, register, streams=self._streams)
 
     def events(self) -> Iterator[Event]:
         """All events until every request has ended; waits for them.
 
         Raises:
-            StartError: The drivers are gone.
+            StartError: The drivers are gone, or this is a fork of the engine's process.
         """
         while self._open:
-            yield self._taken(self._events.get())
+            self._requests.require_own_process()
+            yield self._taken(self._inbox.events.get())
 
-    def ready(self) -> Iterator[Event]:
-        """The events that have come by now."""
+    async def async_events(self) -> AsyncIterator[Event]:
+        """As :meth:`events`; the running loop waits for them."""
+        self._requests.require_own_process()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._inbox.notify(lambda: loop.call_soon_threadsafe(arrived.set))
         while self._open:
-            try:
-                event = self._events.get_nowait()
-            except queue.Empty:
-                return
-            yield self._taken(event)
+            await arrived.wait()
+            arrived.clear()
+            for event in self._ready():
+                yield event
 
     @property
     def is_over(self) -> bool:
         """Whether every request has ended, and its events were taken."""
         return not self._open
 
-    def notify(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from another thread whenever there are events."""
-        self._wake = wake
-        wake()
-
-    def put(self, number: int, output: Any) -> None:
-        """Take an output; called by the thread that polls."""
-        self._events.put(Event(number, output))
-        if self._wake is not None:
-            self._wake()
-
     def abort(self) -> None:
         """End what has not ended."""
         self._requests.forget(self._open)
         self._open.clear()
+
+    def _ready(self) -> Iterator[Event]:
+        """The events that have come by now."""
+        while self._open:
+            try:
+                event = self._inbox.events.get_nowait()
+            except queue.Empty:
+                return
+            yield self._taken(event)
 
     def _taken(self, event: Event) -> Event:
         if event.output is None:
@@ -130,9 +167,18 @@ class Call:
         """Abort what is left: the caller does not wait for it any more."""
         self.abort()
 
+    def __del__(self) -> None:
+        """Abort what a caller has left behind, as an iterator that was never closed."""
+        if self._open and not sys.is_finalizing():
+            self.abort()
+
 
 class OpenRequests:
-    """All requests of an engine, and the thread that fetches their outputs."""
+    """All requests of an engine, and the thread that fetches their outputs.
+
+    Any method may interrupt another of the same thread: a signal handler and a finalizer may shut
+    down the engine while a request is handed in.
+    """
 
     def __init__(self, runtime: Any) -> None:
         """Start the thread.
@@ -141,83 +187,118 @@ class OpenRequests:
             runtime: A `_core.Runtime` whose drivers are ready.
         """
         self._runtime = runtime
-        self._calls: dict[int, Call] = {}
-        self._lock = threading.Lock()
+        self._inboxes: dict[int, Inbox] = {}
+        # Held while requests are handed in; a signal handler may hand in others.
+        self._lock = threading.RLock()
+        self._holder: int | None = None
         self._stopping = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="pie-outputs", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call, asked: Iterable[Asked], *, streams: bool) -> list[int]:
-        """Hand requests in together and return their numbers; their outputs go to `call`."""
+    def require_own_process(self) -> None:
+        """Refuses a fork, in which neither the threads of the engine exist nor its drivers' parent.
+
+        Raises:
+            StartError: This process was forked after the engine's start.
+        """
+        if os.getpid() != self._process:
+            raise StartError(
+                f"the engine belongs to process {self._process}, and this is a fork of it, "
+                f"{os.getpid()}",
+                "make an engine in this process, or start the process by `spawn`",
+            )
+
+    def submit(
+        self,
+        asked: Sequence[Asked],
+        inbox: Inbox,
+        register: Callable[[Iterable[int]], None],
+        *,
+        streams: bool,
+    ) -> None:
+        """Hand requests in together. Either all are registered, or an exception leaves none.
+
+        Args:
+            asked: The requests.
+            inbox: Where their outputs go.
+            register: Takes their numbers, in order, before the first output can come.
+            streams: Outputs are wanted as they come.
+
+        Raises:
+            StartError: The engine is shut down, or this is a fork of its process.
+        """
+        self.require_own_process()
         requests = _core.Requests()
         for request in asked:
             parameters = {**request.parameters, "streams": streams, "into": requests}
             self._runtime.submit(request.tokens, **parameters)
+        numbers: list[list[int]] = []
         # An output may be fetched before this returns: it waits for the lock.
         with self._lock:
-            if self._stopping:
-                raise StartError("the engine is shut down", "make a new one")
-            numbers: list[int] = self._runtime.submit_all(requests)
-            self._calls.update(dict.fromkeys(numbers, call))
-        return numbers
+            outer, self._holder = self._holder, threading.get_ident()
+            try:
+                self._require_running()
+                # A call of C: Ctrl-C interrupts before or after it, and no number is lost.
+                numbers.extend(map(self._runtime.submit_all, (requests,)))
+                self._inboxes.update(dict.fromkeys(numbers[0], inbox))
+                register(numbers[0])
+                # A signal handler may have shut down the engine in between.
+                self._require_running()
+            except BaseException:
+                for listed in numbers:
+                    self.forget(listed)
+                raise
+            finally:
+                self._holder = outer
 
     def forget(self, numbers: Iterable[int], abort: bool = True) -> None:
-        """Drop requests: their outputs are for nothing any more.
+        """Drop requests: nobody waits for their outputs any more.
 
         Args:
             numbers: Of the requests.
             abort: They have not ended.
         """
-        with self._lock:
-            for number in numbers:
-                self._calls.pop(number, None)
-                if abort and not self._stopping:
-                    self._runtime.abort(number)
+        aborts = abort and not self._stopping and os.getpid() == self._process
+        for number in list(numbers):
+            self._inboxes.pop(number, None)
+            if aborts:
+                self._runtime.abort(number)
 
     def close(self) -> None:
-        """Shut the runtime down and end all calls."""
-        with self._lock:
-            if self._stopping:
-                return
-            self._stopping = True
+        """Shut the runtime down and end all calls; in a fork nothing. A second call waits, too."""
+        if os.getpid() != self._process:
+            return
+        self._stopping = True
         self._runtime.shutdown()
-        self._thread.join()
+        # The thread may wait for the lock, which code that this call interrupts may hold.
+        this = threading.current_thread()
+        if this is not self._thread and self._holder != this.ident:
+            self._thread.join()
+
+    def _require_running(self) -> None:
+        if self._stopping:
+            raise StartError("the engine is shut down", "make a new one")
 
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._deliver(self._runtime.poll(_POLL_S))
+        except BaseException:
+            logger.exception("the outputs of requests cannot be fetched any more: all calls end")
         finally:
-            with self._lock:
-                self._stopping = True
-                calls = list(self._calls.items())
-            for number, call in calls:
-                call.put(number, None)
+            # Whoever hands requests in meanwhile looks at this afterwards.
+            self._stopping = True
+            for number, inbox in list(self._inboxes.items()):
+                inbox.put(number, None)
 
     def _deliver(self, outputs: Iterable[Any]) -> None:
         """Hands outputs to their calls."""
         with self._lock:
-            found = [(self._calls.get(output.request), output) for output in outputs]
-        for call, output in found:
-            if call is not None:
-                call.put(output.request, output)
-
-
-async def async_events(call: Call) -> AsyncIterator[Event]:
-    """Yield the events of a call; the running loop waits for them."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-
-    def wake() -> None:
-        # A loop that is closed waits for nothing any more.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(arrived.set)
-
-    call.notify(wake)
-    while not call.is_over:
-        await arrived.wait()
-        arrived.clear()
-        for event in call.ready():
-            yield event
+            found = [(self._inboxes.get(output.request), output) for output in outputs]
+        for inbox, output in found:
+            if inbox is not None:
+                inbox.put(output.request, output)
 
 
 def in_parts(

@@ -18,7 +18,6 @@ class EngineArguments(NamedTuple):
         runtime: The keyword arguments of `_core.Runtime` that do not depend on the tokenizer.
         sampling: Parameters for requests that do not set them.
         speculates: Whether requests ask for drafts.
-        log_level: Of the drivers' lines, SGLang's names.
         context_length: That the user set; None for the model's.
         adapters: What to load at the start.
         max_adapters: How many may be loaded; 0 where adapters are off.
@@ -30,7 +29,6 @@ class EngineArguments(NamedTuple):
     runtime: dict[str, Any]
     sampling: Mapping[str, Any]
     speculates: bool
-    log_level: str
     context_length: int | None
     adapters: tuple[AdapterPath, ...] = ()
     max_adapters: int = 0

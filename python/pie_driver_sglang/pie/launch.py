@@ -191,9 +191,10 @@ def _log_source(config: DriverConfig) -> LogSource:
 
 
 def _name_lines(config: DriverConfig, guard: _core.ExitGuard) -> None:
-    """From here on log lines tell group, rank and device, in the format that the options name."""
-    source, log_format = _log_source(config), config.driver.options.log_format
-    configure_logging(source=source, log_format=log_format)
+    """From here on log lines name group, rank and device, in the options' format and level."""
+    options, source = config.driver.options, _log_source(config)
+    log_format = options.log_format
+    configure_logging(options.log_level, source=source, log_format=log_format)
     guard.set_last_line(last_line(source, log_format))
 
 

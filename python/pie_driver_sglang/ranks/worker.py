@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config)
         device = config.driver.device[arguments.rank]
         source = LogSource(config.driver.group_id, arguments.rank, device)
-        _configure_logging(source, config.driver.options.log_format)
+        options = config.driver.options
+        _configure_logging(options.log_level, source, options.log_format)
         size = config.driver.tensor_parallel_size
         rank = Rank(arguments.rank, size, arguments.rendezvous_fd)
         run(config, rank, arguments.broadcast_fd)
@@ -86,9 +87,12 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
         unpack(data).run(engine)
 
 
-def _configure_logging(source: LogSource | None = None, log_format: str = "text") -> None:
+def _configure_logging(
+    level: str | None = None, source: LogSource | None = None, log_format: str = "text"
+) -> None:
     """Logs errors only, since the leader logs the same information and warnings."""
-    configure_logging(source=source, log_format=log_format)
+    configure_logging(level, source=source, log_format=log_format)
+    logging.disable(logging.NOTSET)
     if logging.getLogger(__package__).isEnabledFor(logging.DEBUG):
         return
     logging.disable(logging.WARNING)
