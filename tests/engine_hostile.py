@@ -181,7 +181,9 @@ class TestHostileCalls:
             while not engine._requests._inboxes:
                 time.sleep(0.001)
             other.start()
-            signal.raise_signal(signal.SIGINT)
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
 
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         sending = threading.Thread(target=interrupt)

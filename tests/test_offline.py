@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pie_driver_sglang
+from engine_hostile import JUNK
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError
@@ -379,6 +380,22 @@ class TestArguments:
             self.parse(**given)
         assert text in str(refusal.value)
         assert refusal.value.hint
+
+    @given(
+        name=st.sampled_from(
+            sorted({*engine_arguments.READ, *engine_arguments.SCHEDULER, *engine_arguments.OWN})
+        ),
+        value=JUNK,
+    )
+    def test_any_value_of_an_argument_is_taken_or_refused_in_a_line(
+        self, name: str, value: Any
+    ) -> None:
+        with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}):
+            try:
+                self.parse(**{name: value})
+            except ConfigError as error:
+                assert len(str(error).splitlines()) == 1
+                assert str(error)
 
     def test_the_native_runtime_knows_every_name(self) -> None:
         signature = str(_core.Runtime.__text_signature__)

@@ -78,7 +78,7 @@ def test_a_flag_that_is_not_served_has_its_reason(name: str, value: Any, words: 
         choose("--scheduler", "pie", **{name: value})
 
 
-@pytest.mark.parametrize("words", [(), ("--scheduler", "pie"), ("--option", "page_size=32")])
+@pytest.mark.parametrize("words", [(), ("--scheduler", "pie"), ("--option", "max_loaded_loras=64")])
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [

@@ -162,7 +162,9 @@ def started(options: argparse.Namespace) -> Iterator[Engine]:
         "log_file": options.log,
         **dict(map(parse_option, options.option)),
     }
-    with LoadingLine(arguments["model_path"]) as loading:
+    if "on_start" in arguments:
+        raise ConfigError("`on_start` is a function, and no `--option`", "remove it")
+    with LoadingLine(str(arguments["model_path"])) as loading:
         engine = Engine(on_start=loading, **arguments)
     with engine:
         yield engine

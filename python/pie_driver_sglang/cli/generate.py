@@ -10,13 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
-from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 
 if TYPE_CHECKING:
     from pie_driver_sglang.offline.engine import Engine
+
+
+MOST_SEQUENCES: Final = 4096
+"""Answers of a prompt, at most, as the engine allows."""
+_UTF8: Final = "name a text file in UTF-8, with a prompt in each line"
 
 
 class Prompt(NamedTuple):
@@ -82,7 +87,7 @@ def answer(
         A summary in one line.
     """
     samplings = [{**defaults, **prompt.sampling} for prompt in prompts]
-    counts = [sampling.get("n") or 1 for sampling in samplings]
+    counts = [_sequences(sampling.get("n")) for sampling in samplings]
     # The prompt of each answer, and its number among the prompt's answers.
     owners = [(index, sample) for index, count in enumerate(counts) for sample in range(count)]
     begun = time.monotonic()
@@ -91,11 +96,40 @@ def answer(
     for found in engine.as_completed(**inputs, sampling_params=samplings, **logprobs):
         index, sample = owners[found["index"]]
         line = _line(index, sample if counts[index] > 1 else None, prompts[index], found)
-        output.write(json.dumps(line, ensure_ascii=False) + "\n")
-        output.flush()
+        _write(output, line)
         progress.add(found["meta_info"])
     progress.close()
     return progress.summary(time.monotonic())
+
+
+def _sequences(count: Any) -> int:
+    """Answers of a prompt; one for a value that the engine is about to refuse."""
+    is_count = isinstance(count, int) and not isinstance(count, bool)
+    return count if is_count and 1 <= count <= MOST_SEQUENCES else 1
+
+
+def _write(output: TextIO, line: dict[str, Any]) -> None:
+    """Writes an answer at once.
+
+    Raises:
+        StartError: The output takes no more, as on a full disk.
+    """
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode(output.encoding or "utf-8")
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, or an output in ASCII.
+        text = json.dumps(line)
+    try:
+        output.write(f"{text}\n")
+        output.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StartError(
+            f"the answers cannot be written: {reason(error)}",
+            "make room, or name another `--output`",
+        ) from error
 
 
 class Progress:
@@ -151,15 +185,19 @@ def read_prompts(words: Sequence[str], path: str | None, stdin: TextIO) -> Itera
     if path is not None and path != "-":
         file = Path(path)
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read prompts {quoted(path)}: {reason(error)}",
-                "name a text file in UTF-8, with a prompt in each line",
+                _UTF8,
             ) from error
         yield from parse_lines(lines, file.suffix == ".jsonl")
     elif path == "-" or (not words and not stdin.isatty()):
-        yield from parse_lines(stdin.read().splitlines(), None)
+        try:
+            lines = stdin.read().split("\n")
+        except ValueError as error:
+            raise ConfigError(f"cannot read prompts of stdin: {reason(error)}", _UTF8) from error
+        yield from parse_lines(lines, None)
 
 
 def parse_lines(lines: Iterable[str], is_json: bool | None) -> Iterator[Prompt]:
@@ -182,7 +220,7 @@ def _parse_object(line: str, number: int) -> Prompt:
     hint = 'write {"prompt": "..."} or {"input_ids": [...]}, with "sampling_params" if you like'
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"line {number} is not JSON: {reason(error)}", hint) from error
     if not isinstance(found, dict):
         raise ConfigError(f"line {number} is {quoted(found)}, not a JSON object", hint)

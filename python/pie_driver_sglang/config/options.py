@@ -321,8 +321,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         About(
             Group.LOGS,
-            "The least level of the lines in the log; what the environment variable "
-            "PIE_DRIVER_LOG says without it, or `info`.",
+            "The least level of the lines in the log.",
+            default="PIE_DRIVER_LOG of the environment, else `info`",
             choices=("debug", "info", "warning", "error"),
         ),
     ] = None

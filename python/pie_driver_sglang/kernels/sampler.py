@@ -139,7 +139,7 @@ def fetch(
 
 def fetch_programs(words: int) -> int:
     """Programs (CTAs) of :func:`fetch`: one wave at most, and enough to hide the host's latency."""
-    return max(_FETCH_FEWEST, min(triton.cdiv(words, _FETCH_BLOCK.value), _FETCH_MOST))
+    return max(_FETCH_FEWEST, min(-(-words // int(_FETCH_BLOCK.value)), _FETCH_MOST))
 
 
 def publish(results: torch.Tensor, target: torch.Tensor) -> None:

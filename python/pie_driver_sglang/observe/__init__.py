@@ -8,6 +8,7 @@ the loop that serves needs no Python for it.
 ``metrics``   a driver's metrics, each defined once, and their export
 ``runtime``   the metrics of runtimes, where no front end of SGLang's writes them
 ``spans``     spans of requests for an OpenTelemetry collector
+``backoff``   the time between attempts of what may fail for a while
 ``types``     what the figures of a driver refer to
 ============  ======================================================================================
 """

@@ -166,6 +166,7 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
     elif not kind.startswith("cpu"):
         # As many as a pass of the driver has on a large GPU; a smaller one divides the step.
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
+    _require_integer(values, "max_total_tokens", 1)
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
     return EngineArguments(
@@ -192,8 +193,15 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
         ConfigError: It is neither a folder nor a repository that can be had.
     """
     name = values.get("model_path")
-    if not isinstance(name, str | Path) or not str(name):
+    if name is None or name == "":
         raise ConfigError("`model_path` is missing", "name a folder or a repository")
+    if not isinstance(name, str | Path):
+        hint = "name a folder or a repository"
+        raise ConfigError(f"the model is {quoted(name)}, expected a text or a path", hint)
+    for given in ("revision", "download_dir"):
+        if not isinstance(values.get(given), str | Path | None):
+            hint = f"set `{given}` to one, or remove it"
+            raise ConfigError(f"`{given}` is {quoted(values[given])}, expected a text", hint)
     folder = local_path(name)
     if folder is not None and folder.is_dir():
         return folder
@@ -276,16 +284,28 @@ def _devices(values: Mapping[str, Any]) -> list[str]:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 64:
             raise ConfigError(f"`{name}` is {quoted(count)}", f"set `{name}` from 1 to 64")
     needed = ranks * replicas
+    for name, least in (("base_gpu_id", 0), ("gpu_id_step", 1)):
+        _require_integer(values, name, least)
     listed = values.get("devices")
     if listed is None:
         device = values.get("device") or ("cuda" if has_gpu() else "cpu")
         listed = _numbered(device, needed, values)
-    if isinstance(listed, str) or not isinstance(listed, Sequence) or len(listed) != needed:
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes)
+    if not is_list or len(listed) != needed or not all(isinstance(one, str) for one in listed):
         raise ConfigError(
             f"`devices` is {quoted(listed)}, but `tp_size` times `dp_size` is {needed}",
-            f"list {needed} devices",
+            f"list {needed} devices, as `cuda:0`",
         )
     return list(listed)
+
+
+def _require_integer(values: Mapping[str, Any], name: str, least: int) -> None:
+    value = values.get(name, least)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise ConfigError(
+            f"`{name}` is {quoted(value)}, expected an integer from {least} on",
+            f"set `{name}` to one, or remove it",
+        )
 
 
 def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
@@ -325,7 +345,7 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
 
 
 def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
-    name = values.get("tokenizer_path", values["model_path"])
+    name = values.get("tokenizer_path") or values["model_path"]
     if str(name) == str(values["model_path"]):
         return model
     # A revision is the model's: the tokenizer is another repository.
@@ -354,7 +374,7 @@ def _preferred(text: Any) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(text) if isinstance(text, str) else text
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, Mapping):
         raise ConfigError(
