@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 import pie_driver_sglang
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import engine_options, generate, plan, program, version
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
 from pie_driver_sglang.memory.types import Device
 from tiny_models import POCKET, REPOSITORY
@@ -370,6 +372,28 @@ class TestPrompts:
             list(generate.parse_lines([line], True))
         assert "input_ids" in refusal.value.hint
 
+    def test_a_line_that_is_nested_too_deeply_is_numbered(self) -> None:
+        with pytest.raises(ConfigError, match="line 2 is not JSON: it is nested too deeply"):
+            list(generate.parse_lines(["", "[" * 100_000], True))
+
+    def test_lines_end_with_line_breaks_alone(self, tmp_path: Path) -> None:
+        """Other characters that Python takes for the end of a line are part of a text."""
+        file = tmp_path / "prompts.jsonl"
+        prompts = ["a\u2028b", "c\x85d", "e\x0bf"]
+        lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in prompts]
+        file.write_text("\r\n".join(lines), encoding="utf-8")
+        found = generate.read_prompts([], str(file), Pipe())
+        assert [prompt.text for prompt in found] == prompts
+        assert [one.text for one in generate.read_prompts([], "-", Pipe("a\u2028b\nc"))] == [
+            "a\u2028b",
+            "c",
+        ]
+
+    def test_a_pipe_that_is_no_text(self) -> None:
+        stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8")
+        with pytest.raises(ConfigError, match="cannot read prompts of stdin"):
+            list(generate.read_prompts([], "-", stdin))
+
     def test_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot read prompts"):
             list(generate.read_prompts([], str(tmp_path / "none"), Pipe()))
@@ -412,3 +436,53 @@ class TestEngineOptions:
             loading(0.1, "a line")
             loading(0.2, "")
         assert capsys.readouterr().err == "a line\n"
+
+
+class TestAnswers:
+    """What `pie-sglang generate` writes, with an engine by hand."""
+
+    def engine(self, count: int) -> Any:
+        """It answers in reverse order."""
+        meta = {"finish_reason": None, "prompt_tokens": 1, "completion_tokens": 1}
+        meta["cached_tokens"] = 0
+
+        def as_completed(**_: Any) -> Iterator[dict[str, Any]]:
+            for index in reversed(range(count)):
+                yield {"index": index, "text": str(index), "output_ids": [1], "meta_info": meta}
+
+        return SimpleNamespace(as_completed=as_completed, tokenizer=None)
+
+    def lines(self, prompts: Sequence[generate.Prompt], count: int) -> list[dict[str, Any]]:
+        output = io.StringIO()
+        generate.answer(self.engine(count), prompts, {}, output)
+        return [json.loads(line) for line in output.getvalue().splitlines()]
+
+    def test_answers_have_the_index_and_the_number_of_their_prompt(self) -> None:
+        counts = [1, 3, 1, 2]
+        prompts = [generate.Prompt("p", None, {"n": count}, {}) for count in counts]
+        found = {
+            (line["index"], line.get("sample")): line["text"]
+            for line in self.lines(prompts, sum(counts))
+        }
+        places = [(0, None), (1, 0), (1, 1), (1, 2), (2, None), (3, 0), (3, 1)]
+        assert found == {place: str(number) for number, place in enumerate(places)}
+
+    @pytest.mark.parametrize("count", [2**62, -1, "x", 1.5, None, True, [3]])
+    def test_a_wrong_count_is_left_to_the_engine(self, count: Any) -> None:
+        """It refuses the call; no memory is taken for such a number of answers."""
+        assert len(self.lines([generate.Prompt("p", None, {"n": count}, {})], 1)) == 1
+
+    def test_any_character_can_be_written(self) -> None:
+        others = {"id": "\ud800 \N{GRINNING FACE}"}
+        [line] = self.lines([generate.Prompt("p", None, {}, others)], 1)
+        assert line["id"] == others["id"]
+        plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        generate.answer(self.engine(1), [generate.Prompt("ä", None, {}, {})], {}, plain)
+        plain.seek(0)
+        assert json.loads(plain.read())["prompt"] == "ä"
+
+    def test_a_full_disk_is_one_line(self) -> None:
+        with contextlib.suppress(OSError), Path("/dev/full").open("w", encoding="utf-8") as full:
+            with pytest.raises(StartError, match="cannot be written: No space left") as failure:
+                generate.answer(self.engine(1), [generate.Prompt("p", None, {}, {})], {}, full)
+            assert failure.value.hint
