@@ -82,7 +82,8 @@ def compute_logits(
     """
     # In decode mode the processor keeps every row that it is given.
     metadata = replace(metadata, forward_mode=ForwardMode.DECODE)
-    output = LogitsProcessor.forward(processor, input_ids, states, lm_head, metadata)
+    # Of its own class: a subclass may compute more.
+    output = type(processor).forward(processor, input_ids, states, lm_head, metadata)
     logits: torch.Tensor = output.next_token_logits
     return logits
 
