@@ -24,6 +24,7 @@ from pie_driver_sglang.config.edge import (
 from pie_driver_sglang.config.keys import ApiKeys, hide_keys, take_keys
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server.access import AccessKeys, Level, access_keys, find_refusal
+from pie_driver_sglang.server.stores import BoundedStore
 
 uvicorn: Any = pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
@@ -415,3 +416,18 @@ def test_a_lack_of_capacity_says_when_to_try_again() -> None:
         assert through_middleware(status) == {b"retry-after": b"1"}
         assert through_middleware(status, (b"Retry-After", b"7")) == {b"Retry-After": b"7"}
     assert through_middleware(500) == through_middleware(200) == {}
+
+
+def test_what_is_kept_for_clients_is_bounded() -> None:
+    store = BoundedStore(3, 100)
+    for name in "abcd":
+        store[name] = name
+    assert list(store) == ["b", "c", "d"]
+    store["b"] = "again"
+    store["e"] = "x" * 99
+    # Alone, an entry may be of any size.
+    assert list(store) == ["e"]
+    store["f"] = "x" * 200
+    assert dict(store) == {"f": "x" * 200}
+    store["g"] = "small"
+    assert list(store) == ["g"]

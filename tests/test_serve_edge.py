@@ -6,7 +6,10 @@ import base64
 import contextlib
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,8 +21,9 @@ import psutil
 import pytest
 
 import forking
-from pie_server import running
-from sglang_server import Server
+from pie_server import START_S, refusal, running, wait_until
+from sglang_server import Server, environment, free_ports
+from tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -192,3 +196,49 @@ def test_a_pickle_of_an_admin_is_not_read_either(server: Server, tmp_path: Path)
     }
     assert status(server, "/load_lora_adapter_from_tensors", ADMIN, body) == 400
     assert not trace.exists()
+
+
+@contextlib.contextmanager
+def with_sglangs_scheduler(folder: Path, *flags: str) -> Iterator[Server]:
+    """`pie-sglang serve --scheduler sglang`, whose processes end with it."""
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--scheduler", "sglang"]
+    command += ["--model-path", str(POCKET), "--device", "cpu", "--port", str(port), *flags]
+    command += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
+    command += ["--disable-cuda-graph", "--max-total-tokens", "8192", "--dtype", "float32"]
+    command += ["--disable-prefill-cuda-graph"]
+    log = folder / "log"
+    variables = {**environment(folder, ""), "PIE_API_KEY": USER}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
+    try:
+        ready = lambda: b"curl" in log.read_bytes() or process.poll() is not None  # noqa: E731
+        wait_until(ready, START_S, "start")
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        yield Server(f"http://127.0.0.1:{port}", log, USER)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path) -> None:
+    """SGLang's adapters need a GPU; pickles are refused before anything looks at them."""
+    trace = tmp_path / "was-run"
+    bomb = f"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(Vtouch {trace}\ntR."
+    (tmp_path / "server").mkdir()
+    with with_sglangs_scheduler(tmp_path / "server") as server:
+        assert status(server, "/v1/models", None) == 401
+        assert status(server, "/start_profile", USER, {}) == 403
+        assert status(server, "/update_weights_from_tensor", USER, {}) == 403
+        assert raw(server, "/generate", b" " * (80 << 20))[0] == 413
+        expected = server.generate(PROMPTS[0], 8)[0]
+        body = {
+            "lora_name": "sent",
+            "config_dict": {},
+            "serialized_named_tensors": [base64.b64encode(bomb.encode()).decode()],
+        }
+        code, text = refusal(server, body, "/load_lora_adapter_from_tensors")
+        assert (code, "--allow-pickled-adapters" in text) == (400, True)
+        assert not trace.exists()
+        assert server.generate(PROMPTS[0], 8)[0] == expected
+        assert USER not in server.log.read_text(errors="replace")

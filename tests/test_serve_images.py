@@ -355,3 +355,19 @@ class TestGateway:
         assert code == 400
         assert "image 0 has 42 tokens" in answer
         assert "max_image_tokens" in answer
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "http://127.0.0.1:9/cat.png",
+            "http://169.254.169.254/latest/meta-data/",
+            "file:///etc/hostname",
+            "/etc/hostname",
+        ],
+    )
+    def test_addresses_and_files_of_this_host_are_refused(self, gateway: Server, url: str) -> None:
+        image = {"type": "image_url", "image_url": {"url": url}}
+        asked = body({"role": "user", "content": [image]})
+        del asked["return_token_ids"]
+        status, _ = refusal(gateway, asked, "/v1/chat/completions")
+        assert status == 400

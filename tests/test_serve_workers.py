@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+KEY = "key-of-the-users"
 PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(24)]
 
 
@@ -22,11 +24,13 @@ PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(24)]
 def workers(
     forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, list[psutil.Process]]]:
-    flags = ("--tokenizer-worker-num", "2", "--detokenizer-worker-num", "2")
+    flags = ["--tokenizer-worker-num", "2", "--detokenizer-worker-num", "2"]
+    flags += ["--api-key", KEY]
     folder = tmp_path_factory.mktemp("workers")
     with running(folder, "--scheduler", "pie", *flags, python=forked_python) as (server, process):
         # The server serves when the first of them does; each has its name from its own start.
         wait_until(lambda: len(_workers(process.pid)) == 2, 120, "both workers have started")
+        server.key = KEY
         yield server, _workers(process.pid)
 
 
@@ -72,3 +76,21 @@ def test_a_stream_that_fails_says_so(workers: tuple[Server, list[psutil.Process]
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         [error] = [event["error"] for event in events if "error" in event]
         assert "the regular expression is wrong" in error["message"]
+
+
+def test_every_worker_wants_the_key(workers: tuple[Server, list[psutil.Process]]) -> None:
+    """SGLang itself checks no key where it has several workers."""
+    server, _ = workers
+    for key, path, code in ((None, "/generate", 401), ("other", "/generate", 401)):
+        stranger = Server(server.url, server.log, key)
+        for _ in range(12):
+            assert refusal(stranger, {"input_ids": [1]}, path)[0] == code
+    for _ in range(12):
+        assert refusal(server, {"log_requests": True}, "/configure_logging")[0] == 403
+        deep = {"text": "x", "custom_params": _nested(300)}
+        assert refusal(server, deep)[0] == 400
+    assert KEY not in server.log.read_text(errors="replace")
+
+
+def _nested(depth: int) -> Any:
+    return {"a": _nested(depth - 1)} if depth else 1

@@ -28,7 +28,11 @@ from pie_driver_sglang.server import refusals
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.media import MediaFetcher
 from pie_driver_sglang.server.seams import tensors
-from pie_driver_sglang.server.seams.chats import correct_tool_schemas, correct_top_logprobs
+from pie_driver_sglang.server.seams.chats import (
+    correct_tool_schemas,
+    correct_top_logprobs,
+    limit_stored_responses,
+)
 from pie_driver_sglang.server.seams.edge import edge_of
 from pie_driver_sglang.server.seams.ollama import correct_ollama
 
@@ -54,6 +58,7 @@ class StatusManager(TokenizerManager):
         correct_top_logprobs()
         correct_tool_schemas()
         correct_ollama()
+        limit_stored_responses()
         self._edge = edge_of(server_args).settings
         self._media = MediaFetcher(self._edge.media)
         super().__init__(server_args, *arguments, **keywords)

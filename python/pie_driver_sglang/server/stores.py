@@ -1,0 +1,35 @@
+"""What a server keeps for clients that may never come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BoundedStore(dict[str, Any]):
+    """A dictionary that drops its oldest entries beyond a number of entries and of bytes.
+
+    An entry counts for the length of its text, which is close to its memory for texts.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        """Holds nothing.
+
+        Args:
+            most: Entries.
+            most_bytes: Bytes of all entries; the last one stays, however large it is.
+        """
+        super().__init__()
+        self._most, self._most_bytes = most, most_bytes
+        self._sizes: dict[str, int] = {}
+        self._bytes = 0
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Keep an entry, and drop the oldest ones if there are too many."""
+        self._bytes -= self._sizes.pop(key, 0)
+        self._sizes[key] = size = len(str(value))
+        self._bytes += size
+        super().__setitem__(key, value)
+        while len(self) > 1 and (len(self) > self._most or self._bytes > self._most_bytes):
+            oldest = next(iter(self._sizes))
+            self._bytes -= self._sizes.pop(oldest)
+            super().__delitem__(oldest)
