@@ -198,6 +198,26 @@ def test_a_pickle_of_an_admin_is_not_read_either(server: Server, tmp_path: Path)
     assert not trace.exists()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/parse_function_call", {"text": "x", "tools": [], "tool_call_parser": "x"}, "parser"),
+        ("/separate_reasoning", {"text": "x", "reasoning_parser": "x"}, "Unsupported model type"),
+        ("/generate", {"text": []}, ""),
+        ("/generate", {"text": [[]]}, ""),
+        ("/generate", {"text": "x", "sampling_params": {"sampling_seed": -(1 << 70)}}, ""),
+        ("/v1/completions", {"model": "m", "prompt": []}, ""),
+        ("/v1/completions", {"model": "m", "prompt": [[]]}, ""),
+        ("/detokenize", {"model": "m", "tokens": [1 << 40]}, ""),
+    ],
+)
+def test_what_handlers_stumble_over_is_a_400(
+    server: Server, path: str, body: Any, words: str
+) -> None:
+    code, text = refusal(server, body, path)
+    assert (code, words in text) == (400, True), text
+
+
 @contextlib.contextmanager
 def with_sglangs_scheduler(folder: Path, *flags: str) -> Iterator[Server]:
     """`pie-sglang serve --scheduler sglang`, whose processes end with it."""

@@ -49,6 +49,7 @@ _USER: Final = (
     "/get_server_info",
     "/get_weight_version",
     "/invocations",
+    "/is_scaling_elastic_ep",
     "/model_info",
     "/open_session",
     "/openapi.json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -15,14 +16,32 @@ from sglang.srt.environ import envs
 
 from pie_driver_sglang.config.edge import EdgeSettings
 from pie_driver_sglang.config.keys import ApiKeys
-from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.server.access import AccessKeys, AccessMiddleware, access_keys, is_local
+from pie_driver_sglang.errors import ConfigError, reason
+from pie_driver_sglang.server.access import (
+    AccessKeys,
+    AccessMiddleware,
+    access_keys,
+    error_body,
+    is_local,
+)
 from pie_driver_sglang.server.connections import LimitedProtocol, ServerUsage
+
+logger = logging.getLogger(__name__)
 
 _MOST_DEPTH: Final = 256
 """Levels of lists and maps in a JSON body."""
 _MOST_NESTED: Final = 1 << 20
 """Lists and maps in a JSON body."""
+_OF_INPUT: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What handlers raise over values that they do not expect."""
+_MOST_TEXT: Final = 500
 _ATTRIBUTE: Final = "pie_edge"
 _WORKER_APP: Final = "pie_driver_sglang.server.seams.worker_app:app"
 
@@ -107,8 +126,18 @@ def _adapted(edge: Edge, app: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
-    """SGLang's application with our levels of access."""
+    """SGLang's application with our levels of access, whose faults over bad input are 400."""
+    for kind in _OF_INPUT:
+        app.add_exception_handler(kind, _refuse)
     return AccessMiddleware(app, app.router.routes, keys)
+
+
+async def _refuse(request: Any, error: Exception) -> Any:
+    """Answers what a handler stumbles over; SGLang would answer 500."""
+    logger.warning("a request to %s is not taken", request.url.path, exc_info=error)
+    text = f"the request is not taken: {type(error).__name__}: {reason(error)}"
+    body = error_body(400, text[:_MOST_TEXT])
+    return http_server.Response(body, 400, media_type="application/json")
 
 
 def send_warm_up(token: str, arguments: Any) -> bool:
