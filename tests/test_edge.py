@@ -373,7 +373,15 @@ def test_errors_are_json() -> None:
     assert (found["code"], found["message"]) == (413, "too large")
 
 
+def sent_status(status: int) -> int:
+    return int(sent_start(status)["status"])
+
+
 def through_middleware(status: int, *headers: tuple[bytes, bytes]) -> dict[bytes, bytes]:
+    return dict(sent_start(status, *headers)["headers"])
+
+
+def sent_start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
     from pie_driver_sglang.server.access import AccessMiddleware
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
@@ -390,7 +398,8 @@ def through_middleware(status: int, *headers: tuple[bytes, bytes]) -> dict[bytes
     scope = {"type": "http", "method": "GET", "path": "/generate", "headers": [], "client": None}
     middleware = AccessMiddleware(app, [], lambda: KEYS["none"])
     asyncio.run(middleware(scope, receive, send))
-    return dict(sent[0]["headers"])
+    start: dict[str, Any] = sent[0]
+    return start
 
 
 def test_a_websocket_needs_the_key() -> None:
@@ -416,6 +425,10 @@ def test_a_lack_of_capacity_says_when_to_try_again() -> None:
         assert through_middleware(status) == {b"retry-after": b"1"}
         assert through_middleware(status, (b"Retry-After", b"7")) == {b"Retry-After": b"7"}
     assert through_middleware(500) == through_middleware(200) == {}
+
+
+def test_what_is_not_implemented_is_a_400() -> None:
+    assert [sent_status(status) for status in (501, 500, 503, 200)] == [400, 500, 503, 200]
 
 
 def test_what_is_kept_for_clients_is_bounded() -> None:

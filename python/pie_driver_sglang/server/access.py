@@ -297,6 +297,9 @@ def all_paths(routes: Any) -> Iterator[str]:
 
 def _retrying(send: Send) -> Send:
     async def with_header(message: Any) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 501:
+            # What is not implemented is the request's choice, not a lack of capacity.
+            message = {**message, "status": 400}
         if message["type"] == "http.response.start" and message["status"] in (429, 503):
             headers = list(message.get("headers", ()))
             if not any(name.lower() == b"retry-after" for name, _ in headers):
