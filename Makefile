@@ -15,15 +15,10 @@ BUILDER := target/builder
 MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suite benches/ngram_replay benches/peers benches/pie_load
 # Runs the ring's sources under loom: a workspace of its own, which builds where the product does.
-MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
+LOOM := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
 .PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint lint-rust lint-python workflows format stubs docs fetch wheel
-
-# The second half of the demo: the same model without Pie.
-SAID := def mean(values):
-PIPED = echo; echo "Without Pie, over a pipe: echo '$(SAID)' | pie-sglang shell"; \
-    echo '$(SAID)' | $(BIN)/pie-sglang shell --model models/pocket --device cpu --temperature 0 --max-new-tokens 48 2>/dev/null
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -31,13 +26,13 @@ help: ## Show this list
 preflight: ## Name what this machine lacks for a build and the tests, before anything is fetched
 	@tools/preflight "$(PYTHON)" . $(GIB) && echo "preflight: nothing is missing"
 
-demo: $(VENV)/.installed ## Serve six prompts with the embedded model, then a shell over a pipe; ARGS="--model PATH --device cuda:0" for another
-	@$(BIN)/python -m pie_driver_sglang.demo --model models/pocket $(ARGS)
-	@$(if $(ARGS),:,$(PIPED))
+demo: $(VENV)/.installed ## Serve SmolLM2 on the CPU and ask it: six samplers at a time, JSON, a tool call; ARGS="--device cuda"
+	@$(BIN)/pie-sglang demo $(ARGS)
 
+MODEL ?= smollm2
 PORT ?= 30000
-serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
-	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
+serve: $(VENV)/.installed ## Serve SmolLM2 over HTTP on the CPU; MODEL=models/pocket PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
+	@$(BIN)/pie-sglang serve $(MODEL) --device cpu --port $(PORT) $(ARGS)
 
 # The environment, which waits for the network, and the wheel, whose end is one long link, come while the tests are built.
 # The crates' tests, half of whose time is waiting, run beside Python's.
@@ -48,11 +43,11 @@ test: ## Run every test
 
 build-rust:
 	cargo test --workspace --quiet --no-run
-	cargo test $(MODEL) --quiet --no-run
+	cargo test $(LOOM) --quiet --no-run
 
 test-rust:
 	cargo test --workspace --quiet
-	cargo test $(MODEL) --quiet
+	cargo test $(LOOM) --quiet
 
 # Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
 WORKERS ?= 2
@@ -112,7 +107,7 @@ lint-rust:
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml --check
-	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
+	cargo clippy $(LOOM) --lib --test models --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 
 # The stub is read from a module of what the wheel was built of: a build in the debug profile would compile half of the

@@ -345,17 +345,3 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     history = (tmp_path / ".local" / "state" / "pie-sglang" / "history").read_text()
     lines = [line[1:] for line in history.splitlines() if line.startswith("+")]
     assert {"tell me of sorting", "/stats", "/reset"} <= {*lines}
-
-
-def test_the_demo_ends_with_a_shell_over_a_pipe() -> None:
-    plan = subprocess.run(
-        ["make", "--dry-run", "--old-file=.venv/.installed", "demo"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
-    first, second = plan.index("pie_driver_sglang.demo"), plan.index("pie-sglang shell --model")
-    assert first < second
-    assert "| .venv/bin/pie-sglang shell" in plan

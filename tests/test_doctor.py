@@ -17,9 +17,9 @@ import pytest
 import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import doctor, machine, program
+from pie_driver_sglang.cli.doctor import LATENCY_CORES
 from pie_driver_sglang.cli.machine import Cache, Cuda, Gpu, Machine, Package, RegionFile, Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
-from pie_driver_sglang.demo.driver import LATENCY_CORES
 from pie_driver_sglang.memory.plan import GIB
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0))

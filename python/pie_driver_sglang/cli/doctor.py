@@ -10,13 +10,14 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.cli.machine import Machine, RegionFile, look
 from pie_driver_sglang.cli.report import Finding, Status, print_findings
 from pie_driver_sglang.cli.version import version_line
-from pie_driver_sglang.demo.driver import LATENCY_CORES
 from pie_driver_sglang.memory.plan import size_text
 
 PYTHONS: Final = ((3, 11), (3, 12))
 """The versions of Python that the package is for."""
 REGION_BYTES: Final = _core.region_bytes()
 """A region of usual size."""
+LATENCY_CORES: Final = 4
+"""Free cores that two spinning processes and the engine's threads need."""
 _DRIVERS: Final = {12: "525.60.13", 13: "580.65.06"}
 """The first NVIDIA driver for each major version of CUDA, from NVIDIA's release notes."""
 _HALF: Final = (8, 0)

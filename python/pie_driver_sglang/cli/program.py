@@ -44,7 +44,7 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "shell": CliCommand("cli.shell", "talk with a model"),
         "bench": CliCommand("cli.bench", "measure tokens per second, alone or against a peer"),
         "replay": CliCommand("cli.replay", "send recorded requests and tell the latencies"),
-        "demo": CliCommand("demo.program", "serve six prompts and show the tokens as they come"),
+        "demo": CliCommand("demo.program", "serve a small chat model and ask it a few questions"),
     }
 )
 

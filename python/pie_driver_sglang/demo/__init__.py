@@ -1,7 +1,5 @@
-"""The demo: spawns the driver as the Pie runtime does, and plays the runtime's part.
+"""The demo: starts `pie-sglang serve` and asks it as a client does, by the `openai` package.
 
-`program.py` is the command line, `runtime.py` the continuous batching, `driver.py` the spawned
-process and its ring, and `tokens.py` the tokenizer. What is shown is in `display.py`, `live.py` (on
-a terminal; `screen.py` chooses) and `report.py`. Run it with `python -m pie_driver_sglang.demo`.
-The driver imports nothing of it.
+`program.py` is its course, `server.py` the process that it starts, and `screen.py` shows answers as
+they come. Run it with `pie-sglang demo`; no other package imports it.
 """

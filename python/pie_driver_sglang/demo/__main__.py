@@ -1,6 +1,8 @@
 """`python -m pie_driver_sglang.demo`."""
 
-from pie_driver_sglang.demo.program import main
+from pie_driver_sglang.cli.program import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    import sys
+
+    raise SystemExit(main(["demo", *sys.argv[1:]]))
