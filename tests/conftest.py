@@ -30,7 +30,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
-_LONGEST = frozenset({"test_radix_plugin", "test_ranks", "test_lifecycle"})
+_LONGEST = frozenset({"test_radix_plugin", "test_ranks", "test_lifecycle", "test_real_models"})
 """Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
 _INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
