@@ -1,9 +1,9 @@
 """Generate text without a server.
 
-Try it without a GPU: `python examples/offline_engine.py --model models/pocket --device cpu`.
+Try it without a GPU: `python examples/offline_engine.py --device cpu`.
 
-One engine answers a batch, streams one answer, and draws several samples of a prompt. Prompts that
-begin alike share their KV: the second call computes only what is new.
+One engine answers a batch, streams one answer, and returns several samples of a prompt. Prompts
+that share a prefix share its KV: the second call computes only what is new.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ PROMPTS = [f"{INSTRUCTIONS}The capital of {country} is" for country in ("France"
 def main() -> None:
     """Runs the example."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", default="Qwen/Qwen3-0.6B", help="a folder, or a name in the cache"
-    )
+    parser.add_argument("--model", default="smollm2", help="a folder, a repository or smollm2")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     options = parser.parse_args()
 

@@ -136,6 +136,7 @@ def test_a_picture_has_what_was_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     for text in ("a&#160;note", "question&#160;5", "title", "body"):
         assert text in picture
     assert "importing" not in picture
+    assert "url(" not in re.sub(r"url\(#", "", picture)
 
 
 def test_off_a_terminal_lines_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,7 +136,9 @@ class RichScreen(PlainScreen):
         self._live.update("")
         self._live.stop()
         if self._picture is not None and error is None:
-            self._console.save_svg(str(self._picture), title="pie-sglang demo")
+            drawn = self._console.export_svg(title="pie-sglang demo")
+            # A picture must not load fonts from a server.
+            self._picture.write_text(re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL))
 
     def _panels(self, answers: Sequence[StreamedAnswer], most_lines: int | None) -> RenderableType:
         from rich.table import Table
