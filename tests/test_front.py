@@ -157,6 +157,16 @@ def test_outputs_are_messages_of_sglang(
         ({"params": {"repetition_penalty": 2.25}}, "repetition_penalty is 2.25"),
         ({"params": {"logit_bias": {"1000": 1.0}}}, "token 1000 of `logit_bias`"),
         ({"params": {"min_p": 1.5, "top_k": 5}}, "min_p"),
+        (
+            {"params": {"stop_token_ids": list(range(5000))}},
+            "`stop_token_ids` has 5000 tokens, 4096 is the most: send fewer, or raise the request "
+            "limit `stop_token_ids`",
+        ),
+        (
+            {"fields": {"extra_key": "x" * 2000}},
+            "`extra_key` has 2000 bytes, 1024 is the most: send fewer, or raise the request limit "
+            "`name_bytes`",
+        ),
         ({"fields": {"return_hidden_states": "last"}}, "`return_hidden_states`"),
         ({"fields": {"lora_id": "ab"}}, "the adapter `ab` is not loaded"),
         ({"fields": {"input_ids": None, "input_embeds": [[0.5]]}}, "`input_embeds`"),

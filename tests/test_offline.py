@@ -212,12 +212,6 @@ class TestSampling:
     def test_no_limit_is_the_room_of_the_context(self) -> None:
         assert parse_sampling({"max_new_tokens": None}).submitted(77)["max_new_tokens"] == 77
 
-    @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"temperature": 1e-7}, {"top_k": 1}])
-    def test_one_choice_is_greedy(self, greedy: dict[str, Any]) -> None:
-        found = parse_sampling({"top_p": 0.9, "min_p": 0.1, "sampling_seed": 7, **greedy})
-        assert found.temperature == 0.0
-        assert (found.top_k, found.top_p, found.min_p, found.sampling_seed) == (-1, 1.0, 0.0, None)
-
     def test_all_samplers_go_together(self) -> None:
         given = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "sampling_seed": 0}
         penalties = {"frequency_penalty": -2, "presence_penalty": 0.5, "repetition_penalty": 2}
@@ -245,23 +239,14 @@ class TestSampling:
         ("given", "text"),
         [
             ({"max_tokens": 3}, "no sampling parameter 'max_tokens'"),
-            ({"temperature": -1}, "`temperature` is -1, expected a number from 0 on"),
-            ({"temperature": float("nan")}, "`temperature` is nan"),
-            ({"temperature": float("inf")}, "`temperature` is inf"),
             ({"temperature": "hot"}, "`temperature` is 'hot'"),
-            ({"top_p": 0}, "`top_p` is 0.0"),
-            ({"top_p": 1.1}, "`top_p` is 1.1"),
-            ({"top_k": -2}, "`top_k` is -2"),
             ({"top_k": True}, "`top_k` is True"),
-            ({"n": 0}, "`n` is 0"),
-            ({"max_new_tokens": -1}, "`max_new_tokens` is -1"),
+            ({"min_new_tokens": 2**63}, "`min_new_tokens` is 9223372036854775808"),
+            ({"temperature": 10**400}, "`temperature` is 1000"),
+            ({"stop_token_ids": [2**70]}, "`stop_token_ids` is"),
             ({"sampling_seed": -1}, "`sampling_seed` is -1"),
-            ({"frequency_penalty": 2.5}, "`frequency_penalty` is 2.5"),
-            ({"presence_penalty": float("nan")}, "`presence_penalty` is nan"),
-            ({"repetition_penalty": 0}, "`repetition_penalty` is 0.0, expected above 0"),
             ({"logit_bias": [3]}, "`logit_bias` is [3]"),
             ({"logit_bias": {"x": 1}}, "`logit_bias` is {'x': 1}"),
-            ({"logit_bias": {3: float("inf")}}, "`logit_bias` is {3: inf}"),
             ({"ignore_eos": 1}, "`ignore_eos` is 1"),
             ({"stop": 3}, "`stop` is 3"),
             ({"stop_token_ids": ["a"]}, "`stop_token_ids` is"),

@@ -181,7 +181,11 @@ def test_parameters_are_checked_at_once(runtime: Runtime) -> None:
         ({"temperature": -1.0}, "temperature is -1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
-        ({"logit_bias": [(10**6, 1.0)]}, "logit_bias has token 1000000, it must be below"),
+        ({"logit_bias": [(10**6, 1.0)]}, "token 1000000 of `logit_bias` is not in the vocabulary"),
+        ({"logit_bias": [(3, 1.0), (3, 2.0)]}, "`logit_bias` has token 3 twice"),
+        ({"stop": ["x"] * 2000}, "`stop` has 2000 strings, 1024 is the most: send fewer, or raise"),
+        ({"n": 2**40}, "n is 1099511627776, it must be from 1 to"),
+        ({"min_new_tokens": 2**62, "max_new_tokens": 3}, "at most 3 are asked for"),
         ({"deadline_s": -1.0}, "deadline_s is -1"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -190,6 +194,10 @@ def test_parameters_are_checked_at_once(runtime: Runtime) -> None:
         runtime.submit("text")  # type: ignore[arg-type]
     with pytest.raises(OverflowError):
         runtime.submit(array("q", [-1]))
+    # Further away than any clock goes.
+    runtime.abort(runtime.submit([1, 2], deadline_s=1e19))
+    with pytest.raises(ValueError, match="there is no request limit `stops`: the limits are name_"):
+        make(request_limits={"stops": 1})
     with pytest.raises(ValueError, match="2 replicas of 1 devices"):
         make(replicas=2)
     with pytest.raises(ValueError, match="is not a scheduling policy"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["MAX_SAMPLES", "REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["MAX_SAMPLES", "REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 MAX_SAMPLES: Final[int]
 """
@@ -1565,7 +1565,7 @@ class RadixIndex:
         Raises:
             PagesError: The pool has not enough free pages; nothing was inserted.
             TypeError: `tokens` is not an array of integers.
-            OverflowError: A token does not fit into uint32.
+            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
         """
     def load(self, /, node: SupportsIndex, device: Buffer | ndarray) -> ndarray:
         """
@@ -1604,7 +1604,7 @@ class RadixIndex:
 
         Raises:
             TypeError: `tokens` is not an array of integers.
-            OverflowError: A token does not fit into uint32.
+            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
         """
     def match_prefix(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
         """
@@ -1617,7 +1617,7 @@ class RadixIndex:
 
         Raises:
             TypeError: `tokens` is not an array of integers.
-            OverflowError: A token does not fit into uint32.
+            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
         """
     @property
     def memory_bytes(self, /) -> int:
@@ -1799,7 +1799,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex | None = None, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, max_image_bytes: SupportsIndex = 0, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, max_grammar_bytes: SupportsIndex | None = None, grammar_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_compile_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_memory_mb: SupportsIndex | None = None, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex | None = None, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, max_image_bytes: SupportsIndex = 0, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, max_grammar_bytes: SupportsIndex | None = None, grammar_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_compile_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_memory_mb: SupportsIndex | None = None, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, request_limits: dict[str, SupportsIndex] | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1844,6 +1844,8 @@ class Runtime:
             waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
                 limit.
             running_limit_s: The same from its admission to its end.
+            request_limits: Limits on what a request may hold, by their names in docs/limits.md, where they differ from the defaults.
+                They hold for every frontend of this runtime.
             max_restarts: How often in a row a driver is started again, without an answer in between.
             ready_timeout_s: Limit for one start.
             step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -1987,7 +1989,7 @@ class Runtime:
         Raises:
             ValueError: A parameter is out of range, or the driver cannot do what is asked for.
             TypeError: `token_ids` is neither.
-            OverflowError: A token does not fit into uint32.
+            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
             StartError: No driver is left.
             RuntimeError: The drivers are not ready, or the runtime is shut down.
         """
@@ -2399,6 +2401,14 @@ def build_info() -> dict[str, str]:
     """
     Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
     given by `PIE_DRIVER_COMMIT`, as `make` does it.
+    """
+
+def check_request_limits(limits: dict[str, SupportsIndex]) -> None:
+    """
+    Looks whether these are limits of requests, by their names in docs/limits.md.
+
+    Raises:
+        ValueError: There is no such limit.
     """
 
 def die_with_parent(parent: SupportsIndex) -> None:

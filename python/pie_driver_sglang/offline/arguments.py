@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from pie_driver_sglang import _core
 from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot, local_path
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
@@ -74,6 +75,7 @@ OWN: Final = (
     "max_step_ms",
     "max_token_gap_ms",
     "ready_timeout_s",
+    "request_limits",
 )
 #: Names that SGLang's command line and other engines have for the same.
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -131,6 +133,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
+    _check_limits(values.get("request_limits", {}))
     # Weights come last: what is wrong with the arguments is reported before the download.
     model = model_folder(values, with_weights=False)
     parsed = _parsed(values, model)
@@ -355,6 +358,16 @@ def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
         return model
     # A revision is the model's: the tokenizer is another repository.
     return model_folder({**values, "model_path": name, "revision": None}, with_weights=False)
+
+
+def _check_limits(limits: Any) -> None:
+    try:
+        _core.check_request_limits(limits)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"`request_limits` is {quoted(limits)}: {error}",
+            'e.g. `request_limits={"stop_strings": 5000}`; docs/limits.md lists them',
+        ) from None
 
 
 def _check_grammar_backend(name: Any) -> None:

@@ -356,7 +356,6 @@ class Engine:
             for part in self._prompts.tokenized(prompts):
                 asked = []
                 for prompt in part:
-                    answers.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
                     room = self.context_length - len(prompt.tokens)
                     parameters = {**prompt.sampling.submitted(room), **extra}
                     if prompt.adapter is not None:
@@ -364,7 +363,10 @@ class Engine:
                     if prompt.logprobs is not None:
                         parameters |= prompt.logprobs.submitted()
                     asked.append(Asked(prompt.tokens, prompt.sampling.n, parameters))
+                # What is refused, such as a huge `n`, gets no room for answers.
                 call.submit(asked)
+                for prompt in part:
+                    answers.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
         except (TypeError, ValueError, OverflowError) as error:
             call.abort()
             raise _noted(_native(error)) from error

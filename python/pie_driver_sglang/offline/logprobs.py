@@ -87,28 +87,28 @@ def _request(asked: Mapping[str, Any]) -> LogprobRequest | None:
             raise _wrong(name, asked[name], "True or False")
     if not asked["return_logprob"]:
         return None
-    start = _integer("logprob_start_len", asked, -1)
+    start = _integer("logprob_start_len", asked)
     given = asked["token_ids_logprob"]
     given = [given] if _is_integer(given) else given or []
-    if isinstance(given, str) or not all(_is_integer(token) and token >= 0 for token in given):
+    if isinstance(given, str) or not all(map(_is_integer, given)):
         raise _wrong("token_ids_logprob", given, "a list of token ids")
     return LogprobRequest(
-        top=_integer("top_logprobs_num", asked, 0),
+        top=_integer("top_logprobs_num", asked),
         given=tuple(given),
-        start=None if start < 0 else start,
+        start=None if start == -1 else start,
         with_text=asked["return_text_in_logprobs"],
     )
 
 
-def _integer(name: str, asked: Mapping[str, Any], least: int) -> int:
+def _integer(name: str, asked: Mapping[str, Any]) -> int:
     value = asked[name]
-    if not _is_integer(value) or not least <= value < 2**31:
-        raise _wrong(name, value, f"an integer from {least} on")
+    if not _is_integer(value):
+        raise _wrong(name, value, "an integer of 64 bits")
     return int(value)
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _wrong(name: str, value: Any, expected: str) -> ConfigError:

@@ -1,16 +1,15 @@
-"""SGLang's sampling parameters as the native runtime takes them; the others are refused by name."""
+"""SGLang's sampling parameters as the native runtime takes them; the others are refused by name.
+
+Types are checked here. Ranges and limits are the runtime's, the same for every frontend.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
-
-GREEDY_BELOW: Final = 1e-6
-"""A lower temperature is greedy, as in SGLang."""
 
 _META: Final = frozenset(".^$*+?{}[]\\|()")
 """What gives a character of an expression another meaning than itself."""
@@ -101,10 +100,14 @@ class SamplingParameters(NamedTuple):
         Args:
             room: Tokens that the context has left for the answer.
         """
-        most = room if self.max_new_tokens is None else min(room, self.max_new_tokens)
+        wanted = self.max_new_tokens
+        most = max(0, room) if wanted is None else min(max(0, room), wanted)
+        least = self.min_new_tokens
+        if wanted is None or least <= wanted:
+            least = min(least, most)
         return {
             "max_new_tokens": most,
-            "min_new_tokens": self.min_new_tokens,
+            "min_new_tokens": least,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
@@ -144,18 +147,18 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         for name, value in given.items()
         if name in SERVED_PARAMETERS and value is not None
     }
-    sampling = SamplingParameters(
+    return SamplingParameters(
         max_new_tokens=_limit(given),
-        min_new_tokens=_integer(values, "min_new_tokens", 0, 0, 2**31 - 1),
-        temperature=_number(values, "temperature", 1.0, 0.0, math.inf),
-        top_k=_integer(values, "top_k", -1, -1, 2**30),
-        top_p=_number(values, "top_p", 1.0, 0.0, 1.0),
-        min_p=_number(values, "min_p", 0.0, 0.0, 1.0),
-        n=_integer(values, "n", 1, 1, 4096),
+        min_new_tokens=_integer(values, "min_new_tokens", 0),
+        temperature=_number(values, "temperature", 1.0),
+        top_k=_integer(values, "top_k", -1),
+        top_p=_number(values, "top_p", 1.0),
+        min_p=_number(values, "min_p", 0.0),
+        n=_integer(values, "n", 1),
         sampling_seed=_seed(values),
-        frequency_penalty=_number(values, "frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=_number(values, "presence_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=_number(values, "repetition_penalty", 1.0, 0.0, 2.0),
+        frequency_penalty=_number(values, "frequency_penalty", 0.0),
+        presence_penalty=_number(values, "presence_penalty", 0.0),
+        repetition_penalty=_number(values, "repetition_penalty", 1.0),
         logit_bias=_biases(values.get("logit_bias", {})),
         stop=_texts("stop", values.get("stop", ())),
         stop_regex=_texts("stop_regex", values.get("stop_regex", ())),
@@ -164,23 +167,6 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         grammar=_grammar(values),
         skip_special_tokens=_flag(values, "skip_special_tokens", True),
     )
-    return _consistent(sampling)
-
-
-def _consistent(sampling: SamplingParameters) -> SamplingParameters:
-    """With what SGLang makes of special values."""
-    if sampling.top_k == 0 or sampling.top_k >= 2**30:
-        sampling = sampling._replace(top_k=-1)
-    if sampling.top_p == 0.0:
-        raise _wrong("top_p", 0.0, "above 0 and at most 1")
-    if sampling.repetition_penalty == 0.0:
-        raise _wrong("repetition_penalty", 0.0, "above 0 and at most 2")
-    if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
-        # One choice is left: no filter can change it.
-        return sampling._replace(
-            temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, sampling_seed=None
-        )
-    return sampling
 
 
 def _refuse_served(name: str, value: Any) -> None:
@@ -195,29 +181,37 @@ def _refuse_served(name: str, value: Any) -> None:
 def _limit(given: Mapping[str, Any]) -> int | None:
     if "max_new_tokens" in given and given["max_new_tokens"] is None:
         return None
-    return _integer(given, "max_new_tokens", 128, 0, 2**31 - 1)
+    return _integer(given, "max_new_tokens", 128)
 
 
 def _seed(values: Mapping[str, Any]) -> int | None:
     if "sampling_seed" not in values:
         return None
-    return _integer(values, "sampling_seed", 0, 0, 2**63 - 1)
+    seed = _integer(values, "sampling_seed", 0)
+    if seed < 0:
+        raise _wrong("sampling_seed", seed, "an integer from 0 to 2**63 - 1")
+    return seed
 
 
-def _integer(values: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+def _integer(values: Mapping[str, Any], name: str, default: int) -> int:
     value = values.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(name, value, f"an integer from {low} to {high}")
-    return value
+    if not _is_integer(value):
+        raise _wrong(name, value, "an integer of 64 bits")
+    return int(value)
 
 
-def _number(values: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _number(values: Mapping[str, Any], name: str, default: float) -> float:
     value = values.get(name, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or math.isinf(value):
-        limits = f"from {low:g} to {high:g}" if math.isfinite(high) else f"from {low:g} on"
-        raise _wrong(name, value, f"a number {limits}")
-    return float(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _wrong(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _wrong(name, value, "a number that a float can hold") from None
 
 
 def _flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -229,17 +223,16 @@ def _flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Token ids, as SGLang's texts or as integers, and what is added to their logits."""
-    wanted = "a mapping from token ids, such as '42', to finite numbers"
+    wanted = "a mapping from token ids, such as '42', to numbers"
     if not isinstance(value, Mapping):
         raise _wrong("logit_bias", value, wanted)
     biases = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        is_id = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not is_id or not is_number or not math.isfinite(bias):
+        if not _is_integer(token) or not is_number:
             raise _wrong("logit_bias", {key: bias}, wanted)
-        biases[token] = float(bias)
+        biases[token] = _number({"logit_bias": bias}, "logit_bias", 0.0)
     return tuple(biases.items())
 
 
@@ -265,8 +258,7 @@ def _grammar(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
-    numbers = all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-    if isinstance(value, str) or not numbers:
+    if isinstance(value, str) or not all(map(_is_integer, value)):
         raise _wrong("stop_token_ids", value, "a list of token ids")
     return tuple(value)
 

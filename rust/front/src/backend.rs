@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use pie_runtime::{Arrival, Constrain, Draw, Grammar, Pictures, Rejected, Service, Unbindable};
+use pie_ingress::RequestSpec;
+use pie_runtime::{Constrain, Grammar, Pictures, Rejected, Service, Unbindable};
 
 /// Why a backend that reads no media takes none.
 const NOT_SERVED: &str = "the parameter `mm_inputs` is not served by this server's scheduler: it takes images, of models with \
@@ -14,7 +15,7 @@ pub trait Backend {
     ///
     /// # Errors
     /// [`Rejected`].
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected>;
+    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected>;
     /// What binds a request to a grammar, from its start on or after some tokens.
     ///
     /// # Errors
@@ -22,7 +23,7 @@ pub trait Backend {
     fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
     /// Ends a request; one that has ended is ignored.
     fn abort(&self, request: u64);
-    /// Lets go of what it keeps for a session, by [`Arrival::session`].
+    /// Lets go of what it keeps for a session, by the number that requests name as theirs.
     fn end_session(&self, session: u64);
     /// The images of a request, from its pickled `MultimodalProcessorOutput`. By default none are taken.
     ///
@@ -34,8 +35,9 @@ pub trait Backend {
 }
 
 impl Backend for Service {
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
-        Self::submit(self, arrival, None)
+    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+        let (arrival, deadline) = spec.into_arrival();
+        Self::submit(self, arrival, deadline)
     }
 
     fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {

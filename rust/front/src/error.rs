@@ -32,8 +32,3 @@ pub enum FrontError {
         field: String,
     },
 }
-
-/// Clients get one line: the message and its hint.
-pub(crate) fn one_line(text: &str) -> String {
-    text.replace("\n\nhint: ", ". ").replace('\n', " ")
-}

@@ -3,18 +3,23 @@
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::ops::Bound;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_runtime::{Arrival, Delta, Draw, End, Refusal, Timelines, TracedRequest};
+use pie_ingress::{
+    Failure, Ingress, ModelFacts, Outcome, RawRequest, Refusal, RequestLimits, RequestSpec,
+    one_line, outcome,
+};
+use pie_runtime::{Delta, End, Pictures, Timelines, TracedRequest};
 
 use crate::backend::Backend;
-use crate::error::{FrontError, one_line};
+use crate::error::FrontError;
+use crate::logprobs::OpenLogprobs;
 use crate::media;
 use crate::open::{Open, Pace};
 use crate::output::{AbortEncoder, Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
-use crate::session::Sessions;
+use crate::session::{Begun, Sessions};
 use crate::table::{MessageClass, Template};
 use crate::times::TimeStats;
 
@@ -43,6 +48,8 @@ pub struct FrontSettings {
     pub truncates: bool,
     /// Token ids are below it.
     pub vocab_size: u32,
+    /// What a request may hold.
+    pub limits: RequestLimits,
     /// The token that begins a text, which a turn of a session does not.
     pub bos_token: Option<u32>,
     /// Whether the driver may draft for requests.
@@ -99,6 +106,7 @@ pub struct Front {
     aborts: AbortEncoder,
     probed: Template,
     settings: FrontSettings,
+    ingress: Arc<Ingress>,
     state: Mutex<State>,
     traced: Option<Timelines>,
 }
@@ -121,9 +129,17 @@ impl Front {
     /// # Errors
     /// [`FrontError`] if the installed classes are not those that are served.
     pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
+        let facts = ModelFacts {
+            vocab_size: settings.vocab_size,
+            eos_token_ids: settings.eos_tokens.clone(),
+            max_prompt_tokens: Some(settings.max_prompt_tokens),
+            context_length: Some(settings.context_length),
+        };
+        let ingress = Arc::new(Ingress::new(settings.limits.clone(), facts));
         Ok(Self {
             decoder: Decoder::new(
                 classes,
+                Arc::clone(&ingress),
                 settings.original_logprobs,
                 settings.traces.is_some(),
             )?,
@@ -137,6 +153,7 @@ impl Front {
             probed: Template::new(classes, "HealthCheckOutput", &[])?,
             traced: settings.traces.map(Timelines::new),
             settings,
+            ingress,
             state: Mutex::default(),
         })
     }
@@ -276,14 +293,18 @@ impl Front {
         };
     }
 
-    /// Opens a session, whose requests go on from each other's tokens; false if there is one of that name.
+    /// Opens a session, whose requests go on from each other's tokens; false if there is one of that name, or if the limits of
+    /// requests allow no other one.
     ///
     /// One that `streams` has one request at a time, which goes on from the last that ended well. One that is not used for
     /// longer than `patience` is closed.
     pub fn open_session(&self, id: &str, streams: bool, patience: Option<Duration>) -> bool {
-        self.lock()
-            .sessions
-            .open(id, streams, patience, Instant::now())
+        let limits = self.ingress.limits();
+        let mut state = self.lock();
+        let open = state.sessions.len() as u64;
+        open < limits.sessions
+            && id.len() as u64 <= limits.name_bytes
+            && state.sessions.open(id, streams, patience, Instant::now())
     }
 
     /// Closes a session. Its requests that run go on; one that is not open is ignored.
@@ -338,67 +359,74 @@ impl Front {
         mut request: GenerateRequest,
     ) -> Option<(Open, Finish)> {
         let settings = &self.settings;
-        let known = self.look_up(&mut request);
-        if settings.truncates {
-            let longest = settings.max_prompt_tokens as usize;
-            request.prompt.truncate(longest);
-        }
-        let mut refusal = request.refusal.take().or_else(|| self.unfit(&request));
-        let pictures = media::open(backend, &mut request, &mut refusal);
-        let unwanted = settings.refuses_priority && request.priority.is_some();
-        let ends = self.ends(&request);
-        let (priority, routing_key) = (request.priority, request.routing_key.take());
-        let (namespace, sampling) = (
-            request.extra_key.take(),
-            mem::take(&mut request.params.sampling),
-        );
-        let (session, logprobs) = (request.session.take(), request.logprobs.clone());
-        let constraint = match &refusal {
-            None => self.bind(backend, &mut request),
-            Some(_) => Ok(None),
-        };
+        let pictures = media::open(backend, &mut request);
+        let asked = mem::replace(&mut request.asked, Err(Refusal::Other(String::new())));
+        let asked = asked.and_then(|mut raw| {
+            let turn = self.look_up(&request, &mut raw)?;
+            if settings.truncates {
+                raw.prompt.truncate(settings.max_prompt_tokens as usize);
+            }
+            let name = request.session.as_ref().map(|session| session.id.clone());
+            Ok((raw, name.zip(turn)))
+        });
         let pace = Pace {
             stream: settings.stream_interval,
             other: settings.other_interval,
         };
-        let (mut open, prompt) = Open::new(request, pace, !settings.think_end.is_empty());
-        if unwanted {
+        let prompt = asked.as_ref().map_or(&[][..], |(raw, _)| &raw.prompt[..]);
+        let mut open = Open::new(&request, prompt, pace, !settings.think_end.is_empty());
+        let priority = asked.as_ref().ok().and_then(|(raw, _)| raw.priority);
+        open.set_priority(priority);
+        if settings.refuses_priority && priority.is_some() {
             return Some((open, Finish::Abort(NO_PRIORITY.to_owned(), Some(503))));
         }
-        let wrong = |reason: &str| Finish::Abort(one_line(reason), Some(400));
-        let (draw, constraint) = match (refusal, sampling.draw(), constraint) {
-            (None, Ok(draw), Ok(constraint)) => (draw, constraint),
-            (Some(reason), ..) => return Some((open, wrong(&reason))),
-            (_, Err(error), _) => return Some((open, wrong(&error.to_string()))),
-            (.., Err(error)) => return Some((open, wrong(&error.to_string()))),
-        };
-        let max_tokens = ends.max_tokens;
-        let turn = session
-            .zip(known.turn)
-            .map(|(session, turn)| (session.id, turn, prompt.clone()));
-        let mut arrival = Arrival {
-            ends,
-            namespace: namespace.map(String::into_boxed_str),
-            adapter: known.adapter,
-            session: turn.as_ref().map(|(_, turn, _)| turn.number),
-            priority,
-            routing_key: routing_key.map(String::into_boxed_str),
-            drafts: settings.speculates,
-            constraint,
-            ..Arrival::new(0, prompt, draw, max_tokens)
-        };
-        if let Some(params) = logprobs {
-            params.ask(&mut arrival);
+        let spec = asked.and_then(|(raw, turn)| {
+            let spec = self.validate(backend, &request, raw, pictures?, &mut open)?;
+            Ok((spec, turn))
+        });
+        match spec {
+            Ok((spec, turn)) => self.hand_on(backend, open, spec, turn),
+            Err(refusal) => Some((open, Finish::Abort(refusal.to_string(), Some(400)))),
         }
-        if let Some(pictures) = pictures {
-            open.image_tokens = pictures.tokens();
-            Draw::attach(pictures, &mut arrival);
+    }
+
+    /// What the engine takes of a request.
+    fn validate(
+        &self,
+        backend: &impl Backend,
+        request: &GenerateRequest,
+        mut raw: RawRequest,
+        pictures: Option<Pictures>,
+        open: &mut Open,
+    ) -> Result<RequestSpec, Refusal> {
+        let settings = &self.settings;
+        if request.reasons {
+            raw.grammar_after.clone_from(&settings.think_end);
         }
+        raw.speculates = settings.speculates;
+        open.image_tokens = pictures.as_ref().map_or(0, Pictures::tokens);
+        raw.pictures = pictures;
+        let spec = self
+            .ingress
+            .validate(raw, |grammar, after| backend.bind(grammar, after))?;
+        open.logprobs = spec.logprobs().cloned().map(OpenLogprobs::new);
+        open.stops = spec.stops().clone();
+        Ok(spec)
+    }
+
+    fn hand_on(
+        &self,
+        backend: &impl Backend,
+        mut open: Open,
+        spec: RequestSpec,
+        turn: Option<(String, Begun)>,
+    ) -> Option<(Open, Finish)> {
+        let prompt = turn.is_some().then(|| spec.prompt().to_vec());
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut state = self.lock();
-        match backend.submit(arrival) {
+        match backend.submit(spec) {
             Ok(id) => {
-                if let Some((name, turn, prompt)) = turn {
+                if let (Some((name, turn)), Some(prompt)) = (turn, prompt) {
                     open.session = Some((name.clone(), turn.number));
                     let replaced = state.sessions.start(&name, &open.rid, turn, (prompt, id));
                     for request in replaced {
@@ -483,39 +511,28 @@ impl State {
 }
 
 fn finish(open: &Open, end: &End) -> Finish {
-    let texts = open.params.stop_strs.texts();
-    match end {
-        End::Length => Finish::Length(open.tokens),
-        End::StopToken(token) => Finish::StopToken(*token),
-        End::StopString { index, .. } => {
-            let text = texts.get(*index as usize).map_or(&[][..], |text| &**text);
-            Finish::StopText(String::from_utf8_lossy(text).into_owned())
-        }
-        End::StopRegex { index } => {
-            let regexes = open.params.stop_regexes.as_deref();
-            let pattern = regexes.and_then(|regexes| regexes.patterns().nth(*index as usize));
-            Finish::StopText(pattern.unwrap_or_default().to_owned())
-        }
-        End::Aborted => Finish::Abort("Aborted".to_owned(), None),
+    match outcome(end, &open.stops) {
+        Outcome::Length => Finish::Length(open.tokens),
+        Outcome::StopToken(token) => Finish::StopToken(token),
+        Outcome::StopString(text) | Outcome::StopRegex(text) => Finish::StopText(text),
+        Outcome::Aborted => Finish::Abort("Aborted".to_owned(), None),
         // As SGLang says it.
-        End::Unready => Finish::Abort("Aborted by AbortReq.".to_owned(), Some(400)),
-        End::Deadline => {
-            let what = if open.admitted.is_some() {
-                "running"
-            } else {
-                "waiting"
+        Outcome::AbortedUnready => Finish::Abort("Aborted by AbortReq.".to_owned(), Some(400)),
+        Outcome::Failed { failure, message } => {
+            let (message, status) = match failure {
+                Failure::Invalid | Failure::Known => (message, 400),
+                Failure::Busy => (message, 503),
+                Failure::Deadline => {
+                    let what = if open.admitted.is_some() {
+                        "running"
+                    } else {
+                        "waiting"
+                    };
+                    (format!("Request {what} timeout reached."), 503)
+                }
+                Failure::Internal => (message, 500),
             };
-            Finish::Abort(format!("Request {what} timeout reached."), Some(503))
+            Finish::Abort(message, Some(status))
         }
-        End::Refused(refusal) => {
-            let status = match refusal {
-                Refusal::QueueFull { .. } => 503,
-                _ => 400,
-            };
-            Finish::Abort(one_line(&refusal.to_string()), Some(status))
-        }
-        End::Displaced => Finish::Abort(one_line(&end.reason().unwrap_or_default()), Some(503)),
-        End::Grammar(reason) => Finish::Abort(one_line(reason), Some(400)),
-        End::Failed(reason) => Finish::Abort(one_line(reason), Some(500)),
     }
 }

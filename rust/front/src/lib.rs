@@ -32,7 +32,7 @@ mod value;
 pub use backend::Backend;
 pub use error::FrontError;
 pub use front::{Front, FrontSettings, Outgoing};
-pub use request::{Decoder, GenerateRequest, Incoming, Params, TextParams};
+pub use request::{Decoder, GenerateRequest, Incoming, TextParams};
 pub use session::SessionParams;
 pub use table::{MessageClass, MessageField};
 pub use times::{TimeStats, TimesTemplate};

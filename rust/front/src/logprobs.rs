@@ -1,10 +1,9 @@
 //! Log-probabilities, from what the runtime brings to the columns of a message.
 
+use pie_ingress::LogprobRows;
 use pie_runtime::{Delta, LogprobParams, PlaceShape};
 
-use crate::msgpack::Value;
 use crate::table::{array, float, nil, uint};
-use crate::value::{WrongValue, flag, integer, token_ids};
 
 /// Fields of a message. With a request that wants log-probabilities in it, all of them are lists, and empty for the others.
 pub(crate) const COLUMNS: [&str; 12] = [
@@ -22,39 +21,11 @@ pub(crate) const COLUMNS: [&str; 12] = [
     "output_token_ids_logprobs_idx",
 ];
 
-/// The fields of a request that ask for log-probabilities, in the order of the class.
-pub(crate) type AskedFields<'a> = [Value<'a>; 4];
-
-/// What a request wants. What has no meaning is a refusal; whether prompt and model have it, is not looked at.
-pub(crate) fn asked(
-    [wanted, start, top, ids]: AskedFields<'_>,
-    original: bool,
-    refusal: &mut Option<String>,
-) -> Result<Option<LogprobParams>, WrongValue> {
-    if !flag("return_logprob", wanted)? {
-        return Ok(None);
-    }
-    let start = integer("logprob_start_len", start)?.unwrap_or(-1);
-    if start < -1 {
-        refusal.get_or_insert(format!(
-            "`logprob_start_len` is {start}, it must be -1, for none of the prompt, or the index of one of its tokens"
-        ));
-    }
-    let top = integer("top_logprobs_num", top)?.unwrap_or(0);
-    Ok(Some(LogprobParams {
-        top_logprobs_num: u32::try_from(top.max(0)).unwrap_or(u32::MAX),
-        token_ids_logprob: token_ids("token_ids_logprob", ids, refusal)?,
-        logprob_start_len: (start >= 0).then(|| u32::try_from(start).unwrap_or(u32::MAX)),
-        original,
-    }))
-}
-
 /// Those of an open request that were not sent yet.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenLogprobs {
-    params: LogprobParams,
-    /// The tokens of the prompt whose log-probabilities are wanted, after one that has none; none once they were sent.
-    prompt: Vec<u32>,
+    /// Their prompt's tokens go once they were sent.
+    rows: LogprobRows,
     prompt_words: Vec<u32>,
     words: Vec<u32>,
     /// The token that would come first, of a request that wants none.
@@ -64,18 +35,19 @@ pub(crate) struct OpenLogprobs {
 }
 
 impl OpenLogprobs {
-    pub(crate) fn new(params: LogprobParams, prompt: &[u32]) -> Self {
-        let start = params
-            .logprob_start_len
-            .map_or(prompt.len(), |start| start as usize);
+    pub(crate) const fn new(rows: LogprobRows) -> Self {
         Self {
-            prompt: prompt[start.min(prompt.len())..].to_vec(),
-            params,
+            rows,
             prompt_words: Vec::new(),
             words: Vec::new(),
             scored: None,
             computed: false,
         }
+    }
+
+    /// Of a request that is refused.
+    pub(crate) fn none() -> Self {
+        Self::new(LogprobRows::new(LogprobParams::default(), &[]))
     }
 
     pub(crate) fn take(&mut self, delta: &Delta) {
@@ -89,14 +61,14 @@ impl OpenLogprobs {
     pub(crate) fn sent(&mut self) {
         self.words.clear();
         if self.computed {
-            self.prompt.clear();
+            self.rows.forget_prompt();
             self.prompt_words = Vec::new();
         }
     }
 
     /// The entry of a column; `tokens` are those of the message.
     pub(crate) fn write(&self, column: &str, tokens: &[u32], bytes: &mut Vec<u8>) {
-        let shape = self.params.shape();
+        let shape = self.rows.params().shape();
         let (of_prompt, rest) = match column.strip_prefix("input_") {
             Some(rest) => (true, rest),
             None => (false, column.trim_start_matches("output_")),
@@ -108,11 +80,17 @@ impl OpenLogprobs {
         let part = Part::of(kind);
         let (words, first) = if of_prompt {
             // What was ended before its prompt was computed has none.
-            let tokens = if self.computed { &self.prompt[..] } else { &[] };
+            let tokens = if self.computed {
+                self.rows.prompt()
+            } else {
+                &[]
+            };
             (&self.prompt_words, tokens)
         } else {
-            let scored = self.scored.as_slice();
-            (&self.words, if tokens.is_empty() { scored } else { tokens })
+            (
+                &self.words,
+                LogprobRows::of_output(tokens, self.scored.as_ref()),
+            )
         };
         if first.is_empty() || part.is_empty(shape) {
             return array(bytes, 0);
@@ -138,7 +116,7 @@ impl OpenLogprobs {
                 (Part::Own, true) => uint(bytes, token.into()),
                 (Part::Own, false) => float(bytes, f32::from_bits(place[0])),
                 (Part::Top, true) => ids(bytes, &place[1..][..shape.top as usize]),
-                (Part::Given, true) => ids(bytes, &self.params.token_ids_logprob),
+                (Part::Given, true) => ids(bytes, &self.rows.params().token_ids_logprob),
                 (Part::Top, false) => floats(
                     bytes,
                     &place[1 + shape.top as usize..][..shape.top as usize],

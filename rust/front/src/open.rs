@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
+use pie_ingress::StopTexts;
 use pie_runtime::{Delta, End, Timeline};
 
 use crate::logprobs::OpenLogprobs;
-use crate::request::{GenerateRequest, Params};
+use crate::request::{GenerateRequest, TextParams};
 
 /// Tokens of the prompt that the detokenizer needs before the first new one.
 const SURROUNDING: usize = 5;
@@ -19,7 +20,10 @@ pub(crate) struct Open {
     pub(crate) session: Option<(String, u64)>,
     /// Those that it wants.
     pub(crate) logprobs: Option<OpenLogprobs>,
-    pub(crate) params: Params,
+    /// By which its end is named.
+    pub(crate) stops: StopTexts,
+    /// How its tokens become text.
+    pub(crate) text: TextParams,
     /// The prompt's last tokens, until they were sent.
     pub(crate) window: Vec<u32>,
     /// How many of them there are.
@@ -70,34 +74,25 @@ pub(crate) struct Pace {
 }
 
 impl Open {
-    pub(crate) fn new(request: GenerateRequest, pace: Pace, thinks: bool) -> (Self, Vec<u32>) {
-        let GenerateRequest {
-            rid,
-            worker,
-            prompt,
-            stream,
-            reasons,
-            logprobs,
-            params,
-            parent,
-            priority,
-            ..
-        } = request;
-        let timeline = parent.map(|parent| {
-            let timeline = Timeline::begin(&rid, Some(parent), prompt.len() as u32, 1);
-            Box::new(timeline.with_priority(priority))
+    /// A request with this prompt. What it wants besides is set once it was validated.
+    pub(crate) fn new(request: &GenerateRequest, prompt: &[u32], pace: Pace, thinks: bool) -> Self {
+        let timeline = request.parent.map(|parent| {
+            let timeline = Timeline::begin(&request.rid, Some(parent), prompt.len() as u32, 1);
+            Box::new(timeline)
         });
         let window = prompt[prompt.len().saturating_sub(SURROUNDING)..].to_vec();
-        let interval = if stream {
-            params.stream_interval.unwrap_or(pace.stream)
+        let interval = if request.stream {
+            request.stream_interval.unwrap_or(pace.stream)
         } else {
             pace.other
         };
-        let open = Self {
-            rid,
-            worker,
+        Self {
+            rid: request.rid.clone(),
+            worker: request.worker.clone(),
             session: None,
-            logprobs: logprobs.map(|params| OpenLogprobs::new(params, &prompt)),
+            logprobs: request.wants_logprobs.then(OpenLogprobs::none),
+            stops: StopTexts::default(),
+            text: request.text,
             surrounding: window.len() as u32,
             window,
             prompt_tokens: prompt.len() as u32,
@@ -113,15 +108,20 @@ impl Open {
             tokens: 0,
             sent: 0,
             interval: interval.max(1),
-            stream,
-            params,
+            stream: request.stream,
             thinking: Thinking {
-                open: reasons && thinks,
+                open: request.reasons && thinks,
                 tokens: 0,
                 tail: Vec::new(),
             },
-        };
-        (open, prompt)
+        }
+    }
+
+    /// Shows a trace its place in the queue.
+    pub(crate) fn set_priority(&mut self, priority: Option<i64>) {
+        let priority = priority.and_then(|priority| i32::try_from(priority).ok());
+        let timeline = self.timeline.take();
+        self.timeline = timeline.map(|timeline| Box::new(timeline.with_priority(priority)));
     }
 
     /// Takes what is new of it, and says whether an output is due.
@@ -200,42 +200,26 @@ impl Thinking {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::TextParams;
-    use pie_runtime::Sampling;
+    use pie_ingress::RawRequest;
 
-    fn request(stream: bool, stream_interval: Option<u32>) -> GenerateRequest {
-        GenerateRequest {
-            media: None,
+    const PROMPT: [u32; 9] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+
+    fn open(stream: bool, stream_interval: Option<u32>, pace: Pace, thinks: bool) -> Open {
+        let request = GenerateRequest {
             rid: "a".into(),
             worker: None,
-            prompt: (0..9).collect(),
             stream,
-            priority: None,
-            routing_key: None,
-            extra_key: None,
+            stream_interval,
             adapter: None,
             session: None,
+            media: None,
             reasons: true,
-            logprobs: None,
+            wants_logprobs: false,
             parent: None,
-            params: Params {
-                max_new_tokens: None,
-                min_new_tokens: 0,
-                stop_token_ids: Vec::new(),
-                stop_strs: pie_runtime::StopStrings::default(),
-                stop_regexes: None,
-                grammar: None,
-                ignore_eos: false,
-                sampling: Sampling::default(),
-                text: TextParams {
-                    skip_special_tokens: true,
-                    spaces_between_special_tokens: true,
-                    no_stop_trim: false,
-                },
-                stream_interval,
-            },
-            refusal: None,
-        }
+            text: TextParams::default(),
+            asked: Ok(RawRequest::new("a".into(), PROMPT.into())),
+        };
+        Open::new(&request, &PROMPT, pace, thinks)
     }
 
     fn delta(tokens: &[u32], held_bytes: u32) -> Delta {
@@ -274,11 +258,11 @@ mod tests {
             stream: 1,
             other: 50,
         };
-        let mut each = Open::new(request(true, None), pace, false).0;
+        let mut each = open(true, None, pace, false);
         assert_eq!(dues(&mut each, 4), [1, 2, 3, 4]);
-        let mut third = Open::new(request(true, Some(3)), pace, false).0;
+        let mut third = open(true, Some(3), pace, false);
         assert_eq!(dues(&mut third, 8), [1, 4, 7]);
-        let mut whole = Open::new(request(false, None), pace, false).0;
+        let mut whole = open(false, None, pace, false);
         assert_eq!(dues(&mut whole, 120), [50, 100]);
     }
 
@@ -288,8 +272,8 @@ mod tests {
             stream: 1,
             other: 50,
         };
-        let (mut open, prompt) = Open::new(request(true, None), pace, false);
-        assert_eq!((prompt.len(), &open.window[..]), (9, &[4, 5, 6, 7, 8][..]));
+        let mut open = open(true, None, pace, false);
+        assert_eq!(open.window, PROMPT[4..]);
         assert!(!open.take(&delta(&[1], 2), &[]));
         assert!(open.take(&delta(&[2], 0), &[]));
         assert_eq!(open.pending, [1, 2]);
@@ -303,12 +287,12 @@ mod tests {
             stream: 1,
             other: 50,
         };
-        let mut open = Open::new(request(true, None), pace, true).0;
-        open.take(&delta(&[7, 8, 7], 0), &[7, 9]);
-        assert_eq!(open.reasoning_tokens(), 3);
-        open.take(&delta(&[9, 1, 2], 0), &[7, 9]);
-        assert_eq!(open.reasoning_tokens(), 4);
-        let mut plain = Open::new(request(true, None), pace, false).0;
+        let mut thinks = open(true, None, pace, true);
+        thinks.take(&delta(&[7, 8, 7], 0), &[7, 9]);
+        assert_eq!(thinks.reasoning_tokens(), 3);
+        thinks.take(&delta(&[9, 1, 2], 0), &[7, 9]);
+        assert_eq!(thinks.reasoning_tokens(), 4);
+        let mut plain = open(true, None, pace, false);
         plain.take(&delta(&[7, 9], 0), &[7, 9]);
         assert_eq!(plain.reasoning_tokens(), 0);
     }

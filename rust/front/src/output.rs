@@ -127,13 +127,13 @@ impl OutputEncoder {
             "read_offsets" => list(&|entry, bytes| uint(bytes, entry.open.surrounding.into())),
             "output_ids" => list(&|entry, bytes| tokens(bytes, entry.open.pending.iter())),
             "skip_special_tokens" => {
-                list(&|entry, bytes| boolean(bytes, entry.open.params.text.skip_special_tokens));
+                list(&|entry, bytes| boolean(bytes, entry.open.text.skip_special_tokens));
             }
             "spaces_between_special_tokens" => list(&|entry, bytes| {
-                boolean(bytes, entry.open.params.text.spaces_between_special_tokens);
+                boolean(bytes, entry.open.text.spaces_between_special_tokens);
             }),
             "no_stop_trim" => {
-                list(&|entry, bytes| boolean(bytes, entry.open.params.text.no_stop_trim));
+                list(&|entry, bytes| boolean(bytes, entry.open.text.no_stop_trim));
             }
             "prompt_tokens" => list(&|entry, bytes| uint(bytes, entry.open.prompt_tokens.into())),
             "reasoning_tokens" => {

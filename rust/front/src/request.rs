@@ -2,36 +2,28 @@
 
 use std::sync::Arc;
 
-use pie_runtime::{Grammar, LogprobParams, Sampling, StopRegexes, StopStrings, TraceParent};
+use pie_ingress::{Ingress, RawLogprobs, RawRequest, Refusal};
+use pie_runtime::{Grammar, Sampling, TraceParent};
 
-use crate::error::{FrontError, one_line};
-use crate::logprobs;
+use crate::error::FrontError;
 use crate::msgpack::Value;
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::trace;
 use crate::unserved::{REQUEST, Refusals, SAMPLING};
-use crate::value::{
-    WrongValue, flag, integer, number, optional_text, pickle, texts, token_ids, wrong,
-};
+use crate::value::{flag, integer, number, optional_text, pickle, wrong};
 
 /// `TokenizedGenerateReqInput`, as far as it is served.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct GenerateRequest {
     /// Its name, unique among those that have not ended.
     pub rid: String,
     /// Which of several HTTP workers asked; every output carries it.
     pub worker: Option<String>,
-    /// Tokens of the prompt.
-    pub prompt: Vec<u32>,
     /// Whether it wants every token as it comes.
     pub stream: bool,
-    /// Its place in the queue.
-    pub priority: Option<i32>,
-    /// For the policy of that name.
-    pub routing_key: Option<String>,
-    /// Requests of different ones share no prefix.
-    pub extra_key: Option<String>,
+    /// Tokens from one output of a stream to the next.
+    pub stream_interval: Option<u32>,
     /// The tokenizer manager's name of the adapter.
     pub adapter: Option<String>,
     /// The session in which it goes on.
@@ -40,62 +32,14 @@ pub struct GenerateRequest {
     pub media: Option<Box<[u8]>>,
     /// Whether the model thinks first: tokens up to the end of it are counted.
     pub reasons: bool,
-    /// Which log-probabilities it wants.
-    pub logprobs: Option<LogprobParams>,
+    /// Whether it wants log-probabilities: then its answer has lists of them, though it is refused.
+    pub wants_logprobs: bool,
     /// The span of the tokenizer manager, if it is traced.
     pub parent: Option<TraceParent>,
-    /// What it asks of each token, and when it ends.
-    pub params: Params,
-    /// Why it cannot be served, for the client.
-    pub refusal: Option<String>,
-}
-
-impl GenerateRequest {
-    /// One that asks for nothing but an answer that says why not.
-    fn refused(rid: String, worker: Option<String>, reason: String) -> Self {
-        Self {
-            rid,
-            worker,
-            prompt: Vec::new(),
-            stream: false,
-            priority: None,
-            routing_key: None,
-            extra_key: None,
-            adapter: None,
-            session: None,
-            media: None,
-            reasons: false,
-            logprobs: None,
-            parent: None,
-            params: Params::default(),
-            refusal: Some(reason),
-        }
-    }
-}
-
-/// `SamplingParams`, as far as they are served.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Params {
-    /// Most tokens; `None` for as many as there is room for.
-    pub max_new_tokens: Option<u32>,
-    /// Tokens before which no stop token may come.
-    pub min_new_tokens: u32,
-    /// They end it, besides the model's own.
-    pub stop_token_ids: Vec<u32>,
-    /// Texts that end it.
-    pub stop_strs: StopStrings,
-    /// Expressions that end it.
-    pub stop_regexes: Option<Arc<StopRegexes>>,
-    /// What its text must be.
-    pub grammar: Option<Grammar>,
-    /// No token ends it.
-    pub ignore_eos: bool,
-    /// How tokens are drawn.
-    pub sampling: Sampling,
     /// How tokens become text.
     pub text: TextParams,
-    /// Tokens from one output of a stream to the next.
-    pub stream_interval: Option<u32>,
+    /// What it asks of the engine, or why it cannot be served, for the client.
+    pub asked: Result<RawRequest, Refusal>,
 }
 
 /// What the detokenizer needs of it.
@@ -110,7 +54,7 @@ pub struct TextParams {
 }
 
 /// What the tokenizer manager says.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub enum Incoming {
     /// Requests; several of them in one message are in their order. In the place of one that has no name, by which it could be
     /// answered, is what is wrong with it.
@@ -172,17 +116,19 @@ pub struct Decoder {
     abort: AbortPlaces,
     refused_requests: Refusals,
     refused_params: Refusals,
+    ingress: Arc<Ingress>,
     original_logprobs: bool,
     traces: bool,
 }
 
 impl Decoder {
-    /// `original_logprobs`: log-probabilities are those before the temperature. `traces`: read which spans requests are part of.
+    /// `ingress` has the limits of lists and names. `original_logprobs`: log-probabilities are those before the temperature. `traces`: read which spans requests are part of.
     ///
     /// # Errors
     /// [`FrontError`] if a class is missing, or lacks a field that is read.
     pub fn new(
         classes: &[MessageClass],
+        ingress: Arc<Ingress>,
         original_logprobs: bool,
         traces: bool,
     ) -> Result<Self, FrontError> {
@@ -198,6 +144,7 @@ impl Decoder {
             abort: AbortPlaces::new(classes)?,
             refused_requests: Refusals::new(REQUEST, place("TokenizedGenerateReqInput")?),
             refused_params: Refusals::new(SAMPLING, place("SamplingParams")?),
+            ingress,
             original_logprobs,
             traces,
         })
@@ -258,13 +205,19 @@ impl Decoder {
                     .collect(),
             ),
             other => {
-                let error = wrong("batch", other, "a list").to_string();
-                let error = if is_whole { error } else { CUT.to_owned() };
+                let error = wrong("batch", other, "a list");
+                let error = if is_whole {
+                    error
+                } else {
+                    Refusal::Other(CUT.to_owned())
+                };
                 let named: Vec<_> = std::iter::from_fn(name).collect();
                 if named.is_empty() {
-                    return Incoming::Unreadable(error);
+                    return Incoming::Unreadable(error.to_string());
                 }
-                let refused = named.into_iter().map(|name| refused(Some(name), &error));
+                let refused = named
+                    .into_iter()
+                    .map(|name| refused(Some(name), error.clone()));
                 Incoming::Generate(refused.collect())
             }
         }
@@ -285,104 +238,103 @@ impl Decoder {
             Err(error) => return refused(name, error),
         };
         if !is_whole {
-            return refused(Some(rid), CUT);
+            return refused(Some(rid), Refusal::Other(CUT.to_owned()));
         }
-        let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc));
-        let known = worker.clone().ok().flatten();
-        let request = worker.and_then(|worker| self.whole_request(fields, &rid, worker));
-        Ok(request.unwrap_or_else(|error| GenerateRequest::refused(rid, known, error.to_string())))
+        let mut request = GenerateRequest::refused(rid, Refusal::Other(String::new()));
+        request.asked = self.read(fields, &mut request);
+        Ok(request)
     }
 
-    fn whole_request(
+    /// Reads what is about a request's way first, so that it is known of one that is refused, too: media, for example, lie in
+    /// memory that is freed when they are read.
+    fn read(
         &self,
         fields: &Fields<'_>,
-        rid: &str,
-        worker: Option<String>,
-    ) -> Result<GenerateRequest, WrongValue> {
+        request: &mut GenerateRequest,
+    ) -> Result<RawRequest, Refusal> {
         let at = &self.request;
+        let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc));
+        request.worker = worker?;
+        let media = pickle("mm_inputs", fields.get(at.mm_inputs));
+        request.media = media?.map(Into::into);
+        let wants_logprobs = fields.get(at.return_logprob);
+        request.wants_logprobs = !matches!(wants_logprobs, Value::Nil | Value::Flag(false));
+        request.parent = self.parent(fields)?;
+        request.stream = flag("stream", fields.get(at.stream))?;
         let params = match fields.get(at.sampling_params) {
             Value::List(params) => Fields::of_items(params),
             other => return Err(wrong("sampling_params", other, "a list")),
         };
-        let mut refusal = self.refused_requests.find(fields);
-        refusal = refusal.or_else(|| self.refused_params.find(&params));
-        let prompt = match tokens("input_ids", fields.get(at.input_ids)) {
-            Ok(prompt) => prompt,
-            Err(reason) => {
-                refusal.get_or_insert(reason);
-                Vec::new()
-            }
+        let unserved = self.refused_requests.find(fields);
+        if let Some(reason) = unserved.or_else(|| self.refused_params.find(&params)) {
+            return Err(Refusal::Other(reason));
+        }
+        request.adapter = self.name("lora_id", fields.get(at.lora_id))?;
+        request.session = self.session(fields.get(at.session_params))?;
+        request.reasons = flag("require_reasoning", fields.get(at.require_reasoning))?;
+        request.text = self.text(&params)?;
+        request.stream_interval = interval(params.get(self.params.stream_interval))?;
+        let raw = RawRequest::new(request.rid.clone(), self.prompt(fields.get(at.input_ids))?);
+        let raw = RawRequest {
+            priority: integer("priority", fields.get(at.priority))?,
+            routing_key: self.name("routing_key", fields.get(at.routing_key))?,
+            extra_key: self.name("extra_key", fields.get(at.extra_key))?,
+            logprobs: self.logprobs(fields)?,
+            ..raw
         };
-        let asked = [
-            at.return_logprob,
-            at.logprob_start_len,
-            at.top_logprobs_num,
-            at.token_ids_logprob,
-        ]
-        .map(|place| fields.get(place));
-        Ok(GenerateRequest {
-            rid: rid.to_owned(),
-            worker,
-            prompt,
-            stream: flag("stream", fields.get(at.stream))?,
-            priority: integer("priority", fields.get(at.priority))?
-                .map(|value| value.clamp(i32::MIN.into(), i32::MAX.into()) as i32),
-            routing_key: optional_text("routing_key", fields.get(at.routing_key))?,
-            extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
-            adapter: optional_text("lora_id", fields.get(at.lora_id))?,
-            session: self.session(fields.get(at.session_params))?,
-            media: pickle("mm_inputs", fields.get(at.mm_inputs))?.map(Into::into),
-            reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
-            logprobs: logprobs::asked(asked, self.original_logprobs, &mut refusal)?,
-            parent: self.parent(fields)?,
-            params: self.params(&params, &mut refusal)?,
-            refusal,
+        self.sampled(&params, raw)
+    }
+
+    /// With what stands in `SamplingParams`.
+    fn sampled(&self, fields: &Fields<'_>, raw: RawRequest) -> Result<RawRequest, Refusal> {
+        let at = &self.params;
+        let ignore_eos = flag("ignore_eos", fields.get(at.ignore_eos))?;
+        let stop_token_ids = self.integers("stop_token_ids", fields.get(at.stop_token_ids))?;
+        let count = |name, place: usize| integer(name, fields.get(place));
+        Ok(RawRequest {
+            max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
+            min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
+            // As with SGLang, no token ends a request that ignores the model's own.
+            stop_token_ids: if ignore_eos {
+                Vec::new()
+            } else {
+                stop_token_ids
+            },
+            ignore_eos,
+            stop: self.texts("stop", "stop_strings", fields.get(at.stop_strs))?,
+            stop_regex: self.texts("stop_regex", "stop_regexes", fields.get(at.stop_regex_strs))?,
+            grammar: self.grammar(fields)?,
+            sampling: self.sampling(fields)?,
+            logit_bias: self.biases(fields.get(at.logit_bias))?,
+            ..raw
         })
     }
 
-    fn params(
-        &self,
-        fields: &Fields<'_>,
-        refusal: &mut Option<String>,
-    ) -> Result<Params, WrongValue> {
+    fn sampling(&self, fields: &Fields<'_>) -> Result<Sampling, Refusal> {
         let at = &self.params;
-        let count = |name, place: usize| -> Result<Option<u32>, WrongValue> {
-            let value = integer(name, fields.get(place))?;
-            Ok(value.map(|value| value.clamp(0, u32::MAX.into()) as u32))
-        };
         let real = |name, place: usize, default: f64| match fields.get(place) {
-            Value::Nil => Ok(default),
-            value => number(value).ok_or_else(|| wrong(name, value, "a number")),
+            Value::Nil => Ok(default as f32),
+            value => number(value)
+                .map(|value| value as f32)
+                .ok_or_else(|| wrong(name, value, "a number")),
         };
         let seed = integer("sampling_seed", fields.get(at.sampling_seed))?;
-        let sampling = Sampling {
-            temperature: real("temperature", at.temperature, 1.0)? as f32,
-            top_k: integer("top_k", fields.get(at.top_k))?.map_or(-1, all_tokens),
-            top_p: real("top_p", at.top_p, 1.0)? as f32,
-            min_p: real("min_p", at.min_p, 0.0)? as f32,
+        Ok(Sampling {
+            temperature: real("temperature", at.temperature, 1.0)?,
+            top_k: integer("top_k", fields.get(at.top_k))?.unwrap_or(-1),
+            top_p: real("top_p", at.top_p, 1.0)?,
+            min_p: real("min_p", at.min_p, 0.0)?,
             seed: seed.map(fold_seed),
-            frequency_penalty: real("frequency_penalty", at.frequency_penalty, 0.0)? as f32,
-            presence_penalty: real("presence_penalty", at.presence_penalty, 0.0)? as f32,
-            repetition_penalty: real("repetition_penalty", at.repetition_penalty, 1.0)? as f32,
-            logit_bias: biases(fields.get(at.logit_bias), refusal)?,
-        };
-        Ok(Params {
-            max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
-            min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
-            stop_token_ids: token_ids("stop_token_ids", fields.get(at.stop_token_ids), refusal)?,
-            stop_strs: self.stop_strings(fields, refusal)?,
-            stop_regexes: self.stop_regexes(fields, refusal)?,
-            grammar: self.grammar(fields, refusal)?,
-            ignore_eos: flag("ignore_eos", fields.get(at.ignore_eos))?,
-            sampling,
-            text: self.text(fields)?,
-            stream_interval: count("stream_interval", at.stream_interval)?,
+            frequency_penalty: real("frequency_penalty", at.frequency_penalty, 0.0)?,
+            presence_penalty: real("presence_penalty", at.presence_penalty, 0.0)?,
+            repetition_penalty: real("repetition_penalty", at.repetition_penalty, 1.0)?,
+            logit_bias: Vec::new(),
         })
     }
 }
 
 impl Decoder {
-    fn parent(&self, fields: &Fields<'_>) -> Result<Option<TraceParent>, WrongValue> {
+    fn parent(&self, fields: &Fields<'_>) -> Result<Option<TraceParent>, Refusal> {
         if !self.traces {
             return Ok(None);
         }
@@ -390,43 +342,65 @@ impl Decoder {
         Ok(stats.and_then(trace::parent))
     }
 
-    fn stop_strings(
+    /// A name that a client chose.
+    fn name(&self, field: &'static str, value: Value<'_>) -> Result<Option<String>, Refusal> {
+        let name = optional_text(field, value)?;
+        let checked = name
+            .as_deref()
+            .map(|name| self.ingress.check_name(field, name));
+        checked.transpose()?;
+        Ok(name)
+    }
+
+    /// A list of texts.
+    fn texts(
         &self,
-        fields: &Fields<'_>,
-        refusal: &mut Option<String>,
-    ) -> Result<StopStrings, WrongValue> {
-        let texts = texts("stop", fields.get(self.params.stop_strs))?;
-        let strings = StopStrings::new(texts.into_iter().map(String::into_bytes));
-        Ok(strings.unwrap_or_else(|error| {
-            refusal.get_or_insert(error.to_string());
-            StopStrings::default()
+        field: &'static str,
+        limit: &'static str,
+        value: Value<'_>,
+    ) -> Result<Vec<String>, Refusal> {
+        let values = match value {
+            Value::Nil => return Ok(Vec::new()),
+            Value::List(values) => values,
+            other => return Err(wrong(field, other, "a list of texts")),
+        };
+        self.ingress.limits().check(field, limit, values.count())?;
+        values
+            .filter_map(|value| optional_text(field, value).transpose())
+            .collect()
+    }
+
+    /// A list of integers, as many as the limit of the field's name allows.
+    fn integers(&self, field: &'static str, value: Value<'_>) -> Result<Vec<i64>, Refusal> {
+        let values = match value {
+            Value::Nil => return Ok(Vec::new()),
+            Value::List(values) => values,
+            other => return Err(wrong(field, other, "a list")),
+        };
+        self.ingress.limits().check(field, field, values.count())?;
+        let integer =
+            |value| integer(field, value)?.ok_or_else(|| wrong(field, value, "a list of integers"));
+        values.map(integer).collect()
+    }
+
+    /// The fields that ask for log-probabilities.
+    fn logprobs(&self, fields: &Fields<'_>) -> Result<Option<RawLogprobs>, Refusal> {
+        let at = &self.request;
+        if !flag("return_logprob", fields.get(at.return_logprob))? {
+            return Ok(None);
+        }
+        let number = |name, place: usize| integer(name, fields.get(place));
+        Ok(Some(RawLogprobs {
+            top_logprobs_num: number("top_logprobs_num", at.top_logprobs_num)?.unwrap_or(0),
+            token_ids_logprob: self
+                .integers("token_ids_logprob", fields.get(at.token_ids_logprob))?,
+            logprob_start_len: number("logprob_start_len", at.logprob_start_len)?.unwrap_or(-1),
+            original: self.original_logprobs,
         }))
     }
 
-    fn stop_regexes(
-        &self,
-        fields: &Fields<'_>,
-        refusal: &mut Option<String>,
-    ) -> Result<Option<Arc<StopRegexes>>, WrongValue> {
-        let patterns = texts("stop_regex", fields.get(self.params.stop_regex_strs))?;
-        if patterns.is_empty() {
-            return Ok(None);
-        }
-        match StopRegexes::new(&patterns) {
-            Ok(regexes) => Ok(Some(Arc::new(regexes))),
-            Err(error) => {
-                refusal.get_or_insert(one_line(&error.to_string()));
-                Ok(None)
-            }
-        }
-    }
-
     /// The one grammar that there is.
-    fn grammar(
-        &self,
-        fields: &Fields<'_>,
-        refusal: &mut Option<String>,
-    ) -> Result<Option<Grammar>, WrongValue> {
+    fn grammar(&self, fields: &Fields<'_>) -> Result<Option<Grammar>, Refusal> {
         type Kind = fn(Box<str>) -> Grammar;
         let at = &self.params;
         let kinds: [(&'static str, usize, Kind); 4] = [
@@ -442,28 +416,28 @@ impl Decoder {
                 continue;
             };
             if found.is_some() {
-                refusal.get_or_insert(format!(
+                return Err(Refusal::Other(format!(
                     "`{name}` is set, and another grammar is, too: keep one of json_schema, regex, ebnf and structural_tag"
-                ));
+                )));
             }
             found = Some(kind(text.into()));
         }
         Ok(found)
     }
 
-    fn session(&self, value: Value<'_>) -> Result<Option<SessionParams>, WrongValue> {
+    fn session(&self, value: Value<'_>) -> Result<Option<SessionParams>, Refusal> {
         let fields = match value {
             Value::Nil => return Ok(None),
             Value::List(fields) => Fields::of_items(fields),
             other => return Err(wrong("session_params", other, "a list")),
         };
         let at = &self.session;
-        let Some(id) = optional_text("session_params.id", fields.get(at.id))? else {
+        let Some(id) = self.name("session_params.id", fields.get(at.id))? else {
             return Ok(None);
         };
         Ok(Some(SessionParams {
             id,
-            rid: optional_text("session_params.rid", fields.get(at.rid))?,
+            rid: self.name("session_params.rid", fields.get(at.rid))?,
             offset: integer("session_params.offset", fields.get(at.offset))?.unwrap_or(0),
             replace: flag("session_params.replace", fields.get(at.replace))?,
             drops_output: flag(
@@ -473,7 +447,7 @@ impl Decoder {
         }))
     }
 
-    fn text(&self, fields: &Fields<'_>) -> Result<TextParams, WrongValue> {
+    fn text(&self, fields: &Fields<'_>) -> Result<TextParams, Refusal> {
         let at = &self.params;
         let spaces = fields.get(at.spaces_between_special_tokens);
         Ok(TextParams {
@@ -482,76 +456,90 @@ impl Decoder {
             no_stop_trim: flag("no_stop_trim", fields.get(at.no_stop_trim))?,
         })
     }
+
+    /// Tokens and what is added to their logits, from a map by the tokens' digits, as in `OpenAI`'s API.
+    fn biases(&self, value: Value<'_>) -> Result<Vec<(i64, f32)>, Refusal> {
+        const FIELD: &str = "logit_bias";
+        let entries = match value {
+            Value::Nil => return Ok(Vec::new()),
+            Value::Map(entries) => entries,
+            other => return Err(wrong(FIELD, other, "a map")),
+        };
+        self.ingress
+            .limits()
+            .check(FIELD, FIELD, entries.count() / 2)?;
+        let bias = |(token, bias): (Value<'_>, Value<'_>)| {
+            let token = match token {
+                Value::Text(text) => self
+                    .ingress
+                    .token_of_text(FIELD, &String::from_utf8_lossy(text))?,
+                Value::Integer(token) => token,
+                other => return Err(wrong(FIELD, other, "a map from ids of tokens")),
+            };
+            let bias = number(bias).ok_or_else(|| wrong(FIELD, bias, "a map to numbers"))?;
+            Ok((token, bias as f32))
+        };
+        entries.pairs().map(bias).collect()
+    }
+
+    fn prompt(&self, value: Value<'_>) -> Result<Vec<u32>, Refusal> {
+        const FIELD: &str = "input_ids";
+        let parts = match value {
+            Value::List(mut parts) => [parts.next(), parts.next(), parts.next()],
+            _ => [None; 3],
+        };
+        let [Some(Value::Text(kind)), Some(Value::Binary(bytes)), None] = parts else {
+            return Err(Refusal::Other(format!(
+                "the request has no `{FIELD}`: send a text or tokens"
+            )));
+        };
+        let (numbers, rest) = bytes.as_chunks::<8>();
+        if kind != b"q" || !rest.is_empty() {
+            return Err(Refusal::Other(format!("`{FIELD}` are no 64-bit integers")));
+        }
+        let token = |bytes: &[u8; 8]| self.ingress.token_id(FIELD, i64::from_le_bytes(*bytes));
+        numbers.iter().map(token).collect()
+    }
 }
 
 /// What is wrong with a message that ends too early, or holds what `MessagePack` does not know.
 const CUT: &str = "the message is cut off, or holds what is not MessagePack";
-/// How the tokenizer manager says that all tokens are kept.
-const ALL_TOKENS: i64 = 1 << 30;
-
-const fn all_tokens(top_k: i64) -> i64 {
-    if top_k >= ALL_TOKENS { -1 } else { top_k }
-}
 
 /// The driver's seeds are from 0 to 2⁶³ - 1. Negative ones are brought there, so that the same seed is always the same.
 const fn fold_seed(seed: i64) -> u64 {
     seed as u64 & i64::MAX as u64
 }
 
-/// Tokens and what is added to their logits, from a map by the tokens' digits, as in `OpenAI`'s API.
-fn biases(value: Value<'_>, refusal: &mut Option<String>) -> Result<Vec<(u32, f32)>, WrongValue> {
-    let entries = match value {
-        Value::Nil => return Ok(Vec::new()),
-        Value::Map(entries) => entries,
-        other => return Err(wrong("logit_bias", other, "a map")),
-    };
-    let mut biases = Vec::new();
-    for (token, bias) in entries.pairs() {
-        let id = match token {
-            Value::Text(text) => str::from_utf8(text).ok().and_then(|text| text.parse().ok()),
-            Value::Integer(id) => u32::try_from(id).ok(),
-            _ => None,
-        };
-        match (id, number(bias)) {
-            (Some(id), Some(bias)) => biases.push((id, bias as f32)),
-            _ => {
-                refusal.get_or_insert(format!(
-                    "`logit_bias` has {token}: {bias}, send ids of tokens and numbers"
-                ));
-            }
+/// Tokens from one output to the next; fewer than one is one.
+fn interval(value: Value<'_>) -> Result<Option<u32>, Refusal> {
+    let interval = integer("stream_interval", value)?;
+    Ok(interval.map(|interval| interval.clamp(1, u32::MAX.into()) as u32))
+}
+
+impl GenerateRequest {
+    /// One that asks for nothing but an answer that says why not.
+    fn refused(rid: String, reason: Refusal) -> Self {
+        Self {
+            rid,
+            worker: None,
+            stream: false,
+            stream_interval: None,
+            adapter: None,
+            session: None,
+            media: None,
+            reasons: false,
+            wants_logprobs: false,
+            parent: None,
+            text: TextParams::default(),
+            asked: Err(reason),
         }
     }
-    Ok(biases)
 }
 
 /// A request that cannot be read: refused, if it has a name to be answered by.
-fn refused(name: Option<String>, error: impl ToString) -> Result<GenerateRequest, String> {
-    let error = error.to_string();
+fn refused(name: Option<String>, error: Refusal) -> Result<GenerateRequest, String> {
     match name {
-        Some(rid) => Ok(GenerateRequest::refused(rid, None, error)),
-        None => Err(error),
+        Some(rid) => Ok(GenerateRequest::refused(rid, error)),
+        None => Err(error.to_string()),
     }
-}
-
-/// A prompt, or why it is none; for the client.
-fn tokens(field: &str, value: Value<'_>) -> Result<Vec<u32>, String> {
-    let parts = match value {
-        Value::List(mut parts) => [parts.next(), parts.next(), parts.next()],
-        _ => [None; 3],
-    };
-    let [Some(Value::Text(kind)), Some(Value::Binary(bytes)), None] = parts else {
-        return Err(format!(
-            "the request has no `{field}`: send a text or tokens"
-        ));
-    };
-    let (numbers, rest) = bytes.as_chunks::<8>();
-    if kind != b"q" || !rest.is_empty() {
-        return Err(format!("`{field}` are no 64-bit integers"));
-    }
-    let token = |(at, bytes): (usize, &[u8; 8])| {
-        let token = i64::from_le_bytes(*bytes);
-        u32::try_from(token)
-            .map_err(|_| format!("token {token} at {at} of `{field}` is not in the vocabulary"))
-    };
-    numbers.iter().enumerate().map(token).collect()
 }

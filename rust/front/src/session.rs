@@ -20,6 +20,9 @@ pub struct SessionParams {
     pub drops_output: bool,
 }
 
+/// What a turn takes besides its tokens, in tokens.
+const TURN_TOKENS: usize = 64;
+
 /// All open sessions.
 #[derive(Debug, Default)]
 pub(crate) struct Sessions {
@@ -111,6 +114,17 @@ impl Sessions {
         self.open
             .get(id)
             .is_some_and(|session| session.number == number)
+    }
+
+    /// Tokens that the turns of a session hold together; one that holds few counts for some more.
+    pub(crate) fn tokens(&self, id: &str) -> u64 {
+        let turns = self.open.get(id).map(|session| session.turns.values());
+        let tokens = |turn: &Turn| TURN_TOKENS + turn.prompt.len() + turn.output.len();
+        turns
+            .into_iter()
+            .flatten()
+            .map(|turn| tokens(turn) as u64)
+            .sum()
     }
 
     /// How many are open.

@@ -1,65 +1,18 @@
 //! What a field of a message is, or why it is not what it should be.
 
-use thiserror::Error;
+use pie_ingress::Refusal;
 
 use crate::msgpack::Value;
 
-/// A field with a value that it cannot have.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`{field}` is {found}, it must be {wanted}")]
-pub(crate) struct WrongValue {
-    pub(crate) field: &'static str,
-    /// The beginning of what it looks like.
-    found: String,
-    /// What it may be.
-    wanted: &'static str,
-}
-
-pub(crate) fn wrong(field: &'static str, value: Value<'_>, wanted: &'static str) -> WrongValue {
-    WrongValue {
-        field,
-        found: value.to_string(),
-        wanted,
-    }
-}
-
-/// A list of tokens, or none. What is no token is a refusal.
-pub(crate) fn token_ids(
-    field: &'static str,
-    value: Value<'_>,
-    refusal: &mut Option<String>,
-) -> Result<Vec<u32>, WrongValue> {
-    let values = match value {
-        Value::Nil => return Ok(Vec::new()),
-        Value::List(values) => values,
-        other => return Err(wrong(field, other, "a list")),
-    };
-    let mut tokens = Vec::new();
-    for value in values {
-        if let Some(Ok(token)) = integer(field, value)?.map(u32::try_from) {
-            tokens.push(token);
-        } else {
-            refusal.get_or_insert_with(|| format!("`{field}` has {value}, which is no token"));
-        }
-    }
-    Ok(tokens)
-}
-
-pub(crate) fn texts(field: &'static str, value: Value<'_>) -> Result<Vec<String>, WrongValue> {
-    match value {
-        Value::Nil => Ok(Vec::new()),
-        Value::List(values) => values
-            .filter_map(|value| optional_text(field, value).transpose())
-            .filter(|text| !matches!(text, Ok(text) if text.is_empty()))
-            .collect(),
-        other => Err(wrong(field, other, "a list of texts")),
-    }
+/// The refusal of a field with a value that it cannot have.
+pub(crate) fn wrong(field: &'static str, value: Value<'_>, wanted: &'static str) -> Refusal {
+    Refusal::Other(format!("`{field}` is {value}, it must be {wanted}"))
 }
 
 pub(crate) fn optional_text(
     field: &'static str,
     value: Value<'_>,
-) -> Result<Option<String>, WrongValue> {
+) -> Result<Option<String>, Refusal> {
     match value {
         Value::Nil => Ok(None),
         Value::Text(text) => match str::from_utf8(text) {
@@ -74,7 +27,7 @@ pub(crate) fn optional_text(
 pub(crate) fn pickle<'v>(
     field: &'static str,
     value: Value<'v>,
-) -> Result<Option<&'v [u8]>, WrongValue> {
+) -> Result<Option<&'v [u8]>, Refusal> {
     let mut parts = match value {
         Value::Nil => return Ok(None),
         Value::List(parts) => parts,
@@ -88,7 +41,7 @@ pub(crate) fn pickle<'v>(
     }
 }
 
-pub(crate) fn flag(field: &'static str, value: Value<'_>) -> Result<bool, WrongValue> {
+pub(crate) fn flag(field: &'static str, value: Value<'_>) -> Result<bool, Refusal> {
     match value {
         Value::Nil => Ok(false),
         Value::Flag(value) => Ok(value),
@@ -100,7 +53,7 @@ pub(crate) fn flag(field: &'static str, value: Value<'_>) -> Result<bool, WrongV
 const LARGEST_WHOLE: f64 = (1u64 << 53) as f64;
 
 /// An integer; one that is larger than any is the largest.
-pub(crate) fn integer(field: &'static str, value: Value<'_>) -> Result<Option<i64>, WrongValue> {
+pub(crate) fn integer(field: &'static str, value: Value<'_>) -> Result<Option<i64>, Refusal> {
     match value {
         Value::Nil => Ok(None),
         Value::Integer(value) => Ok(Some(value)),

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing};
+use pie_ingress::RequestSpec;
 use pie_runtime::{
-    Arrival, Constrain, Delta, Draw, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler,
-    TraceParent, Unbindable,
+    Constrain, Delta, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler, TraceParent,
+    Unbindable,
 };
 use proptest::prelude::*;
 use rmpv::Value;
@@ -129,7 +130,7 @@ fn what_is_not_served_is_refused_by_name() {
         ),
         (
             plain(&[("logit_bias", Value::Map(vec![("x".into(), 1.0.into())]))]),
-            "`logit_bias` has",
+            "token \"x\" of `logit_bias` is not in the vocabulary",
         ),
         (
             plain(&[("json_schema", "{}".into()), ("ebnf", "a".into())]),
@@ -145,18 +146,44 @@ fn what_is_not_served_is_refused_by_name() {
         ),
         (
             plain(&[("stop_token_ids", Value::Array(vec![Value::from(-1)]))]),
-            "`stop_token_ids` has -1",
+            "token -1 of `stop_token_ids` is not in the vocabulary",
         ),
         (
             generate("a", &[1], &[("return_sampling_mask", true.into())], &[]),
             "`return_sampling_mask`",
         ),
+        (
+            plain(&[("stop_strs", Value::Array(vec!["x".into(); 2000]))]),
+            "`stop` has 2000 strings, 1024 is the most: send fewer, or raise the request limit `stop_strings`",
+        ),
+        (
+            plain(&[("stop_token_ids", Value::Array(vec![1.into(); 5000]))]),
+            "`stop_token_ids` has 5000 tokens, 4096 is the most",
+        ),
+        (
+            plain(&[
+                ("max_new_tokens", 4.into()),
+                ("min_new_tokens", u64::MAX.into()),
+            ]),
+            "and at most 4 are asked for: min_new_tokens must not exceed max_new_tokens",
+        ),
+        (
+            generate("a", &[1], &[("extra_key", "x".repeat(2000).into())], &[]),
+            "`extra_key` has 2000 bytes, 1024 is the most",
+        ),
+        (
+            generate("a", &[1], &[("priority", (1_i64 << 40).into())], &[]),
+            "priority is 1099511627776, it must be from",
+        ),
         (generate("a", &[], &[], &[]), "the prompt is empty"),
-        (generate("a", &[1, 1000], &[], &[]), "token 1000 at 1"),
-        (generate("a", &[1, -5], &[], &[]), "token -5 at 1"),
+        (
+            generate("a", &[1, 1000], &[], &[]),
+            "token 1000 of `input_ids`",
+        ),
+        (generate("a", &[1, -5], &[], &[]), "token -5 of `input_ids`"),
         (
             generate("a", &[1; 21], &[], &[]),
-            "has 21 tokens, and this server takes 20",
+            "the prompt has 21 tokens, 20 is the most",
         ),
     ] {
         let said = refusal(&request);
@@ -308,6 +335,31 @@ fn a_session_goes_on_with_all_tokens() {
     let ended = front.outputs(&[delta(1, &[50], Some(End::Length))]);
     assert_eq!(field(&ended.to_detokenizer[0], "prompt_tokens"), [5.into()]);
     assert_eq!(ended.ended_sessions, [1]);
+}
+
+#[test]
+fn sessions_hold_so_many_tokens_and_are_so_many() {
+    let mut settings = settings();
+    settings.limits.session_tokens = 150;
+    settings.limits.sessions = 2;
+    let (front, kept) = (Front::new(&classes(), settings).unwrap(), Kept::default());
+    for (name, opens) in [("s", true), ("s", false), ("t", true), ("u", false)] {
+        assert_eq!(front.open_session(name, false, None), opens, "{name}");
+    }
+    let ask = |rid: &str| {
+        let params = Value::Array(vec!["s".into()]);
+        let request = generate(rid, &[1; 10], &[("session_params", params)], &[]);
+        front.receive(&kept, [&encoded(&request)[..]])
+    };
+    for rid in ["a", "b"] {
+        assert_eq!(ask(rid), Outgoing::default());
+    }
+    let refused = reason(&ask("c").to_detokenizer[0]);
+    assert_eq!(ask("c").to_detokenizer.len(), 1);
+    let words = "`session_params` has 158 tokens, 150 is the most: send fewer, or raise the request limit `session_tokens`";
+    assert_eq!(refused, words);
+    front.close_session(&kept, "t");
+    assert!(front.open_session("u", false, None));
 }
 
 #[test]
@@ -590,8 +642,8 @@ fn a_grammar_binds_after_the_thinking_of_requests_that_think() {
 struct Sees(Kept, RefCell<usize>);
 
 impl Backend for Sees {
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
-        self.0.submit(arrival)
+    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+        self.0.submit(spec)
     }
 
     fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
@@ -726,7 +778,7 @@ fn requests_that_the_front_end_traces_are_kept_when_they_end() {
         };
         let (kind, reason) = wrong.error.as_ref().unwrap();
         assert_eq!(*kind, "refused");
-        assert!(reason.contains("token 1000 at 0"), "{reason}");
+        assert!(reason.contains("token 1000 of `input_ids`"), "{reason}");
         assert_eq!(served.parent, TraceParent::parse(PARENT.as_bytes()));
         assert_eq!((served.prompt_tokens, served.output_tokens), (2, 3));
         assert_eq!((served.cached_tokens, served.loaded_tokens), (1, 1));

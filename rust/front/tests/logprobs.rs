@@ -143,7 +143,7 @@ fn log_probabilities_that_there_are_not_are_refused() {
         (
             "logprob_start_len",
             Value::from(-2),
-            "`logprob_start_len` is -2",
+            "logprob_start_len is -2",
         ),
         (
             "top_logprobs_num",
@@ -153,19 +153,27 @@ fn log_probabilities_that_there_are_not_are_refused() {
         (
             "token_ids_logprob",
             Value::Array(vec![1000.into()]),
-            "token_ids_logprob is 1000",
+            "token 1000 of `token_ids_logprob`",
+        ),
+        (
+            "top_logprobs_num",
+            Value::from("x"),
+            "`top_logprobs_num` is \"x\", it must be an integer",
         ),
         (
             "token_ids_logprob",
             Value::Array(vec![Value::from(-1)]),
-            "`token_ids_logprob` has -1",
+            "token -1 of `token_ids_logprob`",
         ),
     ] {
         let asked = [("return_logprob", Value::from(true)), (field_name, value)];
         let message = encoded(&generate("a", &[10, 11], &asked, &[]));
         let outgoing = front.receive(&kept, [&message[..]]);
         let answer = &outgoing.to_detokenizer[0];
-        let reason = field(answer, "finished_reasons").remove(0).to_string();
+        let reasons = field(answer, "finished_reasons");
+        let reason = reasons[0].as_map().unwrap().iter();
+        let mut reason = reason.filter(|(key, _)| key.as_str() == Some("message"));
+        let reason = reason.next().unwrap().1.as_str().unwrap().to_owned();
         assert!(reason.contains(text), "{reason}");
         assert_eq!(
             field(answer, "input_top_logprobs_val"),

@@ -4,10 +4,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use pie_ingress::{Ingress, ModelFacts, RawRequest, Refusal, RequestSpec, StopTexts, one_line};
 use pie_runtime::{
-    Arrival, Batch, Capabilities, Constrain, Delta, Draw, End, Ends, Grammar, MAX_SAMPLES,
-    Pictures, Refusal, Sampling, Service, StopStrings, Timeline, Timelines, TraceParent,
-    TracedRequest,
+    Batch, Capabilities, Delta, End, Service, Timeline, Timelines, TraceParent, TracedRequest,
 };
 use rustc_hash::FxHashMap;
 use tonic::Status;
@@ -16,28 +15,19 @@ use tonic::metadata::MetadataMap;
 use crate::error::GatewayError;
 use crate::events::{Journal, Subscription};
 use crate::loads::{Loads, Throughput};
-use crate::logprobs::{AskedLogprobs, Reader};
+use crate::logprobs::{Reader, Sides};
 use crate::mailbox::{Mailbox, Pace};
-use crate::settings::{GatewaySettings, ImageFacts, ModelFacts};
-use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
+use crate::settings::{self, GatewaySettings, ImageFacts};
+use crate::status::{SHUTTING_DOWN, refused, rejected, shut_down};
 use crate::times;
 
 /// What a request asks for, in the words of neither contract.
 #[derive(Debug)]
 pub(crate) struct Asked {
-    /// The gateway's name of it.
-    pub(crate) name: String,
-    pub(crate) prompt: Vec<u32>,
-    pub(crate) sampling: Sampling,
-    /// The model's own stop tokens are not among them.
-    pub(crate) ends: Ends,
-    pub(crate) ignores_eos: bool,
-    pub(crate) samples: u32,
+    pub(crate) raw: RawRequest,
     pub(crate) pace: Pace,
-    pub(crate) grammar: Option<Grammar>,
-    pub(crate) logprobs: Option<AskedLogprobs>,
-    /// The images of the prompt.
-    pub(crate) pictures: Option<Pictures>,
+    /// Which of its log-probabilities are sent.
+    pub(crate) sides: Sides,
 }
 
 /// A request that was handed in.
@@ -49,8 +39,8 @@ pub(crate) struct Entered {
     pub(crate) name: String,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) prompt_tokens: u32,
-    /// Its stop strings.
-    pub(crate) stops: StopStrings,
+    /// By which its end is named.
+    pub(crate) stops: StopTexts,
     /// Reads its log-probabilities, where it wants some.
     pub(crate) logprobs: Option<Reader>,
 }
@@ -61,6 +51,7 @@ pub(crate) struct Core {
     service: Arc<Service>,
     settings: GatewaySettings,
     able: Capabilities,
+    ingress: Ingress,
     open: Mutex<Open>,
     /// Where requests are traced.
     traced: Option<Timelines>,
@@ -98,12 +89,21 @@ impl Core {
         settings: GatewaySettings,
     ) -> Result<Self, GatewayError> {
         let able = service.capabilities().ok_or(GatewayError::NotReady)?;
+        let facts = ModelFacts {
+            vocab_size: able.vocab_size,
+            eos_token_ids: settings.model.eos_tokens.clone(),
+            // The scheduler knows its pool.
+            max_prompt_tokens: None,
+            context_length: None,
+        };
+        let ingress = Ingress::new(settings.limits.clone(), facts);
         Ok(Self {
             traced: settings.traces.then(|| Timelines::new(service.began())),
             journal: Arc::new(Journal::new(settings.event_history, able.kv_page_size)),
             service,
             settings,
             able,
+            ingress,
             open: Mutex::default(),
             throughput: Mutex::default(),
             is_closing: AtomicBool::new(false),
@@ -130,8 +130,9 @@ impl Core {
         let parent = metadata.get("traceparent");
         let parent = parent.and_then(|parent| TraceParent::parse(parent.as_bytes()));
         let is_wanted = parent.is_none_or(|parent| parent.is_sampled);
-        let tokens = asked.prompt.len() as u32;
-        is_wanted.then(|| Timeline::begin(&asked.name, parent, tokens, asked.samples))
+        let tokens = asked.raw.prompt.len() as u32;
+        let samples = u32::try_from(asked.raw.n).unwrap_or(0);
+        is_wanted.then(|| Timeline::begin(&asked.raw.name, parent, tokens, samples))
     }
 
     fn keep_timeline(&self, timeline: Timeline) {
@@ -154,46 +155,13 @@ impl Core {
         if self.is_closing() {
             return Err(shut_down());
         }
-        self.check(&asked)?;
-        let draw = asked.sampling.draw();
-        let draw = draw.map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let constraint = asked
-            .grammar
-            .as_ref()
-            .map(|grammar| self.bind(grammar))
-            .transpose()?;
-        let Asked {
-            name,
-            prompt,
-            mut ends,
-            samples,
-            pace,
-            logprobs,
-            pictures,
-            ..
-        } = asked;
-        if !asked.ignores_eos {
-            ends.stop_tokens.extend(&self.settings.model.eos_tokens);
-        }
-        let prompt_tokens = prompt.len() as u32;
-        let stops = ends.stop_strings.clone();
-        let reader = logprobs
-            .clone()
-            .map(|logprobs| Reader::new(logprobs, &prompt));
-        let arrival = Arrival {
-            samples,
-            drafts: self.settings.speculates,
-            constraint,
-            streams: pace.streams,
-            ..Arrival::new(0, prompt, draw, ends.max_tokens)
-        };
-        let mut arrival = Arrival { ends, ..arrival };
-        if let Some(logprobs) = logprobs {
-            logprobs.params.ask(&mut arrival);
-        }
-        if let Some(pictures) = pictures {
-            Draw::attach(pictures, &mut arrival);
-        }
+        let Asked { raw, pace, sides } = asked;
+        let name = raw.name.clone();
+        let spec = self.validate(raw).map_err(|refusal| refused(&refusal))?;
+        let prompt_tokens = spec.prompt().len() as u32;
+        let (samples, stops) = (spec.samples(), spec.stops().clone());
+        let reader = spec.logprobs().cloned();
+        let reader = reader.map(|rows| Reader::new(rows, sides));
         let mailbox = Arc::new(Mailbox::new(samples, pace));
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut open = self.lock();
@@ -202,7 +170,8 @@ impl Core {
                 "a request {name} has not ended: give each request another request_id"
             )));
         }
-        let submitted = self.service.submit(arrival, None);
+        let (arrival, deadline) = spec.into_arrival();
+        let submitted = self.service.submit(arrival, deadline);
         let id = submitted.map_err(|error| rejected(&error))?;
         open.mailboxes.insert(id, Arc::clone(&mailbox));
         open.names.insert(name.clone(), id);
@@ -224,36 +193,21 @@ impl Core {
         })
     }
 
-    /// What the scheduler would not notice.
-    fn check(&self, asked: &Asked) -> Result<(), Status> {
-        if asked.name.is_empty() {
-            return Err(Status::invalid_argument(
-                "`request_id` is empty: name the request, so that it can be aborted",
+    /// What the engine takes of a request. It is aborted by its name, so it must have one.
+    fn validate(&self, mut raw: RawRequest) -> Result<RequestSpec, Refusal> {
+        if raw.name.is_empty() {
+            return Err(Refusal::Other(
+                "`request_id` is empty: name the request, so that it can be aborted".to_owned(),
             ));
         }
-        let (samples, limit) = (asked.samples, MAX_SAMPLES);
-        // Each takes memory before the scheduler sees the request.
-        if samples > limit {
-            let refusal = Refusal::Samples { samples, limit };
-            return Err(Status::invalid_argument(refusal.to_string()));
-        }
-        let vocab = self.able.vocab_size;
-        let biases = asked.sampling.logit_bias.iter();
-        if let Some((token, _)) = biases.into_iter().find(|(token, _)| *token >= vocab) {
-            return Err(Status::invalid_argument(format!(
-                "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
-            )));
-        }
-        let checked = match &asked.logprobs {
-            Some(logprobs) => logprobs.params.check(asked.prompt.len(), vocab),
-            None => Ok(()),
-        };
-        checked.map_err(|error| Status::invalid_argument(error.to_string()))
+        raw.speculates = self.settings.speculates;
+        self.ingress
+            .validate(raw, |grammar, after| self.service.bind(grammar, after))
     }
 
-    fn bind(&self, grammar: &Grammar) -> Result<Arc<dyn Constrain>, Status> {
-        let bound = self.service.bind(grammar, &[]);
-        bound.map_err(|error| Status::invalid_argument(format!("{}: {error}", grammar.kind())))
+    /// Against which requests are validated.
+    pub(crate) const fn ingress(&self) -> &Ingress {
+        &self.ingress
     }
 
     /// Ends a request by its name. Whether there was one.
@@ -403,7 +357,7 @@ impl Core {
         &self.able
     }
 
-    pub(crate) fn model(&self) -> &ModelFacts {
+    pub(crate) fn model(&self) -> &settings::ModelFacts {
         &self.settings.model
     }
 

@@ -1,7 +1,6 @@
 //! Grammars that the contracts name and [`Grammar`] does not.
 
-use pie_runtime::{Grammar, StopStrings};
-use tonic::Status;
+use pie_runtime::Grammar;
 
 /// Any JSON object.
 pub(crate) fn any_object() -> Grammar {
@@ -15,9 +14,4 @@ pub(crate) fn one_of(texts: &[String]) -> Grammar {
         .map(|text| regex_syntax::escape(text))
         .collect();
     Grammar::Regex(format!("(?:{})", escaped.join("|")).into())
-}
-
-pub(crate) fn stop_strings(texts: Vec<String>) -> Result<StopStrings, Status> {
-    StopStrings::new(texts.into_iter().map(String::into_bytes))
-        .map_err(|error| Status::invalid_argument(error.to_string()))
 }

@@ -1,48 +1,24 @@
 //! Log-probabilities, from the runtime's words to rows, in the words of neither contract.
 
-use pie_runtime::LogprobParams;
-use tonic::Status;
+use pie_ingress::{LogprobRows, Refusal};
 
-/// What a request asks for.
-#[derive(Clone, Debug)]
-pub(crate) struct AskedLogprobs {
-    pub(crate) params: LogprobParams,
-    /// Most probable tokens of a place of the prompt, and of one of the output. At least one of them is what the runtime is
-    /// asked for.
-    pub(crate) tops: (u32, u32),
-    /// Whether those of the output are wanted.
-    pub(crate) of_output: bool,
-}
-
-impl AskedLogprobs {
-    /// The same for both sides.
-    pub(crate) const fn new(params: LogprobParams) -> Self {
-        let top = params.top_logprobs_num;
-        Self {
-            params,
-            tops: (top, top),
-            of_output: true,
-        }
-    }
+/// Which log-probabilities of a request are sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sides {
+    /// Most probable tokens of a place of the prompt, and of one of the output, where these differ; at least one of them is what the
+    /// runtime is asked for.
+    pub(crate) tops: Option<(u32, u32)>,
+    /// Those of the output are not sent.
+    pub(crate) only_prompt: bool,
 }
 
 /// A number of most probable tokens.
-pub(crate) fn top(field: &str, value: i32) -> Result<u32, Status> {
-    u32::try_from(value).map_err(|_| {
-        Status::invalid_argument(format!(
-            "`{field}` is {value}, it must be 0 or more: send how many of the most probable tokens you want"
-        ))
+pub(crate) fn top(field: &'static str, value: i32) -> Result<u32, Refusal> {
+    u32::try_from(value).map_err(|_| Refusal::Range {
+        field,
+        value: value.to_string(),
+        wanted: "0 or more: send how many of the most probable tokens you want".to_owned(),
     })
-}
-
-/// The index of a token of the prompt; -1 for none.
-pub(crate) fn start(field: &str, value: i32) -> Result<Option<u32>, Status> {
-    if value < -1 {
-        return Err(Status::invalid_argument(format!(
-            "`{field}` is {value}, it must be -1, for none of the prompt, or the index of one of its tokens"
-        )));
-    }
-    Ok(u32::try_from(value).ok())
 }
 
 /// What comes with the tokens of a part.
@@ -59,9 +35,9 @@ pub(crate) struct Words {
 /// Those of an open request.
 #[derive(Debug)]
 pub(crate) struct Reader {
-    asked: AskedLogprobs,
-    /// The tokens of the prompt that have some, after one that has none.
-    prompt: Vec<u32>,
+    rows: LogprobRows,
+    tops: (u32, u32),
+    of_output: bool,
 }
 
 /// What a part says.
@@ -91,34 +67,33 @@ pub(crate) struct Row {
 }
 
 impl Reader {
-    pub(crate) fn new(asked: AskedLogprobs, prompt: &[u32]) -> Self {
-        let start = asked.params.logprob_start_len;
-        let start = start.map_or(prompt.len(), |start| start as usize);
+    pub(crate) fn new(rows: LogprobRows, sides: Sides) -> Self {
+        let top = rows.params().top_logprobs_num;
         Self {
-            prompt: prompt[start.min(prompt.len())..].to_vec(),
-            asked,
+            rows,
+            tops: sides.tops.unwrap_or((top, top)),
+            of_output: !sides.only_prompt,
         }
     }
 
     /// What the words of a part with these tokens mean.
     pub(crate) fn read(&self, tokens: &[u32], words: &Words) -> Scores {
-        let scored = words.scored.as_slice();
-        let tokens = if tokens.is_empty() { scored } else { tokens };
-        let input = words.prompt.as_ref().filter(|_| !self.prompt.is_empty());
+        let tokens = LogprobRows::of_output(tokens, words.scored.as_ref());
+        let prompt = self.rows.prompt();
+        let input = words.prompt.as_ref().filter(|_| !prompt.is_empty());
         Scores {
             input: input.map(|words| Rows {
-                ids: self.prompt.clone(),
-                ..self.rows(&self.prompt[1..], words, self.asked.tops.0)
+                ids: prompt.to_vec(),
+                ..self.rows(&prompt[1..], words, self.tops.0)
             }),
             output: self
-                .asked
                 .of_output
-                .then(|| self.rows(tokens, &words.tokens, self.asked.tops.1)),
+                .then(|| self.rows(tokens, &words.tokens, self.tops.1)),
         }
     }
 
     fn rows(&self, tokens: &[u32], words: &[u32], top: u32) -> Rows {
-        let params = &self.asked.params;
+        let params = self.rows.params();
         let mut rows = Rows::default();
         for (place, &token) in params.shape().places(words).zip(tokens) {
             rows.ids.push(token);
@@ -138,6 +113,8 @@ impl Reader {
 
 #[cfg(test)]
 mod tests {
+    use pie_runtime::LogprobParams;
+
     use super::*;
 
     fn words(values: &[f32]) -> Vec<u32> {
@@ -152,11 +129,11 @@ mod tests {
             logprob_start_len: Some(1),
             original: false,
         };
-        let asked = AskedLogprobs {
-            tops: (1, 2),
-            ..AskedLogprobs::new(params)
+        let sides = Sides {
+            tops: Some((1, 2)),
+            only_prompt: false,
         };
-        let reader = Reader::new(asked, &[4, 5, 6]);
+        let reader = Reader::new(LogprobRows::new(params, &[4, 5, 6]), sides);
         // Its own, the two best with theirs, the one that was given.
         let place = |first: f32| {
             let mut place = words(&[first, 0.0, 0.0, first + 1.0, first + 2.0, first + 3.0]);
@@ -197,7 +174,8 @@ mod tests {
 
     #[test]
     fn a_request_for_no_token_has_one_row() {
-        let reader = Reader::new(AskedLogprobs::new(LogprobParams::default()), &[4]);
+        let rows = LogprobRows::new(LogprobParams::default(), &[4]);
+        let reader = Reader::new(rows, Sides::default());
         let part = Words {
             prompt: Some(Vec::new()),
             tokens: words(&[-1.5]),

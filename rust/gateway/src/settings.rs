@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+use pie_ingress::RequestLimits;
+
 /// Which service a door offers. The gateway finds out by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contract {
@@ -22,6 +24,8 @@ pub struct GatewaySettings {
     pub model: ModelFacts,
     /// How the model takes images, if it takes any and the runtime has room for them.
     pub images: Option<ImageFacts>,
+    /// What a request may hold.
+    pub limits: RequestLimits,
     /// Requests that run at once, where the scheduler has that limit; else as many as the driver takes.
     pub max_running: Option<u32>,
     /// The driver may draft for requests.
@@ -41,6 +45,7 @@ impl GatewaySettings {
             contract,
             model,
             images: None,
+            limits: RequestLimits::default(),
             max_running: None,
             speculates: false,
             event_history: 10_000,

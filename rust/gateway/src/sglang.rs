@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::iter::once;
 use std::sync::Arc;
 
-use pie_runtime::{Ends, Grammar, LogprobParams, Pictures, Sampling};
+use pie_ingress::{RawLogprobs, RawRequest, Refusal};
+use pie_runtime::{Grammar, Pictures, Sampling};
+use prost::Message as _;
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 use tonic::{Request, Response, Status};
@@ -29,14 +31,13 @@ use crate::contract::sglang::{
 };
 use crate::core::{Asked, Core};
 use crate::events::Subscription;
-use crate::grammars;
 use crate::loads::Loads;
-use crate::logprobs::{self, AskedLogprobs, Row, Rows};
+use crate::logprobs::{Row, Rows, Sides};
 use crate::mailbox::Pace;
 use crate::media::{self, Media, Tensor};
 use crate::settings::ImageFacts;
-use crate::status::Matched;
-use crate::ticket::{Answer, Answers, Ticket, Wording};
+use crate::status::{Matched, refused};
+use crate::ticket::{Answer, Answers, LARGE_MESSAGE, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
 use crate::unserved::{NO_EMBEDDINGS, SPLIT, or_one, refuse};
@@ -140,7 +141,8 @@ fn tokens(row: Row) -> TopLogProbs {
     }
 }
 
-fn asked(mut request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, Status> {
+fn asked(mut request: GenerateRequest, core: &Core) -> Result<Asked, Status> {
+    let (images, ingress) = (core.images(), core.ingress());
     let params = request.sampling_params.take().unwrap_or_default();
     let custom = params.custom_params.as_ref();
     refuse(&[
@@ -187,33 +189,37 @@ fn asked(mut request: GenerateRequest, images: Option<ImageFacts>) -> Result<Ask
     let interval = interval.ok_or_else(|| {
         Status::invalid_argument("`stream_interval` must be 1 or more: leave it out for 1")
     })?;
-    let sampling = sampling(&params)?;
-    let logprobs = logprobs(&request)?;
+    let bias = |(token, &bias): (&String, &f32)| {
+        let token = ingress.token_of_text("logit_bias", token)?;
+        Ok((token, bias))
+    };
+    let logit_bias: Result<Vec<_>, Refusal> = params.logit_bias.iter().map(bias).collect();
+    let logit_bias = logit_bias.map_err(|refusal| refused(&refusal))?;
+    let logprobs = logprobs(&request);
     let prompt = request.tokenized.take().unwrap_or_default().input_ids;
     let inputs = request.mm_inputs.as_ref();
     let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
-    Ok(Asked {
-        name: request.request_id,
-        prompt,
-        sampling,
-        ignores_eos: params.ignore_eos,
-        samples: params.n.max(1),
-        pace: Pace {
-            streams: request.stream,
-            interval,
-        },
-        grammar: params.constraint.map(grammar),
+    let raw = RawRequest {
+        sampling: sampling(&params),
+        logit_bias,
         logprobs,
         pictures: pictures.transpose()?,
-        ends: Ends {
-            // The scheduler cuts it to what there is room for.
-            max_tokens: params.max_new_tokens.unwrap_or(u32::MAX >> 1),
-            min_tokens: params.min_new_tokens,
-            stop_tokens: params.stop_token_ids,
-            stop_strings: grammars::stop_strings(params.stop)?,
-            stop_regexes: None,
-        },
-    })
+        max_new_tokens: params.max_new_tokens.map(i64::from),
+        min_new_tokens: params.min_new_tokens.into(),
+        n: params.n.max(1).into(),
+        stop_token_ids: params.stop_token_ids.into_iter().map(i64::from).collect(),
+        stop: params.stop,
+        ignore_eos: params.ignore_eos,
+        grammar: params.constraint.map(grammar),
+        streams: request.stream,
+        ..RawRequest::new(request.request_id, prompt)
+    };
+    let pace = Pace {
+        streams: request.stream,
+        interval,
+    };
+    let sides = Sides::default();
+    Ok(Asked { raw, pace, sides })
 }
 
 fn pictures(
@@ -247,34 +253,25 @@ fn tensor(data: &TensorData) -> Tensor<'_> {
     }
 }
 
-fn logprobs(request: &GenerateRequest) -> Result<Option<AskedLogprobs>, Status> {
-    if !request.return_logprob && request.token_ids_logprob.is_empty() {
-        return Ok(None);
-    }
-    Ok(Some(AskedLogprobs::new(LogprobParams {
-        top_logprobs_num: logprobs::top("top_logprobs_num", request.top_logprobs_num)?,
-        token_ids_logprob: request.token_ids_logprob.clone(),
-        logprob_start_len: logprobs::start("logprob_start_len", request.logprob_start_len)?,
+fn logprobs(request: &GenerateRequest) -> Option<RawLogprobs> {
+    let is_wanted = request.return_logprob || !request.token_ids_logprob.is_empty();
+    is_wanted.then(|| RawLogprobs {
+        top_logprobs_num: request.top_logprobs_num.into(),
+        token_ids_logprob: request
+            .token_ids_logprob
+            .iter()
+            .copied()
+            .map(i64::from)
+            .collect(),
+        logprob_start_len: request.logprob_start_len.into(),
         original: false,
-    })))
+    })
 }
 
 /// The contract asks for explicit values. A `top_p` or `top_k` of 0 stands for the neutral one. A repetition penalty of 0 is
 /// refused.
-fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
-    let bias = |(token, &bias): (&String, &f32)| match token.parse::<u32>() {
-        Ok(token) => Ok((token, bias)),
-        Err(_) => Err(Status::invalid_argument(format!(
-            "`logit_bias` has {token:?}, send ids of tokens"
-        ))),
-    };
-    let mut logit_bias = params
-        .logit_bias
-        .iter()
-        .map(bias)
-        .collect::<Result<Vec<_>, _>>()?;
-    logit_bias.sort_unstable_by_key(|&(token, _)| token);
-    Ok(Sampling {
+fn sampling(params: &SamplingParams) -> Sampling {
+    Sampling {
         temperature: params.temperature,
         top_k: params.top_k.into(),
         top_p: or_one(params.top_p),
@@ -283,8 +280,8 @@ fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
         frequency_penalty: params.frequency_penalty,
         presence_penalty: params.presence_penalty,
         repetition_penalty: params.repetition_penalty,
-        logit_bias,
-    })
+        logit_bias: Vec::new(),
+    }
 }
 
 fn grammar(constraint: Constraint) -> Grammar {
@@ -367,8 +364,12 @@ impl SglangScheduler for Scheduler {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, message) = request.into_parts();
-        let asked = asked(message, self.0.images())?;
-        let ticket = Ticket::new(&self.0, asked, &metadata)?;
+        let params = message.sampling_params.as_ref();
+        // The first grammar has the vocabulary read.
+        let is_slow = message.encoded_len() > LARGE_MESSAGE
+            || params.is_some_and(|params| params.constraint.is_some());
+        let read = move |core: &Core| asked(message, core);
+        let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 

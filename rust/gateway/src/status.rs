@@ -1,6 +1,7 @@
 //! From the ends of sequences to finish reasons and statuses.
 
-use pie_runtime::{End, Refusal, Rejected};
+use pie_ingress::{Failure, Outcome as Ended, Refusal, StopTexts, one_line};
+use pie_runtime::{End, Rejected};
 use tonic::Status;
 
 /// How a sequence ended for its client.
@@ -27,62 +28,31 @@ pub(crate) enum Matched {
     Text(String),
 }
 
-/// What is known of the request that ended.
-#[derive(Clone, Copy)]
-pub(crate) struct Request<'a> {
-    /// Its stop strings.
-    pub(crate) stops: &'a [Box<[u8]>],
-    /// Whether the service ends, or no driver is left.
-    pub(crate) is_over: &'a dyn Fn() -> bool,
-}
-
-/// What an end is for the client. `tokens`: whether it had any.
-pub(crate) fn outcome(end: &End, tokens: bool, request: Request<'_>) -> Outcome {
-    let stop = |matched| Outcome::Finished {
-        reason: "stop",
-        matched,
-    };
-    match end {
-        End::Length => Outcome::Finished {
-            reason: "length",
-            matched: Matched::Nothing,
-        },
-        End::StopToken(token) => stop(Matched::Token(*token)),
-        End::StopString { index, .. } => {
-            let text = request.stops.get(*index as usize);
-            let text = text.map(|text| String::from_utf8_lossy(text).into_owned());
-            stop(text.map_or(Matched::Nothing, Matched::Text))
-        }
+/// What an end is for the client of a request with these stop texts. `is_over`: whether the service ends, or no driver is left.
+pub(crate) fn outcome(end: &End, stops: &StopTexts, is_over: impl Fn() -> bool) -> Outcome {
+    let finished = |reason, matched| Outcome::Finished { reason, matched };
+    match pie_ingress::outcome(end, stops) {
+        Ended::Length => finished("length", Matched::Nothing),
+        Ended::StopToken(token) => finished("stop", Matched::Token(token)),
+        Ended::StopString(text) => finished("stop", Matched::Text(text)),
         // No contract has a field for stop expressions.
-        End::StopRegex { .. } => stop(Matched::Nothing),
-        End::Aborted | End::Unready if (request.is_over)() => Outcome::Failed(shut_down()),
-        End::Aborted | End::Unready => Outcome::Finished {
-            reason: "abort",
-            matched: Matched::Nothing,
-        },
-        End::Deadline => Outcome::Failed(Status::deadline_exceeded("its time was over")),
-        End::Refused(refusal) => Outcome::Failed(refused(refusal)),
-        End::Displaced => {
-            let reason = end.reason().unwrap_or_default();
-            Outcome::Failed(Status::resource_exhausted(one_line(&reason)))
-        }
-        // A grammar that cannot be used fails before its first token.
-        End::Grammar(reason) if tokens => Outcome::Failed(Status::internal(one_line(reason))),
-        End::Grammar(reason) => Outcome::Failed(Status::invalid_argument(one_line(reason))),
-        End::Failed(reason) if (request.is_over)() => {
-            Outcome::Failed(Status::unavailable(one_line(reason)))
-        }
-        End::Failed(reason) => Outcome::Failed(Status::internal(one_line(reason))),
+        Ended::StopRegex(_) => finished("stop", Matched::Nothing),
+        Ended::Aborted | Ended::AbortedUnready if is_over() => Outcome::Failed(shut_down()),
+        Ended::Aborted | Ended::AbortedUnready => finished("abort", Matched::Nothing),
+        Ended::Failed { failure, message } => Outcome::Failed(match failure {
+            Failure::Invalid => Status::invalid_argument(message),
+            Failure::Known => Status::already_exists(message),
+            Failure::Busy => Status::resource_exhausted(message),
+            Failure::Deadline => Status::deadline_exceeded(message),
+            Failure::Internal if is_over() => Status::unavailable(message),
+            Failure::Internal => Status::internal(message),
+        }),
     }
 }
 
-fn refused(refusal: &Refusal) -> Status {
-    let message = one_line(&refusal.to_string());
-    match refusal {
-        Refusal::QueueFull { .. } => Status::resource_exhausted(message),
-        Refusal::Known { .. } => Status::already_exists(message),
-        _ => Status::invalid_argument(message),
-    }
+/// A request that is not served.
+pub(crate) fn refused(refusal: &Refusal) -> Status {
+    Status::invalid_argument(refusal.to_string())
 }
 
 /// The gateway tries another worker.
@@ -95,9 +65,4 @@ pub(crate) const SHUTTING_DOWN: &str = "the server is shutting down";
 /// The same where the door closes.
 pub(crate) fn shut_down() -> Status {
     Status::unavailable(SHUTTING_DOWN)
-}
-
-/// Clients get one line: the message and its hint.
-pub(crate) fn one_line(text: &str) -> String {
-    text.replace("\n\nhint: ", ". ").replace('\n', " ")
 }

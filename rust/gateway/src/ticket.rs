@@ -35,6 +35,9 @@ pub(crate) enum Answer {
     },
 }
 
+/// Bytes of a message above which it is read on a thread that sends no tokens.
+pub(crate) const LARGE_MESSAGE: usize = 64 << 10;
+
 /// A request that has not ended for its client. Dropped before that, as where the client has gone, it ends.
 #[derive(Debug)]
 pub(crate) struct Ticket {
@@ -47,12 +50,26 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
-    /// Hands a request in, whose call has this metadata.
-    pub(crate) fn new(
+    /// Reads a request, whose call has this metadata, and hands it in. What takes its time, such as images and the names of what
+    /// they show, is done on another thread than the one that sends tokens.
+    pub(crate) async fn open(
         core: &Arc<Core>,
-        asked: Asked,
-        metadata: &MetadataMap,
+        is_slow: bool,
+        read: impl FnOnce(&Core) -> Result<Asked, Status> + Send + 'static,
+        metadata: MetadataMap,
     ) -> Result<Self, Status> {
+        let core = Arc::clone(core);
+        let open = move || Self::new(&core, read(&core)?, &metadata);
+        if !is_slow {
+            return open();
+        }
+        // A client that goes away drops the ticket, which ends its request.
+        let opened = tokio::task::spawn_blocking(open).await;
+        opened.map_err(|error| Status::internal(error.to_string()))?
+    }
+
+    /// Hands a request in, whose call has this metadata.
+    fn new(core: &Arc<Core>, asked: Asked, metadata: &MetadataMap) -> Result<Self, Status> {
         Ok(Self {
             request: core.submit(asked, metadata)?,
             core: Arc::clone(core),
@@ -97,11 +114,8 @@ impl Ticket {
                 words,
                 end,
             }) => {
-                let request = status::Request {
-                    stops: self.request.stops.texts(),
-                    is_over: &|| self.core.trouble().is_some(),
-                };
-                match status::outcome(&end, counts.tokens > 0, request) {
+                let is_over = || self.core.trouble().is_some();
+                match status::outcome(&end, &self.request.stops, is_over) {
                     Outcome::Finished { reason, matched } => Some(Ok(Answer::End {
                         sample,
                         scores: self.scores(&tokens, &words),

@@ -3,7 +3,9 @@
 use std::iter::once;
 use std::sync::Arc;
 
-use pie_runtime::{Ends, Grammar, LogprobParams, Pictures, Sampling};
+use pie_ingress::{RawLogprobs, RawRequest, Refusal};
+use pie_runtime::{Grammar, Pictures, Sampling};
+use prost::Message as _;
 use tonic::{Request, Response, Status};
 
 use crate::contract::common::{
@@ -26,12 +28,12 @@ use crate::core::{Asked, Core};
 use crate::events::Subscription;
 use crate::grammars;
 use crate::loads::Loads;
-use crate::logprobs::{self, AskedLogprobs, Row, Rows};
+use crate::logprobs::{self, Row, Rows, Sides};
 use crate::mailbox::Pace;
 use crate::media::{self, Media, Tensor};
 use crate::settings::ImageFacts;
-use crate::status::Matched;
-use crate::ticket::{Answer, Answers, Ticket, Wording};
+use crate::status::{Matched, refused};
+use crate::ticket::{Answer, Answers, LARGE_MESSAGE, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
 use crate::unserved::{NO_EMBEDDINGS, SPLIT, or_one, refuse};
@@ -130,7 +132,8 @@ fn tokens(row: Row) -> TopLogProbs {
     }
 }
 
-fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, Status> {
+fn asked(request: GenerateRequest, core: &Core) -> Result<Asked, Status> {
+    let images = core.images();
     let params = request.sampling_params.unwrap_or_default();
     refuse(&[
         (
@@ -179,29 +182,29 @@ fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, 
     }
     let inputs = request.mm_inputs.as_ref();
     let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
-    let grammar = params.constraint.as_ref().and_then(grammar);
-    Ok(Asked {
-        name: request.request_id,
-        prompt,
-        sampling: sampling(&params)?,
-        ignores_eos: params.ignore_eos,
-        samples: params.n.max(1),
-        pace: Pace {
-            streams: request.stream,
-            interval: 1,
-        },
-        grammar,
-        logprobs: logprobs(&params)?,
-        pictures: pictures.transpose()?,
-        ends: Ends {
-            // The scheduler cuts it to what there is room for.
-            max_tokens: params.max_tokens.unwrap_or(u32::MAX >> 1),
-            min_tokens: params.min_tokens,
-            stop_tokens: params.stop_token_ids,
-            stop_strings: grammars::stop_strings(params.stop)?,
-            stop_regexes: None,
-        },
-    })
+    let pictures = pictures.transpose()?;
+    let (logprobs, sides) = logprobs(&params).map_err(|refusal| refused(&refusal))?;
+    let bias = |(&token, &bias): (&i32, &f32)| (token.into(), bias);
+    let raw = RawRequest {
+        sampling: sampling(&params),
+        logit_bias: params.logit_bias.iter().map(bias).collect(),
+        pictures,
+        logprobs,
+        max_new_tokens: params.max_tokens.map(i64::from),
+        min_new_tokens: params.min_tokens.into(),
+        n: params.n.max(1).into(),
+        stop_token_ids: params.stop_token_ids.into_iter().map(i64::from).collect(),
+        stop: params.stop,
+        ignore_eos: params.ignore_eos,
+        grammar: params.constraint.and_then(grammar),
+        streams: request.stream,
+        ..RawRequest::new(request.request_id, prompt)
+    };
+    let pace = Pace {
+        streams: request.stream,
+        interval: 1,
+    };
+    Ok(Asked { raw, pace, sides })
 }
 
 fn pictures(
@@ -237,25 +240,26 @@ fn tensor(data: &TensorData) -> Result<Tensor<'_>, Status> {
 }
 
 /// As vLLM has them: before the temperature.
-fn logprobs(params: &SamplingParams) -> Result<Option<AskedLogprobs>, Status> {
+fn logprobs(params: &SamplingParams) -> Result<(Option<RawLogprobs>, Sides), Refusal> {
     let top =
         |field, value: Option<i32>| value.map(|value| logprobs::top(field, value)).transpose();
     let of_output = top("logprobs", params.logprobs)?;
     let of_prompt = top("prompt_logprobs", params.prompt_logprobs)?;
     if of_output.is_none() && of_prompt.is_none() {
-        return Ok(None);
+        return Ok((None, Sides::default()));
     }
     let tops = (of_prompt.unwrap_or(0), of_output.unwrap_or(0));
-    Ok(Some(AskedLogprobs {
-        params: LogprobParams {
-            top_logprobs_num: tops.0.max(tops.1),
-            token_ids_logprob: Vec::new(),
-            logprob_start_len: of_prompt.map(|_| 0),
-            original: true,
-        },
-        tops,
-        of_output: of_output.is_some(),
-    }))
+    let wanted = RawLogprobs {
+        top_logprobs_num: tops.0.max(tops.1).into(),
+        token_ids_logprob: Vec::new(),
+        logprob_start_len: of_prompt.map_or(-1, |_| 0),
+        original: true,
+    };
+    let sides = Sides {
+        tops: Some(tops),
+        only_prompt: of_output.is_none(),
+    };
+    Ok((Some(wanted), sides))
 }
 
 /// Keeps the last tokens of a prompt; -1 for as many as fit, which is left to the scheduler.
@@ -273,20 +277,8 @@ fn truncate(prompt: &mut Vec<u32>, most: i32) -> Result<(), Status> {
 }
 
 /// Fields without a value are 0, which stands for the neutral value where it has no meaning of its own.
-fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
-    let bias = |(&token, &bias): (&i32, &f32)| match u32::try_from(token) {
-        Ok(token) => Ok((token, bias)),
-        Err(_) => Err(Status::invalid_argument(format!(
-            "token {token} of `logit_bias` is not in the vocabulary"
-        ))),
-    };
-    let mut logit_bias = params
-        .logit_bias
-        .iter()
-        .map(bias)
-        .collect::<Result<Vec<_>, _>>()?;
-    logit_bias.sort_unstable_by_key(|&(token, _)| token);
-    Ok(Sampling {
+fn sampling(params: &SamplingParams) -> Sampling {
+    Sampling {
         temperature: params.temperature.unwrap_or(1.0),
         top_k: if params.top_k == 0 {
             -1
@@ -300,16 +292,16 @@ fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
         frequency_penalty: params.frequency_penalty,
         presence_penalty: params.presence_penalty,
         repetition_penalty: or_one(params.repetition_penalty),
-        logit_bias,
-    })
+        logit_bias: Vec::new(),
+    }
 }
 
-fn grammar(constraint: &Constraint) -> Option<Grammar> {
+fn grammar(constraint: Constraint) -> Option<Grammar> {
     Some(match constraint {
-        Constraint::JsonSchema(text) => Grammar::JsonSchema(text.as_str().into()),
-        Constraint::Regex(text) => Grammar::Regex(text.as_str().into()),
-        Constraint::Grammar(text) => Grammar::Ebnf(text.as_str().into()),
-        Constraint::StructuralTag(text) => Grammar::StructuralTag(text.as_str().into()),
+        Constraint::JsonSchema(text) => Grammar::JsonSchema(text.into()),
+        Constraint::Regex(text) => Grammar::Regex(text.into()),
+        Constraint::Grammar(text) => Grammar::Ebnf(text.into()),
+        Constraint::StructuralTag(text) => Grammar::StructuralTag(text.into()),
         Constraint::JsonObject(true) => grammars::any_object(),
         Constraint::JsonObject(false) => return None,
         Constraint::Choice(choice) => grammars::one_of(&choice.choices),
@@ -344,8 +336,12 @@ impl VllmEngine for Engine {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, message) = request.into_parts();
-        let asked = asked(message, self.0.images())?;
-        let ticket = Ticket::new(&self.0, asked, &metadata)?;
+        let params = message.sampling_params.as_ref();
+        // The first grammar has the vocabulary read.
+        let is_slow = message.encoded_len() > LARGE_MESSAGE
+            || params.is_some_and(|params| params.constraint.is_some());
+        let read = move |core: &Core| asked(message, core);
+        let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 

@@ -121,6 +121,7 @@ impl Front {
             context_length,
             truncates: truncate,
             vocab_size,
+            limits: runtime.get().limits().clone(),
             bos_token: bos_token_id,
             speculates: speculate,
             refuses_priority: refuse_priority,

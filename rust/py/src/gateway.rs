@@ -101,6 +101,7 @@ impl Gateway {
             .map_err(|error| value_error(format!("the host is {host:?}: {error}")))?;
         let settings = GatewaySettings {
             address: SocketAddr::from((address, port)),
+            limits: runtime.get().limits().clone(),
             max_running: max_running_requests,
             images: image_merge.map(|merge| ImageFacts {
                 merge: merge.max(1),

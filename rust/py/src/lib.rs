@@ -53,9 +53,9 @@ use pyo3::prelude::*;
 /// The native half of the driver: ring, wire format and batch planning.
 #[pymodule(gil_used = false)]
 mod _core {
-    /// Most sequences (`n`) of one request to a runtime.
+    /// Most sequences (`n`) of one request to SGLang's server, which makes a request of each.
     #[pymodule_export]
-    const MAX_SAMPLES: u32 = pie_runtime::MAX_SAMPLES;
+    const MAX_SAMPLES: u32 = 1024;
     /// The adapter that a rehearsal may bind without loading one.
     #[pymodule_export]
     const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;
@@ -113,7 +113,9 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::runtime::{Output, Requests, Runtime, run_grammar_compiler};
+    use crate::runtime::{
+        Output, Requests, Runtime, check_request_limits, run_grammar_compiler,
+    };
     #[pymodule_export]
     use crate::server::{Server, region_bytes};
     #[pymodule_export]

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use pie_front::Backend;
-use pie_runtime::{
-    Arrival, Constrain, Draw, Grammar, Picture, Pictures, Rejected, Service, Unbindable,
-};
+use pie_ingress::RequestSpec;
+use pie_runtime::{Constrain, Grammar, Picture, Pictures, Rejected, Service, Unbindable};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -26,8 +25,8 @@ type Read<'py> = (
 );
 
 impl Backend for ServiceWithImages<'_, '_> {
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
-        self.service.submit(arrival, None)
+    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+        Backend::submit(self.service, spec)
     }
 
     fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {

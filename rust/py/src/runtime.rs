@@ -6,15 +6,15 @@ mod outputs;
 mod requests;
 mod settings;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
 use pie_runtime::{
-    Arrival, CompilerSettings, Config, DriverSettings, Ends, FigureReader, GrammarLimits,
-    GrammarSettings, JsonSpace, LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings,
-    StopRegexes, StopStrings, TraceEnd, TraceSettings,
+    CompilerSettings, Config, DriverSettings, FigureReader, GrammarLimits, GrammarSettings,
+    JsonSpace, Pause, Rejected, Sampling, Service, ServiceSettings, TraceEnd, TraceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -24,7 +24,7 @@ use toml::Table;
 use self::grammars::{compiler_command, grammar_of};
 use self::outputs::{Shown, Stats, dict, shown};
 use self::settings::{
-    Prompt, at_least_one, lock, log, milliseconds, share, table, token_bytes, with_special,
+    Prompt, at_least_one, limits, lock, log, milliseconds, share, table, token_bytes, with_special,
 };
 use crate::error::from_runtime;
 
@@ -32,7 +32,7 @@ pub(crate) use self::grammars::run_grammar_compiler;
 pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
 pub(crate) use self::requests::Requests;
-pub(crate) use self::settings::{seconds, value_error};
+pub(crate) use self::settings::{check_request_limits, seconds, value_error};
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -46,6 +46,9 @@ pub(crate) struct Runtime {
     figures: Mutex<Vec<FigureReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
+    limits: RequestLimits,
+    /// Once the drivers are ready.
+    ingress: OnceLock<Ingress>,
 }
 
 #[pymethods]
@@ -93,6 +96,8 @@ impl Runtime {
     ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
     ///         limit.
     ///     running_limit_s: The same from its admission to its end.
+    ///     request_limits: Limits on what a request may hold, by their names in docs/limits.md, where they differ from the defaults.
+    ///         They hold for every frontend of this runtime.
     ///     max_restarts: How often in a row a driver is started again, without an answer in between.
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -115,7 +120,7 @@ impl Runtime {
         tokenizer_file = None,
         constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false,
         max_grammar_bytes = None, grammar_timeout_s = None, grammar_compile_timeout_s = None, grammar_memory_mb = None,
-        waiting_limit_s = None, running_limit_s = None, max_restarts = 3,
+        waiting_limit_s = None, running_limit_s = None, request_limits = None, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -162,6 +167,7 @@ impl Runtime {
         grammar_memory_mb: Option<u32>,
         waiting_limit_s: Option<f64>,
         running_limit_s: Option<f64>,
+        request_limits: Option<BTreeMap<String, u64>>,
         max_restarts: u32,
         ready_timeout_s: f64,
         step_timeout_s: f64,
@@ -191,6 +197,7 @@ impl Runtime {
             ..DriverSettings::new(python, model)
         };
         let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
+        let limits = limits(request_limits.unwrap_or_default())?;
         let running_limit = limit("running_limit_s", running_limit_s)?;
         let usual = Config::default();
         let gap_us = match max_token_gap_ms {
@@ -259,6 +266,8 @@ impl Runtime {
             figures: Mutex::new(readers.collect()),
             lines,
             stop_tokens: eos_token_ids,
+            limits,
+            ingress: OnceLock::new(),
         })
     }
 
@@ -338,7 +347,7 @@ impl Runtime {
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
     ///     TypeError: `token_ids` is neither.
-    ///     OverflowError: A token does not fit into uint32.
+    ///     OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
     ///     StartError: No driver is left.
     ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
     #[pyo3(signature = (
@@ -357,8 +366,8 @@ impl Runtime {
     fn submit(
         &self,
         token_ids: Prompt,
-        max_new_tokens: u32,
-        min_new_tokens: u32,
+        max_new_tokens: i64,
+        min_new_tokens: i64,
         temperature: f32,
         top_k: i64,
         top_p: f32,
@@ -367,90 +376,77 @@ impl Runtime {
         frequency_penalty: f32,
         presence_penalty: f32,
         repetition_penalty: f32,
-        logit_bias: Vec<(u32, f32)>,
-        stop_token_ids: Vec<u32>,
+        logit_bias: Vec<(i64, f32)>,
+        stop_token_ids: Vec<i64>,
         stop: Vec<String>,
         stop_regex: Vec<String>,
         ignore_eos: bool,
-        n: u32,
-        priority: Option<i32>,
+        n: i64,
+        priority: Option<i64>,
         routing_key: Option<String>,
         session: Option<u64>,
         namespace: Option<String>,
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
         grammar_after: Vec<u32>,
-        logprobs: Option<(u32, Vec<u32>, Option<u32>)>,
+        logprobs: Option<(i64, Vec<i64>, Option<i64>)>,
         logprobs_original: bool,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
         into: Option<PyRef<'_, Requests>>,
     ) -> PyResult<u64> {
-        let sampling = Sampling {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            frequency_penalty,
-            presence_penalty,
-            repetition_penalty,
-            logit_bias,
-        };
-        let mut stop_tokens = stop_token_ids;
-        if !ignore_eos {
-            stop_tokens.extend_from_slice(&self.stop_tokens);
-        }
+        let logprobs = logprobs.map(|(top_logprobs_num, token_ids_logprob, start)| RawLogprobs {
+            top_logprobs_num,
+            token_ids_logprob,
+            logprob_start_len: start.unwrap_or(-1),
+            original: logprobs_original,
+        });
+        let ingress = self.ingress()?;
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
-        self.check_biases(&sampling)?;
-        let draw = sampling.draw().map_err(value_error)?;
-        let bind = |(kind, text): (String, String)| {
-            let grammar = grammar_of(&kind, text)?;
-            self.service
-                .bind(&grammar, &grammar_after)
-                .map_err(value_error)
-        };
-        let constraint = grammar.map(bind).transpose()?;
-        let regexes = (!stop_regex.is_empty()).then(|| StopRegexes::new(&stop_regex));
-        let regexes = regexes.transpose().map_err(value_error)?;
-        let mut arrival = Arrival {
-            ends: Ends {
-                max_tokens: max_new_tokens,
-                min_tokens: min_new_tokens,
-                stop_tokens,
-                stop_strings: StopStrings::new(stop.into_iter().map(String::into_bytes))
-                    .map_err(value_error)?,
-                stop_regexes: regexes.map(Arc::new),
+        let grammar = grammar.map(|(kind, text)| grammar_of(&kind, text));
+        let raw = RawRequest {
+            sampling: Sampling {
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                seed,
+                frequency_penalty,
+                presence_penalty,
+                repetition_penalty,
+                logit_bias: Vec::new(),
             },
-            samples: n,
-            namespace: namespace.map(String::into_boxed_str),
-            adapter: adapter_id,
+            logit_bias,
+            max_new_tokens: Some(max_new_tokens),
+            min_new_tokens,
+            n,
+            stop_token_ids,
+            stop,
+            stop_regex,
+            ignore_eos,
+            grammar: grammar.transpose()?,
+            grammar_after,
+            logprobs,
             priority,
-            routing_key: routing_key.map(String::into_boxed_str),
+            routing_key,
+            extra_key: namespace,
+            adapter: adapter_id,
             session,
-            constraint,
-            drafts: speculate,
+            speculates: speculate,
             streams,
-            ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
+            deadline: deadline.transpose()?,
+            ..RawRequest::new(String::new(), token_ids.0)
         };
-        if let Some((top_logprobs_num, token_ids_logprob, logprob_start_len)) = logprobs {
-            let params = LogprobParams {
-                top_logprobs_num,
-                token_ids_logprob,
-                logprob_start_len,
-                original: logprobs_original,
-            };
-            self.check_logprobs(&params, arrival.prompt.len())?;
-            params.ask(&mut arrival);
-        }
-        let deadline = deadline.transpose()?;
+        let spec = ingress.validate(raw, |grammar, after| self.service.bind(grammar, after));
+        let spec = spec.map_err(value_error)?;
         match into {
-            Some(requests) => Ok(requests.add(arrival, deadline)),
-            None => self
-                .service
-                .submit(arrival, deadline)
-                .map_err(|rejected| from_rejected(&rejected)),
+            Some(requests) => Ok(requests.add(spec)),
+            None => {
+                let (arrival, deadline) = spec.into_arrival();
+                let submitted = self.service.submit(arrival, deadline);
+                submitted.map_err(|rejected| from_rejected(&rejected))
+            }
         }
     }
 
@@ -461,8 +457,9 @@ impl Runtime {
     ///     StartError: No driver is left.
     ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
     fn submit_all(&self, requests: &Requests) -> PyResult<Vec<u64>> {
+        let arrivals = requests.take().into_iter().map(RequestSpec::into_arrival);
         self.service
-            .submit_all(requests.take())
+            .submit_all(arrivals)
             .map_err(|rejected| from_rejected(&rejected))
     }
 
@@ -599,6 +596,37 @@ impl Runtime {
         _traceback: Option<&Bound<'_, PyAny>>,
     ) {
         self.shutdown(py);
+    }
+}
+
+impl Runtime {
+    /// What its frontends hold requests to.
+    pub(crate) const fn limits(&self) -> &RequestLimits {
+        &self.limits
+    }
+
+    /// By which `submit` validates requests. It takes the vocabulary of a driver that is ready.
+    fn ingress(&self) -> PyResult<&Ingress> {
+        if let Some(ingress) = self.ingress.get() {
+            return Ok(ingress);
+        }
+        let Some(caps) = self.service.capabilities() else {
+            return Err(match self.service.wait_ready(Duration::ZERO) {
+                Err(error) => from_runtime(&error),
+                Ok(_) if self.service.is_stopped() => from_rejected(&Rejected::Stopped),
+                Ok(_) => from_rejected(&Rejected::NotReady),
+            });
+        };
+        let facts = ModelFacts {
+            vocab_size: caps.vocab_size,
+            eos_token_ids: self.stop_tokens.clone(),
+            // The scheduler knows its pool.
+            max_prompt_tokens: None,
+            context_length: None,
+        };
+        Ok(self
+            .ingress
+            .get_or_init(|| Ingress::new(self.limits.clone(), facts)))
     }
 }
 

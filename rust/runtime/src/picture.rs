@@ -221,6 +221,19 @@ impl Pictures {
         self.pictures.is_empty()
     }
 
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.pictures.len()
+    }
+
+    /// Bytes of their pixels and positions.
+    pub fn bytes(&self) -> u64 {
+        self.pictures
+            .iter()
+            .map(|picture| u64::from(picture.bytes()))
+            .sum()
+    }
+
     /// Tokens of all of them.
     pub fn tokens(&self) -> u32 {
         self.pictures.iter().map(|picture| picture.tokens).sum()

@@ -4,8 +4,8 @@ use crate::arrival::{Arrival, Ends, Image};
 use crate::error::Refusal;
 use crate::scheduler::Scheduler;
 
-/// Most sequences of one request.
-pub const MAX_SAMPLES: u32 = 1024;
+/// Most sequences of one request, whatever its caller allows.
+pub const MAX_SAMPLES: u32 = 1 << 16;
 
 impl<S> Scheduler<S> {
     /// Whether a request can be served at all. Returns how many tokens it may produce at most.

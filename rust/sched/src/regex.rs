@@ -12,8 +12,6 @@ use crate::stop_strings::StopStrings;
 
 /// Bytes that the automaton of a request's expressions may take. Each byte of a text costs at most one visit of each of its states.
 const SIZE: usize = 256 << 10;
-/// Most expressions of a request.
-const MOST: usize = 64;
 /// Bytes before a place that say whether it is the border of a word.
 const CONTEXT: usize = 4;
 /// What gives a character another meaning than itself.
@@ -38,14 +36,6 @@ pub enum StopRegexError {
     #[error("the stop_regex takes an automaton of more than {limit} bytes: make it simpler")]
     TooLarge {
         /// Bytes that it may take.
-        limit: usize,
-    },
-    /// There are too many.
-    #[error("there are {count} stop_regex, {limit} is the most: join some by `|`")]
-    TooMany {
-        /// How many there are.
-        count: usize,
-        /// How many there may be.
         limit: usize,
     },
 }
@@ -80,15 +70,11 @@ impl PartialEq for StopRegexes {
 impl Eq for StopRegexes {}
 
 impl StopRegexes {
-    /// Compiles expressions in the syntax of Rust's `regex`.
+    /// Compiles expressions in the syntax of Rust's `regex`. Callers bound their number and size.
     ///
     /// # Errors
     /// [`StopRegexError`].
     pub fn new(patterns: &[impl AsRef<str>]) -> Result<Self, StopRegexError> {
-        if patterns.len() > MOST {
-            let (count, limit) = (patterns.len(), MOST);
-            return Err(StopRegexError::TooMany { count, limit });
-        }
         let patterns: Box<[Box<str>]> = patterns.iter().map(|it| it.as_ref().into()).collect();
         let mut hirs = Vec::new();
         let (mut numbers, mut plain_numbers) = (Vec::new(), Vec::new());
@@ -392,11 +378,6 @@ mod tests {
                 .to_string();
             assert!(error.contains(words), "{error}");
         }
-        let many = StopRegexes::new(&["a|b"; 65]).unwrap_err().to_string();
-        assert_eq!(
-            many,
-            "there are 65 stop_regex, 64 is the most: join some by `|`"
-        );
     }
 
     proptest! {

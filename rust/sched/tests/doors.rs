@@ -53,7 +53,7 @@ fn a_refusal_names_value_limit_and_remedy() {
                 samples: 0,
                 ..arrival(2)
             },
-            "0 samples are asked for: it must be from 1 to 1024",
+            "0 samples are asked for: it must be from 1 to 65536",
         ),
         (
             Arrival {

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
+use pie_ingress::{RequestLimits, RequestSpec};
 use pie_runtime::{Arrival, Constrain, Delta, Draw, End, Grammar, Rejected, Unbindable};
 use rmpv::Value;
 
@@ -18,9 +19,9 @@ pub(crate) struct Kept {
 }
 
 impl Backend for Kept {
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
         let mut arrivals = self.arrivals.borrow_mut();
-        arrivals.push(arrival);
+        arrivals.push(spec.into_arrival().0);
         Ok(arrivals.len() as u64 - 1)
     }
 
@@ -174,6 +175,7 @@ pub(crate) fn settings() -> FrontSettings {
         context_length: 26,
         truncates: false,
         vocab_size: 1000,
+        limits: RequestLimits::default(),
         bos_token: Some(1),
         speculates: false,
         refuses_priority: false,

@@ -68,7 +68,9 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         asked.sampling_params.as_mut().unwrap().prompt_logprobs = Some(-1);
         let refused = client.generate(asked).await.unwrap_err();
         assert!(
-            refused.message().contains("`prompt_logprobs` is -1"),
+            refused
+                .message()
+                .contains("prompt_logprobs is -1, it must be 0 or more"),
             "{refused}"
         );
     });

@@ -128,7 +128,7 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("repetition_penalty is 0", |of| {
             params(of).repetition_penalty = 0.0;
         }),
-        ("`logit_bias` has \"x\"", |of| {
+        ("token \"x\" of `logit_bias`", |of| {
             params(of).logit_bias.insert("x".to_owned(), 1.0);
         }),
         ("token 97 of `logit_bias`", |of| {

@@ -162,7 +162,7 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("the prompt is empty", Code::InvalidArgument, |of| {
             of.input = None;
         }),
-        ("token 97 at 1", Code::InvalidArgument, |of| {
+        ("token 97 of `input_ids`", Code::InvalidArgument, |of| {
             *of = request("a", &[1, 97], 3);
         }),
         ("the prompt has 500 tokens", Code::InvalidArgument, |of| {
@@ -192,9 +192,13 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("temperature is NaN", Code::InvalidArgument, |of| {
             params(of).temperature = Some(f32::NAN);
         }),
-        ("2000 samples", Code::InvalidArgument, |of| {
-            params(of).n = 2000;
-        }),
+        (
+            "`n` has 2000 sequences, 1024 is the most",
+            Code::InvalidArgument,
+            |of| {
+                params(of).n = 2000;
+            },
+        ),
         (
             "min_new_tokens must not exceed",
             Code::InvalidArgument,
@@ -208,9 +212,27 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("token -1 of `logit_bias`", Code::InvalidArgument, |of| {
             params(of).logit_bias.insert(-1, 1.0);
         }),
-        ("a stop string is empty", Code::InvalidArgument, |of| {
-            params(of).stop = vec![String::new()];
-        }),
+        (
+            "`stop` has 1025 strings, 1024 is the most",
+            Code::InvalidArgument,
+            |of| {
+                params(of).stop = vec!["x".to_owned(); 1025];
+            },
+        ),
+        (
+            "`stop_token_ids` has 5000 tokens, 4096",
+            Code::InvalidArgument,
+            |of| {
+                params(of).stop_token_ids = vec![1; 5000];
+            },
+        ),
+        (
+            "`rid` has 2000 bytes, 1024 is the most",
+            Code::InvalidArgument,
+            |of| {
+                of.request_id = "x".repeat(2000);
+            },
+        ),
         (
             "regular expression: grammars need the text of tokens",
             Code::InvalidArgument,

@@ -1,17 +1,14 @@
 //! Requests that are handed in together.
 
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
-use pie_runtime::{Arrival, Draw};
+use pie_ingress::RequestSpec;
 use pyo3::prelude::*;
-
-type Pending = Vec<(Arrival<Draw>, Option<Duration>)>;
 
 /// Requests for `Runtime.submit_all`, which `Runtime.submit` puts here by its argument `into`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 #[derive(Default)]
-pub(crate) struct Requests(Mutex<Pending>);
+pub(crate) struct Requests(Mutex<Vec<RequestSpec>>);
 
 #[pymethods]
 impl Requests {
@@ -31,13 +28,13 @@ impl Requests {
 
 impl Requests {
     /// Returns its place.
-    pub(super) fn add(&self, arrival: Arrival<impl Into<Draw>>, deadline: Option<Duration>) -> u64 {
+    pub(super) fn add(&self, spec: RequestSpec) -> u64 {
         let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        pending.push((arrival.map(Into::into), deadline));
+        pending.push(spec);
         pending.len() as u64 - 1
     }
 
-    pub(super) fn take(&self) -> Pending {
+    pub(super) fn take(&self) -> Vec<RequestSpec> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -1,12 +1,13 @@
 //! What a runtime and its requests are asked for, from Python's values.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use pie_ingress::RequestLimits;
 use pie_runtime::{DriverSettings, ServiceLog};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::inspect::PyStaticExpr;
@@ -91,6 +92,24 @@ pub(super) fn log(
         }
         lines.push_back(line);
     }))
+}
+
+/// The limits of requests, some of them changed.
+pub(super) fn limits(changed: BTreeMap<String, u64>) -> PyResult<RequestLimits> {
+    let mut limits = RequestLimits::default();
+    for (name, value) in changed {
+        limits.set(&name, value).map_err(value_error)?;
+    }
+    Ok(limits)
+}
+
+/// Looks whether these are limits of requests, by their names in docs/limits.md.
+///
+/// Raises:
+///     ValueError: There is no such limit.
+#[pyfunction]
+pub(crate) fn check_request_limits(limits: BTreeMap<String, u64>) -> PyResult<()> {
+    self::limits(limits).map(drop)
 }
 
 pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {

@@ -1,0 +1,102 @@
+//! How a sequence ended, for its client.
+
+use std::sync::Arc;
+
+use pie_runtime::{End, Refusal as Unserved, StopRegexes, StopStrings};
+
+/// The texts that end the sequences of a request, by which their ends are named.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StopTexts {
+    strings: StopStrings,
+    regexes: Option<Arc<StopRegexes>>,
+}
+
+impl StopTexts {
+    pub(crate) const fn new(strings: StopStrings, regexes: Option<Arc<StopRegexes>>) -> Self {
+        Self { strings, regexes }
+    }
+
+    fn string(&self, index: u32) -> String {
+        let text = self.strings.texts().get(index as usize);
+        text.map(|text| String::from_utf8_lossy(text).into_owned())
+            .unwrap_or_default()
+    }
+
+    fn regex(&self, index: u32) -> String {
+        let patterns = self.regexes.as_deref().map(StopRegexes::patterns);
+        let pattern = patterns.and_then(|mut patterns| patterns.nth(index as usize));
+        pattern.unwrap_or_default().to_owned()
+    }
+}
+
+/// How a sequence ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It has as many tokens as it may.
+    Length,
+    /// This token ended it.
+    StopToken(u32),
+    /// This stop string ended it.
+    StopString(String),
+    /// This expression ended it.
+    StopRegex(String),
+    /// It was aborted.
+    Aborted,
+    /// The same, while its grammar was compiled.
+    AbortedUnready,
+    /// It has no answer, or only a part of it.
+    Failed {
+        /// Whose fault it is.
+        failure: Failure,
+        /// One line, for the client.
+        message: String,
+    },
+}
+
+/// Whose fault it is that a request has no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// The client's: 400.
+    Invalid,
+    /// The client's: the request's name is that of one that runs.
+    Known,
+    /// Nobody's: there is too much to do. 503.
+    Busy,
+    /// Its time was over: 503.
+    Deadline,
+    /// The server's: 500.
+    Internal,
+}
+
+/// What an end is for the client of a request with these stop texts.
+pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
+    let failed = |failure, message: &str| Outcome::Failed {
+        failure,
+        message: one_line(message),
+    };
+    match end {
+        End::Length => Outcome::Length,
+        End::StopToken(token) => Outcome::StopToken(*token),
+        End::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
+        End::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
+        End::Aborted => Outcome::Aborted,
+        End::Unready => Outcome::AbortedUnready,
+        End::Deadline => failed(Failure::Deadline, "its time was over"),
+        End::Refused(refusal) => {
+            let failure = match refusal {
+                Unserved::QueueFull { .. } => Failure::Busy,
+                Unserved::Known { .. } => Failure::Known,
+                _ => Failure::Invalid,
+            };
+            failed(failure, &refusal.to_string())
+        }
+        End::Displaced => failed(Failure::Busy, &end.reason().unwrap_or_default()),
+        End::Grammar(reason) => failed(Failure::Invalid, reason),
+        End::Failed(reason) => failed(Failure::Internal, reason),
+    }
+}
+
+/// Clients get one line: the message and its hint.
+pub fn one_line(text: &str) -> String {
+    text.replace("\n\nhint: ", ". ").replace('\n', " ")
+}

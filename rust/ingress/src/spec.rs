@@ -1,0 +1,382 @@
+//! A request as the engine takes it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pie_runtime::{
+    Arrival, Constrain, Draw, Ends, Grammar, LogprobParams, MAX_SAMPLES, Pictures,
+    Refusal as Unserved, Sampling, StopRegexes, StopStrings, Unbindable,
+};
+
+use crate::limits::RequestLimits;
+use crate::logprobs::LogprobRows;
+use crate::outcome::StopTexts;
+use crate::raw::{RawLogprobs, RawRequest};
+use crate::refusal::Refusal;
+
+/// A lower temperature is greedy, as in `SGLang`.
+const GREEDY_BELOW: f32 = 1e-6;
+/// How `SGLang` says that all tokens are kept.
+const ALL_TOKENS: i64 = 1 << 30;
+/// Most most tokens: what comes after the prompt has 32-bit places.
+const MOST_TOKENS: u32 = u32::MAX >> 1;
+
+/// What a model can take, as far as requests are measured by it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelFacts {
+    /// Token ids are below it.
+    pub vocab_size: u32,
+    /// The tokens that end a sequence, unless its request ignores them.
+    pub eos_token_ids: Vec<u32>,
+    /// Most tokens of a prompt; `None` leaves it to the scheduler, which knows its pool.
+    pub max_prompt_tokens: Option<u32>,
+    /// Most tokens of a prompt and its output together; `None` leaves it to the scheduler.
+    pub context_length: Option<u32>,
+}
+
+/// Validates requests for one model.
+#[derive(Clone, Debug)]
+pub struct Ingress {
+    limits: RequestLimits,
+    model: ModelFacts,
+}
+
+/// A request that was validated. It is made by [`Ingress::validate`] alone.
+#[derive(Debug)]
+pub struct RequestSpec {
+    arrival: Arrival<Draw>,
+    deadline: Option<Duration>,
+    logprobs: Option<LogprobRows>,
+    stops: StopTexts,
+}
+
+impl RequestSpec {
+    /// Tokens of its prompt.
+    pub fn prompt(&self) -> &[u32] {
+        &self.arrival.prompt
+    }
+
+    /// Sequences that it has.
+    pub const fn samples(&self) -> u32 {
+        self.arrival.samples
+    }
+
+    /// The log-probabilities that it wants.
+    pub const fn logprobs(&self) -> Option<&LogprobRows> {
+        self.logprobs.as_ref()
+    }
+
+    /// The texts that end its sequences, by which their ends are named.
+    pub const fn stops(&self) -> &StopTexts {
+        &self.stops
+    }
+
+    /// What the service takes: the request, and after which time it ends.
+    pub fn into_arrival(self) -> (Arrival<Draw>, Option<Duration>) {
+        (self.arrival, self.deadline)
+    }
+}
+
+impl Ingress {
+    /// Requests for a model, within limits.
+    pub const fn new(limits: RequestLimits, model: ModelFacts) -> Self {
+        Self { limits, model }
+    }
+
+    /// The table that requests are held to.
+    pub const fn limits(&self) -> &RequestLimits {
+        &self.limits
+    }
+
+    /// What requests are measured by.
+    pub const fn model(&self) -> &ModelFacts {
+        &self.model
+    }
+
+    /// A token that a client names, which the model must have.
+    fn token(&self, field: &'static str, token: i64) -> Result<u32, Refusal> {
+        let vocab = self.model.vocab_size;
+        let known = u32::try_from(token).ok().filter(|&token| token < vocab);
+        known.ok_or_else(|| self.no_token(field, &token))
+    }
+
+    /// A token that a client names, and that the model need not have.
+    ///
+    /// # Errors
+    /// [`Refusal::Token`] for a number that is no token of any model.
+    pub fn token_id(&self, field: &'static str, token: i64) -> Result<u32, Refusal> {
+        u32::try_from(token).map_err(|_| self.no_token(field, &token))
+    }
+
+    /// The number of a token that a client names by its digits, as in `OpenAI`'s API.
+    ///
+    /// # Errors
+    /// [`Refusal::Token`] for what is no number.
+    pub fn token_of_text(&self, field: &'static str, text: &str) -> Result<i64, Refusal> {
+        let shown = || text.chars().take(60).collect::<String>();
+        let token = text.parse();
+        token.map_err(|_| self.no_token(field, &format_args!("{:?}", shown())))
+    }
+
+    fn no_token(&self, field: &'static str, token: &dyn std::fmt::Display) -> Refusal {
+        Refusal::Token {
+            field,
+            token: token.to_string(),
+            vocab: self.model.vocab_size,
+        }
+    }
+
+    /// Validates a request. `bind` asks for what constrains it by a grammar, if all else is well.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub fn validate(
+        &self,
+        raw: RawRequest,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>,
+    ) -> Result<RequestSpec, Refusal> {
+        self.check_names(&raw)?;
+        self.check_prompt(&raw.prompt, raw.pictures.as_ref())?;
+        let samples = self.samples(raw.n)?;
+        let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
+        let (min_tokens, max_tokens) = self.tokens(&raw)?;
+        let stop_strings = self.stop_strings(raw.stop)?;
+        let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
+        let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
+        let sampling = self.sampling(raw.sampling, raw.logit_bias)?;
+        let draw = sampling.draw()?;
+        let logprobs = raw
+            .logprobs
+            .map(|wanted| self.logprobs(wanted, raw.prompt.len()));
+        // Of the client's tokens: those of images get other names.
+        let logprobs = logprobs.transpose()?;
+        let logprobs = logprobs.map(|wanted| LogprobRows::new(wanted, &raw.prompt));
+        let constraint = match &raw.grammar {
+            Some(grammar) => {
+                let kind = grammar.kind();
+                self.limits
+                    .check(kind, "grammar_bytes", grammar.bytes() as u64)?;
+                let bound = bind(grammar, &raw.grammar_after);
+                Some(bound.map_err(|error| Refusal::Grammar { kind, error })?)
+            }
+            None => None,
+        };
+        let stops = StopTexts::new(stop_strings.clone(), stop_regexes.clone());
+        let mut arrival = Arrival {
+            ends: Ends {
+                max_tokens,
+                min_tokens,
+                stop_tokens,
+                stop_strings,
+                stop_regexes,
+            },
+            samples,
+            namespace: raw.extra_key.map(String::into_boxed_str),
+            adapter: raw.adapter,
+            priority,
+            routing_key: raw.routing_key.map(String::into_boxed_str),
+            session: raw.session,
+            drafts: raw.speculates,
+            constraint,
+            streams: raw.streams,
+            ..Arrival::new(0, raw.prompt, draw, max_tokens)
+        };
+        if let Some(rows) = &logprobs {
+            rows.params().clone().ask(&mut arrival);
+        }
+        if let Some(pictures) = raw.pictures {
+            Draw::attach(pictures, &mut arrival);
+        }
+        Ok(RequestSpec {
+            arrival,
+            deadline: raw.deadline,
+            logprobs,
+            stops,
+        })
+    }
+
+    fn check_names(&self, raw: &RawRequest) -> Result<(), Refusal> {
+        self.check_name("rid", &raw.name)?;
+        self.check_name(
+            "routing_key",
+            raw.routing_key.as_deref().unwrap_or_default(),
+        )?;
+        self.check_name("extra_key", raw.extra_key.as_deref().unwrap_or_default())
+    }
+
+    /// Whether a name is short enough.
+    ///
+    /// # Errors
+    /// [`Refusal::Limit`].
+    pub fn check_name(&self, field: &'static str, name: &str) -> Result<(), Refusal> {
+        self.limits.check(field, "name_bytes", name.len() as u64)
+    }
+
+    fn check_prompt(&self, prompt: &[u32], pictures: Option<&Pictures>) -> Result<(), Refusal> {
+        let (tokens, vocab) = (prompt.len(), self.model.vocab_size);
+        if prompt.is_empty() {
+            return Err(Unserved::Empty.into());
+        }
+        let longest = self.model.max_prompt_tokens.unwrap_or(u32::MAX);
+        if tokens > longest as usize {
+            return Err(Unserved::TooLong {
+                tokens,
+                limit: longest,
+                reason: "the context length, or the KV cache",
+            }
+            .into());
+        }
+        if let Some(pictures) = pictures {
+            self.limits
+                .check("images", "images", pictures.len() as u64)?;
+            return self.limits.check("images", "image_bytes", pictures.bytes());
+        }
+        match prompt.iter().find(|&&token| token >= vocab) {
+            None => Ok(()),
+            Some(&token) => Err(self.no_token("input_ids", &token)),
+        }
+    }
+
+    fn samples(&self, n: i64) -> Result<u32, Refusal> {
+        let n = within("n", Some(n), 1, i64::from(MAX_SAMPLES))?;
+        let n: u32 = n.unwrap_or(1);
+        self.limits.check("n", "n", n.into())?;
+        Ok(n)
+    }
+
+    /// Fewest and most tokens to produce, cut to what there is room for.
+    fn tokens(&self, raw: &RawRequest) -> Result<(u32, u32), Refusal> {
+        let many = i64::from(MOST_TOKENS);
+        let count = |field, value: i64| {
+            let count = within(field, Some(value.min(many)), 0, many);
+            count.map(|count: Option<u32>| count.unwrap_or(0))
+        };
+        let max = count("max_new_tokens", raw.max_new_tokens.unwrap_or(many))?;
+        let min = count("min_new_tokens", raw.min_new_tokens)?;
+        if min > max {
+            return Err(Unserved::MinTokens { min, max }.into());
+        }
+        let room = self.model.context_length.map_or(MOST_TOKENS, |length| {
+            length.saturating_sub(raw.prompt.len() as u32)
+        });
+        Ok((min.min(room), max.min(room)))
+    }
+
+    fn stop_strings(&self, stop: Vec<String>) -> Result<StopStrings, Refusal> {
+        let sizes = || stop.iter().map(|text| text.len() as u64);
+        self.limits
+            .check("stop", "stop_strings", stop.len() as u64)?;
+        self.limits
+            .check("stop", "stop_string_bytes", sizes().max().unwrap_or(0))?;
+        self.limits
+            .check("stop", "stop_total_bytes", sizes().sum())?;
+        // An empty one asks for nothing.
+        let texts = stop.into_iter().filter(|text| !text.is_empty());
+        Ok(StopStrings::new(texts.map(String::into_bytes))?)
+    }
+
+    fn stop_regexes(&self, patterns: &[String]) -> Result<Option<Arc<StopRegexes>>, Refusal> {
+        let bytes = patterns.iter().map(|pattern| pattern.len() as u64).sum();
+        self.limits
+            .check("stop_regex", "stop_regexes", patterns.len() as u64)?;
+        self.limits.check("stop_regex", "stop_regex_bytes", bytes)?;
+        // An empty one asks for nothing.
+        let patterns: Vec<&String> = patterns.iter().filter(|text| !text.is_empty()).collect();
+        if patterns.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(Arc::new(StopRegexes::new(&patterns)?)))
+    }
+
+    /// Those that can be sampled: a token that the model does not have ends nothing.
+    fn stop_tokens(&self, tokens: &[i64], ignore_eos: bool) -> Result<Vec<u32>, Refusal> {
+        self.limits
+            .check("stop_token_ids", "stop_token_ids", tokens.len() as u64)?;
+        let mut stops = Vec::with_capacity(tokens.len() + self.model.eos_token_ids.len());
+        for &token in tokens {
+            stops.push(self.token_id("stop_token_ids", token)?);
+        }
+        if !ignore_eos {
+            stops.extend_from_slice(&self.model.eos_token_ids);
+        }
+        stops.retain(|&token| token < self.model.vocab_size);
+        Ok(stops)
+    }
+
+    fn sampling(
+        &self,
+        mut sampling: Sampling,
+        logit_bias: Vec<(i64, f32)>,
+    ) -> Result<Sampling, Refusal> {
+        let entries = logit_bias.len() as u64;
+        self.limits.check("logit_bias", "logit_bias", entries)?;
+        let bias = |(token, bias)| Ok((self.token("logit_bias", token)?, bias));
+        let biases = logit_bias.into_iter().map(bias);
+        let mut biases = biases.collect::<Result<Vec<_>, Refusal>>()?;
+        biases.sort_by_key(|&(token, _)| token);
+        if let Some(pair) = biases.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            let token = pair[0].0;
+            return Err(Refusal::Other(format!(
+                "`logit_bias` has token {token} twice: send each token once"
+            )));
+        }
+        sampling.logit_bias = biases;
+        if (0.0..GREEDY_BELOW).contains(&sampling.temperature) {
+            sampling.temperature = 0.0;
+        }
+        if sampling.top_k >= ALL_TOKENS {
+            sampling.top_k = -1;
+        }
+        Ok(sampling)
+    }
+
+    fn logprobs(&self, wanted: &RawLogprobs, prompt: usize) -> Result<LogprobParams, Refusal> {
+        let (tokens, top) = (&wanted.token_ids_logprob, wanted.top_logprobs_num);
+        self.limits.check(
+            "token_ids_logprob",
+            "token_ids_logprob",
+            tokens.len() as u64,
+        )?;
+        let start = wanted.logprob_start_len;
+        let start = within("logprob_start_len", Some(start), -1, prompt as i64)?;
+        let start: i64 = start.unwrap_or(-1);
+        let top = within(
+            "top_logprobs_num",
+            Some(top),
+            0,
+            i64::from(self.model.vocab_size),
+        )?;
+        let top: u32 = top.unwrap_or(0);
+        self.limits
+            .check("top_logprobs_num", "top_logprobs_num", top.into())?;
+        let tokens = tokens
+            .iter()
+            .map(|&token| self.token("token_ids_logprob", token));
+        Ok(LogprobParams {
+            top_logprobs_num: top,
+            token_ids_logprob: tokens.collect::<Result<_, _>>()?,
+            logprob_start_len: u32::try_from(start).ok(),
+            original: wanted.original,
+        })
+    }
+}
+
+/// A number in a range, which the narrower type has.
+fn within<T: TryFrom<i64>>(
+    field: &'static str,
+    value: Option<i64>,
+    least: impl Into<i64>,
+    most: impl Into<i64>,
+) -> Result<Option<T>, Refusal> {
+    let Some(value) = value else { return Ok(None) };
+    let (least, most) = (least.into(), most.into());
+    let narrow = (least..=most)
+        .contains(&value)
+        .then(|| T::try_from(value).ok())
+        .flatten();
+    narrow.map(Some).ok_or_else(|| Refusal::Range {
+        field,
+        value: value.to_string(),
+        wanted: format!("from {least} to {most}"),
+    })
+}
