@@ -313,7 +313,8 @@ impl Replica {
             Finish::Displaced => End::Displaced,
             Finish::Constraint => End::Grammar(reason.unwrap_or_default().into()),
             Finish::Failed => {
-                End::Failed("the driver gave it no token\n\nhint: its log says why".into())
+                let why = reason.unwrap_or("the driver gave it no token\n\nhint: its log says why");
+                End::Failed(why.into())
             }
         });
     }

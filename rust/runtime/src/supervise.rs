@@ -49,7 +49,7 @@ impl Replica {
                 self.max_restarts
             ));
             if let Some(scheduler) = &mut self.scheduler {
-                scheduler.driver_lost();
+                scheduler.driver_died();
             }
             self.shared
                 .update(self.number, |state| state.stats.restarts += 1);

@@ -43,7 +43,9 @@ impl<S> Scheduler<S> {
             if self.running.len() >= may_run || plan.rows == 0 || plan.prompt == 0 {
                 break;
             }
-            if self.sequences[slot].pending > 0 || self.waits_for_prefix(slot) {
+            let sequence = &self.sequences[slot];
+            let is_due = sequence.pending == 0 && sequence.suspicion.group == plan.group;
+            if !is_due || self.waits_for_prefix(slot) {
                 continue;
             }
             if !self.follow(slot) {

@@ -6,6 +6,7 @@ use crate::pace::{LOOK_AGAIN, MIN_PROMPT};
 use crate::scheduler::Scheduler;
 use crate::sequence::Sequence;
 use crate::step::{Row, Step};
+use crate::suspects::CLEARED;
 
 /// Steps that may be out at once.
 const OUT: usize = 2;
@@ -29,6 +30,8 @@ pub(crate) struct Plan {
     image_bytes_left: u32,
     /// Pages that decodes without drafts will need.
     reserved: usize,
+    /// Only sequences of this group of suspects are in it.
+    pub(crate) group: u64,
 }
 
 impl Plan {
@@ -112,6 +115,7 @@ impl<S> Scheduler<S> {
             image_bytes: 0,
             image_bytes_left: self.limits.max_image_bytes,
             reserved: 0,
+            group: CLEARED,
         }
     }
 
@@ -123,6 +127,29 @@ impl<S> Scheduler<S> {
         self.make_growth_room(plan);
         self.preempt();
         let prompts_first = std::mem::take(&mut self.starved);
+        let groups = self.groups();
+        for &group in &*groups {
+            if plan.is_empty() {
+                plan.group = group;
+                self.fill(plan, prompts_first, now);
+            }
+        }
+        let nothing = plan.is_empty() && self.flights.is_empty();
+        if nothing && self.follow_late() {
+            self.fill_by_any(plan, &groups);
+        }
+        while plan.is_empty() && self.flights.is_empty() && self.running.len() > 1 {
+            // The best of those that run gets the pages of the others.
+            self.retract_worst();
+            self.fill_by_any(plan, &groups);
+        }
+        if !plan.is_empty() {
+            self.note_group(plan.group);
+        }
+    }
+
+    /// Lays out what there is of the step's group.
+    fn fill(&mut self, plan: &mut Plan, prompts_first: bool, now: u64) {
         if !prompts_first {
             self.place_decodes(plan);
         }
@@ -132,13 +159,24 @@ impl<S> Scheduler<S> {
         if prompts_first {
             self.place_decodes(plan);
         }
-        if plan.is_empty() && self.flights.is_empty() && self.follow_late() {
-            self.place_decodes(plan);
-            self.place_prompts(plan);
+    }
+
+    /// Lays out what runs of the first of these groups that can be laid out.
+    fn fill_by_any(&mut self, plan: &mut Plan, groups: &[u64]) {
+        for &group in groups {
+            if plan.is_empty() {
+                plan.group = group;
+                self.place_decodes(plan);
+                self.give_prompt_budget(plan, false);
+                self.place_prompts(plan);
+            }
         }
-        if plan.is_empty() && self.flights.is_empty() {
-            self.force(plan);
-        }
+    }
+
+    /// Whether a running sequence may be laid out in this step.
+    fn is_due(&self, plan: &Plan, slot: usize) -> bool {
+        let sequence = &self.sequences[slot];
+        sequence.suspicion.group == plan.group && sequence.step != self.plans && !sequence.is_late()
     }
 
     /// How many tokens of prompts the step may have, besides decodes that have come or will come.
@@ -241,7 +279,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.plans || !sequence.decodes() || sequence.is_late() {
+            if !sequence.decodes() || !self.is_due(plan, slot) {
                 continue;
             }
             let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
@@ -278,7 +316,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.plans || !sequence.prefills() || sequence.is_late() {
+            if !sequence.prefills() || !self.is_due(plan, slot) {
                 continue;
             }
             let placed = self.place_chunk(plan, slot);
@@ -363,16 +401,6 @@ impl<S> Scheduler<S> {
             plan.rest.push(row);
         }
         true
-    }
-
-    /// Nothing could be laid out, and nothing is out: the best of those that run gets the pages of the others.
-    fn force(&mut self, plan: &mut Plan) {
-        while plan.is_empty() && self.running.len() > 1 {
-            self.retract_worst();
-            self.place_decodes(plan);
-            self.give_prompt_budget(plan, false);
-            self.place_prompts(plan);
-        }
     }
 
     /// The rows of the last step.

@@ -105,7 +105,9 @@ impl<S> Scheduler<S> {
         let lives = |slot: &usize| sequences[*slot].state != State::Ended;
         self.waiting.retain(lives);
         self.running.retain(lives);
-        for slot in self.ended.drain(..) {
+        for at in 0..self.ended.len() {
+            let slot = self.ended[at];
+            self.forget_suspect(slot);
             let sequence = self.sequences.remove(slot);
             self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
             self.streaming -= usize::from(sequence.streams);
@@ -117,6 +119,7 @@ impl<S> Scheduler<S> {
                 }
             }
         }
+        self.ended.clear();
         self.full_until = 0;
     }
 

@@ -14,7 +14,8 @@
 //! | [`Scheduler::step`] | while fewer than two steps are out | the next frame: a [`Step`] of [`Row`]s, and the page [`Copies`] that come before it; `None`: nothing to do before the next call |
 //! | [`Scheduler::answer`] | when the older step is answered | its tokens, as [`Answer`] |
 //! | [`Scheduler::step_failed`] | instead | the driver answered with an error and lives; the steps that are out are void, and computed again |
-//! | [`Scheduler::driver_lost`] | instead | the driver and its KV are gone; every request is computed again from its tokens |
+//! | [`Scheduler::driver_died`] | instead | the driver ended with the older step, and its KV is gone; every request is computed again from its tokens |
+//! | [`Scheduler::driver_lost`] | instead | the same, where the step is not to blame |
 //! | [`Scheduler::outputs`] | after any of these | tokens and ends since the last call |
 //! | [`Scheduler::next_deadline`] | before waiting | when `step` wants to be called although nothing else happened |
 //! | [`Scheduler::expire`] | while there is no driver | ends what is too late, as `step` does |
@@ -68,6 +69,7 @@
 //! | `constraint`, `follow` | what binds the tokens of a sequence, asked before a row is laid out |
 //! | `sequence`, `ends`, `stop_strings`, `regex`, `text` | one sequence, and when it ends by what it says |
 //! | `flight`, `answer`, `settle` | steps that are out, and their answers |
+//! | `suspects` | which request makes steps fail |
 //! | `output`, `leave`, `logprobs` | what goes out: tokens, ends, pages, log-probabilities |
 //! | `memory`, `copies`, `sessions` | pages of both tiers and the prefix index, copies between them, what sessions keep |
 //! | `stats` | counts |
@@ -100,6 +102,7 @@ mod settle;
 mod stats;
 mod step;
 mod stop_strings;
+mod suspects;
 mod text;
 
 pub use answer::Answer;

@@ -20,6 +20,7 @@ use crate::pace::Pace;
 use crate::ratio::Ratio;
 use crate::sequence::{Sequence, Shared, State};
 use crate::stats::Stats;
+use crate::suspects::Suspects;
 use crate::text::TokenBytes;
 
 /// A request that has not ended.
@@ -75,6 +76,7 @@ pub struct Scheduler<S> {
     orders: u64,
     contexts: u64,
     pub(crate) deadline: Option<u64>,
+    pub(crate) suspects: Suspects,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -129,6 +131,7 @@ impl<S> Scheduler<S> {
             orders: 0,
             contexts: 0,
             deadline: None,
+            suspects: Suspects::default(),
         })
     }
 
@@ -219,34 +222,46 @@ impl<S> Scheduler<S> {
 
     /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out
     /// after it is void, too: do not send it. `copied` says whether the copies of that one were made; else they come again.
-    /// Of a single step that is out they count as made: make them even where the step then cannot be sent. A request whose
-    /// steps fail three times in a row ends as [`Finish::Failed`].
+    /// Of a single step that is out they count as made: make them even where the step then cannot be sent.
+    ///
+    /// The rows of the step are computed again, in halves, until the request that makes steps fail is alone. It ends as
+    /// [`Finish::Failed`]; the others lose nothing.
     ///
     /// When a copy fails, the KV is not what the scheduler thinks: call [`driver_lost`](Self::driver_lost).
     pub fn step_failed(&mut self, copied: bool) {
-        const TIMES: u8 = 3;
         if self.flights.len() > 1 && !copied {
             self.memory.copies.prepend(&self.copies);
         }
         let mut first = true;
         while let Some(flight) = self.flights.pop_front() {
             for row in &flight.rows {
-                let Some(sequence) = self.sequences.get_mut(row.slot) else {
-                    continue;
-                };
-                if sequence.order != row.order || sequence.state == State::Ended {
-                    continue;
-                }
-                sequence.forget_steps();
-                sequence.failures += u8::from(first);
-                if sequence.failures >= TIMES {
-                    self.finish(row.slot, 0, Finish::Failed);
+                if let Some(sequence) = self.sequences.get_mut(row.slot)
+                    && sequence.order == row.order
+                    && sequence.state != State::Ended
+                {
+                    sequence.forget_steps();
                 }
             }
-            first = false;
+            if std::mem::take(&mut first) {
+                self.suspect(&flight.rows);
+            }
             self.recycle(flight);
         }
         self.sweep();
+    }
+
+    /// The driver ended, or does not answer: [`driver_lost`](Self::driver_lost), and the older step that is out may be why. If
+    /// drivers die of a request again and again, it is found as by [`step_failed`](Self::step_failed), and ends alone.
+    pub fn driver_died(&mut self) {
+        for (_, sequence) in &mut self.sequences {
+            sequence.forget_steps();
+        }
+        if let Some(flight) = self.flights.pop_front() {
+            self.suspect(&flight.rows);
+            self.recycle(flight);
+            self.sweep();
+        }
+        self.driver_lost();
     }
 
     /// The driver is gone, and all KV with it, the host's too. Steps that are out are void. Every request is computed again

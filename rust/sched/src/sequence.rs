@@ -10,6 +10,7 @@ use crate::ends::Found;
 use crate::logprobs::Kept;
 use crate::memory::Held;
 use crate::output::{Admitted, Finish};
+use crate::suspects::Suspicion;
 use crate::text::TokenBytes;
 
 /// Keeps the place of a token that is not known yet.
@@ -80,13 +81,12 @@ pub(crate) struct Sequence<S> {
     pub(crate) step: u64,
     /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
     pub(crate) epoch: u32,
-    /// Steps of it that failed one after the other.
-    pub(crate) failures: u8,
+    pub(crate) suspicion: Suspicion,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
     /// Log-probabilities, if it wants some.
     pub(crate) logprobs: Option<Box<Kept>>,
-    /// Why its constraint ended it.
+    /// Why it ended: what its constraint says, or what became of its steps.
     pub(crate) reason: Option<Arc<str>>,
     /// How it was first admitted.
     pub(crate) admitted: Option<Admitted>,
@@ -126,7 +126,7 @@ impl<S> Sequence<S> {
             scheduled: 0,
             step: 0,
             epoch: 0,
-            failures: 0,
+            suspicion: Suspicion::default(),
             found,
             bond,
             logprobs,

@@ -52,17 +52,18 @@ impl<S> Scheduler<S> {
     }
 
     fn settle(&mut self, row: &Planned, answer: &Answer<'_>, at: usize) {
-        let Some(sequence) = self.sequences.get_mut(row.slot) else {
+        let Some(sequence) = self.sequences.get(row.slot) else {
             return;
         };
         if sequence.order != row.order || sequence.state == State::Ended {
             return;
         }
-        sequence.failures = 0;
         let current = sequence.epoch == row.epoch && sequence.state == State::Running;
+        self.clear_suspect(row.slot, row.end);
         if row.draws {
             return self.settle_draw(row, answer, at, current);
         }
+        let sequence = &mut self.sequences[row.slot];
         if !sequence.take_logprobs((row, at), (0, 0), answer) {
             sequence.forget_steps();
             return self.finish(row.slot, 0, Finish::Failed);

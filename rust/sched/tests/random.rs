@@ -13,7 +13,7 @@ use pie_sched::{Config, Limits, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
-use sim::{Ask, Event, Sim};
+use sim::{Ask, Event, Poison, Sim};
 
 fn ask() -> impl Strategy<Value = Event> {
     let lengths = (0_u8..3, 0_u8..24, 0_u8..12, 0_u8..24, 0_u8..3);
@@ -37,12 +37,13 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
+        prop::option::weighted(0.03, (0_u8..30, any::<bool>())),
     );
     let logprobs = (0_u8..5, prop::option::of(0_u8..30));
     let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
     (lengths, kinds, flags, images, logprobs).prop_map(
         |(lengths, kinds, flags, images, logprobs)| {
-            let (drafts, stops, strings, whole) = flags;
+            let (drafts, stops, strings, whole, poison) = flags;
             let (family, common, own, max_tokens, min_tokens) = lengths;
             let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
             Event::Submit(Box::new(Ask {
@@ -63,6 +64,7 @@ fn ask() -> impl Strategy<Value = Event> {
                 stops,
                 strings,
                 whole,
+                poison: poison.map(|(from, kills)| Poison { from, kills }),
                 logprobs,
             }))
         },
@@ -77,7 +79,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => any::<usize>().prop_map(Event::Abort),
         1 => any::<usize>().prop_map(Event::Refuse),
         1 => any::<bool>().prop_map(Event::Fail),
-        1 => Just(Event::Die),
+        1 => any::<bool>().prop_map(Event::Die),
         1 => (0_u64..3).prop_map(Event::EndSession),
         1 => Just(Event::Flush),
         1 => (0_u16..2000).prop_map(Event::Wait),
@@ -231,7 +233,7 @@ fn long() {
     let tally = tally.into_inner();
     eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 21);
+    assert_eq!(tally.0.len(), 22);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }
 

@@ -78,6 +78,10 @@ struct Behaviour {
     refuse_at: Option<u32>,
     /// Gives no token to requests whose text begins with this one.
     empty: Option<u32>,
+    /// Ends at every frame that has a request whose text begins with this one, as often as that may be.
+    die_of: Option<u32>,
+    /// Answers such a frame with a status.
+    refuse: Option<u32>,
     /// Milliseconds of each frame.
     slow: u64,
     /// Has less pages from its second start on.
@@ -101,6 +105,8 @@ impl Behaviour {
                 "stuck-at" => behaviour.stuck_at = Some(value),
                 "refuse-at" => behaviour.refuse_at = Some(value),
                 "empty" => behaviour.empty = Some(value),
+                "die-of" => behaviour.die_of = Some(value),
+                "refuse" => behaviour.refuse = Some(value),
                 "slow" => behaviour.slow = value.into(),
                 "shrink" => behaviour.shrink = true,
                 "waits" => behaviour.waits = true,
@@ -181,7 +187,9 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
             Payload::Forward(body) => {
                 frames += 1;
                 let here = |at: Option<u32>| at == Some(frames);
-                if here(behaviour.die_at) && (first || behaviour.die_always) {
+                let has = |token: Option<u32>| token.is_some_and(|token| account.has(&body, token));
+                let dies = here(behaviour.die_at) && (first || behaviour.die_always);
+                if dies || has(behaviour.die_of) {
                     eprintln!("the device is lost");
                     // As a process that is killed: its reaper removes the region.
                     process::abort();
@@ -189,7 +197,7 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
                 if here(behaviour.stuck_at) && first {
                     thread::sleep(Duration::from_mins(1));
                 }
-                if here(behaviour.refuse_at) && first {
+                if here(behaviour.refuse_at) && first || has(behaviour.refuse) {
                     eprintln!("this frame is not for me");
                     status(3, &mut answer)
                 } else {
@@ -248,6 +256,21 @@ impl Account {
                 };
             }
         }
+    }
+
+    /// Whether a request of a frame has a text that begins with this token.
+    fn has(&self, body: &ForwardRequest, token: u32) -> bool {
+        (0..body.context_ids.len()).any(|request| {
+            let row = body.qo_indptr[request] as usize;
+            let begins = body.position_ids.get(row) == Some(&0);
+            let stored = self.slots.get(&(pages(body, request)[0], 0));
+            let first = if begins {
+                Some(body.token_ids[row])
+            } else {
+                stored.map(|&(_, token, _)| token)
+            };
+            first == Some(token)
+        })
     }
 
     fn take(

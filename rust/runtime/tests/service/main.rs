@@ -411,6 +411,56 @@ fn a_request_that_the_driver_cannot_serve_fails_alone() {
     assert_eq!(stories[&(good, 0)].tokens, expected(&[3, 1, 2], 9));
 }
 
+/// Whether, of requests of one call, one fails and the others are served.
+fn fails_alone(bench: &Bench) {
+    let texts: Vec<Vec<u32>> = (0..8).map(|first| vec![90 - first, 1, 2]).collect();
+    let arrivals = texts
+        .iter()
+        .map(|text| (Arrival::new(0, text.clone(), GREEDY, 9), None));
+    let ids = bench.service.submit_all(arrivals).unwrap();
+    let stories = bench.collect(texts.len());
+    for (id, text) in ids.iter().zip(&texts) {
+        let story = &stories[&(*id, 0)];
+        if text[0] == 88 {
+            let Some(End::Failed(why)) = &story.end else {
+                panic!("{:?}", story.end);
+            };
+            assert!(why.contains("the one that had it alone"), "{why}");
+        } else {
+            assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+            assert_eq!(story.tokens, expected(text, 9));
+        }
+    }
+    // The service goes on.
+    serve(bench, &prompts(4));
+}
+
+#[test]
+fn a_request_that_makes_its_frames_fail_ends_alone() {
+    let bench = Bench::ready("refuse=88");
+    fails_alone(&bench);
+    assert_eq!(bench.restarts(), 0);
+}
+
+#[test]
+fn a_request_that_drivers_die_of_ends_alone() {
+    let bench = Bench::ready("die-of=88");
+    fails_alone(&bench);
+    // Eight rows, four, two, one.
+    assert!((3..=4).contains(&bench.restarts()), "{}", bench.log());
+}
+
+#[test]
+fn a_request_that_drivers_die_of_ends_when_nothing_else_is_there() {
+    let bench = Bench::ready("die-of=88");
+    let request = bench.submit(&[88, 1], 4);
+    let stories = bench.collect(1);
+    let why = format!("{:?}", stories[&(request, 0)].end);
+    assert!(why.contains("the one that had it alone"), "{why}");
+    serve(&bench, &prompts(4));
+    assert_eq!(bench.restarts(), 3);
+}
+
 #[test]
 fn a_pause_holds_requests_up_and_loses_nothing() {
     for pause in [Pause::InPlace, Pause::Retract] {

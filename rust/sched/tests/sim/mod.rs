@@ -36,7 +36,8 @@ pub enum Event {
     Refuse(usize),
     /// It fails; whether the copies of the one after it were made.
     Fail(bool),
-    Die,
+    /// The driver dies; whether the older step may be why.
+    Die(bool),
     EndSession(u64),
     Flush,
     Wait(u16),
@@ -70,8 +71,18 @@ pub struct Ask {
     pub strings: bool,
     /// It does not stream.
     pub whole: bool,
+    /// Every step fails that computes so many tokens of it, or more.
+    pub poison: Option<Poison>,
     /// Words of log-probabilities of a token, 0 for none, and the first token of the prompt that they are wanted of.
     pub logprobs: (u8, Option<u8>),
+}
+
+/// What a request does to steps.
+#[derive(Debug, Clone, Copy)]
+pub struct Poison {
+    pub from: u8,
+    /// The driver dies; otherwise it answers with an error.
+    pub kills: bool,
 }
 
 impl Ask {
@@ -194,6 +205,9 @@ pub struct Sim {
     /// The last token of each row of the step that was answered last.
     answered: Vec<Option<u32>>,
     expected: BTreeMap<(u64, u32), Expected>,
+    poisons: HashMap<u64, Poison>,
+    /// Failures so far, and those of them since the last answer.
+    pub failures: (u32, u32),
     salts: HashMap<u64, u64>,
     /// Words of log-probabilities of each request's places.
     words: HashMap<u64, u32>,
@@ -222,6 +236,8 @@ impl Sim {
             laid: Vec::new(),
             answered: Vec::new(),
             expected: BTreeMap::new(),
+            poisons: HashMap::new(),
+            failures: (0, 0),
             salts: HashMap::new(),
             words: HashMap::new(),
             ids: 0,
@@ -280,7 +296,7 @@ impl Sim {
             Event::Answer => self.answer(None),
             Event::Refuse(choice) => self.answer(Some(*choice)),
             Event::Fail(copied) => self.fail(*copied),
-            Event::Die => self.die(),
+            Event::Die(blames) => self.die(*blames),
             Event::EndSession(session) => {
                 self.scheduler.end_session(*session);
             }
@@ -332,6 +348,7 @@ impl Sim {
             Err(error) => panic!("{error}"),
         }
         self.salts.insert(id, arrival.sampling);
+        self.poisons.extend(ask.poison.map(|poison| (id, poison)));
         let words = arrival.logprobs.map_or(0, |wanted| wanted.words);
         self.words.insert(id, words);
         let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
@@ -434,9 +451,19 @@ impl Sim {
     }
 
     fn answer(&mut self, refused: Option<usize>) {
+        if let Some(poison) = self.find_poison() {
+            self.tally.add("steps with poison", 1);
+            self.failures = (self.failures.0 + 1, self.failures.1 + 1);
+            return if poison.kills {
+                self.die(true);
+            } else {
+                self.fail(false);
+            };
+        }
         let Some(mut flight) = self.flights.pop_front() else {
             return;
         };
+        self.failures.1 = 0;
         if !flight.copied {
             self.driver.copy(&flight.copies);
         }
@@ -493,21 +520,42 @@ impl Sim {
             if !flight.copied && (at == 0 || copied) {
                 self.driver.copy(&flight.copies);
             }
-            for frame in &flight.frames {
-                if let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample)) {
-                    expected.hurt = true;
-                }
-            }
         }
-        self.flights.clear();
+        self.hurt();
         self.scheduler.step_failed(copied);
     }
 
-    fn die(&mut self) {
-        self.flights.clear();
+    fn die(&mut self, blames: bool) {
         self.seed += 1;
         self.driver = Driver::new(self.limits, self.seed);
-        self.scheduler.driver_lost();
+        if blames {
+            self.hurt();
+            self.scheduler.driver_died();
+        } else {
+            self.flights.clear();
+            self.scheduler.driver_lost();
+        }
+    }
+
+    /// The older step fails: only a request that is alone in it may be ended by that.
+    fn hurt(&mut self) {
+        if let Some(flight) = self.flights.front()
+            && let [frame] = &flight.frames[..]
+            && let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample))
+        {
+            expected.hurt = true;
+        }
+        self.flights.clear();
+    }
+
+    /// What makes the older step fail.
+    fn find_poison(&self) -> Option<Poison> {
+        let mut frames = self.flights.front()?.frames.iter();
+        frames.find_map(|frame| {
+            let poison = self.poisons.get(&frame.id)?;
+            let end = frame.start as usize + frame.tokens.len();
+            (end >= poison.from.into()).then_some(*poison)
+        })
     }
 
     fn read_outputs(&mut self) {
