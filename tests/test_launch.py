@@ -238,7 +238,7 @@ class TestRequestBytes:
 
     def test_follows_the_frame_sizes_of_the_protocol(self) -> None:
         pages = 2 * (8192 // 16 + 1)
-        expected = 4096 + 96 * 256 + 4 * 1000 + 32 * 8192 + 4 * pages
+        expected = 4096 + 96 * 256 + 8 * 1000 + 32 * 8192 + 4 * pages
         assert launch.request_bytes(config_of(), self.HF) == expected
 
     def test_reads_the_language_model_of_a_multi_modal_config(self) -> None:

@@ -56,6 +56,22 @@ def build(name: str, folder: Path) -> Path:
     return target
 
 
+def build_llama(folder: Path, vocabulary: int) -> Path:
+    """Makes a random Llama with a vocabulary of so many tokens in `folder`, and returns it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{**COMMON, "vocab_size": vocabulary}, tie_word_embeddings=True)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(vocabulary)
+        model = LlamaForCausalLM(config)
+        randomize(model)
+        model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
 def add_tokenizer(folder: Path) -> None:
     """Adds the file for which a driver looks; nothing here reads it."""
     (folder / "tokenizer.json").write_text("{}")

@@ -1,6 +1,6 @@
 //! A scheduler in the middle of its work.
 
-use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
 
 const PAGE_SIZE: u32 = 16;
 /// Tokens that a request produces. Its prompt is shorter than the context by half of them.
@@ -41,6 +41,7 @@ impl Decodes {
             max_model_len: 1 << 20,
             vocab_size: 151_936,
             max_logprob_words: 1 << 16,
+            frame: FrameBytes::UNLIMITED,
         };
         let config = Config {
             max_running: requests,

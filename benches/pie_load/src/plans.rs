@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use pie_runtime::Capabilities;
-use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
 
 use crate::context::prompt;
 use crate::sampler::SamplerMix;
@@ -116,6 +116,7 @@ impl Runtime {
             max_model_len: CAPS.max_model_len,
             vocab_size: CAPS.vocab_size,
             max_logprob_words: 1 << 16,
+            frame: FrameBytes::UNLIMITED,
         };
         Self {
             scheduler: Scheduler::new(config, limits, None).unwrap(),

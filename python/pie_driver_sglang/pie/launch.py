@@ -201,7 +201,10 @@ def _name_lines(config: DriverConfig, guard: _core.ExitGuard) -> None:
 def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
     """The capabilities for the handshake; limits that the driver handles itself are unlimited.
 
-    Every batch within the limits fits a request of `request_bytes` bytes.
+    Every batch of tokens, pages and images within the limits fits a request of `request_bytes`
+    bytes, next to one logit mask of any kind. Pie announces no limit for logit masks: a batch with
+    several that share few runs can exceed it, and must be split by its sender. The runtime of this
+    project counts the bytes of each row, masks and lists of tokens included.
     """
     requests = config.driver.options.max_forward_requests
     room = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
@@ -243,15 +246,16 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
 def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
     """Largest size of a request, in bytes.
 
-    One whole context in a full batch, one logit mask, and the images of `max_image_tokens`.
+    One whole context in a full batch, one logit mask or a bias for each token, and the images of
+    `max_image_tokens`.
     """
     options = config.driver.options
     context = options.context_length or context_length(hf_config)
     pages = 2 * (context // options.page_size + 1)
-    masks = 4 * (vocab_size(hf_config) or 0)
+    lists = 8 * (vocab_size(hf_config) or 0)
     fixed = _FRAME_BYTES + _REQUEST_BYTES * options.max_forward_requests
     images = _image_bytes(config, hf_config)
-    return fixed + masks + _TOKEN_BYTES * context + 4 * pages + images
+    return fixed + lists + _TOKEN_BYTES * context + 4 * pages + images
 
 
 def _image_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:

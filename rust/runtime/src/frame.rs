@@ -33,7 +33,7 @@ pub struct Turn<'a> {
     pub sampler: Option<&'a Sampler>,
     /// The loaded adapter that it is computed with.
     pub adapter: Option<u64>,
-    /// Tokens that must not be drawn, in any order.
+    /// Tokens that must not be drawn, in rising order, each once.
     pub forbidden: &'a [u32],
     /// A bit for each token that may be drawn; what is beyond is not allowed. `None`: every token.
     pub mask: Option<&'a [u32]>,
@@ -243,7 +243,7 @@ impl FrameBuilder {
     #[must_use]
     pub fn with_bit_masks(self, vocab_size: u32) -> Self {
         Self {
-            bit_masks: Some(BitMasks::new(vocab_size.div_ceil(32) as usize)),
+            bit_masks: Some(BitMasks::new(vocab_size)),
             ..self
         }
     }
@@ -303,7 +303,13 @@ impl FrameBuilder {
             outline.gaps.extend(gap);
             let request = body.context_ids.len() as u32;
             let mut extension = turn.extension.and_then(|extended| extended.row(&turn));
-            let as_bits = turn.mask.zip(self.bit_masks.as_mut());
+            let is_bound = turn.mask.is_some() || !turn.forbidden.is_empty();
+            let as_bits = turn.mask.unwrap_or(&[]);
+            let as_bits = self
+                .bit_masks
+                .as_mut()
+                .filter(|_| is_bound)
+                .map(|masks| (as_bits, masks));
             let as_bits = as_bits.is_some_and(|(mask, masks)| {
                 let (rows, row) = (&self.extensions, &mut extension);
                 masks.put(mask, turn.forbidden, rows, &mut last_mask, row)
@@ -340,9 +346,19 @@ impl Extended<'_> {
         if !counts && !scores && turn.sampler.is_none() {
             return None;
         }
-        let mut row = self.asked.clone();
+        let asked = self.asked;
+        let mut row = RequestExtension {
+            sampler: asked.sampler,
+            penalties: asked.penalties,
+            suppressed_until: asked.suppressed_until,
+            logprobs: asked.logprobs.clone(),
+            ..RequestExtension::default()
+        };
+        if turn.sampler.is_some() {
+            row.biases.clone_from(&asked.biases);
+            row.suppressed.clone_from(&asked.suppressed);
+        }
         row.penalties.counted_from = self.prompt;
-        (row.mask, row.shares_mask) = (Vec::new(), false);
         match &mut row.logprobs {
             Some(logprobs) if scores || turn.sampler.is_some() => logprobs.prompt = prompt,
             logprobs => *logprobs = None,
@@ -446,6 +462,7 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
 }
 
 mod bits;
+pub(crate) mod bytes;
 mod pictures;
 #[cfg(test)]
 mod tests;

@@ -4,15 +4,12 @@ use std::borrow::Cow;
 
 use pie_wire::Brle;
 
-/// Every token but these.
+/// Every token but these, which rise.
 pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
-    let mut tokens = forbidden.to_vec();
-    tokens.sort_unstable();
-    tokens.dedup();
     // Runs of false and true take turns, and false is the first.
     let mut buffer = vec![0];
     let mut end = 0;
-    for token in tokens {
+    for &token in forbidden {
         match buffer.last_mut() {
             // It follows the one before, so that their run grows.
             Some(run) if token == end => *run += 1,
@@ -27,15 +24,20 @@ pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
     }
 }
 
-/// Whether the bits of a mask, in so many words, take less room than the lengths of equal bits.
-pub(crate) fn is_shorter_as_bits(mask: &[u32], words: usize) -> bool {
-    let mut last = 0;
-    let borders = mask.iter().map(|&word| {
-        let before = word << 1 | last;
-        last = word >> 31;
-        (word ^ before).count_ones()
-    });
-    borders.sum::<u32>() as usize > words
+/// Writes the bits of a vocabulary without the forbidden tokens, unless no other is left.
+pub(crate) fn write_all_but(bits: &mut Vec<u32>, forbidden: &[u32], vocab_size: u32) {
+    let words = vocab_size.div_ceil(32) as usize;
+    let fill = |bits: &mut Vec<u32>| {
+        bits.clear();
+        bits.resize(words, u32::MAX);
+        if let (Some(last), rest @ 1..) = (bits.last_mut(), vocab_size % 32) {
+            *last = (1 << rest) - 1;
+        }
+    };
+    fill(bits);
+    if !remove(bits, forbidden) {
+        fill(bits);
+    }
 }
 
 /// Writes the bits of a mask without the forbidden tokens, unless no other is left, in so many words over what is in `bits`.
@@ -113,6 +115,7 @@ fn runs(mask: &[u32]) -> Brle {
 
 #[cfg(test)]
 mod tests {
+    use pie_sched::is_shorter_as_bits;
     use pie_wire::brle;
     use proptest::prelude::*;
 
@@ -175,9 +178,13 @@ mod tests {
         }
 
         #[test]
-        fn all_but_some_are_all_but_these(forbidden in prop::collection::vec(0_u32..399, 0..9)) {
+        fn all_but_some_are_all_but_these(forbidden in prop::collection::btree_set(0_u32..399, 0..9)) {
+            let forbidden: Vec<u32> = forbidden.into_iter().collect();
             let wanted: Vec<u64> = (0..400).filter(|&token| !forbidden.contains(&(token as u32))).collect();
-            prop_assert_eq!(tokens(&all_but(&forbidden)), wanted);
+            prop_assert_eq!(&tokens(&all_but(&forbidden)), &wanted);
+            let mut bits = vec![7];
+            write_all_but(&mut bits, &forbidden, 400);
+            prop_assert_eq!(tokens(&runs(&bits)), wanted);
         }
     }
 }

@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
+use pie_ring::RegionLayout;
 use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
 
 use crate::error::RuntimeError;
+use crate::frame::bytes::{frame_bytes, row_bytes};
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
 use crate::logprobs;
@@ -130,16 +132,16 @@ impl Replica {
         }
     }
 
-    /// Makes the scheduler by what the first driver can, whose answers have so many bytes, and holds every later one to it.
+    /// Makes the scheduler by what the first driver can, whose frames lie in slots like this, and holds every later one to it.
     pub(crate) fn prepare(
         &mut self,
         caps: &Capabilities,
-        answer_bytes: usize,
+        slot: &RegionLayout,
     ) -> Result<(), RuntimeError> {
-        let limits = self.limits(caps, answer_bytes);
+        let limits = self.limits(caps, slot);
         if self.scheduler.is_some() {
             let first = self.shared.update(self.number, |state| state.caps.clone());
-            let first = first.map(|caps| self.limits(&caps, answer_bytes));
+            let first = first.map(|caps| self.limits(&caps, slot));
             return match first.and_then(|first| shortfall(&first, &limits)) {
                 None => Ok(()),
                 Some((what, needed, found)) => Err(RuntimeError::Shrunk {
@@ -166,7 +168,7 @@ impl Replica {
         Ok(())
     }
 
-    fn limits(&self, caps: &Capabilities, answer_bytes: usize) -> Limits {
+    fn limits(&self, caps: &Capabilities, slot: &RegionLayout) -> Limits {
         Limits {
             total_pages: caps.total_pages.min(self.max_pages.unwrap_or(u32::MAX)),
             host_pages: caps.swap_pool_size,
@@ -177,7 +179,12 @@ impl Replica {
             max_image_bytes: self.max_image_bytes,
             max_model_len: caps.max_model_len,
             vocab_size: caps.vocab_size,
-            max_logprob_words: logprobs::room(caps, answer_bytes),
+            max_logprob_words: logprobs::room(caps, slot.response_capacity()),
+            frame: frame_bytes(
+                caps.vocab_size,
+                slot.request_capacity(),
+                self.max_image_bytes,
+            ),
         }
     }
 
@@ -252,7 +259,8 @@ impl Replica {
         }
     }
 
-    fn submit(&mut self, arrival: Arrival<Draw>) {
+    fn submit(&mut self, mut arrival: Arrival<Draw>) {
+        arrival.row_bytes = row_bytes(&arrival.sampling);
         let (id, samples) = (arrival.id, arrival.samples);
         let Some(scheduler) = &mut self.scheduler else {
             return self.refuse(id, samples, &End::Aborted);
@@ -455,6 +463,7 @@ fn shortfall(first: &Limits, now: &Limits) -> Option<(&'static str, u32, u32)> {
             first.max_page_refs,
             now.max_page_refs,
         ),
+        ("bytes in a frame", first.frame.max, now.frame.max),
         ("positions", first.max_model_len, now.max_model_len),
     ];
     let mut pairs = pairs.into_iter();

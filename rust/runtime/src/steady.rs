@@ -1,7 +1,7 @@
 //! What steps of decodes allocate, from the scheduler to the bytes of the frame: nothing.
 
 use allocation_counter::measure;
-use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
 use pie_wire::Sampler;
 
 use crate::frame::{FrameBuilder, Outline, Turn};
@@ -19,6 +19,7 @@ const LIMITS: Limits = Limits {
     max_model_len: 4096,
     vocab_size: 1000,
     max_logprob_words: 1 << 16,
+    frame: FrameBytes::UNLIMITED,
 };
 
 const SAMPLER: Sampler = Sampler::TopP {

@@ -97,7 +97,7 @@ impl Replica {
             self.publish();
         };
         let client = driver.connect()?;
-        self.prepare(&caps, client.layout().response_capacity())?;
+        self.prepare(&caps, client.layout())?;
         self.load_adapters(&client)?;
         self.shared.update(self.number, |state| {
             state.client = Some(ClientHandle(Arc::clone(&client)));

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{Write, stdout};
 
-use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
 
 const REQUESTS: u64 = 12;
 
@@ -21,6 +21,7 @@ const LIMITS: Limits = Limits {
     max_model_len: 2048,
     vocab_size: 1000,
     max_logprob_words: 1 << 16,
+    frame: FrameBytes::UNLIMITED,
 };
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -15,7 +15,7 @@ pub struct Ends {
     pub max_tokens: u32,
     /// Tokens before which no stop token may come. Rows forbid them so long: [`Row::forbidden`](crate::Row::forbidden).
     pub min_tokens: u32,
-    /// Tokens that end it, the model's own among them; none to ignore these. The token is part of the output.
+    /// Tokens that end it, in any order, the model's own among them; none to ignore these. The token is part of the output.
     pub stop_tokens: Vec<u32>,
     /// Texts that end it, found across tokens' borders by [`TokenBytes`](crate::TokenBytes).
     pub stop_strings: StopStrings,
@@ -79,6 +79,9 @@ pub struct Arrival<S> {
     pub logprobs: Option<Logprobs>,
     /// What binds its tokens. Nothing is drafted for a bound sequence.
     pub constraint: Option<Arc<dyn Constrain>>,
+    /// Bytes that its own wishes take in the frame, at most, in each row that draws or brings log-probabilities: lists that
+    /// [`sampling`](Self::sampling) has.
+    pub row_bytes: u32,
     /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
     /// holds between them. Else each of its sequences has one output, at its end.
     pub streams: bool,
@@ -107,6 +110,7 @@ impl<S> Arrival<S> {
             drafts: false,
             logprobs: None,
             constraint: None,
+            row_bytes: 0,
             streams: true,
         }
     }
@@ -130,6 +134,7 @@ impl<S> Arrival<S> {
             constraint: self.constraint,
             drafts: self.drafts,
             logprobs: self.logprobs,
+            row_bytes: self.row_bytes,
             streams: self.streams,
         }
     }

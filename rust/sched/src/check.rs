@@ -1,6 +1,7 @@
 //! Whether a request can be served at all.
 
 use crate::arrival::{Arrival, Ends, Image};
+use crate::config::RowExtras;
 use crate::error::Refusal;
 use crate::scheduler::Scheduler;
 
@@ -44,8 +45,35 @@ impl<S> Scheduler<S> {
                 reason,
             });
         }
+        self.check_row(arrival, limit)?;
         // The last token is given out and not stored.
         Ok(limit - prompt.len() as u32 + 1)
+    }
+
+    /// Whether a frame has room for one token of it, however long it becomes.
+    fn check_row(&self, arrival: &Arrival<S>, longest: u32) -> Result<(), Refusal> {
+        let (ends, frame) = (&arrival.ends, &self.limits.frame);
+        let most = arrival.prompt.len() as u32;
+        let most = most.saturating_add(ends.max_tokens).min(longest);
+        let more = RowExtras {
+            own: arrival.row_bytes,
+            listed: most - arrival.prompt.len() as u32,
+            forbidden: if ends.min_tokens > 0 {
+                ends.stop_tokens.len() as u32
+            } else {
+                0
+            },
+            masked: arrival.constraint.is_some(),
+        };
+        // An image is in one row.
+        let images = arrival.images.iter().map(|image| image.tokens);
+        let tokens = images.max().unwrap_or(1);
+        let bytes = frame.of_row((tokens, 0, most.div_ceil(self.limits.page_size)), more);
+        if bytes > frame.max.into() {
+            let limit = frame.max;
+            return Err(Refusal::RowBytes { bytes, limit });
+        }
+        Ok(())
     }
 
     fn check_tokens(&self, arrival: &Arrival<S>) -> Result<(), Refusal> {

@@ -144,6 +144,78 @@ pub struct Limits {
     pub vocab_size: u32,
     /// Words of log-probabilities of an answer.
     pub max_logprob_words: u32,
+    /// Bytes of a frame.
+    pub frame: FrameBytes,
+}
+
+/// How large a frame may be, and at most how many bytes each part of a step takes in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameBytes {
+    /// Most bytes of all rows of a step.
+    pub max: u32,
+    /// A row, besides the parts below.
+    pub row: u32,
+    /// An input token.
+    pub token: u32,
+    /// A draft.
+    pub draft: u32,
+    /// A page of a row.
+    pub page: u32,
+    /// A token of [`Row::history`](crate::Row::history), or of [`Row::forbidden`](crate::Row::forbidden).
+    pub listed: u32,
+    /// A mask. Rows that follow each other and have the same share one.
+    pub mask: u32,
+}
+
+/// What a row has besides its tokens and pages.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct RowExtras {
+    /// [`Arrival::row_bytes`](crate::Arrival::row_bytes) of a row that brings them.
+    pub(crate) own: u32,
+    /// Tokens that are listed.
+    pub(crate) listed: u32,
+    /// Tokens that are forbidden by a list or, where that is shorter, by a mask.
+    pub(crate) forbidden: u32,
+    /// It has a mask of its own.
+    pub(crate) masked: bool,
+}
+
+impl FrameBytes {
+    /// Frames of any size.
+    pub const UNLIMITED: Self = Self {
+        max: u32::MAX,
+        row: 0,
+        token: 0,
+        draft: 0,
+        page: 0,
+        listed: 0,
+        mask: 0,
+    };
+
+    /// Most bytes of a row.
+    pub(crate) fn of_row(&self, (tokens, drafts, pages): (u32, u32, u32), more: RowExtras) -> u64 {
+        let bytes = |each: u32, count: u32| u64::from(each) * u64::from(count);
+        u64::from(self.row)
+            + bytes(self.token, tokens)
+            + bytes(self.draft, drafts)
+            + bytes(self.page, pages)
+            + u64::from(more.own)
+            + bytes(self.listed, more.listed)
+            + (2 * bytes(self.listed, more.forbidden)).min(self.mask.into())
+            + bytes(self.mask, more.masked.into())
+    }
+
+    /// Where a row that begins at `start` ends at the latest if it has at most so many `bytes`, of which `fixed` are taken.
+    pub(crate) fn end_of_row(&self, start: u32, page_size: u32, (bytes, fixed): (u64, u64)) -> u32 {
+        let [start, size, token, page] = [start, page_size, self.token, self.page].map(u64::from);
+        // A token, and its share of a page; the last page may be a part of one.
+        let each = size * token + page;
+        if each == 0 {
+            return u32::MAX;
+        }
+        let left = (bytes + start * token).saturating_sub(fixed + page);
+        u32::try_from(left * size / each).unwrap_or(u32::MAX)
+    }
 }
 
 impl Config {

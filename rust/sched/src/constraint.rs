@@ -107,3 +107,15 @@ impl Bond {
         }
     }
 }
+
+/// Whether the bits of a mask, in so many words, take less room than the lengths of equal bits.
+#[must_use]
+pub fn is_shorter_as_bits(mask: &[u32], words: usize) -> bool {
+    let mut last = 0;
+    let borders = mask.iter().map(|&word| {
+        let before = word << 1 | last;
+        last = word >> 31;
+        (word ^ before).count_ones()
+    });
+    borders.sum::<u32>() as usize > words
+}

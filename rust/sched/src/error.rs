@@ -142,6 +142,17 @@ pub enum Refusal {
         /// Most of an answer.
         limit: u32,
     },
+    /// A request one token of which takes more than a frame.
+    #[error(
+        "a row of the request takes {bytes} bytes of a frame, and a frame has {limit}: name fewer tokens in logit_bias, \
+         token_ids_logprob or stop_token_ids"
+    )]
+    RowBytes {
+        /// Bytes of a row with one token.
+        bytes: u64,
+        /// Most of a frame.
+        limit: u32,
+    },
     /// Fewer tokens at most than at least.
     #[error(
         "at least {min} tokens and at most {max} are asked for: min_new_tokens must not exceed max_new_tokens"

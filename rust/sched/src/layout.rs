@@ -1,5 +1,6 @@
 //! Laying out a step: decodes first, then prompts under way, then new requests.
 
+use crate::constraint::is_shorter_as_bits;
 use crate::error::SchedError;
 use crate::flight::{Flight, Planned};
 use crate::pace::{LOOK_AGAIN, MIN_PROMPT};
@@ -23,6 +24,10 @@ pub(crate) struct Plan {
     pages: u32,
     /// Words of log-probabilities that still fit its answer.
     words: u64,
+    /// Bytes that still fit its frame.
+    bytes: u64,
+    /// The last sequence with a mask of its own.
+    masked: Option<usize>,
     /// Tokens of prompts that still fit.
     pub(crate) prompt: u32,
     /// Bytes of images in the step, and those that still fit.
@@ -111,6 +116,8 @@ impl<S> Scheduler<S> {
             tokens: self.limits.max_forward_tokens,
             pages: self.limits.max_page_refs,
             words: self.limits.max_logprob_words.into(),
+            bytes: self.limits.frame.max.into(),
+            masked: None,
             prompt: 0,
             image_bytes: 0,
             image_bytes_left: self.limits.max_image_bytes,
@@ -335,6 +342,12 @@ impl<S> Scheduler<S> {
             let places = u32::try_from(places).unwrap_or(u32::MAX);
             most = most.min(logprobs.end_of_row(start, places));
         }
+        // What it has if it draws.
+        let more = sequence.row_extras(start, sequence.len());
+        let fixed = self.limits.frame.of_row((0, 0, 0), more);
+        let room = (plan.bytes, fixed + self.mask_bytes(plan, slot));
+        let end = self.limits.frame.end_of_row(start, size, room);
+        most = most.min(end.max(start + 1));
         let wanted = most.min(start.saturating_add(plan.prompt));
         let held = sequence.held.pages.len();
         let missing = (wanted.div_ceil(size) as usize).saturating_sub(held);
@@ -361,14 +374,24 @@ impl<S> Scheduler<S> {
 
     /// Lays out a row of so many tokens, if it fits and there are pages for it.
     fn place(&mut self, plan: &mut Plan, slot: usize, tokens: u32, drafts: u32) -> bool {
-        let Some(sequence) = self.sequences.get_mut(slot) else {
+        let Some(sequence) = self.sequences.get(slot) else {
             return false;
         };
         let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
         let pages = (end + drafts).div_ceil(self.limits.page_size);
         let (words, prompt_logprobs) = sequence.logprob_words(start, end, drafts);
+        let more = sequence.row_extras(start, end);
+        let bytes = self.limits.frame.of_row((tokens, drafts, pages), more);
+        let mask = if sequence.draws(end) {
+            self.mask_bytes(plan, slot)
+        } else {
+            0
+        };
+        let bytes = bytes + mask;
+        let sequence = &mut self.sequences[slot];
         if !plan.fits(tokens + drafts, pages)
             || words > plan.words
+            || bytes > plan.bytes
             || !self.memory.extend(&mut sequence.held, pages as usize)
         {
             return false;
@@ -377,6 +400,13 @@ impl<S> Scheduler<S> {
         plan.tokens -= tokens + drafts;
         plan.pages -= pages;
         plan.words -= words;
+        plan.bytes -= bytes;
+        if more.forbidden > 0 {
+            // It may go as a mask, too.
+            plan.masked = None;
+        } else if mask > 0 {
+            plan.masked = Some(slot);
+        }
         let row = Planned {
             slot,
             order: sequence.order,
@@ -401,6 +431,29 @@ impl<S> Scheduler<S> {
             plan.rest.push(row);
         }
         true
+    }
+
+    /// Bytes of a row's mask: none where it is that of the row before. While half of the frame is free, it counts without a look
+    /// at that.
+    fn mask_bytes(&self, plan: &Plan, slot: usize) -> u64 {
+        let sequence = &self.sequences[slot];
+        let Some(mask) = sequence.bond.mask() else {
+            return 0;
+        };
+        let own = u64::from(self.limits.frame.mask);
+        if plan.bytes > u64::from(self.limits.frame.max / 2) {
+            return own;
+        }
+        let words = self.limits.vocab_size.div_ceil(32) as usize;
+        let is_shared = plan.masked.is_some_and(|last| {
+            let last = &self.sequences[last];
+            let forbids = |of: &Sequence<S>| of.forbids(of.known()) && !of.stop_tokens().is_empty();
+            last.bond.mask() == Some(mask)
+                && is_shorter_as_bits(mask, words)
+                && !forbids(last)
+                && !forbids(sequence)
+        });
+        if is_shared { 0 } else { own }
     }
 
     /// The rows of the last step.

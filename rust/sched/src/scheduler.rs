@@ -141,7 +141,9 @@ impl<S> Scheduler<S> {
     ///
     /// A [`Refusal`]. When the queue is full and the request has a better priority than one that waits, that one gives
     /// way, as [`Finish::Displaced`].
-    pub fn submit(&mut self, arrival: Arrival<S>) -> Result<(), Refusal> {
+    pub fn submit(&mut self, mut arrival: Arrival<S>) -> Result<(), Refusal> {
+        arrival.ends.stop_tokens.sort_unstable();
+        arrival.ends.stop_tokens.dedup();
         let longest = self.check(&arrival)?;
         let rank = self.rank(arrival.priority);
         self.make_place(arrival.samples, rank)?;

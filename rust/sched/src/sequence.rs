@@ -5,6 +5,7 @@ use std::sync::Arc;
 use pie_radix::Key;
 
 use crate::arrival::{Arrival, Image};
+use crate::config::RowExtras;
 use crate::constraint::Bond;
 use crate::ends::Found;
 use crate::logprobs::Kept;
@@ -266,6 +267,27 @@ impl<S> Sequence<S> {
         end < self.prompt_len.saturating_add(self.min_tokens)
     }
 
+    /// What a row of it has that ends with token `end`, besides tokens, pages and a mask of its own.
+    pub(crate) fn row_extras(&self, start: u32, end: u32) -> RowExtras {
+        let arrival = &self.shared.arrival;
+        let draws = self.draws(end);
+        let forbids = draws && self.forbids(end) && self.bond.mask().is_none();
+        RowExtras {
+            own: if draws || self.logprobs.is_some() {
+                arrival.row_bytes
+            } else {
+                0
+            },
+            listed: self.skipped(start).len() as u32,
+            forbidden: if forbids {
+                arrival.ends.stop_tokens.len() as u32
+            } else {
+                0
+            },
+            masked: false,
+        }
+    }
+
     /// Whether the driver may draft for the token after the next one.
     pub(crate) fn wants_drafts(&self, end: u32) -> bool {
         self.drafts_wanted && self.bond.is_free() && !self.forbids(end) && self.remaining() > 1
@@ -277,6 +299,11 @@ impl<S> Sequence<S> {
             namespace: self.shared.arrival.namespace.as_deref(),
             tokens: &self.tokens[..tokens as usize],
         }
+    }
+
+    /// Tokens that end it, in rising order.
+    pub(crate) fn stop_tokens(&self) -> &[u32] {
+        &self.shared.arrival.ends.stop_tokens
     }
 
     /// What may be taken from the cache.
@@ -401,7 +428,7 @@ impl<S> Sequence<S> {
         if hit.is_some() {
             return hit;
         }
-        let stops = produced > self.min_tokens && ends.stop_tokens.contains(&token);
+        let stops = produced > self.min_tokens && ends.stop_tokens.binary_search(&token).is_ok();
         stops.then_some(Finish::StopToken(token))
     }
 }

@@ -40,7 +40,7 @@ pub struct Row<'a, S> {
     pub prompt_logprobs: (u32, u32),
     /// The token after `tokens`, where it is known.
     pub next: Option<u32>,
-    /// Tokens that must not be drawn.
+    /// Tokens that must not be drawn, in rising order.
     pub forbidden: &'a [u32],
     /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) has them; `None`: all.
     pub mask: Option<&'a [u32]>,

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pie_sched::{
-    Answer, Arrival, Begun, Config, Constrain, Constraint, Finish, Limits, Mask, Outputs, Scheduler,
+    Answer, Arrival, Begun, Config, Constrain, Constraint, Finish, FrameBytes, Limits, Mask,
+    Outputs, Scheduler,
 };
 use proptest::prelude::*;
 
@@ -169,10 +170,19 @@ struct World {
     outputs: Outputs,
     said: Ended,
     now: u64,
+    most_masks: usize,
 }
+
+/// Bytes of a mask in a frame.
+const MASK: u32 = 100;
 
 impl World {
     fn new(pages: u32) -> Self {
+        Self::with_masks(pages, u32::MAX / MASK)
+    }
+
+    /// A frame has room for so many masks.
+    fn with_masks(pages: u32, most: u32) -> Self {
         let limits = Limits {
             total_pages: pages,
             host_pages: 0,
@@ -184,6 +194,11 @@ impl World {
             max_model_len: 200,
             vocab_size: VOCAB,
             max_logprob_words: 1 << 16,
+            frame: FrameBytes {
+                max: MASK * most,
+                mask: MASK,
+                ..FrameBytes::UNLIMITED
+            },
         };
         let config = Config {
             max_running: 8,
@@ -195,6 +210,7 @@ impl World {
             outputs: Outputs::default(),
             said: Ended::new(),
             now: 0,
+            most_masks: most as usize,
         }
     }
 
@@ -215,6 +231,10 @@ impl World {
         for row in &rows {
             assert!(row.mask.is_none() || row.awaits.is_none() && row.draws);
         }
+        let mut masks: Vec<&Vec<u32>> = rows.iter().filter_map(|row| row.mask.as_ref()).collect();
+        // Rows that follow each other share one.
+        masks.dedup();
+        assert!(masks.len() <= self.most_masks, "{} masks", masks.len());
         self.driver.out.push(rows);
         true
     }
@@ -324,11 +344,11 @@ proptest! {
     /// Whatever happens to the driver and the pages, each says what it says by itself.
     #[test]
     fn bound_and_free_sequences_say_what_they_say_alone(
-        pages in 14_u32..60,
+        (pages, masks) in (14_u32..60, 1_u32..9),
         requests in prop::collection::vec((any::<bool>(), 1_usize..20, 1_u32..3, 0_usize..9), 1..7),
         events in prop::collection::vec(0_u8..12, 0..60),
     ) {
-        let mut world = World::new(pages);
+        let mut world = World::with_masks(pages, masks);
         let mut wanted = BTreeMap::new();
         for (id, &(binds, length, samples, from)) in (0..).zip(&requests) {
             let prompt: Vec<u32> = (0..length as u32).map(|at| (at * 7 + id as u32) % 90).collect();

@@ -2,8 +2,8 @@
 
 use allocation_counter::measure;
 use pie_sched::{
-    Answer, Arrival, Config, Finish, Image, Limits, Logprobs, Outputs, Policy, SchedError,
-    Scheduler, StopStrings,
+    Answer, Arrival, Config, Finish, FrameBytes, Image, Limits, Logprobs, Outputs, Policy,
+    SchedError, Scheduler, StopStrings,
 };
 
 const LIMITS: Limits = Limits {
@@ -17,6 +17,7 @@ const LIMITS: Limits = Limits {
     max_model_len: 4096,
     vocab_size: 1000,
     max_logprob_words: 1 << 16,
+    frame: FrameBytes::UNLIMITED,
 };
 
 fn scheduler(config: Config, limits: Limits) -> Scheduler<()> {

@@ -3,7 +3,7 @@
 #[allow(dead_code, unreachable_pub, reason = "other tests use all of it")]
 mod sim;
 
-use pie_sched::{Config, Finish, Limits, Policy};
+use pie_sched::{Config, Finish, FrameBytes, Limits, Policy};
 use sim::{Ask, Event, Poison, STEP_US, Sim, TOKEN_US};
 
 const LIMITS: Limits = Limits {
@@ -17,6 +17,7 @@ const LIMITS: Limits = Limits {
     max_model_len: 4096,
     vocab_size: sim::rule::VOCAB,
     max_logprob_words: 1 << 16,
+    frame: FrameBytes::UNLIMITED,
 };
 
 /// Pages never lack.

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Policy, Scheduler};
+use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Policy, Scheduler};
 use proptest::prelude::*;
 
 const SIZE: usize = 4;
@@ -19,6 +19,7 @@ const LIMITS: Limits = Limits {
     max_model_len: 1 << 20,
     vocab_size: 1 << 20,
     max_logprob_words: 1 << 16,
+    frame: FrameBytes::UNLIMITED,
 };
 
 /// A request that waits.

@@ -9,7 +9,7 @@ mod sim;
 use std::cell::{Cell, RefCell};
 
 use pie_radix::Policy as Eviction;
-use pie_sched::{Config, Limits, Policy};
+use pie_sched::{Config, FrameBytes, Limits, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
@@ -38,12 +38,13 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
         prop::option::weighted(0.03, (0_u8..30, any::<bool>())),
+        prop_oneof![2 => Just(0_u8), 1 => any::<u8>()],
     );
     let logprobs = (0_u8..5, prop::option::of(0_u8..30));
     let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
     (lengths, kinds, flags, images, logprobs).prop_map(
         |(lengths, kinds, flags, images, logprobs)| {
-            let (drafts, stops, strings, whole, poison) = flags;
+            let (drafts, stops, strings, whole, poison, row_bytes) = flags;
             let (family, common, own, max_tokens, min_tokens) = lengths;
             let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
             Event::Submit(Box::new(Ask {
@@ -64,6 +65,7 @@ fn ask() -> impl Strategy<Value = Event> {
                 stops,
                 strings,
                 whole,
+                row_bytes,
                 poison: poison.map(|(from, kills)| Poison { from, kills }),
                 logprobs,
             }))
@@ -148,8 +150,19 @@ fn limits() -> impl Strategy<Value = Limits> {
     let pages = (4_u32..40, prop_oneof![Just(0_u32), 1_u32..30], 1_u32..6);
     let frame = (1_u32..40, 1_u32..8, 4_u32..80, 20_u32..80);
     let words = prop_oneof![Just(1 << 16), 3_u32..60];
-    (pages, frame, words).prop_map(
-        |((total_pages, host_pages, page_size), frame, max_logprob_words)| {
+    let bytes = (40_u32..600, 0_u32..9, 0_u32..5, 0_u32..4, 0_u32..30);
+    let bytes = bytes.prop_map(|(max, row, token, page, mask)| FrameBytes {
+        max,
+        row,
+        token,
+        draft: token,
+        page,
+        listed: page.min(1),
+        mask,
+    });
+    let bytes = prop_oneof![Just(FrameBytes::UNLIMITED), bytes];
+    (pages, frame, words, bytes).prop_map(
+        |((total_pages, host_pages, page_size), frame, max_logprob_words, bytes)| {
             let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
             Limits {
                 total_pages,
@@ -162,6 +175,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 max_model_len,
                 vocab_size: sim::rule::VOCAB,
                 max_logprob_words,
+                frame: bytes,
             }
         },
     )
@@ -233,7 +247,7 @@ fn long() {
     let tally = tally.into_inner();
     eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 22);
+    assert_eq!(tally.0.len(), 23);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }
 

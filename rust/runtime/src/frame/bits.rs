@@ -2,13 +2,15 @@
 
 use std::ptr;
 
+use pie_sched::is_shorter_as_bits;
 use pie_wire::RequestExtension;
 
-use crate::mask::{is_shorter_as_bits, write_bits};
+use crate::mask::{write_all_but, write_bits};
 
 /// Makes the masks of one frame after the other.
 #[derive(Debug)]
 pub(super) struct BitMasks {
+    vocab_size: u32,
     /// Words of a mask.
     words: usize,
     /// Buffers of frames before; no more than a frame had masks, and one to compare with.
@@ -24,9 +26,10 @@ pub(super) struct Source<'a> {
 }
 
 impl BitMasks {
-    pub(super) const fn new(words: usize) -> Self {
+    pub(super) const fn new(vocab_size: u32) -> Self {
         Self {
-            words,
+            vocab_size,
+            words: vocab_size.div_ceil(32) as usize,
             spare: Vec::new(),
         }
     }
@@ -37,8 +40,8 @@ impl BitMasks {
         self.spare.extend(masks.filter(|mask| !mask.is_empty()));
     }
 
-    /// Puts a mask without the forbidden tokens into its row, which comes after `rows`; `last` is of these. Does nothing and
-    /// returns false where it takes less room as runs.
+    /// Puts a mask without the forbidden tokens into its row, which comes after `rows`; `last` is of these. An empty mask is
+    /// one of all tokens. Does nothing and returns false where it takes less room as runs.
     pub(super) fn put<'a>(
         &mut self,
         mask: &'a [u32],
@@ -52,12 +55,20 @@ impl BitMasks {
             row.get_or_insert_default().shares_mask = true;
             return true;
         }
-        if !is_shorter_as_bits(mask, self.words) {
+        // An empty one stands for all tokens, of which runs leave each forbidden one out.
+        let are_shorter = match mask {
+            [] => 2 * forbidden.len() > self.words,
+            _ => is_shorter_as_bits(mask, self.words),
+        };
+        if !are_shorter {
             return false;
         }
         let row = row.get_or_insert_default();
         let mut bits = self.spare.pop().unwrap_or_default();
-        write_bits(&mut bits, mask, forbidden, self.words);
+        match mask {
+            [] => write_all_but(&mut bits, forbidden, self.vocab_size),
+            _ => write_bits(&mut bits, mask, forbidden, self.words),
+        }
         row.shares_mask = last.is_some_and(|last| rows[last.row].1.mask == bits);
         if row.shares_mask {
             self.spare.push(bits);

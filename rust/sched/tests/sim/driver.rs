@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use pie_sched::{Copies, Limits, Move, Row};
+use pie_sched::{Copies, FrameBytes, Limits, Move, Row};
 
 use crate::sim::rule::Mind;
 
@@ -27,10 +27,12 @@ pub struct Frame {
     pub next: Option<u32>,
     /// Words of log-probabilities of a place; 0 for none.
     pub words: u32,
+    /// What its request brings to rows that draw or bring log-probabilities.
+    pub own_bytes: u32,
 }
 
 impl Frame {
-    pub fn new(row: &Row<'_, u64>, salt: u64, words: u32) -> Self {
+    pub fn new(row: &Row<'_, u64>, salt: u64, (words, own_bytes): (u32, u32)) -> Self {
         assert!(*row.asked == salt && row.sampling.is_none_or(|&given| given == salt));
         Self {
             id: row.id,
@@ -50,7 +52,23 @@ impl Frame {
             prompt_logprobs: row.prompt_logprobs,
             next: row.next,
             words,
+            own_bytes,
         }
+    }
+
+    /// Bytes of its row, at least.
+    fn bytes(&self, frame: &FrameBytes) -> usize {
+        let brings = self.draws || self.prompt_logprobs.0 < self.prompt_logprobs.1;
+        let parts = [
+            (frame.row, 1),
+            (frame.token, self.tokens.len()),
+            (frame.draft, self.drafts.len()),
+            (frame.page, self.pages.len()),
+            (frame.listed, self.history.len()),
+            (self.own_bytes, brings.into()),
+        ];
+        let listed: usize = parts.iter().map(|&(each, of)| each as usize * of).sum();
+        listed + (2 * frame.listed as usize * self.forbidden.len()).min(frame.mask as usize)
     }
 
     /// Words of log-probabilities of its answer at most.
@@ -124,6 +142,8 @@ impl Driver {
         );
         let words: usize = frames.iter().map(Frame::logprob_words).sum();
         assert!(words <= limits.max_logprob_words as usize, "{words} words");
+        let bytes: usize = frames.iter().map(|f| f.bytes(&limits.frame)).sum();
+        assert!(bytes <= limits.frame.max as usize, "{bytes} bytes");
         let mut contexts = HashSet::new();
         let mut written = HashSet::new();
         for frame in frames {

@@ -71,6 +71,8 @@ pub struct Ask {
     pub strings: bool,
     /// It does not stream.
     pub whole: bool,
+    /// What it brings to the frame with each row that draws.
+    pub row_bytes: u8,
     /// Every step fails that computes so many tokens of it, or more.
     pub poison: Option<Poison>,
     /// Words of log-probabilities of a token, 0 for none, and the first token of the prompt that they are wanted of.
@@ -139,6 +141,7 @@ impl Ask {
         let len = arrival.prompt.len() as u32;
         arrival.images = images.take_while(|image| image.end() <= len).collect();
         arrival.drafts = self.drafts;
+        arrival.row_bytes = self.row_bytes.into();
         arrival.streams = !self.whole;
         let (words, prompt_from) = self.logprobs;
         arrival.logprobs = (words > 0).then(|| Logprobs {
@@ -209,8 +212,8 @@ pub struct Sim {
     /// Failures so far, and those of them since the last answer.
     pub failures: (u32, u32),
     salts: HashMap<u64, u64>,
-    /// Words of log-probabilities of each request's places.
-    words: HashMap<u64, u32>,
+    /// Words of log-probabilities of each request's places, and the bytes that it brings to rows.
+    words: HashMap<u64, (u32, u32)>,
     ids: u64,
     /// Sequences in the order of their ends.
     pub ended: Vec<Ended>,
@@ -345,12 +348,17 @@ impl Sim {
                 assert!(words > limit && limit == limits.max_logprob_words);
                 return id;
             }
+            Err(Refusal::RowBytes { bytes, limit }) => {
+                assert!(bytes > limit.into() && limit == limits.frame.max);
+                self.tally.add("too large for a frame", 1);
+                return id;
+            }
             Err(error) => panic!("{error}"),
         }
         self.salts.insert(id, arrival.sampling);
         self.poisons.extend(ask.poison.map(|poison| (id, poison)));
         let words = arrival.logprobs.map_or(0, |wanted| wanted.words);
-        self.words.insert(id, words);
+        self.words.insert(id, (words, arrival.row_bytes));
         let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
         for sample in 0..arrival.samples {
             let mut mind = Mind::new(arrival.sampling);
@@ -565,7 +573,7 @@ impl Sim {
             let key = (output.id, output.sample);
             let expected = self.expected.get_mut(&key);
             let expected = expected.unwrap_or_else(|| panic!("{output:?} after its end"));
-            let words = self.words[&key.0];
+            let (words, _) = self.words[&key.0];
             let mut logprobs = Vec::new();
             for &token in output.tokens {
                 logprobs.extend(expected.mind.score(token, words));
