@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suit
 LOOM := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz lint lint-rust lint-python workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz sanitize soak lint lint-rust lint-python workflows format stubs docs fetch wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -97,6 +97,12 @@ grammar-suite: $(VENV)/.installed ## Time masks and compiling over the JSON sche
 TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more
 	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
+
+sanitize: ## Run the crates' tests under AddressSanitizer and ThreadSanitizer; ARGS="thread pie-ring" for some of them
+	@tools/sanitize $(ARGS)
+
+soak: $(VENV)/.installed ## Serve for 20 minutes under attack, with kills, and lose nothing; ARGS="--minutes 60" for longer
+	@$(BIN)/python tests/soak.py $(ARGS)
 
 # Python's tools use one core, and cargo's last crates another.
 lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflows and the native module's stub

@@ -29,11 +29,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import forking
 import kits
 from flood import flood_completions
+from gateway_server import ADMIN, Door, running
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
-from pie_server import START_S, serving, wait_until
+from pie_server import START_S, wait_until
 from reference import GAP, Reference
 from serve_metrics import DASHBOARD
-from sglang_server import Server, free_ports
+from sglang_server import free_ports
 from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
 from tiny_models import POCKET
 
@@ -60,42 +61,7 @@ TOOL: Final = {
         "parameters": SCHEMA,
     },
 }
-ADMIN: Final = "key-of-the-admin"
 NO_THOUGHT: Final = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-class Door(Server):
-    """A running server.
-
-    Attributes:
-        process: The command.
-        metrics: The port of the metrics.
-    """
-
-    process: psutil.Process
-    metrics: int
-
-    def drivers(self) -> list[psutil.Process]:
-        """The processes that compute."""
-        family = forking.family(self.process.pid)
-        return [process for process in family if "--config" in process.cmdline()]
-
-    def loads(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.ask("/loads"))["loads"]
-        return found
-
-
-@contextlib.contextmanager
-def running(folder: Path, *flags: str) -> Iterator[Door]:
-    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
-    port, metrics = free_ports(2)
-    words = ["--front", "gateway", "--model-path", str(POCKET), "--served-model-name", "pocket"]
-    words += ["--device", "cpu", "--port", str(port), "--prometheus-port", str(metrics), *flags]
-    words += ["--admin-api-key", ADMIN]
-    with serving(folder, *words, end_s=90) as process:
-        door = Door(f"http://127.0.0.1:{port}", folder / "log", ADMIN)
-        door.process, door.metrics = psutil.Process(process.pid), metrics
-        yield door
 
 
 @pytest.fixture(scope="module")

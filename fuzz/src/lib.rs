@@ -5,6 +5,7 @@
 mod brle;
 mod cases;
 mod extension;
+mod front;
 mod memory;
 mod plan;
 mod radix;
@@ -21,6 +22,9 @@ mod wire;
     reason = "checked where it is at home"
 )]
 mod common;
+#[path = "../../rust/front/tests/support/mod.rs"]
+#[allow(dead_code, clippy::pedantic, reason = "a part is used")]
+mod front_messages;
 #[path = "../../rust/wire/tests/wire/message.rs"]
 #[allow(dead_code, reason = "a part is used")]
 mod message;
@@ -50,10 +54,11 @@ pub mod seeds;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 10] = [
+pub const TARGETS: [Target; 11] = [
     ("wire_request", wire::request),
     ("wire_response", wire::response),
     ("extension", extension::check),
+    ("front", front::check),
     ("brle", brle::check),
     ("plan_bytes", plan::bytes),
     ("plan_frames", cases::frames),
