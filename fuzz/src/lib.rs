@@ -2,10 +2,12 @@
 //!
 //! `tests/corpus.rs` replays the corpus under plain `cargo test`; `src/main.rs` gives the same functions to libFuzzer.
 
+mod answer;
 mod brle;
 mod cases;
 mod extension;
 mod front;
+mod grammar;
 mod memory;
 mod plan;
 mod radix;
@@ -54,11 +56,13 @@ pub mod seeds;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 11] = [
+pub const TARGETS: [Target; 13] = [
     ("wire_request", wire::request),
     ("wire_response", wire::response),
     ("extension", extension::check),
     ("front", front::check),
+    ("answer", answer::check),
+    ("grammar", grammar::check),
     ("brle", brle::check),
     ("plan_bytes", plan::bytes),
     ("plan_frames", cases::frames),

@@ -29,7 +29,7 @@ pub fn of(target: &str) -> Vec<Vec<u8>> {
             .collect(),
         "region_header" => vec![header()],
         "serve" => serve_seeds(),
-        "front" | "radix" | "pages" => noise(),
+        "answer" | "front" | "grammar" | "radix" | "pages" => noise(),
         _ => Vec::new(),
     }
 }

@@ -103,4 +103,4 @@ macro_rules! replay {
     };
 }
 
-replay! { wire_request wire_response extension front brle plan_bytes plan_frames region_header serve radix pages }
+replay! { wire_request wire_response extension front answer grammar brle plan_bytes plan_frames region_header serve radix pages }

@@ -83,6 +83,14 @@ impl Grammar {
         }
     }
 
+    /// Reads the text as far as that needs no compiler: the form, and what it refers to.
+    ///
+    /// # Errors
+    /// [`GrammarError::Wrong`].
+    pub fn check(&self, vocabulary: &Vocabulary) -> Result<(), GrammarError> {
+        self.parse(vocabulary, &JsonSpace::default()).map(drop)
+    }
+
     pub(crate) fn parse(
         &self,
         vocabulary: &Vocabulary,

@@ -105,7 +105,7 @@ impl Answer {
     }
 
     /// The same, as a scheduler takes it.
-    pub(crate) fn as_sched(&self) -> pie_sched::Answer<'_> {
+    pub fn as_sched(&self) -> pie_sched::Answer<'_> {
         let part = |ends: &[u32]| ends.last().map_or(0, |&end| end as usize);
         pie_sched::Answer {
             tokens: &self.tokens[..part(&self.token_ends)],

@@ -1,0 +1,383 @@
+//! A driver that answers anything, to a scheduler: what is read fits the step that was sent, and every request ends once.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use arbitrary::{Arbitrary, Unstructured};
+use pie_runtime::{Answer, Extended, FrameBuilder, Outline, Turn};
+use pie_sched::{Arrival, Config, Limits, Logprobs, Outputs, Row, Scheduler};
+use pie_wire::{
+    AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
+    ResponsePayload, Sampler, StatusResponse,
+};
+
+use crate::memory;
+
+const VOCAB: u32 = 50;
+/// Steps after which every request has ended.
+const MOST_STEPS: usize = 4096;
+const SHAPE: PlaceShape = PlaceShape { top: 1, given: 0 };
+const LIMITS: Limits = Limits {
+    total_pages: 32,
+    host_pages: 0,
+    page_size: 4,
+    max_forward_tokens: 24,
+    max_forward_requests: 6,
+    max_page_refs: 64,
+    max_image_bytes: 0,
+    max_model_len: 60,
+    vocab_size: VOCAB,
+    max_logprob_words: 64,
+};
+
+/// Requests, and what the driver answers to their steps, one after the other.
+#[derive(Debug, Arbitrary)]
+struct Case {
+    requests: Vec<Ask>,
+    replies: Vec<Reply>,
+}
+
+#[derive(Debug, Arbitrary)]
+struct Ask {
+    prompt: u8,
+    tokens: u8,
+    samples: u8,
+    drafts: bool,
+    stops: bool,
+    scores: bool,
+}
+
+#[derive(Debug, Arbitrary)]
+enum Reply {
+    /// As it should be, with so many accepted drafts, and drafts for the next step, at most.
+    Right(u8, u8),
+    /// The same, with an element of one of its arrays changed, added or removed.
+    Edited(u8, u8, Vec<(u8, u8, u32)>),
+    /// The same, with words of its bytes changed, by their places from the end, or cut.
+    Damaged(u8, u8, Vec<(u16, u32)>, Option<u16>),
+    /// The fast reply.
+    Fast(Vec<u8>),
+    Status(u32),
+    Aborted,
+    Bytes(Vec<u8>),
+    /// The driver dies.
+    Death,
+}
+
+/// What a request asks of its rows.
+type Asked = Option<RequestExtension>;
+
+/// What an answer has to fit of a row.
+#[derive(Debug)]
+struct Expected {
+    draws: bool,
+    scores: bool,
+    drafts: Vec<u32>,
+    wants_drafts: bool,
+    /// Position after its tokens.
+    end: u32,
+}
+
+/// A step that the driver has.
+struct Sent {
+    outline: Outline,
+    rows: Vec<Expected>,
+}
+
+struct Harness {
+    scheduler: Scheduler<Asked>,
+    builder: FrameBuilder,
+    answer: Answer,
+    sent: VecDeque<Sent>,
+    now: u64,
+    /// Most tokens of each sequence that has not ended.
+    open: BTreeMap<(u64, u32), u32>,
+}
+
+/// Bytes of a [`Case`].
+pub(crate) fn check(data: &[u8]) {
+    let Ok(case) = Case::arbitrary(&mut Unstructured::new(data)) else {
+        return;
+    };
+    let mut harness = Harness::new();
+    for (id, ask) in case.requests.iter().take(16).enumerate() {
+        harness.submit(id as u64, ask);
+    }
+    for reply in &case.replies {
+        harness.turn(reply);
+    }
+    for _ in 0..MOST_STEPS {
+        if harness.scheduler.is_idle() {
+            break;
+        }
+        harness.turn(&Reply::Right(u8::MAX, 0));
+    }
+    harness.read_outputs();
+    assert!(harness.open.is_empty(), "{:?} have no end", harness.open);
+}
+
+impl Harness {
+    fn new() -> Self {
+        let config = Config {
+            chunk_tokens: 16,
+            max_running: 6,
+            ..Config::default()
+        };
+        Self {
+            scheduler: Scheduler::new(config, LIMITS, None).expect("the settings are right"),
+            builder: FrameBuilder::new(LIMITS.page_size),
+            answer: Answer::default(),
+            sent: VecDeque::new(),
+            now: 0,
+            open: BTreeMap::new(),
+        }
+    }
+
+    fn submit(&mut self, id: u64, ask: &Ask) {
+        let prompt: Vec<u32> = (0..u32::from(ask.prompt % 40))
+            .map(|at| at % VOCAB)
+            .collect();
+        let tokens = u32::from(ask.tokens % 16);
+        let scores = ask.scores.then(|| RequestExtension {
+            logprobs: Some(LogprobsAsked {
+                scaled: false,
+                top: SHAPE.top,
+                token_ids: Vec::new(),
+                prompt: None,
+            }),
+            ..RequestExtension::default()
+        });
+        let mut arrival = Arrival::new(id, prompt, scores, tokens);
+        arrival.samples = u32::from(ask.samples % 4).max(1);
+        arrival.drafts = ask.drafts;
+        arrival.ends.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
+        arrival.logprobs = ask.scores.then(|| Logprobs {
+            words: SHAPE.words() as u32,
+            prompt_from: None,
+        });
+        let samples = arrival.samples;
+        if self.scheduler.submit(arrival).is_ok() {
+            self.open
+                .extend((0..samples).map(|sample| ((id, sample), tokens)));
+        }
+    }
+
+    /// Lays a step out, and has the one before answered: as the loop between scheduler and driver does.
+    fn turn(&mut self, reply: &Reply) {
+        self.now += 50;
+        self.lay_out();
+        if self.sent.is_empty() {
+            return;
+        }
+        if matches!(reply, Reply::Death) {
+            self.scheduler.driver_died();
+            self.sent.clear();
+        } else if let Some(sent) = self.sent.pop_front() {
+            let bytes = encoded(reply, &sent.rows);
+            let asked = sent.outline.asked();
+            let (read, peak) = memory::peak(|| self.answer.read(&bytes, asked.clone()));
+            assert!(
+                peak <= (1 << 12) + 16 * bytes.len(),
+                "{peak} bytes for {}",
+                bytes.len()
+            );
+            match read {
+                Ok(_) => {
+                    let answered = self.scheduler.answer(self.now, &self.answer.as_sched());
+                    answered.expect("what was read fits the step");
+                }
+                Err(error) => {
+                    assert!(!error.to_string().is_empty());
+                    self.scheduler.step_failed(true);
+                    self.sent.clear();
+                }
+            }
+        }
+        self.scheduler.audit().expect("the books are right");
+        self.read_outputs();
+    }
+
+    fn lay_out(&mut self) {
+        let Some(step) = self.scheduler.step(self.now).expect("no bug was found") else {
+            return;
+        };
+        let rows = step.rows().map(|row| Expected {
+            draws: row.sampling.is_some(),
+            scores: row.asked.is_some() && row.sampling.is_some(),
+            drafts: row.drafts.to_vec(),
+            wants_drafts: row.wants_drafts,
+            end: row.start + (row.tokens.len() + row.drafts.len()) as u32,
+        });
+        let rows = rows.collect();
+        let outline = self.builder.lay_out(step.rows().map(turn));
+        self.sent.push_back(Sent { outline, rows });
+    }
+
+    fn read_outputs(&mut self) {
+        let mut outputs = Outputs::default();
+        self.scheduler.outputs(&mut outputs);
+        for output in outputs.iter() {
+            let key = (output.id, output.sample);
+            let left = self.open.get_mut(&key).expect("it has not ended");
+            assert!(
+                output.tokens.iter().all(|&token| token < VOCAB),
+                "{:?}",
+                output.tokens
+            );
+            *left = left
+                .checked_sub(output.tokens.len() as u32)
+                .expect("not more than asked");
+            if output.finish.is_some() {
+                self.open.remove(&key);
+            }
+        }
+    }
+}
+
+fn turn(row: Row<'_, Asked>) -> Turn<'_> {
+    const GREEDY: Sampler = Sampler::TopP {
+        temperature: 0.0,
+        p: 1.0,
+    };
+    Turn {
+        context_id: row.context,
+        tokens: row.tokens,
+        awaits: row.awaits.map(|row| row as usize),
+        start: row.start,
+        drafts: row.drafts,
+        wants_drafts: row.wants_drafts,
+        pages: row.pages,
+        sampler: row.sampling.map(|_| &GREEDY),
+        adapter: None,
+        forbidden: row.forbidden,
+        mask: row.mask,
+        extension: row.asked.as_ref().map(|asked| Extended {
+            asked,
+            prompt: row.prompt,
+            history: row.history,
+            prompt_logprobs: row.prompt_logprobs,
+            next: row.next,
+        }),
+        pictures: None,
+    }
+}
+
+/// What a driver that works answers.
+fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, AnswerRows) {
+    let mut response = ForwardResponse {
+        num_requests: rows.len() as u32,
+        tokens_indptr: vec![0],
+        spec_indptr: vec![0],
+        ..ForwardResponse::default()
+    };
+    let mut scores = AnswerRows::default();
+    for (request, row) in rows.iter().enumerate() {
+        let accepted = row.drafts.len().min(accepted.into());
+        let before = response.tokens.len();
+        if row.draws {
+            response.tokens.extend(&row.drafts[..accepted]);
+            response.tokens.push((row.end * 7 + 11) % VOCAB);
+        }
+        let tokens = (response.tokens.len() - before) as u32;
+        response.tokens_indptr.push(response.tokens.len() as u32);
+        if row.wants_drafts && row.draws {
+            let first = row.end + tokens;
+            let drafts = (0..u32::from(drafted % 4)).map(|at| (first + at, (first + at) % VOCAB));
+            for (position, token) in drafts {
+                response.spec_positions.push(position);
+                response.spec_tokens.push(token);
+            }
+        }
+        response.spec_indptr.push(response.spec_tokens.len() as u32);
+        if row.scores {
+            let place = [(-1.0_f32).to_bits(), 3, (-0.5_f32).to_bits()];
+            let words = (0..tokens).flat_map(|_| place);
+            scores.push(request as u32, SHAPE, (0, tokens), words);
+        }
+    }
+    (response, scores)
+}
+
+fn encoded(reply: &Reply, rows: &[Expected]) -> Vec<u8> {
+    match reply {
+        Reply::Right(accepted, drafted) => {
+            let (response, scores) = right(rows, *accepted, *drafted);
+            forward(response, &scores)
+        }
+        Reply::Edited(accepted, drafted, edits) => {
+            let (mut response, scores) = right(rows, *accepted, *drafted);
+            edits
+                .iter()
+                .for_each(|&(array, at, value)| edit(&mut response, array, at, value));
+            forward(response, &scores)
+        }
+        Reply::Damaged(accepted, drafted, damage, cut) => {
+            let (response, scores) = right(rows, *accepted, *drafted);
+            let mut bytes = forward(response, &scores);
+            for &(from_end, value) in damage {
+                let words = bytes.len() / 4;
+                let at = 4 * (words - 1 - usize::from(from_end) % words);
+                bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            }
+            if let Some(cut) = cut {
+                bytes.truncate(usize::from(*cut) % (bytes.len() + 1));
+            }
+            bytes
+        }
+        Reply::Fast(tokens) => {
+            let tokens: Vec<u32> = tokens.iter().map(|&token| token.into()).collect();
+            let mut bytes = vec![0; 64 + 4 * tokens.len()];
+            let length = pie_wire::encode_fast_tokens(0, &tokens, &mut bytes);
+            bytes.truncate(length.expect("there is room"));
+            bytes
+        }
+        Reply::Status(status) => frame(
+            ResponsePayload::Status(StatusResponse { status: *status }),
+            false,
+        ),
+        Reply::Aborted => frame(ResponsePayload::Status(StatusResponse { status: 0 }), true),
+        Reply::Bytes(bytes) => bytes.clone(),
+        Reply::Death => Vec::new(),
+    }
+}
+
+fn edit(response: &mut ForwardResponse, array: u8, at: u8, value: u32) {
+    let arrays = [
+        &mut response.tokens_indptr,
+        &mut response.tokens,
+        &mut response.spec_indptr,
+        &mut response.spec_tokens,
+        &mut response.spec_positions,
+    ];
+    let count = arrays.len();
+    let Some(array) = arrays.into_iter().nth(usize::from(array) % (count + 1)) else {
+        response.num_requests = value;
+        return;
+    };
+    match (usize::from(at), array.len()) {
+        (255, _) => _ = array.pop(),
+        (at, len) if at < len => array[at] = value,
+        _ => array.push(value),
+    }
+}
+
+fn forward(response: ForwardResponse, scores: &AnswerRows) -> Vec<u8> {
+    let mut bytes = frame(ResponsePayload::Forward(response), false);
+    if scores.bytes() > 0 {
+        let at = bytes.len();
+        bytes.resize(at + scores.bytes(), 0);
+        scores.append(&mut bytes, at).expect("there is room");
+    }
+    bytes
+}
+
+fn frame(payload: ResponsePayload, aborted: bool) -> Vec<u8> {
+    let frame = ResponseFrame {
+        driver_id: 0,
+        aborted,
+        payload,
+    };
+    let mut bytes = vec![0; 1 << 14];
+    let length = pie_wire::encode_response(&frame, &mut bytes).expect("there is room");
+    bytes.truncate(length);
+    bytes
+}
