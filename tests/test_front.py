@@ -283,7 +283,7 @@ def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
 
     idle: Any = Idle()
     facts = {"page_size": 16, "max_running_requests": 4}
-    aside = (ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    aside = (ServerAdapters(idle, idle), Profiler(idle, None))
     control = Control(idle, idle, facts, *aside, Window(None))
     asked = set()
     for cls in io_struct.BaseReq.__subclasses__():
@@ -325,7 +325,7 @@ def test_a_request_for_embeddings_is_refused(seams: Any) -> None:
     from pie_driver_sglang.server.profile import Profiler
 
     idle: Any = Idle()
-    aside = (ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    aside = (ServerAdapters(idle, idle), Profiler(idle, None))
     control = Control(idle, idle, {}, *aside, Window(None))
     required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
     values = {field.name: None for field in required if field.required}
