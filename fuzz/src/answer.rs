@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_runtime::{Answer, Extended, FrameBuilder, Outline, Turn};
-use pie_sched::{Arrival, Config, Limits, Logprobs, Outputs, Row, Scheduler};
+use pie_sched::{Arrival, Config, FrameBytes, Limits, Logprobs, Outputs, Row, Scheduler};
 use pie_wire::{
     AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
     ResponsePayload, Sampler, StatusResponse,
@@ -27,6 +27,7 @@ const LIMITS: Limits = Limits {
     max_model_len: 60,
     vocab_size: VOCAB,
     max_logprob_words: 64,
+    frame: FrameBytes::UNLIMITED,
 };
 
 /// Requests, and what the driver answers to their steps, one after the other.
@@ -56,7 +57,7 @@ enum Reply {
     Damaged(u8, u8, Vec<(u16, u32)>, Option<u16>),
     /// The fast reply.
     Fast(Vec<u8>),
-    Status(u32),
+    Status(i32),
     Aborted,
     Bytes(Vec<u8>),
     /// The driver dies.

@@ -6,7 +6,8 @@ use std::sync::{Arc, LazyLock};
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_front::{Backend, Front, Outgoing};
-use pie_runtime::{Arrival, Constrain, Draw, End, Grammar, Rejected, Unbindable};
+use pie_ingress::RequestSpec;
+use pie_runtime::{Constrain, End, Grammar, Rejected, Unbindable};
 use rmpv::Value;
 
 use crate::front_messages::{self as messages, ABORT, PARAMS, REQUEST, SESSION};
@@ -155,9 +156,9 @@ struct Runtime {
 }
 
 impl Backend for Runtime {
-    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
         let id = self.next.replace(self.next.get() + 1);
-        self.running.borrow_mut().insert(id, arrival.samples);
+        self.running.borrow_mut().insert(id, spec.samples());
         Ok(id)
     }
 

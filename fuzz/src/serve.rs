@@ -342,7 +342,7 @@ fn work(job: Job, block: &mut [u64]) {
         }
         Job::Load(mut load) => {
             assert!(load.id() > 0 && !load.path().is_empty());
-            load.commit(status::OK);
+            load.commit(status::OK, "");
         }
         Job::Batch(mut batch) => {
             run(&mut batch, block);

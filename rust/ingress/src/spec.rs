@@ -147,6 +147,7 @@ impl Ingress {
         let draw = sampling.draw()?;
         let logprobs = raw
             .logprobs
+            .as_ref()
             .map(|wanted| self.logprobs(wanted, raw.prompt.len()));
         // Of the client's tokens: those of images get other names.
         let logprobs = logprobs.transpose()?;

@@ -113,9 +113,7 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::runtime::{
-        Output, Requests, Runtime, check_request_limits, run_grammar_compiler,
-    };
+    use crate::runtime::{Output, Requests, Runtime, check_request_limits, run_grammar_compiler};
     #[pymodule_export]
     use crate::server::{Server, region_bytes};
     #[pymodule_export]

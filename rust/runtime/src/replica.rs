@@ -489,7 +489,8 @@ mod tests {
         let mut handshake = Handshake::new(3);
         assert!(handshake.line(&line.replace('\n', " ")).unwrap().is_none());
         let caps = handshake.line(r#"{"ready":true}"#).unwrap().unwrap();
-        replica.prepare(&caps, 1 << 16).unwrap();
+        let slot = RegionLayout::new(1, 1 << 16, 1 << 16).unwrap();
+        replica.prepare(&caps, &slot).unwrap();
         (replica, commands)
     }
 
