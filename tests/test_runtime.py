@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ def test_a_forked_child_is_refused(runtime: Runtime) -> None:
     if child == 0:
         try:
             errors = []
-            for call in (
+            calls: list[Callable[[], object]] = [
                 lambda: runtime.submit([1, 2], max_new_tokens=1),
                 lambda: runtime.load_adapter(1, "/nowhere"),
                 lambda: runtime.wait_ready(0.0),
-            ):
+            ]
+            for call in calls:
                 try:
                     call()
                 except StartError as error:

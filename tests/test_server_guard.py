@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_no_room_is_said_with_its_place(
     from pie_driver_sglang import server_guard
     from pie_driver_sglang.errors import StartError
 
-    monkeypatch.setattr(server_guard.tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     if place == "shm":
         monkeypatch.setattr(server_guard, "_SHARED_MEMORY", tmp_path / "no-shm")
     with pytest.raises(StartError, match="cannot make the server's files"):
