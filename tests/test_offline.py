@@ -375,7 +375,8 @@ class TestArguments:
     def test_any_value_of_an_argument_is_taken_or_refused_in_a_line(
         self, name: str, value: Any
     ) -> None:
-        with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}):
+        away = ConfigError("there is no such repository", "name another")
+        with mock.patch.object(engine_arguments, "fetch_snapshot", side_effect=away):
             try:
                 self.parse(**{name: value})
             except ConfigError as error:
