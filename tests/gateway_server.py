@@ -15,7 +15,6 @@ from pie_server import serving
 from sglang_server import Server, free_ports
 from tiny_models import POCKET
 
-
 ADMIN: Final = "key-of-the-admin"
 
 

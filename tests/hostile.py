@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -213,10 +214,13 @@ def _sizes() -> Iterator[Row]:
 
 
 WAITING: Final[Mapping[str, str]] = {
-    "(custom-params|session)-[0-9]+-|-deep$": "a message that cannot be read ends the frontend",
-    "^(schema|regex|ebnf|tag)-": "grammars are compiled in this process",
+    "(custom-params|session)-[0-9]+-|-deep$": "not tried since such messages fail alone",
+    "^(schema|regex|ebnf|tag)-": "grammars are compiled in the process that serves",
+    "^(bias|temperature)-digits$": "the engine raises OverflowError",
+    "^input_ids-map$": "the engine raises KeyError",
+    "^stop-regex-groups$": "the engine's refusal has 10 kB",
 }
-"""Of the names of rows that are not run yet, why."""
+"""Of the names of rows that are not run yet, why. `PIE_HOSTILE_ALL=1` runs them all the same."""
 
 
 def _all() -> Iterator[tuple[str, tuple[Row, ...]]]:
@@ -229,6 +233,8 @@ def _all() -> Iterator[tuple[str, tuple[Row, ...]]]:
 
 
 def _reason(name: str) -> str:
+    if os.environ.get("PIE_HOSTILE_ALL"):
+        return ""
     return next((why for pattern, why in WAITING.items() if re.search(pattern, name)), "")
 
 

@@ -152,7 +152,7 @@ def words(process: psutil.Process) -> list[str]:
 
 
 def is_compiler(process: psutil.Process) -> bool:
-    return any("compile" in word for word in words(process)[:6])
+    return any("run_grammar_compiler" in word for word in words(process))
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_server import START_S, wait_until
 from reference import GAP, Reference
 from serve_metrics import DASHBOARD
-from sglang_server import free_ports
+from sglang_server import Server, free_ports
 from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
 from tiny_models import POCKET
 

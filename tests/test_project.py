@@ -350,7 +350,7 @@ def test_the_example_of_replicas_names_what_is_there() -> None:
 
 def test_install_hints_have_the_pins_of_the_project() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert all(f"'{need}'" in spans.INSTALL for need in extras["trace"])
+    assert all(f"'{need}'" in spans.INSTALL_TRACING for need in extras["trace"])
     assert all(f"'{need}'" in smg.INSTALL for need in extras["gateway"])
     constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    assert doctor.KERNELS in constraints
+    assert doctor.KERNEL_LIBRARY in constraints

@@ -196,8 +196,8 @@ class TestIndex:
         assert filled().to_dot().startswith("digraph")
 
     def test_settings_out_of_range(self) -> None:
-        with pytest.raises(RadixError, match=r"page size 257 is not within 1\.\.=256"):
-            RadixIndex(257)
+        with pytest.raises(RadixError, match=r"page size 1025 is not within 1\.\.=1024"):
+            RadixIndex(1025)
         with pytest.raises(RadixError, match="`best` is not an eviction policy"):
             RadixIndex(policy="best")
         with pytest.raises(RadixError, match="1 pages were given where 2 are needed"):

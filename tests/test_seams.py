@@ -26,8 +26,10 @@ SEAMS: Final = PACKAGE / "srt" / "seams", PACKAGE / "server" / "seams"
 """Of the driver, and of the server."""
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
-    # Of torch, not of SGLang.
+    # Of torch and the standard library, not of SGLang.
     "srt/load_trace.py": {"_schema", "_cdata"},
+    # Of `multiprocessing.shared_memory`, which has no other way to reserve room.
+    "shared_names.py": {"_fd"},
     "kernels/quantize.py": {"_scaled_mm"},
 }
 """Private attributes of others, by file."""

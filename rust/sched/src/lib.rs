@@ -69,7 +69,8 @@
 //! | `constraint`, `follow` | what binds the tokens of a sequence, asked before a row is laid out |
 //! | `sequence`, `ends`, `stop_strings`, `regex`, `text` | one sequence, and when it ends by what it says |
 //! | `flight`, `answer`, `settle` | steps that are out, and their answers |
-//! | `suspects` | which request makes steps fail |
+//! | `bisection` | the search for the request that makes steps fail |
+//! | `suspects` | which sequences may make steps fail |
 //! | `output`, `leave`, `logprobs` | what goes out: tokens, ends, pages, log-probabilities |
 //! | `memory`, `copies`, `sessions` | pages of both tiers and the prefix index, copies between them, what sessions keep |
 //! | `stats` | counts |
@@ -77,6 +78,7 @@
 mod admit;
 mod answer;
 mod arrival;
+mod bisection;
 mod check;
 mod config;
 mod constraint;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -39,6 +38,8 @@ from pie_driver_sglang.server.seams.ollama import correct_ollama
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
+_SHORT_TEXT: Final = 16_384
+"""Characters that are tokenized in less time than a step takes."""
 
 
 class StatusManager(TokenizerManager):
@@ -122,6 +123,20 @@ class StatusManager(TokenizerManager):
     def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
         with _reading_params():
             return super()._create_tokenized_object(*arguments, **keywords)
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        try:
+            super()._dispatch_to_scheduler(obj)
+        except (OverflowError, RecursionError) as error:
+            # msgpack has integers of 64 bits, and lists of lists to a certain depth.
+            raise ValueError(f"the request cannot be passed on: {error}") from error
+
+    async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
+        """Tokenizes short texts here, and long ones in a thread: meanwhile others are served."""
+        if self.async_dynamic_batch_tokenizer or _characters(texts) <= _SHORT_TEXT:
+            return await super()._tokenize_texts(texts, is_cross_encoder)
+        tokenized = super()._tokenize_texts(texts, is_cross_encoder)
+        return await asyncio.to_thread(asyncio.run, tokenized)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         for reason in recv_obj.finished_reasons:
@@ -213,8 +228,12 @@ def _reading_params() -> Iterator[None]:
     """Within, what SGLang cannot read is a ValueError, which alone is an answer to the client."""
     try:
         yield
-    except (TypeError, re.error) as error:
-        raise ValueError(f"`sampling_params` cannot be read: {error}") from error
+    except (ValueError, HTTPException):
+        raise
+    except Exception as error:
+        # SGLang, tokenizers and `re` fail in any way on values of other types and sizes.
+        reason = f"{error}" or type(error).__name__
+        raise ValueError(f"`sampling_params` cannot be read: {reason:.200}") from error
 
 
 def _check_params(obj: Any, most_samples: int) -> None:
@@ -251,6 +270,12 @@ def _read_count(count: Any, most: int) -> int:
     if count > most:
         raise ValueError(f"`n` is {count}, and one request has up to {most} answers")
     return count
+
+
+def _characters(texts: Any) -> int:
+    """Of a text, or of all texts of a list."""
+    listed = [texts] if isinstance(texts, str) else texts or ()
+    return sum(len(text) for text in listed if isinstance(text, str))
 
 
 def _check_labels(asked: dict[str, str], known: dict[str, str]) -> None:
