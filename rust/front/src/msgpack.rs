@@ -47,6 +47,10 @@ impl<'a> Items<'a> {
     }
 }
 
+#[expect(
+    clippy::copy_iterator,
+    reason = "a value borrows its items and may be read again"
+)]
 impl<'a> Iterator for Items<'a> {
     type Item = Value<'a>;
 
