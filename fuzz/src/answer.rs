@@ -234,6 +234,7 @@ impl Harness {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "a row is a few references")]
 fn turn(row: Row<'_, Asked>) -> Turn<'_> {
     const GREEDY: Sampler = Sampler::TopP {
         temperature: 0.0,
@@ -306,9 +307,9 @@ fn encoded(reply: &Reply, rows: &[Expected]) -> Vec<u8> {
         }
         Reply::Edited(accepted, drafted, edits) => {
             let (mut response, scores) = right(rows, *accepted, *drafted);
-            edits
-                .iter()
-                .for_each(|&(array, at, value)| edit(&mut response, array, at, value));
+            for &(array, at, value) in edits {
+                edit(&mut response, array, at, value);
+            }
             forward(response, &scores)
         }
         Reply::Damaged(accepted, drafted, damage, cut) => {

@@ -62,8 +62,10 @@ impl Mark {
             Self::Star => text.push('*'),
             Self::Plus => text.push('+'),
             Self::Maybe => text.push('?'),
-            Self::Counted(least, None) => *text += &format!("{{{least},}}"),
-            Self::Counted(least, Some(most)) => *text += &format!("{{{least},{most}}}"),
+            Self::Counted(least, None) => text.extend(["{", &least.to_string(), ",}"]),
+            Self::Counted(least, Some(most)) => {
+                text.extend(["{", &least.to_string(), ",", &most.to_string(), "}"]);
+            }
         }
     }
 }
@@ -72,20 +74,22 @@ impl Item {
     fn write(&self, text: &mut String) {
         let mark = match self {
             Self::Rule(number, mark) => {
-                *text += &format!("r{} ", number % 8);
+                text.extend(["r", &(number % 8).to_string(), " "]);
                 mark
             }
             Self::Text(literal, mark) => {
-                *text += &format!("{literal:?}");
+                text.extend(["\"", &literal.escape_debug().to_string(), "\""]);
                 mark
             }
             Self::Class(class, mark) => {
-                *text += &format!("[{class}]");
+                text.extend(["[", class, "]"]);
                 mark
             }
             Self::Group(items, mark) => {
                 text.push('(');
-                items.iter().for_each(|item| item.write(text));
+                for item in items {
+                    item.write(text);
+                }
                 text.push(')');
                 mark
             }
@@ -159,8 +163,10 @@ fn check_refusal(text: &str) {
 fn gbnf(rules: &[(u8, Vec<Item>)]) -> String {
     let mut text = String::from("root ::= r0\n");
     for (number, items) in rules {
-        text += &format!("r{} ::= ", number % 8);
-        items.iter().for_each(|item| item.write(&mut text));
+        text.extend(["r", &(number % 8).to_string(), " ::= "]);
+        for item in items {
+            item.write(&mut text);
+        }
         text.push('\n');
     }
     text

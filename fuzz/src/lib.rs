@@ -25,7 +25,7 @@ mod wire;
 )]
 mod common;
 #[path = "../../rust/front/tests/support/mod.rs"]
-#[allow(dead_code, clippy::pedantic, reason = "a part is used")]
+#[allow(clippy::pedantic, reason = "checked where it is at home")]
 mod front_messages;
 #[path = "../../rust/wire/tests/wire/message.rs"]
 #[allow(dead_code, reason = "a part is used")]

@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn depth_costs_no_stack() {
-        let deep = [&[0x91; 10_000_000][..], &[0xc0]].concat();
+        let deep = [vec![0x91; 10_000_000], vec![0xc0]].concat();
         let Some(Value::List(items)) = read(&mut &deep[..]) else {
             panic!("a list")
         };
@@ -310,6 +310,6 @@ mod tests {
         assert_eq!(read(&mut &hollow[..]), None);
         assert_eq!(read_list(&hollow, 4), Some((Vec::new(), false)));
         assert_eq!(read_list(&[0x93, 1, 2], 4).unwrap().0.len(), 2);
-        assert_eq!(read_list(&[0x93, 1, 2, 3], 1).unwrap().1, true);
+        assert!(read_list(&[0x93, 1, 2, 3], 1).unwrap().1);
     }
 }

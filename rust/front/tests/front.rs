@@ -117,6 +117,7 @@ fn refusal(request: &Value) -> String {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn what_is_not_served_is_refused_by_name() {
     let plain = |params: &[(&str, Value)]| generate("a", &[1], &[], params);
     for (request, words) in [

@@ -34,6 +34,7 @@ fn refusal(change: impl FnOnce(&mut RawRequest)) -> String {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn each_wrong_value_has_one_line_with_the_value_the_limit_and_the_remedy() {
     let long = "x".repeat(5000);
     for (found, line) in [

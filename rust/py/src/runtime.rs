@@ -360,7 +360,6 @@ impl Runtime {
     #[expect(
         clippy::too_many_arguments,
         clippy::fn_params_excessive_bools,
-        clippy::needless_pass_by_value,
         reason = "keywords of Python"
     )]
     fn submit(
@@ -440,14 +439,12 @@ impl Runtime {
         };
         let spec = ingress.validate(raw, |grammar, after| self.service.bind(grammar, after));
         let spec = spec.map_err(value_error)?;
-        match into {
-            Some(requests) => Ok(requests.add(spec)),
-            None => {
-                let (arrival, deadline) = spec.into_arrival();
-                let submitted = self.service.submit(arrival, deadline);
-                submitted.map_err(|rejected| from_rejected(&rejected))
-            }
+        if let Some(requests) = into {
+            return Ok(requests.add(spec));
         }
+        let (arrival, deadline) = spec.into_arrival();
+        let submitted = self.service.submit(arrival, deadline);
+        submitted.map_err(|rejected| from_rejected(&rejected))
     }
 
     /// Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     fn serve(id: u32) -> Server {
-        let mut config = ServerConfig::new(&region(id), pie_wire::SCHEMA_HASH, Vec::new());
+        let mut config = ServerConfig::new(region(id), pie_wire::SCHEMA_HASH, Vec::new());
         config.layout = RegionLayout::new(1, 64, 64).unwrap();
         Server::create(&config, &ExitGuard::inert()).unwrap()
     }
