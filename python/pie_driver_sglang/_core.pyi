@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["MAX_SAMPLES", "REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["MAX_SAMPLES", "REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
 
-MAX_SAMPLES: Final[int]
+MAX_SAMPLES: Final = 1024
 """
-Most sequences (`n`) of one request to a runtime.
+Most sequences (`n`) of one request to SGLang's server, which makes a request of each.
 """
 
 REHEARSAL_ADAPTER: Final[int]
@@ -952,7 +952,7 @@ class Load:
     def commit(self, /, status: SupportsIndex, reason: str = "") -> None:
         """
         Answers with a status code: 0 = done, requests may bind the adapter from now on; 5 = it cannot be had.
-        
+
         Args:
             status: The code.
             reason: Why it cannot be had, for the client.
@@ -1565,7 +1565,7 @@ class RadixIndex:
         Raises:
             PagesError: The pool has not enough free pages; nothing was inserted.
             TypeError: `tokens` is not an array of integers.
-            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
+            OverflowError: A token does not fit into uint32.
         """
     def load(self, /, node: SupportsIndex, device: Buffer | ndarray) -> ndarray:
         """
@@ -1604,7 +1604,7 @@ class RadixIndex:
 
         Raises:
             TypeError: `tokens` is not an array of integers.
-            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
+            OverflowError: A token does not fit into uint32.
         """
     def match_prefix(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
         """
@@ -1617,7 +1617,7 @@ class RadixIndex:
 
         Raises:
             TypeError: `tokens` is not an array of integers.
-            OverflowError: A token of the prompt does not fit into uint32, or another number not into 64 bits.
+            OverflowError: A token does not fit into uint32.
         """
     @property
     def memory_bytes(self, /) -> int:
