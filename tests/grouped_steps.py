@@ -19,6 +19,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, plain_specs
 from pie_driver_sglang.srt import environment
 
 PAGE = 16
@@ -88,7 +89,11 @@ class Recorder:
             return rows
 
         engine.head_logits = keep
-        self.graph_path = Steps(engine, rows, 8, grouped).graph_path()
+        self.graph_path = Steps(
+            engine,
+            [*plain_specs(rows), *(GraphSpec(GraphKind.GROUPED, count) for count in grouped)],
+            8,
+        ).graph_path()
 
 
 def store(server: Any, engine: Any, frame: bytes) -> None:

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
@@ -65,7 +67,9 @@ def serving(
     """
     log = folder / "log"
     command = [python, "-m", "pie_driver_sglang", "serve", *words]
-    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    # A short path, which the server takes for the sockets in it as well.
+    temporary = Path(tempfile.mkdtemp(prefix="serve-", dir="/tmp"))
+    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
@@ -83,7 +87,7 @@ def serving(
         assert process.wait(end_s) == 0
         assert psutil.wait_procs(family, 10)[1] == []
         assert not names & shared_memory()
-        assert [path.name for path in folder.iterdir()] == ["log"]
+        assert [*folder.iterdir(), *temporary.iterdir()] == [log]
     except BaseException:
         sys.stderr.write(log.read_text(errors="replace")[-6000:])
         raise
@@ -93,6 +97,7 @@ def serving(
             time.sleep(0.5)
             process.send_signal(signal.SIGTERM)
             process.wait(30)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def regions(family: Iterable[psutil.Process]) -> set[str]:

@@ -195,7 +195,7 @@ class TestGenerate:
                 {"text": PROMPT, "return_logprob": True, "logprob_start_len": 9},
                 "logprob_start_len is 9",
             ),
-            ({"input_ids": [5, 999_999]}, "token 999999 at 1"),
+            ({"input_ids": [5, 999_999]}, "token 999999 of `input_ids` is not in"),
             ({"text": PROMPT, "sampling_params": {"min_p": 1.5, "top_k": 3}}, "min_p"),
             # What SGLang's front end passes on as it is.
             (

@@ -203,12 +203,13 @@ def test_a_pickle_of_an_admin_is_not_read_either(server: Server, tmp_path: Path)
     [
         ("/parse_function_call", {"text": "x", "tools": [], "tool_call_parser": "x"}, "parser"),
         ("/separate_reasoning", {"text": "x", "reasoning_parser": "x"}, "Unsupported model type"),
-        ("/generate", {"text": []}, ""),
+        ("/generate", {"text": []}, "`text` is a list of 0"),
         ("/generate", {"text": [[]]}, ""),
         ("/generate", {"text": "x", "sampling_params": {"sampling_seed": -(1 << 70)}}, ""),
         ("/v1/completions", {"model": "m", "prompt": []}, ""),
         ("/v1/completions", {"model": "m", "prompt": [[]]}, ""),
-        ("/detokenize", {"model": "m", "tokens": [1 << 40]}, ""),
+        ("/detokenize", {"model": "m", "tokens": [1 << 40]}, "token 1099511627776 of `tokens`"),
+        ("/detokenize", {"model": "m", "tokens": [[5], [7, -1]]}, "token -1 of `tokens`"),
     ],
 )
 def test_what_handlers_stumble_over_is_a_400(

@@ -98,6 +98,19 @@ def command(folder: Path) -> Iterator[Command]:
             process.kill()
 
 
+def test_a_folder_with_a_long_path_is_not_taken(tmp_path: Path) -> None:
+    """A socket's path has at most 107 bytes, and SGLang's names 18 after the folder's."""
+    longest = tmp_path / ("x" * 100)
+    longest.mkdir()
+    with command(longest) as running:
+        assert running.folder.parent == Path("/tmp")
+        assert running.folder.stat().st_mode & 0o777 == 0o700
+        assert running.process.stdin is not None
+        running.process.stdin.close()
+        wait_until(running.is_gone, 20)
+    assert not list(longest.iterdir())
+
+
 def test_names_tell_whose_they_are(tmp_path: Path) -> None:
     with command(tmp_path) as running:
         kinds = {name.replace(running.token, "").rstrip("_")[:8] for name in running.left()}

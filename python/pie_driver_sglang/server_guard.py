@@ -27,6 +27,8 @@ from pie_driver_sglang.shared_names import TOKEN_LENGTH, TOKEN_VARIABLE, draw_to
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "pie-sglang-"
+_LONGEST_PARENT: Final = 107 - len(f"/{_PREFIX}/") - 2 * TOKEN_LENGTH - 24
+"""Bytes: the path of a socket has at most 107, and SGLang's names take up to 24 after the token."""
 _DONE: Final = b"done"
 """Tells the guard that the command has removed everything."""
 _SET_DEATH_SIGNAL: Final = 1
@@ -103,6 +105,12 @@ def _status(pid: int) -> _Status | None:
     return _Status(int(words[3]), int(words[19]), words[0] in (b"Z", b"X"))
 
 
+def _parent() -> str:
+    """The temporary folder, or `/tmp` where the paths of sockets in that would be too long."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _LONGEST_PARENT else "/tmp"
+
+
 class ServerGuard:
     """The files of one server. Make it before other threads: it forks."""
 
@@ -114,7 +122,7 @@ class ServerGuard:
         """
         _sweep()
         self.token, self.lock = _make_lock()
-        self.folder = Path(tempfile.gettempdir(), f"{_PREFIX}{self.token}")
+        self.folder = Path(_parent(), f"{_PREFIX}{self.token}")
         self._session: Session | None = None
         self._told = -1
         try:
@@ -172,8 +180,7 @@ def guarded_server() -> Iterator[ServerGuard]:
     except OSError as error:
         raise StartError(
             f"cannot make the server's files: {error}",
-            f"make room in {_SHARED_MEMORY} and {tempfile.gettempdir()}, "
-            "and let this user write there",
+            f"make room in {_SHARED_MEMORY} and {_parent()}, and let this user write there",
         ) from error
     try:
         yield guard
@@ -246,7 +253,7 @@ def _make_lock() -> tuple[str, int]:
         descriptor = os.open(path, flags, 0o600)
         try:
             # The folder, for a server that finds the lock free.
-            os.write(descriptor, os.fsencode(tempfile.gettempdir()))
+            os.write(descriptor, os.fsencode(_parent()))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Before that another server may have taken it for one of a dead server.
             if _leads_to(path, descriptor):

@@ -207,9 +207,9 @@ def _token_ids(given: Any) -> list[int]:
     """The ids of one prompt. Whether the vocabulary has them is known where they are scheduled."""
     ids = _listed("input_ids", given, _TOKENS)
     if set(map(type, ids)) - {int}:
-        wrong = next((one for one in ids if not _is_number(one)), None)
-        if wrong is not None:
-            raise _wrong("an entry of `input_ids`", wrong, _TOKENS)
+        for one in ids:
+            if not _is_number(one):
+                raise _wrong("an entry of `input_ids`", one, _TOKENS)
         ids = [operator.index(one) for one in ids]
     if ids and not 0 <= min(ids) <= max(ids) <= _MOST_TOKEN:
         outside = next(one for one in ids if not 0 <= one <= _MOST_TOKEN)

@@ -10,6 +10,7 @@
 ``managers``     the tokenizer managers, which refuse what is not served
 ``chats``        what SGLang's chat endpoint gets wrong
 ``ollama``       what its endpoints of Ollama get wrong
+``tokens``       what its endpoints of tokens get wrong
 ``messages``     the classes of messages, and what answers them
 ``images``       images of a request, as SGLang's processors leave them
 ``metrics``      the scheduler's metrics, and the times of requests

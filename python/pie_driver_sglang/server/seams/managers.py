@@ -34,6 +34,7 @@ from pie_driver_sglang.server.seams.chats import (
 )
 from pie_driver_sglang.server.seams.edge import edge_of
 from pie_driver_sglang.server.seams.ollama import correct_ollama
+from pie_driver_sglang.server.seams.tokens import correct_detokenize
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class StatusManager(TokenizerManager):
         correct_top_logprobs()
         correct_tool_schemas()
         correct_ollama()
+        correct_detokenize()
         limit_stored_responses()
         self._edge = edge_of(server_args).settings
         self._media = MediaFetcher(self._edge.media)
@@ -238,6 +240,8 @@ def _reading_params() -> Iterator[None]:
 
 def _check_params(obj: Any, most_samples: int) -> None:
     """Refuses what SGLang stumbles over before it looks at a prompt."""
+    if isinstance(obj.text, list) and not obj.text:
+        raise ValueError("`text` is a list of 0, it must have at least one prompt")
     params = obj.sampling_params
     if not isinstance(params, list):
         params = [params or {}]
