@@ -107,7 +107,7 @@ def test_a_folder_with_a_long_path_is_not_taken(tmp_path: Path) -> None:
         assert running.folder.stat().st_mode & 0o777 == 0o700
         assert running.process.stdin is not None
         running.process.stdin.close()
-        wait_until(running.is_gone, 20)
+        wait_until(running.is_gone, END_S, "its end")
     assert not list(longest.iterdir())
 
 
