@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import socket
@@ -219,6 +220,11 @@ def give(address: Address, data: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             return connection.recv(4096)
         except ConnectionError:
+            return b""
+        except OSError as error:
+            # The server had reset the connection before the shutdown.
+            if error.errno != errno.ENOTCONN:
+                raise
             return b""
 
 

@@ -53,7 +53,7 @@ def grammars() -> Iterator[tuple[str, dict[str, str], bool]]:
         "any-of-nested-2000": deep_schema(2000, '{"anyOf":[', "]}"),
         "all-of-nested-2000": deep_schema(2000, '{"allOf":[', "]}"),
         "enum-20000": json.dumps({"enum": [f"{at:x}" for at in range(20_000)]}),
-        "properties-5000": json.dumps({"properties": {f"p{at}": {} for at in range(5000)}}),
+        "properties-1000": json.dumps({"properties": {f"p{at}": {} for at in range(1000)}}),
         "string-of-a-billion": '{"type":"string","minLength":1000000000}',
         "array-of-a-billion": '{"type":"array","minItems":1000000000}',
         "arrays-of-arrays": '{"type":"array","minItems":99,"items":{"type":"array","minItems":99,'
@@ -101,7 +101,7 @@ def grammars() -> Iterator[tuple[str, dict[str, str], bool]]:
     for name, text in rules.items():
         yield f"ebnf-{name}", {"ebnf": text}, True
     tags = {
-        "many": structural_tag(5000, {"type": "object"}),
+        "many": structural_tag(1000, {"type": "object"}),
         "deep": structural_tag(1, json.loads(object_chain(300))),
         "lark-chain": structural_tag(
             1, "start: T0\n" + "\n".join(f"T{at}: T{at + 1}" for at in range(3000)) + '\nT3000: "a"'

@@ -92,7 +92,7 @@ def calls_of(soaked: Soaked) -> list[Call]:
     calls += [*hostile.chat_calls(), *hostile.body_calls(soaked.path)]
     if is_sglang:
         calls += hostile.sglang_calls(str(soaked.folder / "made"))
-    return [call for call in calls if not call.waits_for]
+    return calls
 
 
 def attack(soaked: Soaked, over: threading.Event, seed: int) -> None:

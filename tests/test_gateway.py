@@ -456,6 +456,8 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
     command = [forked_python, "-m", "pie_driver_sglang", "serve", "--front=gateway"]
     command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
     command += ["--dp-size", "2", "--grpc-contract", "sglang", "--no-gateway"]
+    # A driver that starts again has as much, whatever other tests have taken meanwhile.
+    command += ["--max-total-tokens", "16384"]
     command += ["--port", str(port), "--api-key", "secret", "--prometheus-port", str(metrics)]
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(started(command, log))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -261,3 +264,36 @@ def test_every_refused_flag_is_one_of_sglangs() -> None:
     assert not (flags.REFUSED.keys() | flags.FRONT) - SERVER_ARGS.keys()
     assert not flags.REFUSED.keys() & flags.FRONT
     assert set(flags.ALIASES.values()) <= SERVER_ARGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "grace_s"),
+    [
+        ([], 30),
+        (["--gateway-arg=--shutdown-grace-period-secs=600"], 600),
+        (["--gateway-arg=--shutdown-grace-period-secs", "--gateway-arg=50"], 50),
+    ],
+)
+def test_a_gateway_that_does_not_end_is_killed_after_its_grace_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], grace_s: int
+) -> None:
+    stuck, ready = tmp_path / "stuck", tmp_path / "ready"
+    stuck.write_text(f"#!/bin/sh\ntrap '' TERM\n: > {ready}\nwhile :; do sleep 0.1; done\n")
+    stuck.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    now = mock.Mock(return_value=100.0)
+    monkeypatch.setattr(smg, "time", mock.Mock(monotonic=now))
+    arguments = parse_words(["--model-path", str(POCKET), *words])
+    command = smg.smg_words(arguments, [], POCKET, 0)
+    gateway = smg.GatewayProcess(command, arguments, "http://127.0.0.1:1")
+    try:
+        while not ready.exists():
+            time.sleep(0.01)
+        gateway.drain()
+        now.return_value += grace_s
+        assert gateway.is_draining()
+        now.return_value += smg._EXIT_S
+        assert not gateway.is_draining()
+    finally:
+        gateway.stop()
+    assert gateway.poll() == -signal.SIGKILL

@@ -25,7 +25,7 @@ import gateway_server
 import hostile
 import pie_server
 from clients import Address, Neighbours
-from hostile import ENGINE, GATEWAY, ROWS, SGLANG, Call
+from hostile import ENGINE, GATEWAY, ROWS, SGLANG, Call, Row
 from pie_driver_sglang import Engine
 from pie_driver_sglang.errors import ConfigError
 from tiny_models import POCKET
@@ -110,23 +110,28 @@ def listed(troubles: Mapping[str, Collection[str]]) -> str:
     return "\n".join(f"{name}: {', '.join(found)}" for name, found in troubles.items())
 
 
-FAILING: Final = frozenset([(SGLANG, "chats"), (SGLANG, "endpoints"), (GATEWAY, "sizes")])
-"""Kinds of which some requests have no proper answer yet: SGLang's own 500s, refusals that repeat
-what was sent, and what has not been looked into."""
+EXPECTED: Final[Mapping[tuple[str, str], str]] = {
+    (SGLANG, "chat-tool-deep"): "SGLang's refusal of a tool repeats its schema",
+    (SGLANG, "chat-template-arguments"): (
+        "SGLang answers 500 if `chat_template_kwargs` has an argument that it passes itself"
+    ),
+}
+"""Requests without a proper answer, by SGLang's own handlers, and why."""
 
 
 class TestServers:
     @pytest.mark.parametrize("kind", [*ROWS, "chats", "endpoints", "bodies"])
     def test_requests(self, target: Target, kind: str) -> None:
-        calls = [call for call in calls_of(target, kind) if not call.waits_for]
+        calls = calls_of(target, kind)
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(lambda call: clients.attack(target.address, call), calls)
         troubles = {call.name: found for call, found in zip(calls, found, strict=True) if found}
         target.check()
-        if troubles and (target.kind, kind) in FAILING:
-            pytest.xfail(listed(troubles))
-        assert not troubles, listed(troubles)
         assert not target.folder.exists(), "a pickle was read"
+        expected = {call.name for call in calls if (target.kind, call.name) in EXPECTED}
+        assert troubles.keys() == expected, listed(troubles)
+        if expected:
+            pytest.xfail(listed({name: [EXPECTED[target.kind, name]] for name in expected}))
 
     def test_bytes_that_are_no_request(self, target: Target) -> None:
         for name, data in clients.raw_bytes(target.path).items():
@@ -165,6 +170,15 @@ class TestServers:
         assert reply.status, body[:2000]
         if target.kind == GATEWAY:
             assert clients.complaint(reply) is None, body[:2000]
+
+
+@pytest.mark.xfail(
+    run=False,
+    reason="smg makes an automaton of the stop strings before it calls the service that limits"
+    " them; its time grows with the square of their length, and it holds a thread of smg",
+)
+def test_a_stop_string_of_a_million_at_the_gateway() -> None:
+    """The row `stop-string-of-a-million`, at the gateway."""
 
 
 PARAMS: Final = (
@@ -240,16 +254,18 @@ class TestEngine:
     @pytest.mark.parametrize("kind", [*ROWS])
     def test_requests(self, engine: tuple[Engine, Neighbours], kind: str) -> None:
         found, neighbours = engine
-        rows = [row for row in ROWS[kind] if ENGINE in row.at and not row.waits_for]
-        troubles = {}
-        with ThreadPoolExecutor(8) as pool:
-            for row in rows:
-                asked = hostile.for_engine(row)
-                call = lambda asked=asked: found.generate(**asked)  # noqa: E731
+
+        def attack(row: Row) -> set[str]:
+            asked = hostile.for_engine(row)
+            with ThreadPoolExecutor(row.copies) as pool:
+                call = lambda: found.generate(**asked)  # noqa: E731
                 ends = [pool.submit(refused_well, call) for _ in range(row.copies)]
-                wrong = {end.result(clients.ANSWER_S) for end in ends} - {None}
-                if wrong:
-                    troubles[row.name] = wrong
+                return {wrong for end in ends if (wrong := end.result()) is not None}
+
+        rows = [row for row in ROWS[kind] if ENGINE in row.at]
+        with ThreadPoolExecutor(4) as pool:
+            ends = zip(rows, pool.map(attack, rows), strict=True)
+            troubles = {row.name: wrong for row, wrong in ends if wrong}
         neighbours.wait_round()
         assert neighbours.troubles == []
         assert not troubles, listed(troubles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -49,8 +50,12 @@ class Started:
 
     def kill(self, words: str) -> None:
         """Kills the first process whose command line has these words."""
-        found = [each for each in self.family if words in " ".join(each.cmdline())]
-        found[0].send_signal(signal.SIGKILL)
+        for each in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if words in " ".join(each.cmdline()):
+                    each.send_signal(signal.SIGKILL)
+                    return
+        raise AssertionError(f"no process has {words!r} in its command line")
 
     def is_over(self) -> bool:
         self.process.poll()

@@ -190,7 +190,8 @@ def test_no_room_is_said_with_its_place(
     from pie_driver_sglang import server_guard
     from pie_driver_sglang.errors import StartError
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    # Of a folder with a long path the server would take another.
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/missing")
     if place == "shm":
         monkeypatch.setattr(server_guard, "_SHARED_MEMORY", tmp_path / "no-shm")
     with pytest.raises(StartError, match="cannot make the server's files"):

@@ -139,7 +139,7 @@ def _serve(
             if (status := gateway.poll()) is not None:
                 raise StartError(f"the gateway ended with status {status}", "its log says why")
         gateway.drain()
-        while gateway.poll() is None and not at_once.wait(_LOOK_S):
+        while gateway.is_draining() and not at_once.wait(_LOOK_S):
             _pass_on(replicas)
     except _Ended:
         pass

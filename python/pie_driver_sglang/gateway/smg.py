@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,9 @@ INSTALL: Final = "pip install 'smg>=1.13,<1.14'"
 _READY_S: Final = 120.0
 _DRAIN_S: Final = 30
 """How long requests that run may take after the signal to end."""
+_EXIT_S: Final = 15
+"""How long the gateway may take to exit after that, before it is killed."""
+_GRACE_FLAG: Final = "--shutdown-grace-period-secs"
 _LEVELS: Final[Mapping[str, str]] = {
     "debug": "debug",
     "info": "info",
@@ -78,7 +82,7 @@ def smg_words(
     words += ["--prometheus-port", str(metrics_port)]
     words += ["--model-path", str(model), "--log-level", _LEVELS[level]]
     words += ["--worker-startup-check-interval", "1"]
-    words += ["--shutdown-grace-period-secs", str(_DRAIN_S)]
+    words += [_GRACE_FLAG, str(_DRAIN_S)]
     words += ["--policy", "cache_aware" if len(urls) > 1 else "round_robin"]
     words += ["--worker-urls", *urls]
     words += _limits(arguments)
@@ -147,6 +151,14 @@ def _template(name: str) -> str:
     return name
 
 
+def _grace_s(words: Sequence[str]) -> float:
+    """The longest grace period of a command line: a word of the user comes after the default."""
+    values = [value for flag, value in pairwise(words) if flag == _GRACE_FLAG]
+    values += [word.partition("=")[2] for word in words if word.startswith(f"{_GRACE_FLAG}=")]
+    # The gateway refuses one that is no number.
+    return max((float(value) for value in values if value.isdecimal()), default=_DRAIN_S)
+
+
 class GatewayProcess:
     """The gateway, started. It ends with this process."""
 
@@ -159,6 +171,8 @@ class GatewayProcess:
             url: Where it will serve.
         """
         self._url = url
+        self._drain_s = _grace_s(words)
+        self._drained_at = math.inf
         variables = {**os.environ, **_variables(arguments)}
         if not sys.stderr.isatty():
             variables["NO_COLOR"] = "1"
@@ -214,9 +228,14 @@ class GatewayProcess:
         return self._process.poll()
 
     def drain(self) -> None:
-        """Tells it to end once its requests have."""
+        """Tells it to end once its requests have, or once its grace period is over."""
+        self._drained_at = time.monotonic() + self._drain_s + _EXIT_S
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+
+    def is_draining(self) -> bool:
+        """Whether it still runs after `drain`, and may. One that is stuck never ends by itself."""
+        return self._process.poll() is None and time.monotonic() < self._drained_at
 
     def stop(self) -> None:
         """Ends it at once, if it has not ended."""

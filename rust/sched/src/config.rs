@@ -192,17 +192,27 @@ impl FrameBytes {
         mask: 0,
     };
 
-    /// Most bytes of a row.
-    pub(crate) fn of_row(&self, (tokens, drafts, pages): (u32, u32, u32), more: RowExtras) -> u64 {
+    /// Most bytes of so many rows with these tokens, drafts and pages in all, and nothing else.
+    pub(crate) fn of_rows(&self, rows: u32, (tokens, drafts, pages): (u32, u32, u32)) -> u64 {
         let bytes = |each: u32, count: u32| u64::from(each) * u64::from(count);
-        u64::from(self.row)
+        bytes(self.row, rows)
             + bytes(self.token, tokens)
             + bytes(self.draft, drafts)
             + bytes(self.page, pages)
-            + u64::from(more.own)
+    }
+
+    /// Most bytes of what a row has besides its tokens, drafts and pages.
+    pub(crate) fn of_extras(&self, more: RowExtras) -> u64 {
+        let bytes = |each: u32, count: u32| u64::from(each) * u64::from(count);
+        u64::from(more.own)
             + bytes(self.listed, more.listed)
             + (2 * bytes(self.listed, more.forbidden)).min(self.mask.into())
             + bytes(self.mask, more.masked.into())
+    }
+
+    /// Most bytes of a row.
+    pub(crate) fn of_row(&self, sizes: (u32, u32, u32), more: RowExtras) -> u64 {
+        self.of_rows(1, sizes) + self.of_extras(more)
     }
 
     /// Where a row that begins at `start` ends at the latest if it has at most so many `bytes`, of which `fixed` are taken.
@@ -256,6 +266,15 @@ impl Config {
 }
 
 impl Limits {
+    /// Whether a frame has room for every step within the other limits whose rows have only tokens, drafts and pages.
+    pub(crate) fn frame_is_ample(&self) -> bool {
+        let (frame, tokens) = (&self.frame, self.max_forward_tokens);
+        let [all_tokens, all_drafts] =
+            [(tokens, 0), (0, tokens)].map(|(tokens, drafts)| (tokens, drafts, self.max_page_refs));
+        let most = |sizes| frame.of_rows(self.max_forward_requests, sizes);
+        most(all_tokens).max(most(all_drafts)) <= frame.max.into()
+    }
+
     /// Most tokens of an image: those of a step whose other rows have one each.
     pub(crate) fn image_tokens(&self) -> u32 {
         self.max_forward_tokens

@@ -1,5 +1,6 @@
 //! Laying out a step: decodes first, then prompts under way, then new requests.
 
+use crate::config::Limits;
 use crate::constraint::is_shorter_as_bits;
 use crate::error::SchedError;
 use crate::flight::{Flight, Planned};
@@ -24,8 +25,12 @@ pub(crate) struct Plan {
     pages: u32,
     /// Words of log-probabilities that still fit its answer.
     words: u64,
-    /// Bytes that still fit its frame.
-    bytes: u64,
+    /// Drafts in the step.
+    drafts: u32,
+    /// Bytes of its frame besides those of rows, tokens, drafts and pages.
+    more_bytes: u64,
+    /// The frame has room for all tokens and pages that a step may have, so that only [`more_bytes`](Self::more_bytes) are counted.
+    is_ample: bool,
     /// The last sequence with a mask of its own.
     masked: Option<usize>,
     /// Tokens of prompts that still fit.
@@ -39,6 +44,16 @@ pub(crate) struct Plan {
     pub(crate) group: u64,
 }
 
+/// What a row takes of the frame besides tokens, drafts and pages.
+#[derive(Debug, Clone, Copy, Default)]
+struct RowCost {
+    bytes: u64,
+    /// It has a list of forbidden tokens, which may go as a mask.
+    forbids: bool,
+    /// It has a mask that no row before has.
+    masked: bool,
+}
+
 impl Plan {
     fn fits(&self, tokens: u32, pages: u32) -> bool {
         self.rows > 0 && tokens <= self.tokens && pages <= self.pages
@@ -47,6 +62,15 @@ impl Plan {
     /// Page references that still fit.
     pub(crate) fn pages_left(&self) -> u32 {
         self.pages
+    }
+
+    /// Bytes that are left of a frame.
+    fn bytes_left(&self, limits: &Limits) -> u64 {
+        let tokens = limits.max_forward_tokens - self.tokens - self.drafts;
+        let sizes = (tokens, self.drafts, limits.max_page_refs - self.pages);
+        let rows = limits.max_forward_requests - self.rows;
+        let used = limits.frame.of_rows(rows, sizes) + self.more_bytes;
+        u64::from(limits.frame.max).saturating_sub(used)
     }
 
     fn is_empty(&self) -> bool {
@@ -116,7 +140,9 @@ impl<S> Scheduler<S> {
             tokens: self.limits.max_forward_tokens,
             pages: self.limits.max_page_refs,
             words: self.limits.max_logprob_words.into(),
-            bytes: self.limits.frame.max.into(),
+            drafts: 0,
+            more_bytes: 0,
+            is_ample: self.limits.frame_is_ample(),
             masked: None,
             prompt: 0,
             image_bytes: 0,
@@ -178,12 +204,6 @@ impl<S> Scheduler<S> {
                 self.place_prompts(plan);
             }
         }
-    }
-
-    /// Whether a running sequence may be laid out in this step.
-    fn is_due(&self, plan: &Plan, slot: usize) -> bool {
-        let sequence = &self.sequences[slot];
-        sequence.suspicion.group == plan.group && sequence.step != self.plans && !sequence.is_late()
     }
 
     /// How many tokens of prompts the step may have, besides decodes that have come or will come.
@@ -286,7 +306,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if !sequence.decodes() || !self.is_due(plan, slot) {
+            if !sequence.decodes() || !sequence.is_due(plan.group, self.plans) {
                 continue;
             }
             let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
@@ -323,7 +343,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if !sequence.prefills() || !self.is_due(plan, slot) {
+            if !sequence.prefills() || !sequence.is_due(plan.group, self.plans) {
                 continue;
             }
             let placed = self.place_chunk(plan, slot);
@@ -345,7 +365,10 @@ impl<S> Scheduler<S> {
         // What it has if it draws.
         let more = sequence.row_extras(start, sequence.len());
         let fixed = self.limits.frame.of_row((0, 0, 0), more);
-        let room = (plan.bytes, fixed + self.mask_bytes(plan, slot));
+        let room = (
+            plan.bytes_left(&self.limits),
+            fixed + self.mask_bytes(plan, slot),
+        );
         let end = self.limits.frame.end_of_row(start, size, room);
         most = most.min(end.max(start + 1));
         let wanted = most.min(start.saturating_add(plan.prompt));
@@ -380,18 +403,19 @@ impl<S> Scheduler<S> {
         let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
         let pages = (end + drafts).div_ceil(self.limits.page_size);
         let (words, prompt_logprobs) = sequence.logprob_words(start, end, drafts);
-        let more = sequence.row_extras(start, end);
-        let bytes = self.limits.frame.of_row((tokens, drafts, pages), more);
-        let mask = if sequence.draws(end) {
-            self.mask_bytes(plan, slot)
+        let cost = if plan.is_ample && plan.more_bytes == 0 && sequence.is_plain(start) {
+            None
         } else {
-            0
+            let cost = self.row_cost(plan, slot, (start, end));
+            let bytes = self.limits.frame.of_rows(1, (tokens, drafts, pages)) + cost.bytes;
+            if bytes > plan.bytes_left(&self.limits) {
+                return false;
+            }
+            Some(cost)
         };
-        let bytes = bytes + mask;
         let sequence = &mut self.sequences[slot];
         if !plan.fits(tokens + drafts, pages)
             || words > plan.words
-            || bytes > plan.bytes
             || !self.memory.extend(&mut sequence.held, pages as usize)
         {
             return false;
@@ -400,12 +424,15 @@ impl<S> Scheduler<S> {
         plan.tokens -= tokens + drafts;
         plan.pages -= pages;
         plan.words -= words;
-        plan.bytes -= bytes;
-        if more.forbidden > 0 {
-            // It may go as a mask, too.
-            plan.masked = None;
-        } else if mask > 0 {
-            plan.masked = Some(slot);
+        plan.drafts += drafts;
+        if let Some(cost) = cost {
+            plan.more_bytes += cost.bytes;
+            if cost.forbids {
+                // It may go as a mask, too.
+                plan.masked = None;
+            } else if cost.masked {
+                plan.masked = Some(slot);
+            }
         }
         let row = Planned {
             slot,
@@ -433,6 +460,23 @@ impl<S> Scheduler<S> {
         true
     }
 
+    /// What a row with log-probabilities, masks or lists takes of the frame.
+    #[cold]
+    fn row_cost(&self, plan: &Plan, slot: usize, (start, end): (u32, u32)) -> RowCost {
+        let sequence = &self.sequences[slot];
+        let more = sequence.row_extras(start, end);
+        let mask = if sequence.draws(end) {
+            self.mask_bytes(plan, slot)
+        } else {
+            0
+        };
+        RowCost {
+            bytes: self.limits.frame.of_extras(more) + mask,
+            forbids: more.forbidden > 0,
+            masked: mask > 0,
+        }
+    }
+
     /// Bytes of a row's mask: none where it is that of the row before. While half of the frame is free, it counts without a look
     /// at that.
     fn mask_bytes(&self, plan: &Plan, slot: usize) -> u64 {
@@ -441,7 +485,7 @@ impl<S> Scheduler<S> {
             return 0;
         };
         let own = u64::from(self.limits.frame.mask);
-        if plan.bytes > u64::from(self.limits.frame.max / 2) {
+        if plan.bytes_left(&self.limits) > u64::from(self.limits.frame.max / 2) {
             return own;
         }
         let words = self.limits.vocab_size.div_ceil(32) as usize;

@@ -83,6 +83,8 @@ pub(crate) struct Sequence<S> {
     /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
     pub(crate) epoch: u32,
     pub(crate) suspicion: Suspicion,
+    /// Its rows have no biases, lists, masks or log-probabilities.
+    plain: bool,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
     /// Log-probabilities, if it wants some.
@@ -105,6 +107,10 @@ impl<S> Sequence<S> {
         let constraint = &shared.arrival.constraint;
         let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
         let wanted = shared.arrival.logprobs;
+        let plain = shared.arrival.row_bytes == 0
+            && shared.min_tokens == 0
+            && constraint.is_none()
+            && wanted.is_none();
         let logprobs = wanted.map(|wanted| Box::new(Kept::new(wanted, shared.prompt_len)));
         Self {
             prompt_len: shared.prompt_len,
@@ -128,6 +134,7 @@ impl<S> Sequence<S> {
             step: 0,
             epoch: 0,
             suspicion: Suspicion::default(),
+            plain,
             found,
             bond,
             logprobs,
@@ -265,6 +272,16 @@ impl<S> Sequence<S> {
     /// Whether stop tokens are forbidden for the token after `end`.
     pub(crate) fn forbids(&self, end: u32) -> bool {
         end < self.prompt_len.saturating_add(self.min_tokens)
+    }
+
+    /// Whether a row that begins at `start` has nothing besides tokens, drafts and pages.
+    pub(crate) fn is_plain(&self, start: u32) -> bool {
+        self.plain && start != self.resumed
+    }
+
+    /// Whether it may be laid out in plan `plans`, of sequences of this group of suspects.
+    pub(crate) fn is_due(&self, group: u64, plans: u64) -> bool {
+        self.suspicion.group == group && self.step != plans && !self.is_late()
     }
 
     /// What a row of it has that ends with token `end`, besides tokens, pages and a mask of its own.
