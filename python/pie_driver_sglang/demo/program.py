@@ -217,7 +217,7 @@ def _ask_again(client: OpenAI, name: str, tokens: int, screen: PlainScreen) -> N
     """A second turn, whose first one is in the prefix cache."""
     messages: list[Any] = []
     lines: list[str] = []
-    for question in ("What is the capital of Italy?", "And what is it famous for?"):
+    for question in ("What is the capital of Japan?", "And what is it famous for?"):
         messages.append({"role": "user", "content": question})
         found = client.chat.completions.create(
             model=name, messages=messages, temperature=0, max_tokens=tokens
