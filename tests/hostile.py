@@ -168,7 +168,7 @@ def _sizes() -> Iterator[Row]:
     yield Row("stop-tokens-200000", {"stop_token_ids": [at % VOCABULARY for at in range(200_000)]})
     yield Row("stop-strings-100000", {"stop": [f"{at:x}!" for at in range(100_000)]})
     yield Row("stop-string-of-5000", {"stop": ["a" * 5_000]})
-    # Not at the gateway: `test_a_stop_string_of_a_million_at_the_gateway`.
+    # smg builds an automaton of it before it calls the service (docs/gateway.md).
     yield Row("stop-string-of-a-million", {"stop": ["a" * 1_000_000]}, at=OURS)
     yield Row("stop-strings-empty", {"stop": [""] * 1000})
     yield Row("stop-regexes-10000", {"stop_regex": [f"a{at}b*" for at in range(10_000)]}, at=OURS)

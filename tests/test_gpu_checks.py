@@ -282,7 +282,7 @@ class TestServers:
         assert bars == {
             "all, ours: time to the first token": (0.5, True),
             "all, gateway: time to the first token": (1.25, False),
-            "all: tokens/s of the faster door": (1.4, True),
+            "all: tokens/s of the faster frontend": (1.4, True),
         }
         (mini,) = [row for row in report.record.rows if row["side"] == "mini over sglang"]
         assert mini["output_throughput"] == 9.9

@@ -172,15 +172,6 @@ class TestServers:
             assert clients.complaint(reply) is None, body[:2000]
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="smg makes an automaton of the stop strings before it calls the service that limits"
-    " them; its time grows with the square of their length, and it holds a thread of smg",
-)
-def test_a_stop_string_of_a_million_at_the_gateway() -> None:
-    """The row `stop-string-of-a-million`, at the gateway."""
-
-
 PARAMS: Final = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop",
     "stop_token_ids", "stop_regex", "logit_bias", "json_schema", "regex", "ebnf", "ignore_eos",

@@ -40,7 +40,7 @@ What these figures are:
 
 - **Random weights.** Models have the shape of a published one and random weights. Times of layers,
   attention and sampling do not depend on values. Two things do: which experts a token takes, and
-  whether drafts come true. Drafts are therefore measured on text of the embedded model, on greedy
+  whether drafts are accepted. Drafts are therefore measured on text of the embedded model, greedy
   cycles, and on text without repetitions.
 - **Peers** run on the same machine in the same call, and contenders take turns where possible.
   They are SGLang's `Engine`, its `ModelRunner` and its attention backends fa3, flashinfer and

@@ -1,4 +1,4 @@
-"""Compares `pie-sglang serve`, by both of its doors, with SGLang's own server.
+"""Compares `pie-sglang serve`, with both of its frontends, with SGLang's own server.
 
     python benches/gpu/server_check.py --shapes CONFIG_DIR --out DIR
         [--loads 256,1,64,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
@@ -427,7 +427,7 @@ def compare(
     report: Report,
     limits: Limits | None,
 ) -> None:
-    """Holds the medians of our doors to SGLang's."""
+    """Holds the medians of our frontends to SGLang's."""
 
     def median(load: str, side: str, name: str) -> float:
         return statistics.median(figures.get(name, 0.0) for figures in found[load, side])
@@ -463,7 +463,7 @@ def compare(
     for load, least in (("all", limits.throughput), ("prefix", limits.prefix)):
         reached = [over["output_throughput"] for (of, _), over in ratios.items() if of == load]
         if reached:
-            report.hold(f"{load}: tokens/s of the faster door", max(reached), at_least=least)
+            report.hold(f"{load}: tokens/s of the faster frontend", max(reached), at_least=least)
 
 
 if __name__ == "__main__":
