@@ -15,7 +15,10 @@ use pie_batch::{
     Computed, FieldId, Layout, Limits, Outputs, Plan, Planner, Probes, SlotClass, Staged,
     StagedSlots,
 };
-use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler};
+use pie_wire::{
+    AdapterBinding, Brle, ForwardRequest, Frame, Params, ParamsRef, Payload, RequestExtension,
+    Sampler, StepRow,
+};
 
 /// Tokens of a page.
 pub const PAGE_SIZE: u32 = 16;
@@ -265,6 +268,35 @@ impl Bytes {
         bytes
     }
 
+    /// Encodes a frame whose requests, so many, all ask for `asked`, each under a handle of its own. Parameters that are not
+    /// `kept` by the driver come with it.
+    ///
+    /// # Panics
+    /// When the frame cannot be encoded.
+    #[must_use]
+    pub fn asking(frame: &Frame, requests: u32, asked: &RequestExtension, kept: bool) -> Self {
+        let archive = Self::of(frame);
+        let params = (0..requests).filter(|_| !kept).map(|request| Params {
+            handle: Some(request),
+            asked,
+        });
+        let rows = (0..requests).map(|request| StepRow {
+            request,
+            params: ParamsRef::Kept(request),
+            ..StepRow::default()
+        });
+        let mut bytes = archive.as_slice().to_vec();
+        bytes.resize(
+            bytes.len() + pie_wire::params_len(asked) * requests as usize + (1 << 14),
+            0,
+        );
+        let len = pie_wire::write_extension(params, rows, &mut bytes, archive.len);
+        let len = len.expect("there is room");
+        let mut words = vec![0; bytes.len().div_ceil(8)];
+        bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(&bytes);
+        Self { words, len }
+    }
+
     /// The bytes.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
@@ -376,6 +408,7 @@ impl HostPath {
         self.request.resize(request.len().div_ceil(8), 0);
         let bytes = &mut bytemuck::cast_slice_mut(&mut self.request)[..request.len()];
         bytes.copy_from_slice(request);
+        let (bytes, extension) = pie_wire::split_request(bytes).expect("a valid extension");
         let frame = pie_wire::access_request(bytes).expect("a valid frame");
         let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
             panic!("a forward frame");
@@ -383,7 +416,9 @@ impl HostPath {
         if let Some(last) = self.answered.take() {
             self.planner.recycle(last);
         }
-        let plan = self.planner.plan(0, forward).expect("a consistent frame");
+        let plan = self.planner.plan_extended(0, forward, &extension);
+        let plan = plan.expect("a consistent frame");
+        assert!(plan.faults().is_empty(), "{:?}", plan.faults());
         self.plan = Some(plan);
     }
 

@@ -1,6 +1,7 @@
 //! A driver that answers anything, to a scheduler: what is read fits the step that was sent, and every request ends once.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_runtime::{Answer, Extended, FrameBuilder, Outline, Turn};
@@ -65,7 +66,7 @@ enum Reply {
 }
 
 /// What a request asks of its rows.
-type Asked = Option<RequestExtension>;
+type Asked = Option<Arc<RequestExtension>>;
 
 /// What an answer has to fit of a row.
 #[derive(Debug)]
@@ -138,7 +139,7 @@ impl Harness {
             .map(|at| at % VOCAB)
             .collect();
         let tokens = u32::from(ask.tokens % 16);
-        let scores = ask.scores.then(|| RequestExtension {
+        let scores = RequestExtension {
             logprobs: Some(LogprobsAsked {
                 scaled: false,
                 top: SHAPE.top,
@@ -146,7 +147,8 @@ impl Harness {
                 prompt: None,
             }),
             ..RequestExtension::default()
-        });
+        };
+        let scores = ask.scores.then(|| Arc::new(scores));
         let mut arrival = Arrival::new(id, prompt, scores, tokens);
         arrival.samples = u32::from(ask.samples % 4).max(1);
         arrival.drafts = ask.drafts;
@@ -254,7 +256,6 @@ fn turn(row: Row<'_, Asked>) -> Turn<'_> {
         mask: row.mask,
         extension: row.asked.as_ref().map(|asked| Extended {
             asked,
-            prompt: row.prompt,
             history: row.history,
             prompt_logprobs: row.prompt_logprobs,
             next: row.next,

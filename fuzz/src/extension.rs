@@ -1,6 +1,6 @@
 //! Extensions: whatever is accepted is within the payload, and written again gives the same bytes.
 
-use pie_wire::{AnswerRows, RequestExtension, append_extension, split_answer, split_request};
+use pie_wire::{AnswerRows, Params, StepRow, split_answer, split_request, write_extension};
 
 use crate::{memory, wire::exact};
 
@@ -20,28 +20,38 @@ fn request(bytes: &[u8]) {
     let Ok((archive, extension)) = split else {
         return;
     };
-    let rows: Vec<(u32, RequestExtension)> = extension
-        .rows()
-        .map(|row| (row.request(), row.to_owned()))
-        .collect();
-    if rows.is_empty() {
+    if extension.is_empty() {
         return;
     }
     assert_eq!(archive.len() + extension.bytes(), bytes.len());
+    let asked: Vec<_> = extension
+        .params()
+        .map(|it| (it.handle(), it.to_owned()))
+        .collect();
+    let params = asked.iter().map(|(handle, asked)| Params {
+        handle: *handle,
+        asked,
+    });
+    let owned = extension.to_owned();
+    let rows = extension
+        .rows()
+        .zip(&owned)
+        .map(|(row, (request, owned))| StepRow {
+            request: *request,
+            params: row.params(),
+            wants_logprobs: row.wants_logprobs(),
+            prompt: row.prompt_logprobs(),
+            history: &owned.history,
+            mask: &owned.mask,
+            shares_mask: owned.shares_mask,
+        });
     let mut again = vec![0xEE; bytes.len()];
     again[..archive.len()].copy_from_slice(archive);
-    let listed = rows.iter().map(|(request, row)| (*request, row));
-    let len = append_extension(listed, &mut again, archive.len());
+    let len = write_extension(params, rows, &mut again, archive.len());
     assert_eq!(len.expect("as long as the original"), bytes.len());
     let (_, copy) = split_request(&again).expect("it was just written");
-    let written = extension.rows().zip(copy.rows());
-    for (old, new) in written {
-        // Numbers that are none differ from themselves.
-        assert_eq!(
-            format!("{:?}", old.to_owned()),
-            format!("{:?}", new.to_owned())
-        );
-    }
+    // Numbers that are none differ from themselves.
+    assert_eq!(format!("{owned:?}"), format!("{:?}", copy.to_owned()));
 }
 
 fn answer(bytes: &[u8]) {

@@ -16,7 +16,9 @@ use pie_benches::{
 };
 use pie_ngram::{Config, Drafter, Drafts, Step};
 use pie_radix::{Evicted, Insertion, Key, RadixIndex};
-use pie_wire::{ForwardResponse, Frame, ResponseFrame, ResponsePayload};
+use pie_wire::{
+    ForwardResponse, Frame, Penalties, RequestExtension, ResponseFrame, ResponsePayload,
+};
 
 /// `memcmp` and `memcpy` pick their code by the processor, which moves the counts a little.
 const TOLERANCE: f64 = 0.03;
@@ -25,7 +27,7 @@ const CONTEXT: u32 = 2048;
 type Counts = BTreeMap<String, u64>;
 
 /// A case prepares itself, then calls [`counted`] once.
-const CASES: [(&str, fn()); 17] = [
+const CASES: [(&str, fn()); 21] = [
     ("wire/access", access),
     ("wire/encode_reply", || encode_reply(2)),
     ("wire/encode_reply/fast", || encode_reply(1)),
@@ -35,6 +37,10 @@ const CASES: [(&str, fn()); 17] = [
     ("plan/probes/256x2048", || asking(true, false)),
     ("plan/masks/256x2048", || asking(false, true)),
     ("plan/probes_masks/256x2048", || asking(true, true)),
+    ("plan/penalties/kept/256x2048", || params(0, true)),
+    ("plan/penalties/sent/256x2048", || params(0, false)),
+    ("plan/biases/kept/256x2048", || params(300, true)),
+    ("plan/biases/sent/256x2048", || params(300, false)),
     ("plan/groups/256x32768", groups),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
     ("ngram/step/64", drafts),
@@ -99,6 +105,26 @@ fn asking(probes: bool, masks: bool) {
         &asking_frame(256, CONTEXT, 1, asked),
         &asking_frame(256, CONTEXT, 2, asked),
     );
+}
+
+/// A step of requests with penalties and so many biases each. The driver keeps them, or they are sent with each step.
+fn params(biases: u32, kept: bool) {
+    let asked = RequestExtension {
+        penalties: Penalties {
+            frequency: 0.5,
+            ..Penalties::NONE
+        },
+        biases: (0..biases).map(|token| (token * 501, 0.5)).collect(),
+        ..RequestExtension::default()
+    };
+    let bytes =
+        |step: u32, kept: bool| Bytes::asking(&decode_frame(256, CONTEXT, step), 256, &asked, kept);
+    let (before, after) = (bytes(1, false), bytes(2, kept));
+    eprintln!("{} bytes", after.as_slice().len());
+    let mut path = HostPath::default();
+    path.run(before.as_slice());
+    path.run(before.as_slice());
+    counted(|| path.run(after.as_slice()).len());
 }
 
 /// A decode step of 64 contexts, with four drafts each.

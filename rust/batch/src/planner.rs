@@ -19,6 +19,7 @@ use crate::limits::Limits;
 use crate::plan::Plan;
 use crate::plan::contents::Lasting;
 use crate::reply::{Answered, Probes, Reply, ReplyError};
+use crate::sampler::params::ParamsStore;
 use crate::stages::error::StageError;
 use crate::stages::graph::{StepMemory, write_step};
 use crate::stages::{Computed, InFlight, Staged, StagedPass, StagedStep};
@@ -40,6 +41,8 @@ pub struct Planner {
     vision: Option<Vision>,
     /// Images of all frames so far.
     images: u64,
+    /// What contexts ask for in all their steps.
+    params: ParamsStore,
     drafting: Option<Box<Drafting>>,
     /// Number of the last frame, if it has passes that were not staged.
     unstaged: Option<u64>,
@@ -64,6 +67,7 @@ impl Planner {
             masks: true,
             vision: None,
             images: 0,
+            params: ParamsStore::default(),
             drafting: None,
             unstaged: None,
             reply: Reply::default(),
@@ -185,6 +189,7 @@ impl Planner {
             return Err(FrameError::Extension { request, requests });
         }
         let facts = FrameFacts::of(&frame, &self.limits, self.vision)?;
+        self.params.take(extension.params(), self.limits.vocab_size);
         self.table.start_frame();
         for index in 0..frame.requests {
             self.table
@@ -201,6 +206,7 @@ impl Planner {
             random_seed: self.random_seed,
             images: self.images,
             extension: extension.rows(),
+            params: &self.params,
         };
         plan.make(driver_id, (&frame, &facts), lasting);
         self.images += plan.images().len() as u64;

@@ -1,6 +1,7 @@
 //! Samplers, with their parameters brought into range.
 
 pub(crate) mod extra;
+pub(crate) mod params;
 pub(crate) mod random;
 
 use pie_wire::{CombinedSampler, SamplerView};

@@ -290,7 +290,7 @@ proptest! {
                 prop_assert!((1..=1024).contains(&arrival.samples));
                 prop_assert!(ends.stop_tokens.iter().all(|&token| token < VOCAB));
                 prop_assert!(arrival.prompt.iter().all(|&token| token < VOCAB));
-                let biases = arrival.sampling.extension.map(|extension| extension.biases);
+                let biases = arrival.sampling.extension.map(|extension| extension.biases.clone());
                 prop_assert!(biases.unwrap_or_default().windows(2).all(|pair| pair[0].0 < pair[1].0));
             }
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use pie_wire::{
     AnswerExtension, ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, PlaceShape,
-    Reply, RequestExtension, WireError,
+    PromptLogprobs, Reply, RequestExtension, WireError,
 };
 use serde::Serialize;
 
@@ -52,14 +52,14 @@ pub struct Scored {
 }
 
 impl Scored {
-    /// What is answered to an extension, if that wants some.
-    pub(crate) fn of(extension: &RequestExtension) -> Option<Self> {
-        let asked = extension.logprobs.as_ref()?;
+    /// What is answered to parameters, if they want some, with those of the prompt.
+    pub(crate) fn of(asked: &RequestExtension, prompt: Option<PromptLogprobs>) -> Option<Self> {
+        let asked = asked.logprobs.as_ref()?;
         let shape = PlaceShape {
             top: asked.top,
             given: asked.token_ids.len() as u32,
         };
-        let prompt = asked.prompt.map_or(0, |prompt| prompt.end - prompt.from);
+        let prompt = prompt.map_or(0, |prompt| prompt.end - prompt.from);
         Some(Self {
             shape: Some(shape),
             prompt,

@@ -1,13 +1,15 @@
 //! Forward frames, made in buffers that are used again.
 
 use std::convert::Infallible;
+use std::sync::Arc;
 
 use pie_wire::{
-    AdapterBinding, Brle, ForwardRequest, Frame, Payload, PromptLogprobs, RequestExtension,
-    Sampler, Scratch, WireError,
+    AdapterBinding, Brle, ForwardRequest, Frame, ParamsRef, Payload, PromptLogprobs,
+    RequestExtension, Sampler, Scratch, StepRow, WireError,
 };
 
 use self::bits::BitMasks;
+use self::params::Registry;
 use crate::answer::{Asked, Scored};
 use crate::mask::{all_but, only};
 use crate::picture::Pictures;
@@ -46,10 +48,8 @@ pub struct Turn<'a> {
 /// What a context asks for beyond the Pie protocol.
 #[derive(Clone, Copy, Debug)]
 pub struct Extended<'a> {
-    /// The same in every turn. Its mask does not count: [`Turn::mask`] does.
-    pub asked: &'a RequestExtension,
-    /// Tokens of the prompt; those after it count for penalties.
-    pub prompt: u32,
+    /// The same in every turn, so that it is sent once. Its mask does not count: [`Turn::mask`] does.
+    pub asked: &'a Arc<RequestExtension>,
     /// Tokens that count and lie right before the turn's, where these do not follow a turn before.
     pub history: &'a [u32],
     /// Tokens of the prompt whose log-probabilities it wants, by their indices `start..end`; the one after the turn's may be the last.
@@ -176,12 +176,10 @@ impl Outline {
         })
     }
 
-    /// Notes what a request with this extension is to be answered.
-    fn note_scored(&mut self, request: usize, extension: &RequestExtension) {
-        if let Some(scored) = Scored::of(extension) {
-            self.scored.resize(request, Scored::default());
-            self.scored.push(scored);
-        }
+    /// Notes what a request is to be answered.
+    fn note_scored(&mut self, request: usize, scored: Scored) {
+        self.scored.resize(request, Scored::default());
+        self.scored.push(scored);
     }
 
     fn note_drafts<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) {
@@ -213,7 +211,34 @@ pub struct FrameBuilder {
     bit_masks: Option<BitMasks>,
     as_pie: bool,
     scratch: Scratch,
-    extensions: Vec<(u32, RequestExtension)>,
+    steps: Vec<Step>,
+    registry: Registry,
+}
+
+/// The extension's row of one request.
+#[derive(Clone, Debug, Default)]
+struct Step {
+    request: u32,
+    params: ParamsRef,
+    wants_logprobs: bool,
+    prompt: Option<PromptLogprobs>,
+    history: Vec<u32>,
+    mask: Vec<u32>,
+    shares_mask: bool,
+}
+
+impl Step {
+    fn row(&self) -> StepRow<'_> {
+        StepRow {
+            request: self.request,
+            params: self.params,
+            wants_logprobs: self.wants_logprobs,
+            prompt: self.prompt,
+            history: &self.history,
+            mask: &self.mask,
+            shares_mask: self.shares_mask,
+        }
+    }
 }
 
 impl FrameBuilder {
@@ -235,8 +260,14 @@ impl FrameBuilder {
             bit_masks: None,
             as_pie: false,
             scratch: Scratch::default(),
-            extensions: Vec::new(),
+            steps: Vec::new(),
+            registry: Registry::default(),
         }
+    }
+
+    /// A frame may not have been taken: what contexts ask for is sent again.
+    pub fn forget_params(&mut self) {
+        self.registry.forget();
     }
 
     /// With masks as bits where these take less room than runs. The driver knows extensions and has such a vocabulary.
@@ -262,9 +293,8 @@ impl FrameBuilder {
     /// [`WireError::BufferTooSmall`], [`WireError::TooLarge`].
     pub fn encode(&mut self, buffer: &mut [u8]) -> Result<usize, WireError> {
         let length = pie_wire::encode_request_with(&self.frame, buffer, &mut self.scratch)?;
-        let rows = self.extensions.iter();
-        let rows = rows.map(|(request, extension)| (*request, extension));
-        pie_wire::append_extension(rows, buffer, length)
+        let rows = self.steps.iter().map(Step::row);
+        pie_wire::write_extension(self.registry.records(), rows, buffer, length)
     }
 
     /// Lays out the frame of `turns`; those that sample come first.
@@ -286,9 +316,10 @@ impl FrameBuilder {
         };
         clear(body);
         match &mut self.bit_masks {
-            Some(masks) => masks.recycle(self.extensions.drain(..)),
-            None => self.extensions.clear(),
+            Some(masks) => masks.recycle(self.steps.drain(..)),
+            None => self.steps.clear(),
         }
+        self.registry.begin();
         body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
         // Mask rows are left out of the whole frame when every request has one token and no draft.
         let plain = body.single_token_mode && turns.clone().all(|turn| turn.drafts.is_empty());
@@ -302,7 +333,15 @@ impl FrameBuilder {
             let gap = turn.awaits.map(|request| Gap { place, request });
             outline.gaps.extend(gap);
             let request = body.context_ids.len() as u32;
-            let mut extension = turn.extension.and_then(|extended| extended.row(&turn));
+            let mut step = turn.extension.and_then(|extended| {
+                let params = self.registry.place(extended.asked);
+                let step = extended.step(&turn, params);
+                let scored = step.as_ref().filter(|step| step.wants_logprobs);
+                if let Some(scored) = scored.and_then(|it| Scored::of(extended.asked, it.prompt)) {
+                    outline.note_scored(request as usize, scored);
+                }
+                step
+            });
             let is_bound = turn.mask.is_some() || !turn.forbidden.is_empty();
             let as_bits = turn.mask.unwrap_or(&[]);
             let as_bits = self
@@ -311,13 +350,9 @@ impl FrameBuilder {
                 .filter(|_| is_bound)
                 .map(|masks| (as_bits, masks));
             let as_bits = as_bits.is_some_and(|(mask, masks)| {
-                let (rows, row) = (&self.extensions, &mut extension);
-                masks.put(mask, turn.forbidden, rows, &mut last_mask, row)
+                masks.put(mask, turn.forbidden, &self.steps, &mut last_mask, &mut step)
             });
-            if let Some(extension) = extension {
-                outline.note_scored(request as usize, &extension);
-                self.extensions.push((request, extension));
-            }
+            self.steps.extend(step.map(|step| Step { request, ..step }));
             let turn = if as_bits {
                 Turn {
                     mask: None,
@@ -336,37 +371,28 @@ impl FrameBuilder {
 }
 
 impl Extended<'_> {
-    /// The row of a turn's frame; `None` where it would change nothing.
-    fn row(&self, turn: &Turn<'_>) -> Option<RequestExtension> {
-        let counts = self.asked.penalties.any();
+    /// The row of a turn with these parameters; `None` where it would change nothing.
+    fn step(&self, turn: &Turn<'_>, params: ParamsRef) -> Option<Step> {
+        let asked = self.asked;
+        let counts = asked.penalties.any();
         let (from, end) = self.prompt_logprobs;
         let next = self.next.unwrap_or(0);
         let prompt = (from < end).then_some(PromptLogprobs { from, end, next });
-        let scores = self.asked.logprobs.is_some() && prompt.is_some();
+        let scores = asked.logprobs.is_some() && (prompt.is_some() || turn.sampler.is_some());
         if !counts && !scores && turn.sampler.is_none() {
             return None;
         }
-        let asked = self.asked;
-        let mut row = RequestExtension {
-            sampler: asked.sampler,
-            penalties: asked.penalties,
-            suppressed_until: asked.suppressed_until,
-            logprobs: asked.logprobs.clone(),
-            ..RequestExtension::default()
-        };
-        if turn.sampler.is_some() {
-            row.biases.clone_from(&asked.biases);
-            row.suppressed.clone_from(&asked.suppressed);
-        }
-        row.penalties.counted_from = self.prompt;
-        match &mut row.logprobs {
-            Some(logprobs) if scores || turn.sampler.is_some() => logprobs.prompt = prompt,
-            logprobs => *logprobs = None,
-        }
-        if counts {
-            row.history.extend(self.history);
-        }
-        Some(row)
+        Some(Step {
+            params,
+            wants_logprobs: scores,
+            prompt: prompt.filter(|_| scores),
+            history: if counts {
+                self.history.to_vec()
+            } else {
+                Vec::new()
+            },
+            ..Step::default()
+        })
     }
 }
 
@@ -463,6 +489,7 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
 
 mod bits;
 pub(crate) mod bytes;
+mod params;
 mod pictures;
 #[cfg(test)]
 mod tests;

@@ -98,6 +98,11 @@ impl<'c> Link<'c> {
         &self.answer
     }
 
+    /// A frame may not have been taken; see [`FrameBuilder::forget_params`].
+    pub(crate) fn forget_params(&mut self) {
+        self.builder.forget_params();
+    }
+
     /// Forgets when the last answer came: what follows is another series.
     pub fn rest(&mut self) {
         self.seen = None;

@@ -1,5 +1,7 @@
 //! Which log-probabilities a request wants, in `SGLang`'s words.
 
+use std::sync::Arc;
+
 use pie_sched::{Arrival, Logprobs};
 use pie_wire::{AnswerRows, LogprobsAsked, PlaceShape};
 
@@ -75,7 +77,7 @@ impl LogprobParams {
             words,
             prompt_from: self.logprob_start_len.map(|start| start.saturating_add(1)),
         });
-        let extension = arrival.sampling.extension.get_or_insert_default();
+        let extension = Arc::make_mut(arrival.sampling.extension.get_or_insert_default());
         extension.logprobs = Some(LogprobsAsked {
             scaled: !self.original,
             top: self.top_logprobs_num,
@@ -152,7 +154,7 @@ mod tests {
         };
         assert_eq!(arrival.logprobs, Some(expected));
         let extension = arrival.sampling.extension.unwrap();
-        let asked = extension.logprobs.unwrap();
+        let asked = extension.logprobs.clone().unwrap();
         assert!(asked.scaled && asked.prompt.is_none());
         assert_eq!((asked.top, &asked.token_ids[..]), (2, &[5][..]));
         assert!(extension.sampler.is_none() && !extension.penalties.any());

@@ -165,6 +165,7 @@ impl<'c, 'a> Relay<'c, 'a> {
 
     /// Goes on after a failure that the driver survives.
     fn recover(&mut self, replica: &mut Replica, failure: Failure) -> Result<(), Halt> {
+        self.link.forget_params();
         match failure {
             Failure::Halt(halt) => Err(halt),
             Failure::Step(error) => {
@@ -258,9 +259,8 @@ fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Draw>, Halt> {
 }
 
 pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
-    let extension = row.asked.extension.as_deref().map(|asked| Extended {
+    let extension = row.asked.extension.as_ref().map(|asked| Extended {
         asked,
-        prompt: row.prompt,
         history: row.history,
         prompt_logprobs: row.prompt_logprobs,
         next: row.next,

@@ -10,7 +10,7 @@ use pie_ring::RegionLayout;
 use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
 
 use crate::error::RuntimeError;
-use crate::frame::bytes::{frame_bytes, row_bytes};
+use crate::frame::bytes::{frame_bytes, params_bytes};
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
 use crate::logprobs;
@@ -260,7 +260,11 @@ impl Replica {
     }
 
     fn submit(&mut self, mut arrival: Arrival<Draw>) {
-        arrival.row_bytes = row_bytes(&arrival.sampling);
+        if let Some(asked) = &mut arrival.sampling.extension {
+            // What comes after the prompt counts.
+            Arc::make_mut(asked).penalties.counted_from = arrival.prompt.len() as u32;
+        }
+        arrival.params_bytes = params_bytes(&arrival.sampling);
         let (id, samples) = (arrival.id, arrival.samples);
         let Some(scheduler) = &mut self.scheduler else {
             return self.refuse(id, samples, &End::Aborted);

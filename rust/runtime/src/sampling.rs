@@ -52,7 +52,7 @@ pub struct Draw {
     /// Of the Pie protocol; what it cannot say is in the extension.
     pub sampler: Sampler,
     /// What it asks for beyond that protocol.
-    pub extension: Option<Box<RequestExtension>>,
+    pub extension: Option<Arc<RequestExtension>>,
     /// The images of its prompt.
     pub pictures: Option<Arc<Pictures>>,
 }
@@ -119,7 +119,7 @@ impl Sampling {
         let asks = extension != RequestExtension::default();
         Ok(Draw {
             sampler,
-            extension: asks.then(|| Box::new(extension)),
+            extension: asks.then(|| Arc::new(extension)),
             pictures: None,
         })
     }

@@ -6,7 +6,7 @@ use pie_wire::Sampler;
 
 use crate::frame::{FrameBuilder, Outline, Turn};
 use crate::relay::turn;
-use crate::sampling::Draw;
+use crate::sampling::{Draw, Sampling};
 
 const LIMITS: Limits = Limits {
     total_pages: 40_000,
@@ -40,7 +40,7 @@ struct Steps {
 }
 
 impl Steps {
-    fn new(requests: u32, streams: bool) -> Self {
+    fn new(requests: u32, streams: bool, draw: impl Fn() -> Draw) -> Self {
         let config = Config {
             max_running: requests,
             ..Config::default()
@@ -51,7 +51,7 @@ impl Steps {
             scheduler
                 .submit(Arrival {
                     streams,
-                    ..Arrival::new(id.into(), prompt, SAMPLER.into(), 400)
+                    ..Arrival::new(id.into(), prompt, draw(), 400)
                 })
                 .unwrap();
         }
@@ -93,8 +93,21 @@ impl Steps {
 
 #[test]
 fn steps_of_decodes_allocate_nothing() {
-    for (requests, streams) in [(256, true), (256, false), (1024, true)] {
-        let mut steps = Steps::new(requests, streams);
+    let penalized = Sampling {
+        frequency_penalty: 0.5,
+        logit_bias: (0..300).map(|token| (token, 0.5)).collect(),
+        ..Sampling::default()
+    };
+    for (requests, streams, is_penalized) in [
+        (256, true, false),
+        (256, false, false),
+        (1024, true, false),
+        (256, true, true),
+    ] {
+        let mut steps = Steps::new(requests, streams, || match is_penalized {
+            true => penalized.draw().unwrap(),
+            false => SAMPLER.into(),
+        });
         let mut out = steps.lay_out();
         let mut round = |steps: &mut Steps| {
             let next = steps.lay_out();
@@ -108,7 +121,10 @@ fn steps_of_decodes_allocate_nothing() {
             round(&mut steps);
         }
         let counted = measure(|| (0..100).for_each(|_| round(&mut steps)));
-        assert_eq!(counted.count_total, 0, "{requests} requests, {streams}");
+        assert_eq!(
+            counted.count_total, 0,
+            "{requests} requests, {streams}, {is_penalized}"
+        );
         assert_eq!(steps.outline.requests, requests as usize);
     }
 }

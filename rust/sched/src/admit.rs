@@ -48,7 +48,7 @@ impl<S> Scheduler<S> {
             if !is_due || self.waits_for_prefix(slot) {
                 continue;
             }
-            if !self.follow(slot) {
+            if !self.params_fit(slot) || !self.follow(slot) {
                 continue;
             }
             match self.admit_one(plan, slot, &mut promised, now) {
@@ -177,8 +177,18 @@ impl<S> Scheduler<S> {
         }
     }
 
+    /// Whether the driver has room for the parameters of a sequence. Those behind it that need none may overtake it.
+    fn params_fit(&self, slot: usize) -> bool {
+        let sequence = &self.sequences[slot];
+        let more = u64::from(sequence.shared.arrival.params_bytes) - sequence.kept_bytes;
+        let kept = self.kept_bytes;
+        more == 0 || kept == 0 || kept + more <= self.limits.frame.params
+    }
+
     fn note_admission(&mut self, slot: usize, admitted: Admitted) {
         let sequence = &mut self.sequences[slot];
+        let bytes = u64::from(sequence.shared.arrival.params_bytes);
+        self.kept_bytes += bytes - std::mem::replace(&mut sequence.kept_bytes, bytes);
         if sequence.admitted.is_none() {
             sequence.admitted = Some(admitted);
             let deadline = sequence.deadline(self.config.running_limit_us);

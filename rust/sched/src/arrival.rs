@@ -79,9 +79,9 @@ pub struct Arrival<S> {
     pub logprobs: Option<Logprobs>,
     /// What binds its tokens. Nothing is drafted for a bound sequence.
     pub constraint: Option<Arc<dyn Constrain>>,
-    /// Bytes that its own wishes take in the frame, at most, in each row that draws or brings log-probabilities: lists that
-    /// [`sampling`](Self::sampling) has.
-    pub row_bytes: u32,
+    /// Bytes of its parameters: what [`sampling`](Self::sampling) asks for in all its steps. The first row of each sequence brings
+    /// them, and the driver keeps them while it runs.
+    pub params_bytes: u32,
     /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
     /// holds between them. Else each of its sequences has one output, at its end.
     pub streams: bool,
@@ -110,7 +110,7 @@ impl<S> Arrival<S> {
             drafts: false,
             logprobs: None,
             constraint: None,
-            row_bytes: 0,
+            params_bytes: 0,
             streams: true,
         }
     }
@@ -134,7 +134,7 @@ impl<S> Arrival<S> {
             constraint: self.constraint,
             drafts: self.drafts,
             logprobs: self.logprobs,
-            row_bytes: self.row_bytes,
+            params_bytes: self.params_bytes,
             streams: self.streams,
         }
     }

@@ -56,7 +56,7 @@ impl<S> Scheduler<S> {
         let most = arrival.prompt.len() as u32;
         let most = most.saturating_add(ends.max_tokens).min(longest);
         let more = RowExtras {
-            own: arrival.row_bytes,
+            own: arrival.params_bytes,
             listed: most - arrival.prompt.len() as u32,
             forbidden: if ends.min_tokens > 0 {
                 ends.stop_tokens.len() as u32

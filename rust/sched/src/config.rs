@@ -165,12 +165,15 @@ pub struct FrameBytes {
     pub listed: u32,
     /// A mask. Rows that follow each other and have the same share one.
     pub mask: u32,
+    /// Not of a frame: [`Arrival::params_bytes`](crate::Arrival::params_bytes) of all admitted sequences, which the driver keeps.
+    /// A sequence that takes more than that is admitted alone.
+    pub params: u64,
 }
 
 /// What a row has besides its tokens and pages.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RowExtras {
-    /// [`Arrival::row_bytes`](crate::Arrival::row_bytes) of a row that brings them.
+    /// [`Arrival::params_bytes`](crate::Arrival::params_bytes) of a row that brings them.
     pub(crate) own: u32,
     /// Tokens that are listed.
     pub(crate) listed: u32,
@@ -190,6 +193,7 @@ impl FrameBytes {
         page: 0,
         listed: 0,
         mask: 0,
+        params: u64::MAX,
     };
 
     /// Most bytes of so many rows with these tokens, drafts and pages in all, and nothing else.

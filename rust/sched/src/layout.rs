@@ -363,7 +363,7 @@ impl<S> Scheduler<S> {
             most = most.min(logprobs.end_of_row(start, places));
         }
         // What it has if it draws.
-        let more = sequence.row_extras(start, sequence.len());
+        let more = sequence.row_extras(start, sequence.len(), self.registrations);
         let fixed = self.limits.frame.of_row((0, 0, 0), more);
         let room = (
             plan.bytes_left(&self.limits),
@@ -403,7 +403,8 @@ impl<S> Scheduler<S> {
         let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
         let pages = (end + drafts).div_ceil(self.limits.page_size);
         let (words, prompt_logprobs) = sequence.logprob_words(start, end, drafts);
-        let cost = if plan.is_ample && plan.more_bytes == 0 && sequence.is_plain(start) {
+        let is_plain = sequence.is_plain(start, self.registrations);
+        let cost = if plan.is_ample && plan.more_bytes == 0 && is_plain {
             None
         } else {
             let cost = self.row_cost(plan, slot, (start, end));
@@ -449,6 +450,7 @@ impl<S> Scheduler<S> {
         };
         sequence.scheduled = end;
         sequence.step = self.plans;
+        sequence.registered = self.registrations;
         plan.flight.binding |= row.draws && !sequence.bond.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {
@@ -464,7 +466,7 @@ impl<S> Scheduler<S> {
     #[cold]
     fn row_cost(&self, plan: &Plan, slot: usize, (start, end): (u32, u32)) -> RowCost {
         let sequence = &self.sequences[slot];
-        let more = sequence.row_extras(start, end);
+        let more = sequence.row_extras(start, end, self.registrations);
         let mask = if sequence.draws(end) {
             self.mask_bytes(plan, slot)
         } else {

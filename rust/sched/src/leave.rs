@@ -111,6 +111,7 @@ impl<S> Scheduler<S> {
             let sequence = self.sequences.remove(slot);
             self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
             self.streaming -= usize::from(sequence.streams);
+            self.kept_bytes -= sequence.kept_bytes;
             self.counts.finished += 1;
             if let Some(request) = self.requests.get_mut(&sequence.id()) {
                 request.live -= 1;

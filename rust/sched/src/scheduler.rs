@@ -77,6 +77,10 @@ pub struct Scheduler<S> {
     contexts: u64,
     pub(crate) deadline: Option<u64>,
     pub(crate) suspects: Suspects,
+    /// Grows when the driver may not have the parameters that rows before brought: they are brought again.
+    pub(crate) registrations: u64,
+    /// Bytes of parameters of admitted sequences.
+    pub(crate) kept_bytes: u64,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -132,6 +136,8 @@ impl<S> Scheduler<S> {
             contexts: 0,
             deadline: None,
             suspects: Suspects::default(),
+            registrations: 1,
+            kept_bytes: 0,
         })
     }
 
@@ -231,6 +237,7 @@ impl<S> Scheduler<S> {
     ///
     /// When a copy fails, the KV is not what the scheduler thinks: call [`driver_lost`](Self::driver_lost).
     pub fn step_failed(&mut self, copied: bool) {
+        self.registrations += 1;
         if self.flights.len() > 1 && !copied {
             self.memory.copies.prepend(&self.copies);
         }
@@ -269,6 +276,7 @@ impl<S> Scheduler<S> {
     /// The driver is gone, and all KV with it, the host's too. Steps that are out are void. Every request is computed again
     /// from its tokens by the next driver, in the order of arrival; no token is given out twice.
     pub fn driver_lost(&mut self) {
+        self.registrations += 1;
         while let Some(flight) = self.flights.pop_front() {
             self.recycle(flight);
         }

@@ -83,8 +83,12 @@ pub(crate) struct Sequence<S> {
     /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
     pub(crate) epoch: u32,
     pub(crate) suspicion: Suspicion,
-    /// Its rows have no biases, lists, masks or log-probabilities.
+    /// Its rows have no masks and no log-probabilities.
     plain: bool,
+    /// [`Scheduler::registrations`](crate::Scheduler) when a row brought its parameters.
+    pub(crate) registered: u64,
+    /// Bytes that count as kept by the driver.
+    pub(crate) kept_bytes: u64,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
     /// Log-probabilities, if it wants some.
@@ -107,10 +111,7 @@ impl<S> Sequence<S> {
         let constraint = &shared.arrival.constraint;
         let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
         let wanted = shared.arrival.logprobs;
-        let plain = shared.arrival.row_bytes == 0
-            && shared.min_tokens == 0
-            && constraint.is_none()
-            && wanted.is_none();
+        let plain = shared.min_tokens == 0 && constraint.is_none() && wanted.is_none();
         let logprobs = wanted.map(|wanted| Box::new(Kept::new(wanted, shared.prompt_len)));
         Self {
             prompt_len: shared.prompt_len,
@@ -135,6 +136,8 @@ impl<S> Sequence<S> {
             epoch: 0,
             suspicion: Suspicion::default(),
             plain,
+            registered: 0,
+            kept_bytes: 0,
             found,
             bond,
             logprobs,
@@ -275,8 +278,17 @@ impl<S> Sequence<S> {
     }
 
     /// Whether a row that begins at `start` has nothing besides tokens, drafts and pages.
-    pub(crate) fn is_plain(&self, start: u32) -> bool {
-        self.plain && start != self.resumed
+    pub(crate) fn is_plain(&self, start: u32, registrations: u64) -> bool {
+        self.plain && start != self.resumed && self.new_bytes(registrations) == 0
+    }
+
+    /// Bytes of parameters that its next row brings.
+    fn new_bytes(&self, registrations: u64) -> u32 {
+        if self.registered == registrations {
+            0
+        } else {
+            self.shared.arrival.params_bytes
+        }
     }
 
     /// Whether it may be laid out in plan `plans`, of sequences of this group of suspects.
@@ -285,16 +297,12 @@ impl<S> Sequence<S> {
     }
 
     /// What a row of it has that ends with token `end`, besides tokens, pages and a mask of its own.
-    pub(crate) fn row_extras(&self, start: u32, end: u32) -> RowExtras {
+    pub(crate) fn row_extras(&self, start: u32, end: u32, registrations: u64) -> RowExtras {
         let arrival = &self.shared.arrival;
         let draws = self.draws(end);
         let forbids = draws && self.forbids(end) && self.bond.mask().is_none();
         RowExtras {
-            own: if draws || self.logprobs.is_some() {
-                arrival.row_bytes
-            } else {
-                0
-            },
+            own: self.new_bytes(registrations),
             listed: self.skipped(start).len() as u32,
             forbidden: if forbids {
                 arrival.ends.stop_tokens.len() as u32

@@ -44,7 +44,7 @@ fn ask() -> impl Strategy<Value = Event> {
     let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
     (lengths, kinds, flags, images, logprobs).prop_map(
         |(lengths, kinds, flags, images, logprobs)| {
-            let (drafts, stops, strings, whole, poison, row_bytes) = flags;
+            let (drafts, stops, strings, whole, poison, params_bytes) = flags;
             let (family, common, own, max_tokens, min_tokens) = lengths;
             let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
             Event::Submit(Box::new(Ask {
@@ -65,7 +65,7 @@ fn ask() -> impl Strategy<Value = Event> {
                 stops,
                 strings,
                 whole,
-                row_bytes,
+                params_bytes,
                 poison: poison.map(|(from, kills)| Poison { from, kills }),
                 logprobs,
             }))
@@ -150,8 +150,9 @@ fn limits() -> impl Strategy<Value = Limits> {
     let pages = (4_u32..40, prop_oneof![Just(0_u32), 1_u32..30], 1_u32..6);
     let frame = (1_u32..40, 1_u32..8, 4_u32..80, 20_u32..80);
     let words = prop_oneof![Just(1 << 16), 3_u32..60];
-    let bytes = (40_u32..600, 0_u32..9, 0_u32..5, 0_u32..4, 0_u32..30);
-    let bytes = bytes.prop_map(|(max, row, token, page, mask)| FrameBytes {
+    let params = prop_oneof![Just(u64::MAX), 1_u64..400];
+    let bytes = (40_u32..600, 0_u32..9, 0_u32..5, 0_u32..4, 0_u32..30, params);
+    let bytes = bytes.prop_map(|(max, row, token, page, mask, params)| FrameBytes {
         max,
         row,
         token,
@@ -159,6 +160,7 @@ fn limits() -> impl Strategy<Value = Limits> {
         page,
         listed: page.min(1),
         mask,
+        params,
     });
     let bytes = prop_oneof![Just(FrameBytes::UNLIMITED), bytes];
     (pages, frame, words, bytes).prop_map(
@@ -247,7 +249,7 @@ fn long() {
     let tally = tally.into_inner();
     eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 23);
+    assert_eq!(tally.0.len(), 24);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }
 

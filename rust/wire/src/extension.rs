@@ -1,43 +1,59 @@
 //! What a frame carries beyond the Pie protocol: samplers that are combined, penalties, biases, masks as bits,
 //! log-probabilities. `docs/wire-extension.md` has the bytes.
 //!
+//! What a context asks for in all its steps are its *parameters*. They are sent once, under a handle that later frames name.
+//!
 //! An extension lies after the archive that it belongs to, as tables of little-endian 32-bit words, and ends the payload
 //! with a magic number. The archive itself is the Pie protocol's, byte for byte. No forward archive of Pie ends so: its last
 //! 8 bytes are the place and length of its last array, which cannot lie after them, as the magic number would say.
 
 mod answer;
+mod params;
 mod read;
 mod write;
 
 pub use answer::{AnswerExtension, AnswerRows, LogprobRow, Logprobs, PlaceShape, split_answer};
+pub use params::{ParamsRow, ParamsRows};
 pub use read::{Extension, ExtensionRow, ExtensionRows, Words, split_request};
-pub use write::{append_extension, extension_len};
+pub use write::{Params, StepRow, append_extension, extension_len, params_len, write_extension};
 
 use thiserror::Error;
 
 /// The last 8 bytes of a request with an extension.
-pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ1";
+pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ2";
 /// The last 8 bytes of an answer with log-probabilities.
 pub const ANSWER_MAGIC: [u8; 8] = *b"PIEXTRP1";
 
 /// Bytes of a word.
 const WORD: usize = 4;
+/// Words of a record of parameters.
+const PARAMS: usize = 17;
 /// Words of a request's row.
-const ROW: usize = 22;
-/// Words at the end: rows, words after the rows, magic number.
-const TRAILER: usize = 4;
+const ROW: usize = 8;
+/// Words at the end of a request: records, rows, words of lists, magic number.
+const TRAILER: usize = 5;
 
-/// A request whose row has these flags draws by its own [`CombinedSampler`].
+/// Handles are below it.
+pub const MAX_HANDLES: u32 = 1 << 16;
+/// Words of the lists of all parameters that a driver keeps, at most: 512 MiB.
+pub const MAX_KEPT_WORDS: usize = 1 << 27;
+/// In place of a handle: the parameters are of this frame alone, or the row has none.
+const NO_HANDLE: u32 = u32::MAX;
+
+/// Parameters with these flags draw by their own [`CombinedSampler`].
 const HAS_SAMPLER: u32 = 1;
 /// The sampler has a seed.
 const HAS_SEED: u32 = 2;
-/// Log-probabilities are asked for.
+/// Of parameters: log-probabilities are asked for. Of a row: they are wanted of this step.
 const HAS_LOGPROBS: u32 = 4;
 /// They are those of the distribution that temperature has changed.
 const SCALED: u32 = 8;
+const PARAMS_FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED;
 /// The mask is that of the nearest row before that has one.
 const SHARES_MASK: u32 = 16;
-const FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED | SHARES_MASK;
+/// The row names a record of this frame, not a handle.
+const IN_FRAME: u32 = 32;
+const ROW_FLAGS: u32 = HAS_LOGPROBS | SHARES_MASK | IN_FRAME;
 
 /// In place of [`PromptLogprobs::from`]: none of the prompt.
 const NO_PROMPT: u32 = u32::MAX;
@@ -47,11 +63,11 @@ const NO_PROMPT: u32 = u32::MAX;
 pub enum ExtensionError {
     /// The payload is shorter than what its last words announce.
     #[error(
-        "the extension announces {rows} rows and {words} words, which with their end take {needed} bytes, but the payload has {len}"
+        "the extension announces {rows} records and rows and {words} words, which with their end take {needed} bytes, but the payload has {len}"
     )]
     Length {
-        /// Rows announced.
-        rows: u32,
+        /// Records and rows announced.
+        rows: u64,
         /// Words announced.
         words: u32,
         /// Bytes that these take.
@@ -59,10 +75,10 @@ pub enum ExtensionError {
         /// Bytes of the payload.
         len: usize,
     },
-    /// The lists of the rows do not take the words that there are.
-    #[error("the lists of the extension's rows take {claimed} words, but there are {words}")]
+    /// The lists do not take the words that there are.
+    #[error("the lists of the extension take {claimed} words, but there are {words}")]
     Words {
-        /// Words that the rows name.
+        /// Words that records and rows name.
         claimed: u64,
         /// Words that there are.
         words: usize,
@@ -77,16 +93,33 @@ pub enum ExtensionError {
         /// Its request.
         request: u32,
     },
-    /// A row with flags that mean nothing.
+    /// A record or row with flags that mean nothing.
     #[error(
-        "row {row} of the extension has the flags {flags:#x}, of which only {:#x} mean something",
-        FLAGS
+        "{table} {row} of the extension has the flags {flags:#x}, of which only {known:#x} mean something"
     )]
     Flags {
-        /// The row.
+        /// `record` or `row`.
+        table: &'static str,
+        /// Its number.
         row: usize,
         /// Its flags.
         flags: u32,
+        /// Those that mean something.
+        known: u32,
+    },
+    /// Parameters that are not there: a handle that no client may give, or a record beyond the frame's.
+    #[error(
+        "{table} {row} of the extension names parameters {params}; they are below {limit}, or {NO_HANDLE} for none"
+    )]
+    Params {
+        /// `record` or `row`.
+        table: &'static str,
+        /// Its number.
+        row: usize,
+        /// What it names.
+        params: u32,
+        /// How many there may be.
+        limit: u32,
     },
     /// A row that shares the mask of one before, but has words of its own, or there is none.
     #[error(
@@ -101,12 +134,12 @@ pub enum ExtensionError {
         /// Rows before it that have a mask of their own.
         before: usize,
     },
-    /// A row that names tokens for log-probabilities, but does not want these.
+    /// A record that names tokens for log-probabilities, but does not want these.
     #[error(
-        "row {row} of the extension has {ids} tokens for log-probabilities, but not the flag {HAS_LOGPROBS}, which asks for these"
+        "record {row} of the extension has {ids} tokens for log-probabilities, but not the flag {HAS_LOGPROBS}, which asks for these"
     )]
     UnaskedIds {
-        /// The row.
+        /// The record.
         row: usize,
         /// Its tokens.
         ids: u32,
@@ -213,6 +246,18 @@ pub struct RequestExtension {
     pub mask: Vec<u32>,
     /// In place of a mask of its own: that of the nearest row before in the frame that has one.
     pub shares_mask: bool,
+}
+
+/// Where a row's parameters are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ParamsRef {
+    /// It has none.
+    #[default]
+    None,
+    /// The record of this number in the row's own frame.
+    InFrame(u32),
+    /// What was kept under this handle last, by the row's own frame or one before.
+    Kept(u32),
 }
 
 /// The word at this place, which the caller has checked to be there.

@@ -76,9 +76,10 @@ pub use encode::{
 pub use error::{PayloadKind, WireError};
 pub use extension::{
     ANSWER_MAGIC, AnswerExtension, AnswerRows, CombinedSampler, EXTENSION_MAGIC, Extension,
-    ExtensionError, ExtensionRow, ExtensionRows, LogprobRow, Logprobs, LogprobsAsked, Penalties,
-    PlaceShape, PromptLogprobs, RequestExtension, Words, append_extension, extension_len,
-    split_answer, split_request,
+    ExtensionError, ExtensionRow, ExtensionRows, LogprobRow, Logprobs, LogprobsAsked, MAX_HANDLES,
+    MAX_KEPT_WORDS, Params, ParamsRef, ParamsRow, ParamsRows, Penalties, PlaceShape,
+    PromptLogprobs, RequestExtension, StepRow, Words, append_extension, extension_len, params_len,
+    split_answer, split_request, write_extension,
 };
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
 pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};

@@ -14,6 +14,7 @@ use crate::image::Images;
 use crate::limits::Limits;
 use crate::mask::{MaskRows, Visibility};
 use crate::sampler::extra::KvPlace;
+use crate::sampler::params::ParamsStore;
 use crate::slot::{Sampling, Slots};
 use crate::state::State;
 use crate::table::BlockTable;
@@ -34,6 +35,8 @@ pub(crate) struct Lasting<'a> {
     pub(crate) images: u64,
     /// What requests ask for beyond the Pie protocol.
     pub(crate) extension: ExtensionRows<'a>,
+    /// The parameters of contexts.
+    pub(crate) params: &'a ParamsStore,
 }
 
 /// What the requests of one frame bring; a [`Request`] says which part is its own.
@@ -175,8 +178,9 @@ impl Contents {
                     samples: !range(frame.sampler_indptr, index).is_empty(),
                 };
                 let own = (&self.rows, geometry);
+                let row = (&row, lasting.params.of(row.params())?);
                 self.slots
-                    .add_extended((frame, index), &row, own, limits, place)?;
+                    .add_extended((frame, index), row, own, limits, place)?;
             }
         }
         request.set_slots(Extent::new(first_slot, self.slots.len()));

@@ -226,7 +226,7 @@ impl PassSlots {
             };
             let is_prompt = slot.class() == SlotClass::Prompt;
             let token = slots.labels(slot).first().filter(|_| is_prompt);
-            let given = slots.extras().given(asked).iter();
+            let given = asked.given.iter();
             let number = self.places.len() as i64;
             self.given
                 .extend(given.map(|&token| [number, i64::from(token)]));

@@ -1,5 +1,7 @@
 //! Planning slots: what a request's samplers ask of its rows, and what its extension adds.
 
+use std::sync::Arc;
+
 use pie_wire::{AnswerRows, ExtensionRow, SamplerView, Words};
 
 use super::{Slot, Slots, UNEXTENDED, UNMASKED, WORD};
@@ -9,7 +11,8 @@ use crate::frame::check::Geometry;
 use crate::frame::rows::Rows;
 use crate::frame::{Frame, range};
 use crate::limits::Limits;
-use crate::sampler::extra::{KvPlace, combined};
+use crate::sampler::extra::KvPlace;
+use crate::sampler::params::Params;
 use crate::sampler::random::uniform;
 use crate::sampler::{SamplerParams, SlotClass};
 
@@ -66,7 +69,7 @@ impl Slots {
         self.plan(frame, index, rows, Wishes::NONE)
     }
 
-    /// The same for a request with a row of the extension, whose inputs are in `rows`: with what that asks for, and the places
+    /// The same for a request with a row of the extension and its parameters, whose inputs are in `rows`: with what that asks for, and the places
     /// of its prompt after its slots.
     ///
     /// # Errors
@@ -74,17 +77,17 @@ impl Slots {
     pub(crate) fn add_extended(
         &mut self,
         (frame, index): (&Frame<'_>, usize),
-        row: &ExtensionRow<'_>,
+        (row, params): (&ExtensionRow<'_>, &Arc<Params>),
         (rows, geometry): (&Rows, Geometry),
         limits: &Limits,
         place: KvPlace<'_>,
     ) -> Result<(), RequestFault> {
-        let extra = self.extras.add(row, limits, place)?;
+        let extra = self.extras.add(row, params, limits, place)?;
         let asked = self.extras.asked(extra);
         let wishes = Wishes {
             extra,
             place_bytes: asked.map_or(0, |asked| WORD * asked.shape.words()),
-            own: combined(row, self.sampling.vocab_size),
+            own: params.sampler,
             mask: Some(row.mask).filter(|mask| !mask.is_empty()),
         };
         let first_row = place.first_row;

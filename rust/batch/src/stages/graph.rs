@@ -217,7 +217,7 @@ fn write_places(
             continue;
         };
         if last != Some(slot.extra()) {
-            let given = slots.extras().given(asked);
+            let given = &asked.given[..];
             (last, first_given) = (Some(slot.extra()), used);
             used += given.len();
             let needed = 4 * used;

@@ -3,8 +3,8 @@
 use std::ptr;
 
 use pie_sched::is_shorter_as_bits;
-use pie_wire::RequestExtension;
 
+use super::Step;
 use crate::mask::{write_all_but, write_bits};
 
 /// Makes the masks of one frame after the other.
@@ -35,8 +35,8 @@ impl BitMasks {
     }
 
     /// Takes the rows of a frame for their buffers.
-    pub(super) fn recycle(&mut self, rows: impl Iterator<Item = (u32, RequestExtension)>) {
-        let masks = rows.map(|(_, row)| row.mask);
+    pub(super) fn recycle(&mut self, rows: impl Iterator<Item = Step>) {
+        let masks = rows.map(|row| row.mask);
         self.spare.extend(masks.filter(|mask| !mask.is_empty()));
     }
 
@@ -46,9 +46,9 @@ impl BitMasks {
         &mut self,
         mask: &'a [u32],
         forbidden: &'a [u32],
-        rows: &[(u32, RequestExtension)],
+        rows: &[Step],
         last: &mut Option<Source<'a>>,
-        row: &mut Option<RequestExtension>,
+        row: &mut Option<Step>,
     ) -> bool {
         // Grammars in the same place, as within a string, often allow the same.
         if last.is_some_and(|last| is_same(last.mask, mask) && is_same(last.forbidden, forbidden)) {
@@ -69,7 +69,7 @@ impl BitMasks {
             [] => write_all_but(&mut bits, forbidden, self.vocab_size),
             _ => write_bits(&mut bits, mask, forbidden, self.words),
         }
-        row.shares_mask = last.is_some_and(|last| rows[last.row].1.mask == bits);
+        row.shares_mask = last.is_some_and(|last| rows[last.row].mask == bits);
         if row.shares_mask {
             self.spare.push(bits);
         } else {

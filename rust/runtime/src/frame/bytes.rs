@@ -1,17 +1,23 @@
 //! How many bytes the rows of a step take in a frame, for the scheduler's budget.
 
+use std::sync::Arc;
+
 use pie_sched::FrameBytes;
 use pie_wire::{
-    ArchivedAdapterBinding, ArchivedBrle, ArchivedSampler, REQUEST_ROOT_LEN, RequestExtension,
-    extension_len,
+    ArchivedAdapterBinding, ArchivedBrle, ArchivedSampler, MAX_KEPT_WORDS, REQUEST_ROOT_LEN,
+    RequestExtension, params_len,
 };
 
+use super::params::MAX_FREED;
 use crate::sampling::Draw;
 
 const WORD: u32 = size_of::<u32>() as u32;
 
-/// What a frame has besides its rows: the root, the gaps between its arrays, their first offsets, the extension's end.
-const FRAME: u32 = REQUEST_ROOT_LEN as u32 + 256;
+/// What a frame has besides its rows: the root, the gaps between its arrays, their first offsets, the extension's end, and
+/// the handles that it frees.
+const FRAME: u32 = REQUEST_ROOT_LEN as u32 + 256 + MAX_FREED as u32 * PARAMS;
+/// Parameters without lists; they have 17 words.
+const PARAMS: u32 = 17 * WORD;
 
 /// Most bytes of the parts of a frame that has so many in all, of which images may have `image_bytes`.
 pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) -> FrameBytes {
@@ -34,23 +40,23 @@ pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) ->
         page: WORD,
         listed: WORD,
         mask,
+        // As much again may be of contexts that have ended.
+        params: (size_of::<u32>() * MAX_KEPT_WORDS / 2) as u64,
     }
 }
 
-/// A row of the extension without lists; it has 22 words.
-const EXTENSION: u32 = 22 * WORD;
+/// A row of the extension without lists; it has 8 words.
+const EXTENSION: u32 = 8 * WORD;
 
-/// Bytes of the lists that a request brings to each of its rows.
-pub(crate) fn row_bytes(draw: &Draw) -> u32 {
-    let bytes = |asked: &RequestExtension| extension_len([(0, asked)]);
-    let bytes = draw.extension.as_deref().map_or(0, bytes);
+/// Bytes of the parameters that a request brings to its first row.
+pub(crate) fn params_bytes(draw: &Draw) -> u32 {
+    let bytes = |asked: &Arc<RequestExtension>| params_len(asked);
+    let bytes = draw.extension.as_ref().map_or(0, bytes);
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use pie_sched::{Answer, Arrival, Begun, Config, Constrain, Constraint, Limits, Mask, Outputs};
     use pie_sched::{Finish, Refusal, Scheduler};
     use pie_wire::{LogprobsAsked, Penalties};
@@ -129,7 +135,7 @@ mod tests {
         }
 
         fn submit(&mut self, mut arrival: Arrival<Draw>) -> Result<(), Refusal> {
-            arrival.row_bytes = row_bytes(&arrival.sampling);
+            arrival.params_bytes = params_bytes(&arrival.sampling);
             self.scheduler.submit(arrival)
         }
 
@@ -244,7 +250,7 @@ mod tests {
         let mut world = World::new();
         let mut draw = greedy();
         let ids = vec![5; CAPACITY / 4];
-        let extension = draw.extension.get_or_insert_default();
+        let extension = Arc::make_mut(draw.extension.get_or_insert_default());
         extension.logprobs = Some(LogprobsAsked {
             token_ids: ids,
             ..LogprobsAsked::default()
@@ -269,13 +275,13 @@ mod tests {
         let mut builder = FrameBuilder::new(16).with_bit_masks(VOCAB);
         let mut buffer = vec![0; CAPACITY];
         let sampler = pie_wire::Sampler::RawLogits;
-        let asked = RequestExtension {
+        let asked = Arc::new(RequestExtension {
             penalties: Penalties {
                 frequency: 0.5,
                 ..Penalties::NONE
             },
             ..RequestExtension::default()
-        };
+        });
         for forbidden in 0..100 {
             let forbidden: Vec<u32> = (0..forbidden).map(|at| 3 * at + 5).collect();
             let row = crate::frame::Turn {
@@ -288,7 +294,6 @@ mod tests {
                 forbidden: &forbidden,
                 extension: Some(crate::frame::Extended {
                     asked: &asked,
-                    prompt: 1,
                     history: &[],
                     prompt_logprobs: (0, 0),
                     next: None,

@@ -246,8 +246,8 @@ fn drafts_lie_behind_the_last_page_length() {
 /// the row before.
 fn mask_rows(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<(u32, Vec<u32>, bool)> {
     builder.lay_out(turns.iter().copied());
-    let rows = builder.extensions.iter();
-    rows.map(|(request, row)| (*request, row.mask.clone(), row.shares_mask))
+    let rows = builder.steps.iter();
+    rows.map(|row| (row.request, row.mask.clone(), row.shares_mask))
         .collect()
 }
 
@@ -367,15 +367,14 @@ fn a_mask_of_few_runs_goes_as_runs_between_those_that_share() {
 
 #[test]
 fn a_mask_of_what_is_asked_does_not_count() {
-    let asked = RequestExtension {
+    let asked = Arc::new(RequestExtension {
         biases: vec![(7, 1.0)],
         mask: vec![1; 3],
         shares_mask: true,
         ..RequestExtension::default()
-    };
+    });
     let extension = Extended {
         asked: &asked,
-        prompt: 1,
         history: &[],
         prompt_logprobs: (0, 0),
         next: None,
@@ -394,4 +393,113 @@ fn a_mask_of_what_is_asked_does_not_count() {
         (3, Vec::new(), true),
     ];
     assert_eq!(rows, wanted);
+}
+
+/// What a driver has under each handle, by frames that are read one after the other.
+#[derive(Default)]
+struct Keeper(std::collections::HashMap<u32, RequestExtension>);
+
+impl Keeper {
+    /// Reads a frame; returns its parameters and what each row asks for.
+    fn read(&mut self, frame: &[u8]) -> (usize, Vec<RequestExtension>) {
+        let (_, extension) = pie_wire::split_request(frame).unwrap();
+        let in_frame: Vec<_> = extension.params().collect();
+        for params in &in_frame {
+            let handle = params.handle();
+            self.0
+                .extend(handle.map(|handle| (handle, params.to_owned())));
+        }
+        let rows = extension.rows().map(|row| match row.params() {
+            ParamsRef::None => RequestExtension::default(),
+            ParamsRef::InFrame(number) => in_frame[number as usize].to_owned(),
+            ParamsRef::Kept(handle) => self.0[&handle].clone(),
+        });
+        (in_frame.len(), rows.collect())
+    }
+
+    fn words(&self) -> usize {
+        self.0.values().map(|asked| asked.biases.len()).sum()
+    }
+}
+
+fn biased(id: u32, count: usize) -> Arc<RequestExtension> {
+    Arc::new(RequestExtension {
+        biases: vec![(id, 1.0); count],
+        ..RequestExtension::default()
+    })
+}
+
+fn frame_of(builder: &mut FrameBuilder, asked: &[Arc<RequestExtension>]) -> Vec<u8> {
+    let sampler = Sampler::RawLogits;
+    let turn = |asked| Turn {
+        extension: Some(Extended {
+            asked,
+            history: &[],
+            prompt_logprobs: (0, 0),
+            next: None,
+        }),
+        tokens: &[1],
+        pages: &[1],
+        sampler: Some(&sampler),
+        ..Turn::EMPTY
+    };
+    builder.lay_out(asked.iter().map(turn));
+    let mut buffer = vec![0; 1 << 20];
+    let length = builder.encode(&mut buffer).unwrap();
+    buffer.truncate(length);
+    buffer
+}
+
+#[test]
+fn what_a_context_asks_for_is_sent_once() {
+    let mut builder = FrameBuilder::new(4);
+    let mut keeper = Keeper::default();
+    let asked = [biased(1, 3), biased(2, 5)];
+    // Two samples of one request share it.
+    let all = [asked[0].clone(), asked[0].clone(), asked[1].clone()];
+    let first = frame_of(&mut builder, &all);
+    let wanted: Vec<_> = all.iter().map(|asked| (**asked).clone()).collect();
+    assert_eq!(keeper.read(&first), (2, wanted.clone()));
+    let second = frame_of(&mut builder, &all);
+    assert_eq!(keeper.read(&second), (0, wanted.clone()));
+    assert_eq!(first.len() - second.len(), 4 * (2 * 17 + 2 * 8));
+    // After a failure it is sent again, in the place of what the driver may have.
+    builder.forget_params();
+    let third = frame_of(&mut builder, &all);
+    assert_eq!(keeper.read(&third), (2, wanted));
+    assert_eq!(keeper.words(), 8);
+}
+
+/// Contexts come and go: the driver keeps what lives, and not much more.
+#[test]
+fn what_ended_contexts_asked_for_is_freed() {
+    let mut builder = FrameBuilder::new(4);
+    let mut keeper = Keeper::default();
+    let mut live = std::collections::VecDeque::new();
+    let mut random = fastrand::Rng::with_seed(3);
+    let mut most = (0, 0);
+    for round in 0..3000 {
+        // Some are freed, others replaced.
+        let large = if random.u8(..8) == 0 { 200 } else { 0 };
+        live.push_back(biased(round, large + random.usize(..40)));
+        while live.len() > random.usize(1..60) {
+            live.pop_front();
+        }
+        if random.u32(..500) == 0 {
+            builder.forget_params();
+        }
+        let frame = frame_of(&mut builder, live.make_contiguous());
+        let (_, rows) = keeper.read(&frame);
+        assert!(rows.iter().eq(live.iter().map(|asked| &**asked)), "{round}");
+        most = (most.0.max(keeper.0.len()), most.1.max(keeper.words()));
+    }
+    // 60 live at once, twice as many as were found to live, and those that a failure left over.
+    assert!(most.0 < 400 && most.1 < 400 * 60, "{most:?}");
+    // Large ones are looked for early.
+    let large = |id| biased(id, 60_000);
+    for round in 0..200 {
+        let frame = frame_of(&mut builder, &[large(round)]);
+        keeper.read(&frame);
+    }
+    assert!(8 * keeper.words() < 5 << 22, "{}", keeper.words());
 }

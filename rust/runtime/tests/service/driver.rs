@@ -4,16 +4,16 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process;
+use std::process::{self, Command};
 use std::thread;
 use std::time::Duration;
 
 use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_wire::{
     AnswerRows, CopyDirection, CopyRequest, Extension, ForwardRequest, ForwardResponse, Frame,
-    LogprobsAsked, Payload, PlaceShape, ResponseFrame, ResponsePayload,
+    LogprobsAsked, ParamsRef, Payload, PlaceShape, RequestExtension, ResponseFrame,
+    ResponsePayload,
 };
 use serde_json::json;
 
@@ -38,8 +38,14 @@ pub(crate) fn script(folder: &Path, behaviour: &str) -> PathBuf {
         folder.join("starts").display(),
         this.display()
     );
-    fs::write(&path, text).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let source = folder.join("script");
+    fs::write(&source, text).unwrap();
+    // Written by another process: a file that a fork of this one still has open for writing cannot be run.
+    let installed = Command::new("install")
+        .args(["-m", "755"])
+        .args([&source, &path])
+        .status();
+    assert!(installed.unwrap().success());
     path
 }
 
@@ -239,6 +245,8 @@ struct Account {
     host: HashMap<(u32, u32), (u32, u32, i64)>,
     /// Loaded ones.
     adapters: HashSet<i64>,
+    /// What contexts asked for, by their handles.
+    params: HashMap<u32, RequestExtension>,
 }
 
 impl Account {
@@ -289,6 +297,14 @@ impl Account {
             ..ForwardResponse::default()
         };
         let mut scores = AnswerRows::default();
+        let params: Vec<_> = extension
+            .params()
+            .map(|it| (it.handle(), it.to_owned()))
+            .collect();
+        for (handle, asked) in &params {
+            self.params
+                .extend(handle.map(|handle| (handle, asked.clone())));
+        }
         let mut rows = extension.rows();
         for request in 0..requests {
             let mut text = self.look(body, request)?;
@@ -301,7 +317,12 @@ impl Account {
                 let bits = row.map(|row| row.mask.iter().collect()).unwrap_or_default();
                 answer(body, request, (text.clone(), bits), &mut response)?;
             }
-            if let Some(asked) = row.and_then(|row| row.to_owned().logprobs)
+            let asked = row.map(|row| match row.params() {
+                ParamsRef::None => row.to_owned(RequestExtension::default()),
+                ParamsRef::InFrame(number) => row.to_owned(params[number as usize].1.clone()),
+                ParamsRef::Kept(handle) => row.to_owned(self.params[&handle].clone()),
+            });
+            if let Some(asked) = asked.and_then(|asked| asked.logprobs)
                 && !emptied
             {
                 let tokens = &response.tokens[before..];

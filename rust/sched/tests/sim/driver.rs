@@ -27,7 +27,7 @@ pub struct Frame {
     pub next: Option<u32>,
     /// Words of log-probabilities of a place; 0 for none.
     pub words: u32,
-    /// What its request brings to rows that draw or bring log-probabilities.
+    /// Parameters that its sequence's first row brings.
     pub own_bytes: u32,
 }
 
@@ -57,8 +57,7 @@ impl Frame {
     }
 
     /// Bytes of its row, at least.
-    fn bytes(&self, frame: &FrameBytes) -> usize {
-        let brings = self.draws || self.prompt_logprobs.0 < self.prompt_logprobs.1;
+    fn bytes(&self, frame: &FrameBytes, brings: bool) -> usize {
         let parts = [
             (frame.row, 1),
             (frame.token, self.tokens.len()),
@@ -100,6 +99,8 @@ pub struct Driver {
     host: Vec<Page>,
     /// What each sequence has reported of tokens that it produced: its request and number, page, and place in the page.
     noted: HashSet<(u64, u32, u32, usize)>,
+    /// Sequences whose parameters it has.
+    pub registered: HashSet<(u64, u32)>,
     random: fastrand::Rng,
 }
 
@@ -111,6 +112,7 @@ impl Driver {
             device: vec![empty.clone(); limits.total_pages as usize],
             host: vec![empty; limits.host_pages as usize],
             noted: HashSet::new(),
+            registered: HashSet::new(),
             random: fastrand::Rng::with_seed(seed),
         }
     }
@@ -125,8 +127,8 @@ impl Driver {
     }
 
     /// Holds a step to the protocol's limits.
-    pub fn check(&self, frames: &[Frame]) {
-        let limits = &self.limits;
+    pub fn check(&mut self, frames: &[Frame]) {
+        let limits = self.limits;
         let size = limits.page_size as usize;
         assert!(!frames.is_empty() && frames.len() <= limits.max_forward_requests as usize);
         let tokens: usize = frames.iter().map(|f| f.tokens.len() + f.drafts.len()).sum();
@@ -142,7 +144,9 @@ impl Driver {
         );
         let words: usize = frames.iter().map(Frame::logprob_words).sum();
         assert!(words <= limits.max_logprob_words as usize, "{words} words");
-        let bytes: usize = frames.iter().map(|f| f.bytes(&limits.frame)).sum();
+        let registered = &mut self.registered;
+        let own = |f: &Frame| f.bytes(&limits.frame, registered.insert((f.id, f.sample)));
+        let bytes: usize = frames.iter().map(own).sum();
         assert!(bytes <= limits.frame.max as usize, "{bytes} bytes");
         let mut contexts = HashSet::new();
         let mut written = HashSet::new();

@@ -72,7 +72,7 @@ pub struct Ask {
     /// It does not stream.
     pub whole: bool,
     /// What it brings to the frame with each row that draws.
-    pub row_bytes: u8,
+    pub params_bytes: u8,
     /// Every step fails that computes so many tokens of it, or more.
     pub poison: Option<Poison>,
     /// Words of log-probabilities of a token, 0 for none, and the first token of the prompt that they are wanted of.
@@ -141,7 +141,7 @@ impl Ask {
         let len = arrival.prompt.len() as u32;
         arrival.images = images.take_while(|image| image.end() <= len).collect();
         arrival.drafts = self.drafts;
-        arrival.row_bytes = self.row_bytes.into();
+        arrival.params_bytes = self.params_bytes.into();
         arrival.streams = !self.whole;
         let (words, prompt_from) = self.logprobs;
         arrival.logprobs = (words > 0).then(|| Logprobs {
@@ -358,7 +358,7 @@ impl Sim {
         self.salts.insert(id, arrival.sampling);
         self.poisons.extend(ask.poison.map(|poison| (id, poison)));
         let words = arrival.logprobs.map_or(0, |wanted| wanted.words);
-        self.words.insert(id, (words, arrival.row_bytes));
+        self.words.insert(id, (words, arrival.params_bytes));
         let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
         for sample in 0..arrival.samples {
             let mut mind = Mind::new(arrival.sampling);
@@ -382,6 +382,22 @@ impl Sim {
             self.expected.insert((id, sample), expected);
         }
         id
+    }
+
+    /// The driver keeps no more parameters of sequences that have not ended than it may, or those of one.
+    fn check_params(&mut self) {
+        let kept = self.driver.registered.iter();
+        let kept = kept.filter(|key| self.expected.contains_key(key));
+        let sizes: Vec<u64> = kept
+            .map(|key| self.words[&key.0].1.into())
+            .filter(|&it| it > 0)
+            .collect();
+        let bytes: u64 = sizes.iter().sum();
+        assert!(
+            sizes.len() < 2 || bytes <= self.limits.frame.params,
+            "{sizes:?}"
+        );
+        self.tally.add("parameters kept", sizes.len() as u64);
     }
 
     /// A row has an image whole or nothing of it, and a step has no more of them than it may.
@@ -422,6 +438,9 @@ impl Sim {
             .map(|frame| (frame.id, frame.tokens.len()))
             .collect();
         self.driver.check(&frames);
+        // Those whose time was over have ended.
+        self.read_outputs();
+        self.check_params();
         self.check_images(&frames);
         let count = |kind: &dyn Fn(&&Frame) -> bool| frames.iter().filter(kind).count() as u64;
         self.tally.add("steps", 1);
@@ -530,6 +549,7 @@ impl Sim {
             }
         }
         self.hurt();
+        self.driver.registered.clear();
         self.scheduler.step_failed(copied);
     }
 

@@ -7,8 +7,8 @@ use crate::error::WireError;
 
 /// Words of a row: request, places of the prompt, tokens, most probable ones of each, given ones of each.
 const ROW: usize = 5;
-/// Words at the end.
-const TRAILER: usize = super::TRAILER;
+/// Words at the end: rows, words of all places, magic number.
+const TRAILER: usize = 4;
 
 /// What each place of a request has besides its own token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -112,7 +112,7 @@ impl AnswerRows {
         let mut pen = Pen::new(buffer, len, needed)?;
         pen.put(self.rows.as_flattened().iter().copied());
         pen.put(self.words.iter().copied());
-        pen.end(self.rows.len(), self.words.len(), ANSWER_MAGIC);
+        pen.end([self.rows.len()], self.words.len(), ANSWER_MAGIC);
         Ok(len + needed)
     }
 }
@@ -201,7 +201,7 @@ impl<'a> LogprobRow<'a> {
 /// # Errors
 /// [`ExtensionError`].
 pub fn split_answer(bytes: &[u8]) -> Result<(&[u8], AnswerExtension<'_>), ExtensionError> {
-    let Some((reply, rows, words)) = split(bytes, ANSWER_MAGIC, ROW)? else {
+    let Some((reply, [rows], words)) = split(bytes, ANSWER_MAGIC, [ROW])? else {
         return Ok((bytes, AnswerExtension::default()));
     };
     let extension = AnswerExtension { rows, words };

@@ -1,9 +1,10 @@
 //! Reading the extension of a request in place.
 
+use super::params::{self, ParamsRows};
 use super::{
-    CombinedSampler, EXTENSION_MAGIC, ExtensionError, FLAGS, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED,
-    LogprobsAsked, NO_PROMPT, Penalties, PromptLogprobs, ROW, RequestExtension, SCALED,
-    SHARES_MASK, TRAILER, WORD, float, word,
+    EXTENSION_MAGIC, ExtensionError, HAS_LOGPROBS, IN_FRAME, LogprobsAsked, MAX_HANDLES, NO_HANDLE,
+    PARAMS, ParamsRef, PromptLogprobs, ROW, ROW_FLAGS, RequestExtension, SHARES_MASK, TRAILER,
+    WORD, word,
 };
 
 /// Numbers of an extension, wherever they lie.
@@ -31,39 +32,58 @@ impl<'a> Words<'a> {
         self.0.iter().map(|word| u32::from_le_bytes(*word))
     }
 
+    /// Two by two.
+    pub(super) const fn pairs(&self) -> &'a [[[u8; WORD]; 2]] {
+        self.0.as_chunks().0
+    }
+
     /// Takes the first `count`, which must be there.
-    fn take(&mut self, count: usize) -> Self {
+    pub(super) fn take(&mut self, count: usize) -> Self {
         let (first, rest) = self.0.split_at(count);
         self.0 = rest;
         Self(first)
     }
 }
 
-/// A checked extension: its rows rise by their requests, and their lists lie within it.
+/// A checked extension: its rows rise by their requests, and its lists lie within it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Extension<'a> {
+    params: &'a [[u8; WORD]],
     rows: &'a [[u8; WORD]],
+    /// Lists of the parameters, then of the rows.
     words: Words<'a>,
+    /// Words of the former.
+    params_words: usize,
 }
 
 impl<'a> Extension<'a> {
+    /// Parameters that the rows of this frame, or of later ones, name. They hold in their order, before any row.
+    pub const fn params(&self) -> ParamsRows<'a> {
+        ParamsRows {
+            rows: self.params,
+            words: self.words,
+        }
+    }
+
     /// The rows, in the order of their requests.
-    pub const fn rows(&self) -> ExtensionRows<'a> {
+    pub fn rows(&self) -> ExtensionRows<'a> {
+        let mut words = self.words;
+        words.take(self.params_words);
         ExtensionRows {
             rows: self.rows,
-            words: self.words,
+            words,
             mask: Words(&[]),
         }
     }
 
-    /// Whether no request has a row.
+    /// Whether it has neither parameters nor rows.
     pub const fn is_empty(&self) -> bool {
-        self.rows.is_empty()
+        self.params.is_empty() && self.rows.is_empty()
     }
 
     /// Bytes of its tables and its end.
     pub const fn bytes(&self) -> usize {
-        WORD * (self.rows.len() + self.words.len() + TRAILER)
+        WORD * (self.params.len() + self.rows.len() + self.words.len() + TRAILER)
     }
 
     /// The request of the last row.
@@ -72,34 +92,40 @@ impl<'a> Extension<'a> {
         Some(word(self.rows, row))
     }
 
-    fn check(&self) -> Result<(), ExtensionError> {
-        let mut last = None;
-        let (mut claimed, mut before) = (0, 0);
+    /// Its rows in owned values. Parameters that a frame before brought are taken for none.
+    pub fn to_owned(&self) -> Vec<(u32, RequestExtension)> {
+        let params = |row: &ExtensionRow<'_>| match row.params() {
+            ParamsRef::None => None,
+            ParamsRef::InFrame(number) => self.params().nth(number as usize),
+            ParamsRef::Kept(handle) => self
+                .params()
+                .filter(|it| it.handle() == Some(handle))
+                .last(),
+        };
+        let owned = |row: ExtensionRow<'_>| {
+            let params = params(&row).map(|params| params.to_owned());
+            (row.request(), row.to_owned(params.unwrap_or_default()))
+        };
+        self.rows().map(owned).collect()
+    }
+
+    fn check(&mut self) -> Result<(), ExtensionError> {
+        let mut claimed = params::check(self.params)?;
+        // More than there are is refused below.
+        self.params_words = usize::try_from(claimed).unwrap_or(usize::MAX);
+        let records = (self.params.len() / PARAMS) as u32;
+        let (mut last, mut before) = (None, 0);
         for (number, row) in self.rows.chunks_exact(ROW).enumerate() {
-            let (request, flags) = (word(row, 0), word(row, 1));
+            let request = word(row, 0);
             if last.is_some_and(|last| request <= last) {
                 return Err(ExtensionError::Order {
                     row: number,
                     request,
                 });
             }
-            if flags & !FLAGS != 0 {
-                return Err(ExtensionError::Flags { row: number, flags });
-            }
-            let ids = word(row, 17);
-            if flags & HAS_LOGPROBS == 0 && ids > 0 {
-                return Err(ExtensionError::UnaskedIds { row: number, ids });
-            }
-            let words = word(row, 19);
-            if flags & SHARES_MASK != 0 && (words > 0 || before == 0) {
-                return Err(ExtensionError::SharedMask {
-                    row: number,
-                    words,
-                    before,
-                });
-            }
-            before += usize::from(words > 0);
             last = Some(request);
+            check_row(number, row, (records, before))?;
+            before += usize::from(word(row, 7) > 0);
             claimed += lists(row).iter().sum::<u64>();
         }
         let words = self.words.len();
@@ -110,11 +136,44 @@ impl<'a> Extension<'a> {
     }
 }
 
-/// Words of each list of a row.
-fn lists(row: &[[u8; WORD]]) -> [u64; 5] {
-    let [biases, suppressed, ids, history, mask] =
-        [15, 16, 17, 18, 19].map(|at| u64::from(word(row, at)));
-    [2 * biases, suppressed, ids, history, mask]
+/// Checks a row in a frame with so many records of parameters, and so many rows before it that have masks of their own.
+fn check_row(
+    number: usize,
+    row: &[[u8; WORD]],
+    (records, before): (u32, usize),
+) -> Result<(), ExtensionError> {
+    let (flags, params, words) = (word(row, 1), word(row, 2), word(row, 7));
+    if flags & !ROW_FLAGS != 0 {
+        return Err(ExtensionError::Flags {
+            table: "row",
+            row: number,
+            flags,
+            known: ROW_FLAGS,
+        });
+    }
+    let in_frame = flags & IN_FRAME != 0;
+    let limit = if in_frame { records } else { MAX_HANDLES };
+    if params >= limit && (in_frame || params != NO_HANDLE) {
+        return Err(ExtensionError::Params {
+            table: "row",
+            row: number,
+            params,
+            limit,
+        });
+    }
+    if flags & SHARES_MASK != 0 && (words > 0 || before == 0) {
+        return Err(ExtensionError::SharedMask {
+            row: number,
+            words,
+            before,
+        });
+    }
+    Ok(())
+}
+
+/// Words of each list of a row: history, mask.
+fn lists(row: &[[u8; WORD]]) -> [u64; 2] {
+    [6, 7].map(|at| u64::from(word(row, at)))
 }
 
 /// Rows one after the other.
@@ -149,39 +208,30 @@ impl<'a> Iterator for ExtensionRows<'a> {
     fn next(&mut self) -> Option<ExtensionRow<'a>> {
         let (row, rest) = self.rows.split_at_checked(ROW)?;
         self.rows = rest;
-        let [biases, suppressed, token_ids, history, mask] =
-            lists(row).map(|words| self.words.take(words as usize));
+        let [history, mask] = lists(row).map(|words| self.words.take(words as usize));
         if !mask.is_empty() {
             self.mask = mask;
         }
         let shares_mask = word(row, 1) & SHARES_MASK != 0;
         Some(ExtensionRow {
             row,
-            biases,
-            suppressed,
-            token_ids,
             history,
             mask: if shares_mask { self.mask } else { mask },
         })
     }
 }
 
-/// What one request asks for; see [`RequestExtension`].
+/// What one request asks for in one step, besides its parameters; see [`RequestExtension`].
 #[derive(Debug, Clone, Copy)]
 pub struct ExtensionRow<'a> {
     row: &'a [[u8; WORD]],
-    biases: Words<'a>,
-    /// Tokens that must not be drawn at first.
-    pub suppressed: Words<'a>,
-    /// Tokens whose log-probabilities are wanted.
-    pub token_ids: Words<'a>,
     /// Tokens that count and lie right before the input.
     pub history: Words<'a>,
     /// Bits of the tokens that may be drawn; the very words of the row that it shares them with.
     pub mask: Words<'a>,
 }
 
-impl<'a> ExtensionRow<'a> {
+impl ExtensionRow<'_> {
     fn has(&self, flag: u32) -> bool {
         word(self.row, 1) & flag != 0
     }
@@ -191,82 +241,44 @@ impl<'a> ExtensionRow<'a> {
         word(self.row, 0)
     }
 
-    /// In place of the parameters of its samplers of tokens.
-    pub fn sampler(&self) -> Option<CombinedSampler> {
-        let row = self.row;
-        let seed = || u64::from(word(row, 6)) | u64::from(word(row, 7)) << 32;
-        self.has(HAS_SAMPLER).then(|| CombinedSampler {
-            temperature: float(row, 2),
-            top_k: word(row, 3),
-            top_p: float(row, 4),
-            min_p: float(row, 5),
-            seed: self.has(HAS_SEED).then(seed),
-        })
-    }
-
-    /// See [`Penalties`].
-    pub fn penalties(&self) -> Penalties {
-        Penalties {
-            frequency: float(self.row, 8),
-            presence: float(self.row, 9),
-            repetition: float(self.row, 10),
-            counted_from: word(self.row, 11),
+    /// Where its parameters are.
+    pub fn params(&self) -> ParamsRef {
+        match word(self.row, 2) {
+            number if self.has(IN_FRAME) => ParamsRef::InFrame(number),
+            NO_HANDLE => ParamsRef::None,
+            handle => ParamsRef::Kept(handle),
         }
     }
 
-    /// KV index of the first place for which suppressed tokens may be drawn.
-    pub fn suppressed_until(&self) -> u32 {
-        word(self.row, 12)
-    }
-
-    /// Whether log-probabilities are wanted.
+    /// Whether the log-probabilities that its parameters ask for are wanted of this step.
     pub fn wants_logprobs(&self) -> bool {
         self.has(HAS_LOGPROBS)
     }
 
-    /// Whether they are those after the temperature.
-    pub fn scaled(&self) -> bool {
-        self.has(SCALED)
-    }
-
-    /// How many most probable tokens are wanted with their log-probabilities.
-    pub fn top_logprobs(&self) -> u32 {
-        word(self.row, 13)
-    }
-
     /// The tokens of the prompt whose log-probabilities are wanted.
     pub fn prompt_logprobs(&self) -> Option<PromptLogprobs> {
-        let [from, end, next] = [14, 20, 21].map(|at| word(self.row, at));
-        (from != NO_PROMPT).then_some(PromptLogprobs { from, end, next })
+        let [from, end, next] = [3, 4, 5].map(|at| word(self.row, at));
+        (from != super::NO_PROMPT).then_some(PromptLogprobs { from, end, next })
     }
 
-    /// Ids, and what is added to their logits.
-    pub fn biases(&self) -> impl ExactSizeIterator<Item = (u32, f32)> + Clone + use<'a> {
-        let pairs = self.biases.0.as_chunks::<2>().0;
-        pairs.iter().map(|pair| (word(pair, 0), float(pair, 1)))
-    }
-
-    /// The row in owned values.
-    pub fn to_owned(&self) -> RequestExtension {
+    /// The row with these parameters in owned values.
+    #[must_use]
+    pub fn to_owned(self, params: RequestExtension) -> RequestExtension {
+        let shares_mask = self.has(SHARES_MASK);
+        let wants = |_: &LogprobsAsked| self.wants_logprobs();
         RequestExtension {
-            sampler: self.sampler(),
-            penalties: self.penalties(),
-            history: self.history.iter().collect(),
-            biases: self.biases().collect(),
-            suppressed: self.suppressed.iter().collect(),
-            suppressed_until: self.suppressed_until(),
-            logprobs: self.wants_logprobs().then(|| LogprobsAsked {
-                scaled: self.scaled(),
-                top: self.top_logprobs(),
-                token_ids: self.token_ids.iter().collect(),
+            logprobs: params.logprobs.filter(wants).map(|asked| LogprobsAsked {
                 prompt: self.prompt_logprobs(),
+                ..asked
             }),
-            mask: if self.has(SHARES_MASK) {
+            history: self.history.iter().collect(),
+            mask: if shares_mask {
                 Vec::new()
             } else {
                 self.mask.iter().collect()
             },
-            shares_mask: self.has(SHARES_MASK),
+            shares_mask,
+            ..params
         }
     }
 }
@@ -277,48 +289,65 @@ impl<'a> ExtensionRow<'a> {
 /// # Errors
 /// [`ExtensionError`].
 pub fn split_request(bytes: &[u8]) -> Result<(&[u8], Extension<'_>), ExtensionError> {
-    let Some((archive, rows, words)) = split(bytes, EXTENSION_MAGIC, ROW)? else {
+    let Some((archive, [params, rows], words)) = split(bytes, EXTENSION_MAGIC, [PARAMS, ROW])?
+    else {
         return Ok((bytes, Extension::default()));
     };
-    let extension = Extension {
+    let mut extension = Extension {
+        params,
         rows,
         words: Words(words),
+        params_words: 0,
     };
     extension.check()?;
     Ok((archive, extension))
 }
 
-/// An archive, and the rows and words after it.
-pub(super) type Parts<'a> = (&'a [u8], &'a [[u8; WORD]], &'a [[u8; WORD]]);
+/// An archive, and the tables and words after it.
+pub(super) type Parts<'a, const TABLES: usize> =
+    (&'a [u8], [&'a [[u8; WORD]]; TABLES], &'a [[u8; WORD]]);
 
-/// Splits a payload that ends with a magic number, whose rows have so many words each; `None` without that number.
-pub(super) fn split(
+/// Splits a payload that ends with a magic number, whose tables have rows of so many words each; `None` without that number.
+pub(super) fn split<const TABLES: usize>(
     bytes: &[u8],
     magic: [u8; 8],
-    row: usize,
-) -> Result<Option<Parts<'_>>, ExtensionError> {
-    let Some((body, trailer)) = bytes.split_last_chunk::<{ WORD * TRAILER }>() else {
+    sizes: [usize; TABLES],
+) -> Result<Option<Parts<'_, TABLES>>, ExtensionError> {
+    // Rows of each table, words after them, magic number.
+    let trailer = WORD * (TABLES + 3);
+    let Some(body) = bytes.len().checked_sub(trailer) else {
         return Ok(None);
     };
-    let (trailer, _) = trailer.as_chunks::<WORD>();
     if !bytes.ends_with(&magic) {
         return Ok(None);
     }
-    let (rows, words) = (word(trailer, 0), word(trailer, 1));
-    // Two numbers of 32 bits, so that this fits 64.
-    let tables = WORD as u64 * (u64::from(rows) * row as u64 + u64::from(words));
+    let (body, trailer) = bytes.split_at(body);
+    let (trailer, _) = trailer.as_chunks::<WORD>();
+    let counts: [u32; TABLES] = std::array::from_fn(|table| word(trailer, table));
+    let words = word(trailer, TABLES);
+    let rows = counts.iter().zip(sizes);
+    // Numbers of 32 bits times small ones: this fits 64.
+    let rows: u64 = rows
+        .map(|(&rows, size)| u64::from(rows) * size as u64)
+        .sum();
+    let tables = WORD as u64 * (rows + u64::from(words));
     let start = usize::try_from(tables)
         .ok()
         .and_then(|tables| body.len().checked_sub(tables));
     let Some(start) = start else {
         return Err(ExtensionError::Length {
-            rows,
+            rows: counts.iter().copied().map(u64::from).sum(),
             words,
-            needed: tables + (WORD * TRAILER) as u64,
+            needed: tables + (WORD * (TABLES + 3)) as u64,
             len: bytes.len(),
         });
     };
     let (archive, tables) = body.split_at(start);
-    let (rows, words) = tables.as_chunks::<WORD>().0.split_at(rows as usize * row);
-    Ok(Some((archive, rows, words)))
+    let (mut tables, _) = tables.as_chunks::<WORD>();
+    let parts = std::array::from_fn(|table| {
+        let (part, rest) = tables.split_at(counts[table] as usize * sizes[table]);
+        tables = rest;
+        part
+    });
+    Ok(Some((archive, parts, tables)))
 }

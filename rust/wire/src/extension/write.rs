@@ -1,10 +1,53 @@
 //! Writing the extension of a request.
 
 use super::{
-    EXTENSION_MAGIC, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED, NO_PROMPT, ROW, RequestExtension, SCALED,
-    SHARES_MASK, TRAILER, WORD,
+    EXTENSION_MAGIC, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED, IN_FRAME, NO_HANDLE, NO_PROMPT, PARAMS,
+    ParamsRef, PromptLogprobs, ROW, RequestExtension, SCALED, SHARES_MASK, TRAILER, WORD,
 };
 use crate::error::WireError;
+
+/// Parameters to write. Of what is asked the history, the mask and the prompt's log-probabilities do not count.
+#[derive(Debug, Clone, Copy)]
+pub struct Params<'a> {
+    /// Under which they are kept; `None`: they are of this frame alone.
+    pub handle: Option<u32>,
+    /// What is asked for in all steps.
+    pub asked: &'a RequestExtension,
+}
+
+/// A row to write; see [`RequestExtension`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StepRow<'a> {
+    /// Index of the request in its frame.
+    pub request: u32,
+    /// Where its parameters are.
+    pub params: ParamsRef,
+    /// Whether the log-probabilities that these ask for are wanted.
+    pub wants_logprobs: bool,
+    /// Those of the prompt.
+    pub prompt: Option<PromptLogprobs>,
+    /// Tokens that count and lie right before the input.
+    pub history: &'a [u32],
+    /// Bits of the tokens that may be drawn; empty for all.
+    pub mask: &'a [u32],
+    /// In place of a mask of its own: that of the nearest row before.
+    pub shares_mask: bool,
+}
+
+impl<'a> StepRow<'a> {
+    /// The row of a request whose parameters are record `number` of its frame.
+    fn of(number: u32, request: u32, asked: &'a RequestExtension) -> Self {
+        Self {
+            request,
+            params: ParamsRef::InFrame(number),
+            wants_logprobs: asked.logprobs.is_some(),
+            prompt: asked.logprobs.as_ref().and_then(|asked| asked.prompt),
+            history: &asked.history,
+            mask: &asked.mask,
+            shares_mask: asked.shares_mask,
+        }
+    }
+}
 
 /// Writes words one after the other.
 pub(super) struct Pen<'a> {
@@ -32,84 +75,118 @@ impl<'a> Pen<'a> {
         }
     }
 
-    pub(super) fn end(&mut self, rows: usize, words: usize, magic: [u8; 8]) {
-        let [first, second] = [0, 4]
-            .map(|at| u32::from_le_bytes([magic[at], magic[at + 1], magic[at + 2], magic[at + 3]]));
-        self.put([rows as u32, words as u32, first, second]);
+    /// Writes how many rows each table has, how many words follow them, and the magic number.
+    pub(super) fn end<const TABLES: usize>(
+        &mut self,
+        rows: [usize; TABLES],
+        words: usize,
+        magic: [u8; 8],
+    ) {
+        self.put(rows.map(|rows| rows as u32));
+        let (magic, _) = magic.as_chunks();
+        self.put([words as u32]);
+        self.put(magic.iter().map(|word| u32::from_le_bytes(*word)));
     }
 }
 
-/// Words of the lists of a row.
-fn list_words(row: &RequestExtension) -> usize {
-    let ids = row
-        .logprobs
-        .as_ref()
-        .map_or(0, |asked| asked.token_ids.len());
-    2 * row.biases.len() + row.suppressed.len() + ids + row.history.len() + row.mask.len()
+/// Words of the lists of a record.
+fn params_words(asked: &RequestExtension) -> usize {
+    let ids = (asked.logprobs.as_ref()).map_or(0, |asked| asked.token_ids.len());
+    2 * asked.biases.len() + asked.suppressed.len() + ids
+}
+
+/// Bytes of parameters with their lists.
+pub fn params_len(asked: &RequestExtension) -> usize {
+    WORD * (PARAMS + params_words(asked))
 }
 
 /// Bytes that [`append_extension`] adds; 0 without rows.
 pub fn extension_len<'a>(rows: impl IntoIterator<Item = (u32, &'a RequestExtension)>) -> usize {
-    let words: usize = (rows.into_iter())
-        .map(|(_, row)| ROW + list_words(row))
-        .sum();
-    if words == 0 {
-        0
-    } else {
-        WORD * (words + TRAILER)
+    let own = |row: &RequestExtension| {
+        params_len(row) + WORD * (ROW + row.history.len() + row.mask.len())
+    };
+    match rows.into_iter().map(|(_, row)| own(row)).sum() {
+        0 => 0,
+        rows => rows + WORD * TRAILER,
     }
 }
 
-/// Writes the rows, each with the index of its request, which rise, after an archive of `len` bytes at the start of
-/// `buffer`, and returns the length of both. Without rows nothing is written.
+/// As [`write_extension`], of requests whose parameters are not kept.
+///
+/// # Errors
+/// As there.
+pub fn append_extension<'a>(
+    rows: impl IntoIterator<Item = (u32, &'a RequestExtension)>,
+    buffer: &mut [u8],
+    len: usize,
+) -> Result<usize, WireError> {
+    let rows: Vec<_> = rows.into_iter().collect();
+    let params = rows.iter().map(|&(_, asked)| Params {
+        handle: None,
+        asked,
+    });
+    let rows = (0..).zip(&rows);
+    let rows = rows.map(|(number, &(request, asked))| StepRow::of(number, request, asked));
+    write_extension(params, rows, buffer, len)
+}
+
+/// Writes parameters and rows, whose requests rise, after an archive of `len` bytes at the start of `buffer`, and returns the
+/// length of both. Without either nothing is written.
 ///
 /// # Errors
 /// [`WireError::BufferTooSmall`], found out before anything is written.
-pub fn append_extension<'a, R>(rows: R, buffer: &mut [u8], len: usize) -> Result<usize, WireError>
-where
-    R: IntoIterator<Item = (u32, &'a RequestExtension)> + Clone,
-{
-    let needed = extension_len(rows.clone());
-    if needed == 0 {
+pub fn write_extension<'a>(
+    params: impl Iterator<Item = Params<'a>> + Clone,
+    rows: impl Iterator<Item = StepRow<'a>> + Clone,
+    buffer: &mut [u8],
+    len: usize,
+) -> Result<usize, WireError> {
+    let (mut counts, mut words) = ([0, 0], 0);
+    for Params { asked, .. } in params.clone() {
+        counts[0] += 1;
+        words += params_words(asked);
+    }
+    for row in rows.clone() {
+        counts[1] += 1;
+        words += row.history.len() + row.mask.len();
+    }
+    if counts == [0, 0] {
         return Ok(len);
     }
+    let needed = WORD * (PARAMS * counts[0] + ROW * counts[1] + words + TRAILER);
     let mut pen = Pen::new(buffer, len, needed)?;
-    let (mut count, mut words) = (0, 0);
-    for (request, row) in rows.clone() {
-        pen.put(row_words(request, row));
-        count += 1;
-        words += list_words(row);
-    }
-    for (_, row) in rows {
-        pen.put(
-            row.biases
-                .iter()
-                .flat_map(|&(id, value)| [id, value.to_bits()]),
-        );
-        pen.put(row.suppressed.iter().copied());
-        let ids = row.logprobs.iter().flat_map(|asked| &asked.token_ids);
+    params.clone().for_each(|it| pen.put(record(it)));
+    rows.clone().for_each(|it| pen.put(row(&it)));
+    for Params { asked, .. } in params {
+        let biases = asked.biases.iter();
+        pen.put(biases.flat_map(|&(id, value)| [id, value.to_bits()]));
+        pen.put(asked.suppressed.iter().copied());
+        let ids = asked.logprobs.iter().flat_map(|asked| &asked.token_ids);
         pen.put(ids.copied());
+    }
+    for row in rows {
         pen.put(row.history.iter().copied());
         pen.put(row.mask.iter().copied());
     }
-    pen.end(count, words, EXTENSION_MAGIC);
+    pen.end(counts, words, EXTENSION_MAGIC);
     Ok(len + needed)
 }
 
-fn row_words(request: u32, row: &RequestExtension) -> [u32; ROW] {
-    let (sampler, asked) = (row.sampler.as_ref(), row.logprobs.as_ref());
-    let prompt = asked.and_then(|asked| asked.prompt);
+const fn flag(set: bool, flag: u32) -> u32 {
+    if set { flag } else { 0 }
+}
+
+fn record(Params { handle, asked }: Params<'_>) -> [u32; PARAMS] {
+    let (sampler, logprobs) = (asked.sampler.as_ref(), asked.logprobs.as_ref());
     let seed = sampler.and_then(|sampler| sampler.seed);
-    let flag = |set: bool, flag: u32| if set { flag } else { 0 };
     let flags = flag(sampler.is_some(), HAS_SAMPLER)
         | flag(seed.is_some(), HAS_SEED)
-        | flag(asked.is_some(), HAS_LOGPROBS)
-        | flag(asked.is_some_and(|asked| asked.scaled), SCALED)
-        | flag(row.shares_mask, SHARES_MASK);
+        | flag(logprobs.is_some(), HAS_LOGPROBS)
+        | flag(logprobs.is_some_and(|asked| asked.scaled), SCALED);
     let seed = seed.unwrap_or(0);
-    let penalties = &row.penalties;
+    let penalties = &asked.penalties;
     [
-        request,
+        handle.unwrap_or(NO_HANDLE),
         flags,
         sampler.map_or(0, |sampler| sampler.temperature.to_bits()),
         sampler.map_or(0, |sampler| sampler.top_k),
@@ -121,15 +198,30 @@ fn row_words(request: u32, row: &RequestExtension) -> [u32; ROW] {
         penalties.presence.to_bits(),
         penalties.repetition.to_bits(),
         penalties.counted_from,
-        row.suppressed_until,
-        asked.map_or(0, |asked| asked.top),
-        prompt.map_or(NO_PROMPT, |prompt| prompt.from),
-        row.biases.len() as u32,
-        row.suppressed.len() as u32,
-        asked.map_or(0, |asked| asked.token_ids.len() as u32),
+        asked.suppressed_until,
+        logprobs.map_or(0, |asked| asked.top),
+        asked.biases.len() as u32,
+        asked.suppressed.len() as u32,
+        logprobs.map_or(0, |asked| asked.token_ids.len() as u32),
+    ]
+}
+
+fn row(row: &StepRow<'_>) -> [u32; ROW] {
+    let (in_frame, params) = match row.params {
+        ParamsRef::None => (false, NO_HANDLE),
+        ParamsRef::InFrame(number) => (true, number),
+        ParamsRef::Kept(handle) => (false, handle),
+    };
+    [
+        row.request,
+        flag(in_frame, IN_FRAME)
+            | flag(row.wants_logprobs, HAS_LOGPROBS)
+            | flag(row.shares_mask, SHARES_MASK),
+        params,
+        row.prompt.map_or(NO_PROMPT, |prompt| prompt.from),
+        row.prompt.map_or(0, |prompt| prompt.end),
+        row.prompt.map_or(0, |prompt| prompt.next),
         row.history.len() as u32,
         row.mask.len() as u32,
-        prompt.map_or(0, |prompt| prompt.end),
-        prompt.map_or(0, |prompt| prompt.next),
     ]
 }

@@ -2,8 +2,9 @@
 
 use pie_wire::{
     AnswerRows, CombinedSampler, EXTENSION_MAGIC, ExtensionError, Logprobs, LogprobsAsked,
-    Penalties, PlaceShape, PromptLogprobs, RequestExtension, append_extension, extension_len,
-    split_answer, split_request,
+    MAX_HANDLES, Params, ParamsRef, Penalties, PlaceShape, PromptLogprobs, RequestExtension,
+    StepRow, append_extension, extension_len, params_len, split_answer, split_request,
+    write_extension,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -142,8 +143,8 @@ fn the_bytes_are_as_documented() {
         .iter()
         .map(|word| u32::from_le_bytes(*word))
         .collect();
-    let row = [
-        1,
+    let params = [
+        u32::MAX,
         15,
         0x3F00_0000,
         20,
@@ -157,18 +158,14 @@ fn the_bytes_are_as_documented() {
         7,
         11,
         5,
-        3,
         1,
         1,
         1,
-        2,
-        1,
-        6,
-        44,
     ];
+    let row = [1, 36, 0, 3, 6, 44, 2, 1];
     let lists = [9, 0xC080_0000, 2, 40, 30, 31, 0xFFFF_FFFE];
-    let end = [1, 7, 0x5845_4950, 0x3151_5254];
-    assert_eq!(words, [&row[..], &lists, &end].concat());
+    let end = [1, 1, 7, 0x5845_4950, 0x3251_5254];
+    assert_eq!(words, [&params[..], &row, &lists, &end].concat());
 }
 
 /// Every payload of the Pie protocol is taken as it is, and stays as it is under an extension.
@@ -209,47 +206,104 @@ fn what_contradicts_itself_is_refused() {
     let refused = |at: usize, value: u32| {
         let mut bytes = bytes.clone();
         bytes[4 * at..4 * at + 4].copy_from_slice(&value.to_le_bytes());
-        split_request(&bytes).unwrap_err()
+        split_request(&bytes).map(drop)
     };
     let words = bytes.len() / 4;
     assert!(matches!(
+        refused(words - 5, 3),
+        Err(ExtensionError::Length { rows: 5, .. })
+    ));
+    assert!(matches!(
         refused(words - 4, 3),
-        ExtensionError::Length { rows: 3, .. }
+        Err(ExtensionError::Length { rows: 5, .. })
     ));
     assert!(matches!(
         refused(words - 3, u32::MAX),
-        ExtensionError::Length {
+        Err(ExtensionError::Length {
             words: u32::MAX,
             ..
-        }
+        })
     ));
     let claims = |words| ExtensionError::Words {
         claimed: words,
         words: 14,
     };
-    assert_eq!(refused(19, 2), claims(15));
+    // Two records of 17 words, two rows of 8.
+    let (record, row) = (17, 34);
+    assert_eq!(refused(row + 6, 3), Err(claims(15)));
     assert_eq!(
-        refused(15, u32::MAX),
-        claims(14 - 2 + 2 * u64::from(u32::MAX))
+        refused(14, u32::MAX),
+        Err(claims(14 - 2 + 2 * u64::from(u32::MAX)))
     );
     let order = ExtensionError::Order { row: 1, request: 3 };
-    assert_eq!(refused(22, 3), order);
-    assert_eq!(refused(1, 32), ExtensionError::Flags { row: 0, flags: 32 });
+    assert_eq!(refused(row + 8, 3), Err(order));
+    let flags = |table, flags, known| ExtensionError::Flags {
+        table,
+        row: 0,
+        flags,
+        known,
+    };
+    assert_eq!(refused(1, 16), Err(flags("record", 16, 15)));
+    assert_eq!(refused(row + 1, 1), Err(flags("row", 1, 52)));
     let shared = |row, before| ExtensionError::SharedMask {
         row,
         words: 1,
         before,
     };
-    assert_eq!(refused(1, 16 | 15), shared(0, 0));
-    assert_eq!(refused(23, 16 | 15), shared(1, 1));
+    assert_eq!(refused(row + 1, 16 | 36), Err(shared(0, 0)));
+    assert_eq!(refused(row + 8 + 1, 16 | 36), Err(shared(1, 1)));
     assert!(matches!(
-        refused(1, 3),
-        ExtensionError::UnaskedIds { row: 0, .. }
+        refused(record + 1, 3),
+        Err(ExtensionError::UnaskedIds { row: 1, .. })
     ));
-    let text = refused(1, 32).to_string();
-    assert!(text.contains("0x20") && text.contains("0x1f"), "{text}");
+    let names = |table, params, limit| ExtensionError::Params {
+        table,
+        row: 0,
+        params,
+        limit,
+    };
+    assert_eq!(
+        refused(0, MAX_HANDLES),
+        Err(names("record", MAX_HANDLES, MAX_HANDLES))
+    );
+    assert_eq!(refused(row + 2, 2), Err(names("row", 2, 2)));
+    // Without the flag for a record of the frame it is a handle.
+    assert_eq!(refused(row + 1, 4), Ok(()));
+    let text = refused(1, 32).unwrap_err().to_string();
+    assert!(text.contains("0x20") && text.contains("0xf"), "{text}");
     let (archive, none) = split_request(&bytes[..bytes.len() - 1]).unwrap();
     assert!(none.is_empty() && archive.len() == bytes.len() - 1);
+}
+
+/// Parameters that are kept take their room once: later rows name them.
+#[test]
+fn kept_parameters_are_named() {
+    let asked = full();
+    let kept = [Params {
+        handle: Some(7),
+        asked: &asked,
+    }];
+    let row = StepRow {
+        request: 2,
+        params: ParamsRef::Kept(7),
+        wants_logprobs: true,
+        ..StepRow::default()
+    };
+    let mut bytes = vec![0; 400];
+    let length = write_extension(kept.into_iter(), [row].into_iter(), &mut bytes, 0).unwrap();
+    let (_, first) = split_request(&bytes[..length]).unwrap();
+    assert_eq!(first.params().next().unwrap().handle(), Some(7));
+    let (request, owned) = &first.to_owned()[0];
+    assert_eq!((*request, &owned.biases), (2, &asked.biases));
+    let named = write_extension([].into_iter(), [row].into_iter(), &mut bytes, 0).unwrap();
+    assert_eq!(length - named, params_len(&asked));
+    let (_, later) = split_request(&bytes[..named]).unwrap();
+    assert_eq!(later.params().count(), 0);
+    assert_eq!(later.rows().next().unwrap().params(), ParamsRef::Kept(7));
+    // Without a row they are written all the same.
+    let alone = write_extension(kept.into_iter(), [].into_iter(), &mut bytes, 0).unwrap();
+    let (_, alone) = split_request(&bytes[..alone]).unwrap();
+    assert!(!alone.is_empty() && alone.last_request().is_none());
 }
 
 /// A row that shares a mask has the very words of the row before it, whatever lies between.
@@ -280,8 +334,8 @@ fn a_mask_is_sent_once() {
     assert_eq!(late.mask.len(), 2, "rows that were passed over count, too");
     let alone = extended(&[], &vec![(0, row(&[1], false)), (3, row(&[], true))]);
     let mut broken = alone.clone();
-    // The first row's flags: it would share what is not there.
-    broken[4] = 16;
+    // The first row's flags, after two records: it would share what is not there.
+    broken[4 * (2 * 17 + 1)] = 16;
     let error = split_request(&broken).unwrap_err();
     assert!(matches!(
         error,
@@ -425,27 +479,27 @@ proptest! {
         let bytes = extended(&archive, &rows);
         let (inner, extension) = split_request(&bytes).unwrap();
         prop_assert_eq!(inner, &archive);
-        let read: Rows = extension.rows().map(|row| (row.request(), row.to_owned())).collect();
-        prop_assert_eq!(&read, &rows);
+        prop_assert_eq!(&extension.to_owned(), &rows);
         prop_assert_eq!(extension.last_request(), rows.last().map(|row| row.0));
         // By request, as a reader that goes from one to the next asks.
         let mut next = extension.rows();
         for request in 0..40 {
-            let expected = rows.iter().find(|row| row.0 == request).map(|row| &row.1);
-            let found = next.of(request as usize).map(|row| row.to_owned());
-            prop_assert_eq!(found.as_ref(), expected);
+            let expected = rows.iter().find(|row| row.0 == request).map(|row| row.1.history.clone());
+            let found = next.of(request as usize).map(|row| row.history.iter().collect());
+            prop_assert_eq!(found, expected);
         }
     }
 
     #[test]
-    fn any_end_is_read_or_refused(mut bytes in vec(any::<u8>(), 0..400), rows in 0..6_u32, words in 0..90_u32) {
+    fn any_end_is_read_or_refused(mut bytes in vec(any::<u8>(), 0..400), params in 0..3_u32, rows in 0..6_u32, words in 0..90_u32) {
+        bytes.extend(params.to_le_bytes());
         bytes.extend(rows.to_le_bytes());
         bytes.extend(words.to_le_bytes());
         for magic in [EXTENSION_MAGIC, pie_wire::ANSWER_MAGIC] {
             let bytes = [&bytes[..], &magic].concat();
             if let Ok((archive, extension)) = split_request(&bytes) {
-                let read: Vec<_> = extension.rows().map(|row| row.to_owned()).collect();
-                prop_assert!(archive.len() + extension.bytes() == bytes.len() || read.is_empty());
+                extension.to_owned();
+                prop_assert!(archive.len() + extension.bytes() == bytes.len() || extension.is_empty());
             }
             if let Ok((_, extension)) = split_answer(&bytes) {
                 let rows = read(&extension);
