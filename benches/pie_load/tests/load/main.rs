@@ -4,7 +4,6 @@ mod driver;
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -119,8 +118,14 @@ fn script(folder: &TempDir) -> PathBuf {
          PIE_LOAD_TEST_CONFIG=\"$4\" exec '{}' --exact stand_in --nocapture\n",
         this.display()
     );
-    fs::write(&path, text).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let source = folder.path().join("script");
+    fs::write(&source, text).unwrap();
+    // Written by another process: a file that a fork of this one still has open for writing cannot be run.
+    let installed = Command::new("install")
+        .args(["-m", "755"])
+        .args([&source, &path])
+        .status();
+    assert!(installed.unwrap().success());
     path
 }
 
