@@ -71,8 +71,12 @@ def send(address: Address, path: str, body: bytes, **headers: str) -> Reply:
 
 def complaint(reply: Reply) -> str | None:
     """What is wrong with an answer to a hostile request, if anything is."""
+    if not reply.status:
+        return "the connection was closed without an answer"
     if reply.status < 400:
-        return None if reply.status else "the connection was closed without an answer"
+        errors = [line for line in reply.text.splitlines() if line.startswith('data: {"error"')]
+        longest = max(map(len, errors), default=0)
+        return f"an error of {longest} bytes in a stream" if longest > MOST_REFUSAL else None
     if reply.status >= 500 and not (reply.status == 503 and "retry-after" in reply.headers):
         return f"status {reply.status}: {reply.text[:400]}"
     if len(reply.text) > MOST_REFUSAL:

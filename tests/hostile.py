@@ -337,6 +337,13 @@ def _tool(parameters: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function}]
 
 
+_ENDLESS: Final = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+"""A template that is filled in for years."""
+
+
+_LONG_TURN: Final = {"role": "user", "content": "a b " * 4000}
+
+
 def chat_calls() -> list[Call]:
     """Chats of OpenAI's API, which both HTTP frontends have."""
     path = "/v1/chat/completions"
@@ -370,6 +377,9 @@ def chat_calls() -> list[Call]:
             }
         ),
         "template-arguments": _chat(chat_template_kwargs={"messages": 5, "tools": 7}),
+        "template-endless": _chat(chat_template_kwargs={"chat_template": _ENDLESS}),
+        "field-long": _chat(temperature="x" * 100_000),
+        "fields-long": _chat(tools=[["x" * 100_000]] * 20, stream=True),
         "template-deep": _chat(chat_template_kwargs=nested(500)),
         "top-logprobs": _chat(logprobs=True, top_logprobs=2**31),
         "image-file": _chat(messages=image),
@@ -416,6 +426,8 @@ def sglang_calls(folder: str) -> list[Call]:
         "embeddings": ("/v1/embeddings", _json(model="m", input="a")),
         "rerank": ("/v1/rerank", _json(query="a", documents=["b"])),
         "responses-deep": ("/v1/responses", _json(model="m", input=nested(500))),
+        "ollama-long": ("/api/chat", _json(model="m", messages=[_LONG_TURN])),
+        "tokenize-format": ("/v1/tokenize", _chat(response_format="x")),
         "ollama-deep": ("/api/chat", _json(model="m", messages=nested(500), stream=False)),
         "function-calls": (
             "/parse_function_call",

@@ -36,3 +36,9 @@ class TestOllama:
         body["options"] = {"temperature": -1, "num_predict": 6}
         status, text = refusal(server, body, path)
         assert (status, "temperature must be" in text) == (400, True)
+
+    def test_a_mistake_in_a_stream_is_a_line_of_it(self, server: Server, path: str) -> None:
+        body = {"model": "m", "stream": True, **ASKED[path]}
+        body["options"] = {"temperature": -1, "num_predict": 6}
+        [line] = server.ask(path, body).splitlines()
+        assert "temperature must be" in json.loads(line)["error"]

@@ -24,6 +24,7 @@ from pie_driver_sglang.config.edge import (
 from pie_driver_sglang.config.keys import ApiKeys, hide_keys, take_keys
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server.access import AccessKeys, Level, access_keys, find_refusal
+from pie_driver_sglang.server.answers import ClientAnswer, short_error
 from pie_driver_sglang.server.stores import BoundedStore
 
 uvicorn: Any = pytest.importorskip("uvicorn")
@@ -386,6 +387,7 @@ def sent_start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await send({"type": "http.response.body"})
 
     sent: list[Any] = []
 
@@ -429,6 +431,39 @@ def test_a_lack_of_capacity_says_when_to_try_again() -> None:
 
 def test_what_is_not_implemented_is_a_400() -> None:
     assert [sent_status(status) for status in (501, 500, 503, 200)] == [400, 500, 503, 200]
+
+
+def test_errors_are_short() -> None:
+    """Whatever a handler repeats of a request."""
+    long = "a b\n" * 100_000
+    for body in ({"error": {"message": long, "code": 5}}, [[long] * 50], {long: long}, long):
+        found = short_error(400, json.dumps(body).encode())
+        assert len(found) < 4096
+        assert "a b" in str(json.loads(found))
+    assert "\n" not in json.loads(short_error(400, json.dumps({"error": long}).encode()))["error"]
+    assert json.loads(short_error(400, b"x" * 5000))["code"] == 400
+    whole = b'{"error":"a\\nb"}'
+    assert short_error(400, whole) == whole
+
+
+def test_a_long_error_is_sent_in_one_piece() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def answer() -> None:
+        headers = [(b"Content-Length", b"9009"), (b"content-type", b"application/json")]
+        part = {"type": "http.response.body", "more_body": True}
+        to_client = ClientAnswer(send)
+        await to_client.send({"type": "http.response.start", "status": 400, "headers": headers})
+        await to_client.send({**part, "body": b'"' + b"x" * 4500})
+        await to_client.send({**part, "body": b"x" * 4500 + b'"', "more_body": False})
+
+    asyncio.run(answer())
+    start, body = sent
+    assert dict(start["headers"])[b"Content-Length"] == b"%d" % len(body["body"])
+    assert len(body["body"]) < 600
 
 
 def test_what_is_kept_for_clients_is_bounded() -> None:

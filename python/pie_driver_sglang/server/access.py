@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config.keys import ApiKeys, digest, matches
+from pie_driver_sglang.server.answers import ClientAnswer, Send, error_body
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
@@ -227,7 +226,7 @@ def is_local(client: str | None) -> bool:
 
 
 class AccessMiddleware:
-    """Refuses requests that may not call their route, and adds `Retry-After` to 429 and 503."""
+    """Refuses requests that may not call their route, and sends the answers of the others."""
 
     def __init__(self, app: App, routes: Any, keys: Callable[[], AccessKeys]) -> None:
         """Wraps an application.
@@ -254,7 +253,7 @@ class AccessMiddleware:
         if refusal:
             await _refuse(scope, send, *refusal)
         elif scope["type"] == "http":
-            await self._app(scope, receive, _retrying(send))
+            await self._app(scope, receive, ClientAnswer(send).send)
         else:
             await self._app(scope, receive, send)
 
@@ -293,27 +292,6 @@ def all_paths(routes: Any) -> Iterator[str]:
             yield path
         else:
             yield from all_paths(route.original_router.routes)
-
-
-def _retrying(send: Send) -> Send:
-    async def with_header(message: Any) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 501:
-            # What is not implemented is the request's choice, not a lack of capacity.
-            message = {**message, "status": 400}
-        if message["type"] == "http.response.start" and message["status"] in (429, 503):
-            headers = list(message.get("headers", ()))
-            if not any(name.lower() == b"retry-after" for name, _ in headers):
-                message = {**message, "headers": [*headers, (b"retry-after", b"1")]}
-        await send(message)
-
-    return with_header
-
-
-def error_body(status: int, message: str) -> bytes:
-    """An error as SGLang's server words it."""
-    kind = "invalid_request_error" if status < 500 else "server_overloaded"
-    error = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
-    return json.dumps(error).encode()
 
 
 async def _refuse(scope: Scope, send: Send, status: int, message: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pie_driver_sglang.config.edge import ConnectionLimits
-from pie_driver_sglang.server.access import error_body
+from pie_driver_sglang.server.answers import error_body
 
 logger = logging.getLogger(__name__)
 

@@ -2,18 +2,96 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Final
 
+import jinja2
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.function_call import utils
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from pie_driver_sglang.errors import reason
+from pie_driver_sglang.server.answers import short
 from pie_driver_sglang.server.stores import BoundedStore
 
+OF_INPUT: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    jinja2.TemplateError,
+)
+"""What handlers raise over values that they do not expect."""
+_MESSAGES: Final = OpenAIServingChat._process_messages
 _SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
 _SCHEMA: Final = utils._get_tool_schema
+_TAKEN: Final = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+} - {"documents", "kwargs"}
+"""Arguments of the calls that fill in a template, and do not reach it."""
 _MOST_RESPONSES: Final = 1000
 _MOST_BYTES: Final = 256 << 20
 _OBJECT: Final = {"type": "object"}
+
+
+def not_taken(error: BaseException) -> str:
+    """What a client is told whose request a handler stumbled over."""
+    return f"the request is not taken: {type(error).__name__}: {reason(error)}"
+
+
+def correct_errors() -> None:
+    """Has OpenAI's endpoints refuse what they stumble over, in a short text.
+
+    SGLang answers 500, and repeats what was sent.
+    """
+    kinds = [OpenAIServingBase]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in ("create_error_response", "create_streaming_error_response"):
+            if (made := vars(kind).get(name)) and not hasattr(made, "__wrapped__"):
+                setattr(kind, name, _refusing(made))
+
+
+def _refusing(made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(made)
+    def create(self: Any, message: Any, *arguments: Any, **given: Any) -> Any:
+        error = sys.exception()
+        if given.get("status_code") == HTTPStatus.INTERNAL_SERVER_ERROR and isinstance(
+            error, OF_INPUT
+        ):
+            message = not_taken(error)
+            given |= {"err_type": "BadRequest", "status_code": 400}
+        return made(self, short(str(message)), *arguments, **given)
+
+    return create
+
+
+def correct_template_arguments() -> None:
+    """Has `chat_template_kwargs` refused that are not the template's.
+
+    They are keywords of a call that has its own: SGLang answers 500 to them. A template of the
+    client would run in the server's loop for as long as it likes.
+    """
+    OpenAIServingChat._process_messages = _process_messages
+
+
+def _process_messages(self: OpenAIServingChat, request: Any, is_multimodal: bool) -> Any:
+    for name in request.chat_template_kwargs or ():
+        if name in _TAKEN:
+            raise ValueError(
+                f"`chat_template_kwargs` has `{name}`, which the server sets itself: remove it"
+            )
+    return _MESSAGES(self, request, is_multimodal)
 
 
 def correct_top_logprobs() -> None:

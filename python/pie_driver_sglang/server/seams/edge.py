@@ -16,15 +16,16 @@ from sglang.srt.environ import envs
 
 from pie_driver_sglang.config.edge import EdgeSettings
 from pie_driver_sglang.config.keys import ApiKeys
-from pie_driver_sglang.errors import ConfigError, reason
+from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server.access import (
     AccessKeys,
     AccessMiddleware,
     access_keys,
-    error_body,
     is_local,
 )
+from pie_driver_sglang.server.answers import error_body, short
 from pie_driver_sglang.server.connections import LimitedProtocol, ServerUsage
+from pie_driver_sglang.server.seams.chats import OF_INPUT, not_taken
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +33,6 @@ _MOST_DEPTH: Final = 256
 """Levels of lists and maps in a JSON body."""
 _MOST_NESTED: Final = 1 << 20
 """Lists and maps in a JSON body."""
-_OF_INPUT: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What handlers raise over values that they do not expect."""
-_MOST_TEXT: Final = 500
 _ATTRIBUTE: Final = "pie_edge"
 _WORKER_APP: Final = "pie_driver_sglang.server.seams.worker_app:app"
 
@@ -127,17 +118,24 @@ def _adapted(edge: Edge, app: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
     """SGLang's application with our levels of access, whose faults over bad input are 400."""
-    for kind in _OF_INPUT:
+    for kind in OF_INPUT:
         app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(http_server.RequestValidationError, _name_fields)
     return AccessMiddleware(app, app.router.routes, keys)
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
     """Answers what a handler stumbles over; SGLang would answer 500."""
     logger.warning("a request to %s is not taken", request.url.path, exc_info=error)
-    text = f"the request is not taken: {type(error).__name__}: {reason(error)}"
-    body = error_body(400, text[:_MOST_TEXT])
+    body = error_body(400, short(not_taken(error)))
     return http_server.Response(body, 400, media_type="application/json")
+
+
+async def _name_fields(request: Any, error: Any) -> Any:
+    """Says which fields are wrong; SGLang would repeat them, and name its own files."""
+    text = http_server._anthropic_validation_message(error.errors())
+    handler = request.app.exception_handlers[http_server.HTTPException]
+    return await handler(request, http_server.HTTPException(400, text))
 
 
 def send_warm_up(token: str, arguments: Any) -> bool:

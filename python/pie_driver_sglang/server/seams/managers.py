@@ -28,6 +28,8 @@ from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.media import MediaFetcher
 from pie_driver_sglang.server.seams import tensors
 from pie_driver_sglang.server.seams.chats import (
+    correct_errors,
+    correct_template_arguments,
     correct_tool_schemas,
     correct_top_logprobs,
     limit_stored_responses,
@@ -57,11 +59,13 @@ class StatusManager(TokenizerManager):
         if server_args.device == "cpu":
             # Or processors of images ask for CUDA.
             base_processor._is_cpu = True
+        correct_template_arguments()
         correct_top_logprobs()
         correct_tool_schemas()
         correct_ollama()
         correct_detokenize()
         limit_stored_responses()
+        correct_errors()
         self._edge = edge_of(server_args).settings
         self._media = MediaFetcher(self._edge.media)
         super().__init__(server_args, *arguments, **keywords)

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final
 
 from fastapi import HTTPException
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
+
+from pie_driver_sglang.server.answers import short
+
+_STREAMS: Final = {
+    name: getattr(OllamaServing, name)
+    for name in ("_stream_chat_response", "_stream_generate_response")
+}
 
 
 def correct_ollama() -> None:
     """Has chats answered at all, streams end with their last text, and mistakes answered."""
     OllamaServing.__init__ = _init
+    for name, stream in _STREAMS.items():
+        setattr(OllamaServing, name, _telling(stream))
+
+
+def _telling(stream: Callable[..., Any]) -> Callable[..., Any]:
+    async def respond(*arguments: Any) -> Any:
+        response = await stream(*arguments)
+        response.body_iterator = _with_error(response.body_iterator)
+        return response
+
+    return respond
+
+
+async def _with_error(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream has its status before it is refused, so that Ollama's have the error in a line."""
+    try:
+        async for part in parts:
+            yield part
+    except HTTPException as error:
+        yield json.dumps({"error": short(error.detail)}).encode() + b"\n"
 
 
 def _init(self: OllamaServing, tokenizer_manager: Any) -> None:
