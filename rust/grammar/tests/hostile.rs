@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::thread;
 use std::time::Duration;
@@ -323,6 +323,56 @@ fn a_process_that_is_killed_is_started_again() {
             .compile(&regex(&format!("a{number}")))
             .wait()
             .unwrap();
+    }
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+/// The process whose number is in a file, once it is at work.
+fn busy_process(note: &Path) -> String {
+    let mut seen = None;
+    loop {
+        let pid = fs::read_to_string(note).unwrap().trim().to_owned();
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        // After its name: the state first, and its time as the twelfth.
+        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+        if let ["R" | "S", .., ticks] = fields[..fields.len().min(12)] {
+            let ticks: u64 = ticks.parse().unwrap();
+            let (first, since) = seen.get_or_insert_with(|| (pid.clone(), ticks));
+            if *first != pid {
+                seen = None;
+            } else if ticks > *since + 5 {
+                return pid;
+            }
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// As a panic does that aborts, and as the kernel does when memory is short.
+#[test]
+fn a_process_that_dies_while_it_compiles_fails_its_grammar_alone() {
+    let folder = std::env::temp_dir().join(format!("pie-grammar-dying-{}", process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let note = folder.join("pid");
+    let command = script(&format!("echo $$ > {}; exec \"$0\"", note.display()));
+    let compiler = compiler_with(limits(), command);
+    for (signal, patterns) in [("-ABRT", 60), ("-KILL", 61)] {
+        serves(&compiler);
+        compiler.compile(&regex(signal)).wait().unwrap();
+        let doomed = compiler.compile(&time_bomb(patterns));
+        let neighbour = compiler.compile(&regex(&format!("a{signal}")));
+        // The first one has compiled others, so that a fresh one tries again.
+        for _ in 0..2 {
+            let pid = busy_process(&note);
+            let killed = process::Command::new("kill").args([signal, &pid]).status();
+            assert!(killed.unwrap().success());
+        }
+        let error = failure(&doomed).to_string();
+        assert!(
+            error.contains("ended its compiler process (signal: "),
+            "{error}"
+        );
+        neighbour.wait().unwrap();
     }
     fs::remove_dir_all(&folder).unwrap();
 }
