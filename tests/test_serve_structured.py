@@ -8,11 +8,14 @@ import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final
 
 import jsonschema
+import psutil
 import pytest
 
+import forking
 from grammar_bombs import bombs
 from sglang_server import Server
 from test_serve import PROMPT, generate, refusal, running, state, wait_until
@@ -41,11 +44,35 @@ FLAGS: Final = ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25")
 
 
 @pytest.fixture(scope="module")
-def server(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def served(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, int]]:
     folder = tmp_path_factory.mktemp("structured")
     flags = ("--scheduler", "pie", *FLAGS)
-    with running(folder, *flags, python=forked_python) as (found, _):
-        yield found
+    with running(folder, *flags, python=forked_python) as (found, process):
+        yield found, process.pid
+
+
+@pytest.fixture(scope="module")
+def server(served: tuple[Server, int]) -> Server:
+    return served[0]
+
+
+@contextmanager
+def without_compilers(pid: int) -> Iterator[None]:
+    """A server whose compilers have been killed, and that can open nothing to start others."""
+    family = forking.family(pid)
+    compilers = [each for each in family if "run_grammar_compiler" in " ".join(each.cmdline())]
+    scheduler = compilers[0].parent()
+    assert scheduler is not None
+    for process in compilers:
+        process.kill()
+    limits = scheduler.rlimit(psutil.RLIMIT_NOFILE)
+    scheduler.rlimit(psutil.RLIMIT_NOFILE, (8, limits[1]))
+    try:
+        yield
+    finally:
+        scheduler.rlimit(psutil.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +224,18 @@ class TestGenerate:
         found = generate(server, regex="[0-9]{3}", max_new_tokens=8)
         assert re.fullmatch("[0-9]{3}", found["text"])
         assert generate(server, max_new_tokens=8)["text"] == whole
+
+    def test_a_lack_of_compilers_is_no_bad_request(self, served: tuple[Server, int]) -> None:
+        server, pid = served
+        generate(server, regex="[0-9]{3}")
+        body = {"text": PROMPT, "sampling_params": {"regex": "[0-9]{4}", "max_new_tokens": 8}}
+        with without_compilers(pid):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                server.ask("/generate", body)
+            text = error.value.read().decode()
+            assert (error.value.code, "try again later" in text) == (503, True), text
+            assert error.value.headers["Retry-After"] == "1"
+        assert re.fullmatch("[0-9]{4}", json.loads(server.ask("/generate", body))["text"])
 
     def test_reasoning_is_free_until_it_ends(self, server: Server) -> None:
         body = {

@@ -462,6 +462,10 @@ fn failures_have_a_status() {
         ),
         (End::Refused(Refusal::Empty), 400),
         (End::Displaced, 503),
+        (
+            End::Busy("no compiler can be started: try again later".into()),
+            503,
+        ),
         (End::Failed("gone\n\nhint: wait".into()), 500),
     ] {
         let (front, kept) = (front(), Kept::default());

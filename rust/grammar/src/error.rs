@@ -134,8 +134,9 @@ impl GrammarError {
         Self::Wrong { kind, reason }
     }
 
-    /// Whether the same grammar may succeed at once, because something else was the reason.
-    pub(crate) fn is_temporary(&self) -> bool {
+    /// Whether the same grammar may succeed at once, because something else was the reason: there is no room for it, or no compiler.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
         matches!(self, Self::Busy { .. } | Self::NoCompiler { .. })
     }
 }

@@ -91,6 +91,7 @@ pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
             failed(failure, &refusal.to_string())
         }
         End::Displaced => failed(Failure::Busy, &end.reason().unwrap_or_default()),
+        End::Busy(reason) => failed(Failure::Busy, reason),
         End::Grammar(reason) => failed(Failure::Invalid, reason),
         End::Failed(reason) => failed(Failure::Internal, reason),
     }

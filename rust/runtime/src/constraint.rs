@@ -3,8 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_grammar::{Compiler, Follower, Grammar, Pending, Progress, Ready};
+use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
 use pie_sched::{Begun, Constrain, Constraint, Mask};
+
+use crate::outbox::End;
+
+/// Begins the reason of a grammar that nothing is wrong with: a scheduler passes on a text alone.
+const BUSY: char = '\u{18}';
 
 /// A grammar for the sequences of requests: [`Arrival::constraint`](crate::Arrival::constraint).
 ///
@@ -29,11 +34,27 @@ impl GrammarConstraint {
     }
 }
 
+fn reason(error: &GrammarError) -> Arc<str> {
+    if error.is_temporary() {
+        format!("{BUSY}{error}").into()
+    } else {
+        error.to_string().into()
+    }
+}
+
+/// How a sequence ends whose constraint failed for this reason.
+pub(crate) fn end(reason: &str) -> End {
+    match reason.strip_prefix(BUSY) {
+        Some(reason) => End::Busy(reason.into()),
+        None => End::Grammar(reason.into()),
+    }
+}
+
 impl Constrain for GrammarConstraint {
     fn begin(&self, most: u32, jumps: bool) -> Begun {
         let ready = match self.pending.progress() {
             Progress::Compiling => return Begun::Waiting,
-            Progress::Failed(error) => return Begun::Failed(error.to_string().into()),
+            Progress::Failed(error) => return Begun::Failed(reason(&error)),
             Progress::Ready(ready) => ready,
         };
         let follow = Follow {
@@ -131,5 +152,51 @@ impl Constraint for Thinking {
         self.binds
             .as_mut()
             .map_or(Ok(None), |binds| binds.next(forced))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pie_grammar::{CompilerCommand, Limits, Settings, Vocabulary};
+
+    use super::*;
+
+    /// How a request ends whose grammar is compiled so.
+    fn end_of(text: &str, settings: Settings) -> End {
+        let vocabulary = Vocabulary::new(&[b"a".to_vec(), Vec::new()], &[], &[1]).unwrap();
+        let compiler = Compiler::with_settings(vocabulary, settings).unwrap();
+        let constraint = GrammarConstraint::new(&compiler, &Grammar::Regex(text.into()), &[]);
+        let _ = constraint.pending.wait();
+        match constraint.begin(9, true) {
+            Begun::Failed(reason) => end(&reason),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_lack_of_compilers_is_no_fault_of_the_grammar() {
+        let no_room = Settings {
+            limits: Limits {
+                waiting: 0,
+                ..Limits::default()
+            },
+            ..Settings::default()
+        };
+        let no_process = Settings {
+            process: Some(CompilerCommand {
+                program: "/does/not/exist".into(),
+                arguments: Vec::new(),
+            }),
+            ..Settings::default()
+        };
+        for settings in [no_room, no_process] {
+            let End::Busy(reason) = end_of("a", settings) else {
+                panic!("the grammar is blamed")
+            };
+            assert!(!reason.starts_with(BUSY), "{reason}");
+            assert!(reason.ends_with("try again later"), "{reason}");
+        }
+        let wrong = end_of("(", Settings::default());
+        assert!(matches!(wrong, End::Grammar(_)), "{wrong:?}");
     }
 }

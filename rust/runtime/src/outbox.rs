@@ -40,6 +40,8 @@ pub enum End {
     Displaced,
     /// Its grammar cannot be used, or cannot be followed any further.
     Grammar(Arc<str>),
+    /// Nothing is wrong with its grammar, and it cannot be compiled now.
+    Busy(Arc<str>),
     /// It can be served no longer.
     Failed(Arc<str>),
 }
@@ -54,7 +56,9 @@ impl End {
                  hint: raise max_queued_requests"
                     .into(),
             ),
-            Self::Failed(reason) | Self::Grammar(reason) => Some((&**reason).into()),
+            Self::Failed(reason) | Self::Grammar(reason) | Self::Busy(reason) => {
+                Some((&**reason).into())
+            }
             _ => None,
         }
     }

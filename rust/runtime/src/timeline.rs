@@ -298,6 +298,7 @@ fn error(end: &End) -> Option<(&'static str, String)> {
         End::Refused(_) => "refused",
         End::Displaced => "displaced",
         End::Grammar(_) => "grammar",
+        End::Busy(_) => "busy",
         End::Failed(_) => "failed",
         _ => return None,
     };

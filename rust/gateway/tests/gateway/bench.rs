@@ -76,12 +76,17 @@ impl Bench {
 
     /// With grammars, whose end is token 0.
     pub(crate) fn with_grammars(contract: Contract) -> Self {
+        Self::with_compiler(contract, &CompilerSettings::default())
+    }
+
+    /// The same, compiled in another way.
+    pub(crate) fn with_compiler(contract: Contract, compiler: &CompilerSettings) -> Self {
         Self::with("serve", contract, &|service, door| {
             service.grammars = Some(GrammarSettings {
                 tokens: vocabulary().into(),
                 special: vec![(0, "<end>".to_owned())],
                 ends: vec![0],
-                compiler: CompilerSettings::default(),
+                compiler: compiler.clone(),
             });
             door.model.eos_tokens = vec![0];
         })

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use pie_gateway::Contract;
 use pie_gateway::contract::common::SubscribeKvEventsRequest;
 use pie_gateway::contract::vllm as proto;
+use pie_gateway::contract::vllm::sampling_params::Constraint;
+use pie_runtime::{CompilerCommand, CompilerSettings};
 use tonic::Code;
 
 use crate::bench::{Bench, WATCHDOG, collect, collect_one, expected, prompt, request, run};
@@ -116,6 +118,27 @@ fn a_full_queue_says_so() {
             collect_one(&mut stream).await.tokens,
             expected(&prompt(2), 3)
         );
+    });
+}
+
+#[test]
+fn without_a_compiler_for_its_grammar_a_request_may_come_again() {
+    run(async {
+        let compiler = CompilerSettings {
+            process: Some(CompilerCommand {
+                program: "/does/not/exist".into(),
+                arguments: Vec::new(),
+            }),
+            ..CompilerSettings::default()
+        };
+        let bench = Bench::with_compiler(Contract::Vllm, &compiler);
+        let mut asked = request("a", &prompt(1), 9);
+        let params = asked.sampling_params.as_mut().unwrap();
+        params.constraint = Some(Constraint::Regex("a".to_owned()));
+        asked.stream = false;
+        let status = bench.vllm().await.generate(asked).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+        assert!(status.message().ends_with("try again later"), "{status}");
     });
 }
 

@@ -108,7 +108,9 @@ impl From<Delta> for Output {
             }
             End::Aborted | End::Unready => "abort",
             End::Deadline => "deadline",
-            End::Refused(_) | End::Displaced | End::Grammar(_) | End::Failed(_) => "error",
+            End::Refused(_) | End::Displaced | End::Grammar(_) | End::Busy(_) | End::Failed(_) => {
+                "error"
+            }
         });
         output
     }
