@@ -186,6 +186,14 @@ def test_a_start_prints_its_plan_and_what_became_of_it(llama_driver: drivers.Dri
     assert f"{tokens:,} tokens ({tokens:,})" in log
 
 
+def test_a_driver_that_replaces_another_has_as_many_pages(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_models.POCKET, activation_dtype="float32", kept_pages=777)
+    with drivers.fork(config) as driver:
+        assert driver.caps["total_pages"] == 777
+        driver.logged("777 pages of 16")
+    assert driver.stop() == 0
+
+
 def test_ranks_take_what_was_planned_for_each(tmp_path: Path) -> None:
     config = write_config(
         tmp_path, tiny_models.POCKET, activation_dtype="bfloat16", **drivers.spread(2)

@@ -71,6 +71,25 @@ USUAL = MemorySettings(
     context_length=40_960, page_size=PAGE, requests=256, chunk_tokens=8192, slots=512
 )
 
+
+def test_a_driver_that_replaces_another_keeps_its_pages() -> None:
+    """Where less memory is free, the reserve is what shrinks; where more is, nothing grows."""
+    before = plan_memory(H200, QWEN, USUAL)
+    kept = USUAL._replace(kept_pages=before.tokens // PAGE)
+    for free in (H200.free - GIB, H200.free, H200.free + GIB):
+        device = H200._replace(free=free)
+        plan = plan_memory(device, QWEN, kept)
+        assert (plan.tokens, plan.kv) == (before.tokens, before.kv)
+        assert plan.fits(kept)
+        assert used(plan) + plan.reserve == free
+        # SGLang gets a share that the pool fits into.
+        stays = plan.weights + plan.adapters + plan.state + plan.kv
+        assert stays <= plan.fraction * free <= free - plan.activations - plan.graphs
+    # Too little for them: as many as fit.
+    device = H200._replace(free=H200.free // 2)
+    assert plan_memory(device, QWEN, kept) == plan_memory(device, QWEN, USUAL)
+
+
 FIELDS = {
     "mem_fraction_static": "fraction",
     "context_length": "context_length",
@@ -114,6 +133,7 @@ settings_ = st.builds(
     adapter_slots=st.sampled_from([0, 0, 8, 64]),
     adapter_rank=st.sampled_from([16, 64]),
     image_tokens=st.sampled_from([0, 1024]),
+    kept_pages=st.just(0),
 )
 names = st.sampled_from(["cpu", "cuda:0"])
 sizes = st.integers(1, 200 * GIB)

@@ -48,6 +48,8 @@ class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
         ready_timeout_s: How long the runtime waits for the handshake, in seconds.
         spin_budget_us: How long to spin for a request before parking, in microseconds; 2**64 - 1
             for ever.
+        kept_pages: KV pages of the driver that this one replaces; it has as many if they fit. 0 if
+            it replaces none.
         options: The checked `[driver.options]`.
     """
 
@@ -59,6 +61,7 @@ class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 29500
     ready_timeout_s: float = 1200.0
     spin_budget_us: int = 1000
+    kept_pages: int = 0
     options: DriverOptions
 
 

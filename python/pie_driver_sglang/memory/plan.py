@@ -71,6 +71,24 @@ CPU_POOL_SHARE: Final = 0.1
 
 def plan_memory(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
     """Divides a device's free memory; :meth:`Plan.fits` says whether it is enough."""
+    plan = _sized(device, model, settings)
+    if not settings.kept_pages:
+        return plan
+    kept = _with_tokens(plan, settings, settings.kept_pages * settings.page_size)
+    return kept if kept.reserve >= 0 else plan
+
+
+def _with_tokens(plan: Plan, settings: MemorySettings, tokens: int) -> Plan:
+    """The same with another pool, whose size the share of the memory does not limit."""
+    pages = (tokens - plan.tokens) // settings.page_size
+    plan = plan._replace(tokens=tokens, tables=plan.tables + pages * _side_bytes(settings))
+    passing = plan.activations + plan.graphs + plan.tables
+    return plan._replace(
+        reserve=plan.device.free - used(plan), fraction=1 - passing / plan.device.free
+    )
+
+
+def _sized(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
     ranks = settings.ranks
     weights = sum(part.of_rank(ranks) for part in model.weights)
     copied = sum(part.size for part in model.weights if part.most == EVERYWHERE)

@@ -94,6 +94,8 @@ class MemorySettings(NamedTuple):
     adapter_slots: int = 0
     adapter_rank: int = 0
     image_tokens: int = 0
+    kept_pages: int = 0
+    """Pages that the pool has if they fit, even if that takes of the reserve; 0 to plan them."""
 
     @property
     def context_tokens(self) -> int:

@@ -161,7 +161,7 @@ def _plan(
     doubt = find_doubt(plan, sizes, settings)
     if doubt is not None:
         logger.warning("%s", doubt)
-    share, limit = plan.fraction, None
+    share, limit = plan.fraction, plan.tokens if settings.kept_pages else None
     if device.is_host:
         # What is free there changes all the time: the plan decides, not what SGLang measures.
         share, limit = _HOST_FRACTION, plan.tokens

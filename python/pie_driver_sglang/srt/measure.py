@@ -60,7 +60,7 @@ def settings_of(
 ) -> MemorySettings:
     """What a configuration means for the memory."""
     settings = Resolved(args)
-    return memory_settings(
+    planned = memory_settings(
         config.driver.options,
         device,
         config.driver.tensor_parallel_size,
@@ -69,6 +69,7 @@ def settings_of(
         backends=settings.attention_backends,
         deterministic=settings.enable_deterministic_inference,
     )
+    return planned._replace(kept_pages=config.driver.kept_pages)
 
 
 def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> ModelSizes:

@@ -21,6 +21,8 @@ pub struct DriverSettings {
     pub seed: i64,
     /// Microseconds that both sides of the ring spin before they park; [`u64::MAX`] never to park.
     pub spin_budget_us: u64,
+    /// KV pages of the driver that this one replaces, so that it has as many if they fit; 0 if it replaces none.
+    pub kept_pages: u32,
     /// The table `[driver.options]`.
     pub options: Table,
     /// Limit for the start.
@@ -41,6 +43,7 @@ impl DriverSettings {
             dtype: None,
             seed: 42,
             spin_budget_us: 1000,
+            kept_pages: 0,
             options: Table::new(),
             ready_timeout: Duration::from_mins(20),
             answer_timeout: Duration::from_mins(1),
@@ -71,7 +74,7 @@ impl DriverSettings {
         let ranks = i64::try_from(self.devices.len()).unwrap_or(i64::MAX);
         // Ranks of one host meet without a port; the protocol wants one all the same.
         let port = 29_500 + i64::from(group % 1000);
-        let driver = table([
+        let mut driver = table([
             ("group_id", Value::Integer(group.into())),
             ("device", Value::Array(devices.collect())),
             ("tensor_parallel_size", Value::Integer(ranks)),
@@ -85,6 +88,9 @@ impl DriverSettings {
             ("spin_budget_us", spin(self.spin_budget_us)),
             ("options", Value::Table(self.options.clone())),
         ]);
+        if self.kept_pages > 0 {
+            driver.insert("kept_pages".to_owned(), self.kept_pages.into());
+        }
         table([
             ("model", Value::Table(model)),
             ("driver", Value::Table(driver)),

@@ -59,7 +59,12 @@ impl Replica {
 
     /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
     fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
-        let mut driver = Driver::spawn(self.driver.clone(), self.sink())?;
+        let mut settings = self.driver.clone();
+        // Other processes may have taken memory since, and the pages of the requests that go on must be there.
+        settings.kept_pages = self.shared.update(self.number, |state| {
+            state.caps.as_ref().map_or(0, |caps| caps.total_pages)
+        });
+        let mut driver = Driver::spawn(settings, self.sink())?;
         self.shared
             .update(self.number, |state| state.stats.driver_pid = driver.pid());
         let served = self.serve_with(&mut driver, answered);

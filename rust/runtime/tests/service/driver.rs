@@ -90,12 +90,21 @@ struct Behaviour {
     refuse: Option<u32>,
     /// Milliseconds of each frame.
     slow: u64,
-    /// Has less pages from its second start on.
-    shrink: bool,
+    shrink: Shrink,
     /// Is not ready, from its second start on, before a file `ready` lies where its starts are counted.
     waits: bool,
     /// Bytes of a slot's request.
     slot_bytes: Option<u32>,
+}
+
+/// Whether it has less pages from its second start on.
+#[derive(Clone, Copy, Default, PartialEq)]
+enum Shrink {
+    #[default]
+    Never,
+    Always,
+    /// Unless it is told how many there were.
+    Untold,
 }
 
 impl Behaviour {
@@ -114,7 +123,8 @@ impl Behaviour {
                 "die-of" => behaviour.die_of = Some(value),
                 "refuse" => behaviour.refuse = Some(value),
                 "slow" => behaviour.slow = value.into(),
-                "shrink" => behaviour.shrink = true,
+                "shrink" => behaviour.shrink = Shrink::Always,
+                "short" => behaviour.shrink = Shrink::Untold,
                 "waits" => behaviour.waits = true,
                 "slot-bytes" => behaviour.slot_bytes = Some(value),
                 "serve" => {}
@@ -127,7 +137,7 @@ impl Behaviour {
 
 /// Serves until it is stopped, or fails as the test asks.
 pub(crate) fn main(config: &str) {
-    let behaviour = Behaviour::parse(&std::env::var("PIE_TEST_BEHAVIOUR").unwrap());
+    let mut behaviour = Behaviour::parse(&std::env::var("PIE_TEST_BEHAVIOUR").unwrap());
     let starts = std::env::var("PIE_TEST_STARTS").unwrap();
     let start = fs::read_to_string(&starts).map_or(0, |text| text.lines().count() as u32) + 1;
     let mut file = OpenOptions::new()
@@ -145,11 +155,12 @@ pub(crate) fn main(config: &str) {
         process::exit(9);
     }
     let config: toml::Table = fs::read_to_string(config).unwrap().parse().unwrap();
-    serve(
-        config["driver"]["group_id"].as_integer().unwrap(),
-        behaviour,
-        start,
-    );
+    let driver = &config["driver"];
+    let kept = driver.get("kept_pages").and_then(toml::Value::as_integer);
+    if behaviour.shrink == Shrink::Untold && kept == Some(TOTAL_PAGES.into()) {
+        behaviour.shrink = Shrink::Never;
+    }
+    serve(driver["group_id"].as_integer().unwrap(), behaviour, start);
 }
 
 fn handshake(lines: &str) {
@@ -165,7 +176,7 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
     let request = behaviour.slot_bytes.unwrap_or(1 << 16);
     ring.layout = RegionLayout::new(2, request, 1 << 16).unwrap();
     let mut server = Server::create(&ring, &guard).unwrap();
-    let shrunk = u32::from(behaviour.shrink && start > 1);
+    let shrunk = u32::from(behaviour.shrink != Shrink::Never && start > 1);
     let caps = json!({
         "total_pages": TOTAL_PAGES - shrunk, "kv_page_size": PAGE, "swap_pool_size": HOST_PAGES,
         "max_forward_tokens": MOST_TOKENS, "max_forward_requests": MOST_REQUESTS,

@@ -604,6 +604,16 @@ fn a_driver_that_comes_back_smaller_is_not_served_with() {
     assert!(why.contains("came back with 47 pages"), "{why}");
 }
 
+/// Whatever memory is free by then.
+#[test]
+fn a_driver_is_started_again_with_the_pages_that_it_had() {
+    let bench = Bench::ready("die-at=2 short");
+    let request = bench.submit(&[5, 6], 4);
+    let stories = bench.collect(1);
+    assert_eq!(stories[&(request, 0)].end, Some(End::Length));
+    assert_eq!(bench.service.stats()[0].restarts, 1);
+}
+
 #[test]
 fn an_interpreter_or_model_that_is_not_there_is_named() {
     let bench = Bench::start("serve", |settings| {
