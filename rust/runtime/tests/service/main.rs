@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Delta, DriverSettings, End, Ends, LogprobParams, Pause, Policy, Rejected, Sampler,
-    Sampling, Service, ServiceSettings,
+    Arrival, Delta, Draw, DriverSettings, End, Ends, LogprobParams, Pause, Picture, Pictures,
+    Policy, Rejected, Sampler, Sampling, Service, ServiceSettings,
 };
 use tempfile::TempDir;
 
@@ -376,6 +376,42 @@ fn frames_of_small_slots_have_few_rows() {
     let id = bench.service.submit(arrival, None).unwrap();
     let end = format!("{:?}", bench.collect(1)[&(id, 0)].end);
     assert!(end.contains("RowBytes"), "{end}");
+}
+
+/// An image that brings more bytes than was said of it, which only a caller's mistake does.
+#[test]
+fn a_frame_that_does_not_fit_its_slot_fails_the_request_that_is_too_large() {
+    let bench = Bench::start("slot-bytes=8192", |settings| {
+        settings.max_image_bytes = 1000;
+    });
+    bench.wait_ready();
+    let pixels = vec![1; 9000].into();
+    let picture = Picture::new(1, 4, [1, 2, 2], pixels, [].into()).unwrap();
+    let mut arrival = Arrival::new(0, vec![1; 6], GREEDY.into(), 5);
+    Draw::attach(Pictures::new(vec![picture]).unwrap(), &mut arrival);
+    arrival.images[0].bytes = 1;
+    let others = prompts(8);
+    let ids: Vec<u64> = others
+        .iter()
+        .map(|(prompt, output)| bench.submit(prompt, *output))
+        .collect();
+    let large = bench.service.submit(arrival, None).unwrap();
+    let stories = bench.collect(ids.len() + 1);
+    let log = bench.log();
+    assert!(
+        matches!(stories[&(large, 0)].end, Some(End::Failed(_))),
+        "{log}"
+    );
+    assert!(
+        log.contains("a step failed") && log.contains("bytes"),
+        "{log}"
+    );
+    for (id, (prompt, output)) in ids.iter().zip(&others) {
+        let story = &stories[&(*id, 0)];
+        assert_eq!(story.end, Some(End::Length), "{log}");
+        assert_eq!(story.tokens, expected(prompt, *output), "of {prompt:?}");
+    }
+    assert_eq!(bench.restarts(), 0);
 }
 
 #[test]
