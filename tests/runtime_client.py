@@ -480,3 +480,15 @@ def resident_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def reaper(pid: int) -> int:
+    """The process that watches a driver, by the descriptor that it does so with."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.joinpath("comm").read_text() != "pie-reaper\n":
+                continue
+            for descriptor in process.joinpath("fdinfo").iterdir():
+                if f"Pid:\t{pid}\n" in descriptor.read_text():
+                    return int(process.name)
+    raise AssertionError(f"nobody watches {pid}")

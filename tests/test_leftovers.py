@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 import forking
+import runtime_client
 from pie_server import START_S, regions, shared_memory, wait_until
-from sglang_server import free_ports
+from sglang_server import Server, free_ports
 from tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -40,22 +41,32 @@ class Started:
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process = process
-        self.family = [psutil.Process(process.pid), *forking.family(process.pid)]
+        self.family = list[psutil.Process]()
         tokens = [path.name.removeprefix("pie-sglang-") for path in folder.glob("pie-sglang-*")]
-        self._marks = [*tokens, *regions(self.family)]
+        self._marks = set(tokens)
+        self.look()
         assert self.names()
+
+    def look(self) -> None:
+        """Finds what has been started since it was last looked."""
+        found = [psutil.Process(self.process.pid), *forking.family(self.process.pid)]
+        self.family += [each for each in found if each not in self.family]
+        self._marks |= regions(found)
 
     def names(self) -> set[str]:
         return {name for name in shared_memory() if any(mark in name for mark in self._marks)}
 
-    def kill(self, words: str) -> None:
-        """Kills the first process whose command line has these words."""
+    def find(self, words: str) -> psutil.Process:
+        """The first process whose command line has these words."""
         for each in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if words in " ".join(each.cmdline()):
-                    each.send_signal(signal.SIGKILL)
-                    return
+                    return each
         raise AssertionError(f"no process has {words!r} in its command line")
+
+    def kill(self, words: str) -> None:
+        """Kills the first process whose command line has these words."""
+        self.find(words).kill()
 
     def is_over(self) -> bool:
         self.process.poll()
@@ -100,8 +111,8 @@ def started(folder: Path, *command: str, ready: bytes = b"curl") -> Iterator[Sta
         timer.cancel()
 
 
-def serve(*flags: str) -> list[str]:
-    [port] = free_ports(1)
+def serve(*flags: str, port: int | None = None) -> list[str]:
+    port = port or free_ports(1)[0]
     words = ["--model-path", str(POCKET), "--device", "cpu", "--port", str(port), *flags]
     return ["-m", "pie_driver_sglang", "serve", *words]
 
@@ -150,6 +161,35 @@ def test_sglangs_server_with_workers(words: str, folder: Path) -> None:
             found.process.terminate()
         else:
             found.kill(words)
+        check(found, folder)
+
+
+def test_a_rank_and_a_driver_with_its_reaper(folder: Path) -> None:
+    """Their server lives on, and loses no answer."""
+    [port] = free_ports(1)
+    server = Server(f"http://127.0.0.1:{port}", folder / "log")
+    with started(folder, *serve("--scheduler", "pie", "--tp-size", "2", port=port)) as found:
+        expected, _ = server.generate([31, 32, 33], 60)
+
+        def kill_both() -> None:
+            driver = found.find("--config")
+            os.kill(runtime_client.reaper(driver.pid), signal.SIGKILL)
+            driver.kill()
+
+        for kill in (lambda: found.kill("ranks.worker"), kill_both):
+            parts = server.stream([31, 32, 33], 60)
+            next(parts)
+            kill()
+            assert list(parts)[-1] == expected
+            found.look()
+        found.process.terminate()
+        check(found, folder)
+
+
+def test_the_gateway(folder: Path) -> None:
+    pytest.importorskip("smg")
+    with started(folder, *serve("--front", "gateway", "--prometheus-port", "0")) as found:
+        found.kill("smg::router")
         check(found, folder)
 
 

@@ -366,18 +366,6 @@ class TestParentDeath:
         assert not Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}").exists()
 
 
-def reaper(pid: int) -> int:
-    """The process that watches a driver, by the descriptor that it does so with."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if process.joinpath("comm").read_text() != "pie-reaper\n":
-                continue
-            for descriptor in process.joinpath("fdinfo").iterdir():
-                if f"Pid:\t{pid}\n" in descriptor.read_text():
-                    return int(process.name)
-    raise AssertionError(f"nobody watches {pid}")
-
-
 class TestRegionName:
     """One driver per group id, and neither lock nor region is left over by a crash."""
 
@@ -398,7 +386,7 @@ class TestRegionName:
     ) -> None:
         config = drivers.write_config(tmp_path, llama_snapshot)
         killed = drivers.fork(config)
-        os.kill(reaper(killed.process.pid), signal.SIGKILL)
+        os.kill(rc.reaper(killed.process.pid), signal.SIGKILL)
         assert killed.stop(sig=signal.SIGKILL) == -signal.SIGKILL
         assert killed.region.exists()
         stale = killed.region.stat().st_ino
