@@ -117,21 +117,11 @@ def serve(*flags: str, port: int | None = None) -> list[str]:
     return ["-m", "pie_driver_sglang", "serve", *words]
 
 
-def check(found: Started, folder: Path, *, libraries: bool = False) -> None:
-    """With `libraries`, caches of torch and others may stay: a driver has the user's folder."""
+def check(found: Started, folder: Path) -> None:
     wait_until(found.is_over, END_S, "the end of every process")
     wait_until(lambda: not found.names(), END_S, "the end of what is in shared memory")
-    wait_until(
-        lambda: (
-            not [
-                path
-                for path in folder.iterdir()
-                if path.name != "log" and not (libraries and not path.name.startswith("pie"))
-            ]
-        ),
-        END_S,
-        "the end of the files",
-    )
+    left = lambda: [path for path in folder.rglob("*") if path.name != "log"]  # noqa: E731
+    wait_until(lambda: not left(), END_S, f"the end of the files: {left()}")
 
 
 @pytest.mark.parametrize(
@@ -204,4 +194,4 @@ def test_the_gateways_services(folder: Path) -> None:
 def test_an_engine_in_a_script(folder: Path) -> None:
     with started(folder, "-c", ENGINE) as found:
         found.process.kill()
-        check(found, folder, libraries=True)
+        check(found, folder)

@@ -123,8 +123,13 @@ def packaged_folder(name: str, model: PackagedModel | None = None) -> Path:
 
 def cache_folder() -> Path:
     """Where converted models are kept."""
+    return kept_folder(Path("models"))
+
+
+def kept_folder(name: Path) -> Path:
+    """A folder of this package that stays, for whoever may write it again."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "pie-sglang" / "models"
+    return Path(base).expanduser() / "pie-sglang" / name
 
 
 def _is_whole(folder: Path) -> bool:

@@ -7,9 +7,11 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Final, cast
 
+from pie_driver_sglang.checkpoint.packaged import kept_folder
 from pie_driver_sglang.srt.seams import process
 
 _UNNEEDED: Final = ("sklearn",)
@@ -17,6 +19,16 @@ _UNNEEDED: Final = ("sklearn",)
 
 With scikit-learn transformers measures the drafts of its own generation; it brings SciPy's
 statistics and pandas along, 700 modules and 100 MB.
+"""
+
+_FOLDERS: Final = {
+    "CUDA_TILE_TEMP_DIR": "cuda-tile",
+    "CUTE_DSL_CACHE_DIR": "cutlass",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+"""Folders that libraries make while they are imported, in TMPDIR if nothing else is said.
+
+A driver that is killed would leave them there. What is compiled is worth keeping.
 """
 
 
@@ -44,11 +56,22 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: in
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
         os.environ.setdefault("CUDA_MODULE_LOADING", "AUTO")
+    for variable, name in _FOLDERS.items():
+        _keep(variable, Path("libraries", name))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # joblib, which scikit-learn brings, otherwise tries out named semaphores in /dev/shm.
     os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
     process.skip_model_modules(architectures)
+
+
+def _keep(variable: str, name: Path) -> None:
+    # Without a home that can be written to, they stay where they are.
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = kept_folder(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault(variable, str(folder))
 
 
 @contextlib.contextmanager
