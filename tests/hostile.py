@@ -378,8 +378,6 @@ def chat_calls() -> list[Call]:
         ),
         "template-arguments": _chat(chat_template_kwargs={"messages": 5, "tools": 7}),
         "template-endless": _chat(chat_template_kwargs={"chat_template": _ENDLESS}),
-        "field-long": _chat(temperature="x" * 100_000),
-        "fields-long": _chat(tools=[["x" * 100_000]] * 20, stream=True),
         "template-deep": _chat(chat_template_kwargs=nested(500)),
         "top-logprobs": _chat(logprobs=True, top_logprobs=2**31),
         "image-file": _chat(messages=image),
@@ -396,7 +394,7 @@ def sglang_calls(folder: str) -> list[Call]:
     Args:
         folder: Made by a pickle that is read.
     """
-    code = harmful_pickle(folder)
+    code, chats = harmful_pickle(folder), "/v1/chat/completions"
     bodies: dict[str, tuple[str, Callable[[], bytes]]] = {
         "abort-of-nobody": ("/abort_request", _json(rid="nobody")),
         "abort-of-the-empty-name": ("/abort_request", _json(rid="")),
@@ -427,6 +425,9 @@ def sglang_calls(folder: str) -> list[Call]:
         "rerank": ("/v1/rerank", _json(query="a", documents=["b"])),
         "responses-deep": ("/v1/responses", _json(model="m", input=nested(500))),
         "ollama-long": ("/api/chat", _json(model="m", messages=[_LONG_TURN])),
+        # smg repeats what it cannot read.
+        "field-long": (chats, _chat(temperature="x" * 100_000)),
+        "fields-long": (chats, _chat(tools=[["x" * 100_000]] * 20, stream=True)),
         "tokenize-format": ("/v1/tokenize", _chat(response_format="x")),
         "ollama-deep": ("/api/chat", _json(model="m", messages=nested(500), stream=False)),
         "function-calls": (
