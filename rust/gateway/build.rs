@@ -8,9 +8,19 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use prost_types::FileDescriptorSet;
+use prost_types::field_descriptor_proto::{Label, Type};
+
 /// As `definitions/Cargo.toml` has it.
 const PACKAGE: &str = "smg-grpc-client";
 const COMMON: &str = ".smg.grpc.common";
+/// Fields of messages that are refused when they say anything. Read as bytes they take no more memory than they have: an empty
+/// message, two bytes, would take hundreds.
+const UNREAD: [(&str, &str); 3] = [
+    ("GenerateRequest", "extra_mm_inputs"),
+    ("GenerateRequest", "media_refs"),
+    ("SamplingParams", "custom_params"),
+];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
@@ -18,7 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let folder = find_definitions()?;
     let client = env::var_os("CARGO_FEATURE_CLIENT").is_some();
     let generate = |name: &str, extern_common: bool| -> Result<(), Box<dyn Error>> {
-        let definitions = protox::compile([name], [&folder])?;
+        let mut definitions = protox::compile([name], [&folder])?;
+        leave_unread(&mut definitions);
         let mut builder = tonic_prost_build::configure()
             .build_client(client)
             // They are the definitions' own, and not written for rustdoc.
@@ -31,6 +42,24 @@ fn main() -> Result<(), Box<dyn Error>> {
     generate("common.proto", false)?;
     generate("vllm_engine.proto", true)?;
     generate("sglang_scheduler.proto", true)
+}
+
+/// Has the fields of [`UNREAD`] read as bytes, as many as there are: on the wire both are the same.
+fn leave_unread(definitions: &mut FileDescriptorSet) {
+    let messages = definitions
+        .file
+        .iter_mut()
+        .flat_map(|file| &mut file.message_type);
+    for message in messages {
+        let name = message.name().to_owned();
+        for field in &mut message.field {
+            if UNREAD.contains(&(&name, field.name())) {
+                field.set_type(Type::Bytes);
+                field.set_label(Label::Repeated);
+                field.type_name = None;
+            }
+        }
+    }
 }
 
 /// The folder with the definitions, in the sources that cargo has of the package.

@@ -5,6 +5,8 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use pie_ingress::shown;
+
 /// What a request says of its session: `SGLang`'s `SessionParams`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SessionParams {
@@ -143,12 +145,14 @@ impl Sessions {
         let id = &params.id;
         let Some(session) = self.open.get_mut(id) else {
             return Err(format!(
-                "Invalid request: session id {id} does not exist: open it by `/open_session`"
+                "Invalid request: session id {} does not exist: open it by `/open_session`",
+                shown(id)
             ));
         };
         if session.closes {
             return Err(format!(
-                "Invalid request: close was requested for session {id}"
+                "Invalid request: close was requested for session {}",
+                shown(id)
             ));
         }
         session.used = now;
@@ -245,8 +249,9 @@ impl Session {
         };
         match self.turns.get(rid) {
             None => Err(format!(
-                "Invalid request session id: the session {} has no request {rid}",
-                params.id
+                "Invalid request session id: the session {} has no request {}",
+                shown(&params.id),
+                shown(rid)
             )),
             Some(turn) if turn.request.is_some() && !params.replace => {
                 Err("Session request is appending to a request that hasn't finished.".to_owned())

@@ -146,6 +146,16 @@ fn what_is_not_served_is_refused_by_name() {
             "the stop_regex \"(\" is not served: unclosed group",
         ),
         (
+            plain(&[(
+                "stop_regex_strs",
+                Value::Array(vec![format!("({}", "a".repeat(8000)).into()]),
+            )]),
+            concat!(
+                "the stop_regex \"(aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+                "\" is not served: unclosed group"
+            ),
+        ),
+        (
             plain(&[("stop_token_ids", Value::Array(vec![Value::from(-1)]))]),
             "token -1 of `stop_token_ids` is not in the vocabulary",
         ),
@@ -300,6 +310,11 @@ fn an_adapter_is_found_by_the_tokenizer_managers_name() {
     let refused = reason(&ask("b", "ab12").to_detokenizer[0]);
     assert!(
         refused.contains("adapter `ab12` is not loaded"),
+        "{refused}"
+    );
+    let refused = reason(&ask("c", "a\n\n").to_detokenizer[0]);
+    assert!(
+        refused.contains(r"adapter `a\n\n` is not loaded"),
         "{refused}"
     );
     assert_eq!(kept.arrivals.borrow().len(), 1);

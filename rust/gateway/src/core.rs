@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_ingress::{Ingress, ModelFacts, RawRequest, Refusal, RequestSpec, StopTexts, one_line};
+use pie_ingress::{RawRequest, StopTexts, one_line};
 use pie_runtime::{
     Batch, Capabilities, Delta, End, Service, Timeline, Timelines, TraceParent, TracedRequest,
 };
@@ -17,7 +17,8 @@ use crate::events::{Journal, Subscription};
 use crate::loads::{Loads, Throughput};
 use crate::logprobs::{Reader, Sides};
 use crate::mailbox::{Mailbox, Pace};
-use crate::settings::{self, GatewaySettings, ImageFacts};
+use crate::reader::RequestReader;
+use crate::settings::{self, GatewaySettings};
 use crate::status::{SHUTTING_DOWN, refused, rejected, shut_down};
 use crate::times;
 
@@ -51,7 +52,7 @@ pub(crate) struct Core {
     service: Arc<Service>,
     settings: GatewaySettings,
     able: Capabilities,
-    ingress: Ingress,
+    reader: RequestReader,
     open: Mutex<Open>,
     /// Where requests are traced.
     traced: Option<Timelines>,
@@ -89,21 +90,14 @@ impl Core {
         settings: GatewaySettings,
     ) -> Result<Self, GatewayError> {
         let able = service.capabilities().ok_or(GatewayError::NotReady)?;
-        let facts = ModelFacts {
-            vocab_size: able.vocab_size,
-            eos_token_ids: settings.model.eos_tokens.clone(),
-            // The scheduler knows its pool.
-            max_prompt_tokens: None,
-            context_length: None,
-        };
-        let ingress = Ingress::new(settings.limits.clone(), facts);
+        let reader = RequestReader::new(&settings, able.vocab_size);
         Ok(Self {
             traced: settings.traces.then(|| Timelines::new(service.began())),
             journal: Arc::new(Journal::new(settings.event_history, able.kv_page_size)),
             service,
             settings,
             able,
-            ingress,
+            reader,
             open: Mutex::default(),
             throughput: Mutex::default(),
             is_closing: AtomicBool::new(false),
@@ -157,7 +151,9 @@ impl Core {
         }
         let Asked { raw, pace, sides } = asked;
         let name = raw.name.clone();
-        let spec = self.validate(raw).map_err(|refusal| refused(&refusal))?;
+        let bind = |grammar: &_, after: &_| self.service.bind(grammar, after);
+        let spec = self.reader.validate(raw, bind);
+        let spec = spec.map_err(|refusal| refused(&refusal))?;
         let prompt_tokens = spec.prompt().len() as u32;
         let (samples, stops) = (spec.samples(), spec.stops().clone());
         let reader = spec.logprobs().cloned();
@@ -193,21 +189,9 @@ impl Core {
         })
     }
 
-    /// What the engine takes of a request. It is aborted by its name, so it must have one.
-    fn validate(&self, mut raw: RawRequest) -> Result<RequestSpec, Refusal> {
-        if raw.name.is_empty() {
-            return Err(Refusal::Other(
-                "`request_id` is empty: name the request, so that it can be aborted".to_owned(),
-            ));
-        }
-        raw.speculates = self.settings.speculates;
-        self.ingress
-            .validate(raw, |grammar, after| self.service.bind(grammar, after))
-    }
-
-    /// Against which requests are validated.
-    pub(crate) const fn ingress(&self) -> &Ingress {
-        &self.ingress
+    /// By which requests are read and validated.
+    pub(crate) const fn reader(&self) -> &RequestReader {
+        &self.reader
     }
 
     /// Ends a request by its name. Whether there was one.
@@ -359,10 +343,6 @@ impl Core {
 
     pub(crate) fn model(&self) -> &settings::ModelFacts {
         &self.settings.model
-    }
-
-    pub(crate) fn images(&self) -> Option<ImageFacts> {
-        self.settings.images
     }
 
     pub(crate) fn replicas(&self) -> usize {

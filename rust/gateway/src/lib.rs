@@ -6,6 +6,7 @@
 //! | [`contract`] | messages and services, generated from the published definitions |
 //! | `settings` | what a door is made of, and what it says of its model |
 //! | `core`, `ticket` | requests that have not ended, whichever contract they came by |
+//! | `reader` | from a message to what the engine takes of it |
 //! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
 //! | `mailbox` | what a request has brought forth and its client has not fetched |
 //! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
@@ -24,6 +25,7 @@ mod loads;
 mod logprobs;
 mod mailbox;
 mod media;
+mod reader;
 mod settings;
 mod sglang;
 mod status;
@@ -35,6 +37,7 @@ mod vllm;
 
 pub use door::Gateway;
 pub use error::GatewayError;
+pub use reader::RequestReader;
 pub use settings::{Contract, GatewaySettings, ImageFacts, ModelFacts};
 
 /// The README's example is a test.

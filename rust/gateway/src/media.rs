@@ -1,6 +1,7 @@
 //! The images of a request, which the gateway has made tensors of.
 
-use pie_runtime::{Picture, Pictures};
+use pie_ingress::shown;
+use pie_runtime::{Picture, PictureError, Pictures};
 use tonic::Status;
 
 use crate::settings::ImageFacts;
@@ -10,6 +11,9 @@ const GRIDS: &str = "image_grid_thw";
 /// Why something that is no picture is refused.
 const PICTURES: &str =
     "it takes pictures, with `pixel_values` and `image_grid_thw`, and no audio or video";
+
+/// More have no use here, and would fill a refusal.
+const MOST_DIMENSIONS: usize = 8;
 
 /// A tensor of a message.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +75,7 @@ pub(crate) fn pictures(
         .iter()
         .fold(0, |sum: u64, &grid| sum.saturating_add(patches(grid)));
     let mut pixels = Pixels::new(pixels, patches)?;
-    let mut found = Vec::with_capacity(grids.len());
+    let mut found: Vec<Picture> = Vec::with_capacity(grids.len());
     // By how much positions are smaller than places.
     let mut lag = 0;
     for (number, (&grid, &place)) in grids.iter().zip(&media.places).enumerate() {
@@ -79,10 +83,14 @@ pub(crate) fn pictures(
         let sides = merged(grid, facts.merge).map_err(of_image)?;
         check_place(place, sides, prompt).map_err(of_image)?;
         let (start, tokens) = place;
-        let first = start.checked_sub(lag);
-        let first = first.ok_or_else(|| of_image("it lies over the one before it".to_owned()))?;
+        // Before its positions are made: images in one place could have any number of them.
+        let free = found.last().map_or(0, Picture::end);
+        if start < free {
+            return Err(of_image(PictureError::Place { start, free }.to_string()));
+        }
+        let axes = axes(start - lag, sides);
         lag += tokens - sides.0.max(sides.1);
-        let picture = Picture::new(start, tokens, grid, pixels.take(grid), axes(first, sides));
+        let picture = Picture::new(start, tokens, grid, pixels.take(grid), axes);
         found.push(picture.map_err(|problem| of_image(problem.to_string()))?);
     }
     Pictures::new(found).map_err(|(number, problem)| wrong(format!("image {number}: {problem}")))
@@ -142,6 +150,12 @@ fn axes(first: u32, (rows, columns): (u32, u32)) -> Box<[u32]> {
 
 /// The size of a number, or what is wrong with the length of a tensor.
 fn checked(tensor: Tensor<'_>, size: u64) -> Result<(), Status> {
+    let dimensions = tensor.shape.len();
+    if dimensions > MOST_DIMENSIONS {
+        return Err(wrong(format!(
+            "a tensor has {dimensions} dimensions, {MOST_DIMENSIONS} are the most"
+        )));
+    }
     let numbers = tensor.shape.iter().map(|&side| u64::from(side));
     let expected = numbers.chain([size]).try_fold(1, u64::checked_mul);
     if expected == Some(tensor.data.len() as u64) {
@@ -186,6 +200,7 @@ fn read_grids(tensor: Tensor<'_>) -> Result<Vec<[u32; 3]>, Status> {
 }
 
 fn unknown(name: &str, dtype: &str, known: &str) -> Status {
+    let dtype = shown(dtype);
     wrong(format!("`{name}` is in {dtype}: send {known}"))
 }
 
@@ -208,7 +223,7 @@ impl<'a> Pixels<'a> {
         checked(tensor, size)?;
         let bytes = tensor.data.len() as u64;
         let row = patches.checked_mul(size).filter(|&row| row > 0);
-        if row.is_none_or(|row| !bytes.is_multiple_of(row)) {
+        if row.is_none_or(|row| bytes == 0 || !bytes.is_multiple_of(row)) {
             return Err(wrong(format!(
                 "`pixel_values` has {} numbers for {patches} patches",
                 bytes / size

@@ -35,6 +35,7 @@ use crate::loads::Loads;
 use crate::logprobs::{Row, Rows, Sides};
 use crate::mailbox::Pace;
 use crate::media::{self, Media, Tensor};
+use crate::reader::RequestReader;
 use crate::settings::ImageFacts;
 use crate::status::{Matched, refused};
 use crate::ticket::{Answer, Answers, LARGE_MESSAGE, Ticket, Wording};
@@ -141,10 +142,9 @@ fn tokens(row: Row) -> TopLogProbs {
     }
 }
 
-fn asked(mut request: GenerateRequest, core: &Core) -> Result<Asked, Status> {
-    let (images, ingress) = (core.images(), core.ingress());
+pub(crate) fn asked(mut request: GenerateRequest, reader: &RequestReader) -> Result<Asked, Status> {
+    let (images, ingress) = (reader.images, &reader.ingress);
     let params = request.sampling_params.take().unwrap_or_default();
-    let custom = params.custom_params.as_ref();
     refuse(&[
         (
             "input_embeds",
@@ -163,7 +163,7 @@ fn asked(mut request: GenerateRequest, core: &Core) -> Result<Asked, Status> {
         ),
         (
             "custom_params",
-            custom.is_some_and(|custom| !custom.fields.is_empty()),
+            params.custom_params.iter().any(|bytes| !bytes.is_empty()),
             "they are for a custom logit processor",
         ),
         (
@@ -368,7 +368,7 @@ impl SglangScheduler for Scheduler {
         // The first grammar has the vocabulary read.
         let is_slow = message.encoded_len() > LARGE_MESSAGE
             || params.is_some_and(|params| params.constraint.is_some());
-        let read = move |core: &Core| asked(message, core);
+        let read = move |core: &Core| asked(message, core.reader());
         let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
@@ -424,7 +424,7 @@ impl SglangScheduler for Scheduler {
             pad_token_id: token(model.pad_token),
             bos_token_id: token(model.bos_token),
             max_req_input_len: length,
-            supports_vision: self.0.images().is_some(),
+            supports_vision: self.0.reader().images.is_some(),
             architectures: model.architectures.clone(),
             default_sampling_params_json: model.default_sampling.clone(),
             ..GetModelInfoResponse::default()

@@ -132,8 +132,7 @@ fn tokens(row: Row) -> TopLogProbs {
     }
 }
 
-fn asked(request: GenerateRequest, core: &Core) -> Result<Asked, Status> {
-    let images = core.images();
+pub(crate) fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, Status> {
     let params = request.sampling_params.unwrap_or_default();
     refuse(&[
         (
@@ -143,7 +142,7 @@ fn asked(request: GenerateRequest, core: &Core) -> Result<Asked, Status> {
         ),
         (
             "media_refs",
-            request.media_refs.is_some(),
+            !request.media_refs.is_empty(),
             "the gateway fetches pictures, and makes tensors of them",
         ),
         (
@@ -340,7 +339,7 @@ impl VllmEngine for Engine {
         // The first grammar has the vocabulary read.
         let is_slow = message.encoded_len() > LARGE_MESSAGE
             || params.is_some_and(|params| params.constraint.is_some());
-        let read = move |core: &Core| asked(message, core);
+        let read = move |core: &Core| asked(message, core.reader().images);
         let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
@@ -390,7 +389,7 @@ impl VllmEngine for Engine {
             is_generation: true,
             max_context_length: length,
             vocab_size: able.vocab_size,
-            supports_vision: self.0.images().is_some(),
+            supports_vision: self.0.reader().images.is_some(),
             served_model_name: model.served_name.clone(),
             tokenizer_path: model.tokenizer_path.clone(),
             model_type: model.model_type.clone(),

@@ -16,7 +16,7 @@ mod spec;
 
 pub use limits::{LIMITS, Limit, RequestLimits, UnknownLimit};
 pub use logprobs::LogprobRows;
-pub use outcome::{Failure, Outcome, StopTexts, one_line, outcome};
+pub use outcome::{Failure, Outcome, StopTexts, one_line, outcome, shown};
 pub use raw::{RawLogprobs, RawRequest};
 pub use refusal::Refusal;
 pub use spec::{Ingress, ModelFacts, RequestSpec};

@@ -97,6 +97,11 @@ pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
     }
 }
 
+/// What a client wrote, as a message shows it: its first characters, on one line.
+pub fn shown(text: &str) -> String {
+    text.chars().take(60).flat_map(char::escape_debug).collect()
+}
+
 /// Clients get one line: the message and its hint.
 pub fn one_line(text: &str) -> String {
     text.replace("\n\nhint: ", ". ").replace('\n', " ")

@@ -10,7 +10,7 @@ use pie_runtime::{
 
 use crate::limits::RequestLimits;
 use crate::logprobs::LogprobRows;
-use crate::outcome::StopTexts;
+use crate::outcome::{StopTexts, shown};
 use crate::raw::{RawLogprobs, RawRequest};
 use crate::refusal::Refusal;
 
@@ -113,9 +113,8 @@ impl Ingress {
     /// # Errors
     /// [`Refusal::Token`] for what is no number.
     pub fn token_of_text(&self, field: &'static str, text: &str) -> Result<i64, Refusal> {
-        let shown = || text.chars().take(60).collect::<String>();
         let token = text.parse();
-        token.map_err(|_| self.no_token(field, &format_args!("{:?}", shown())))
+        token.map_err(|_| self.no_token(field, &format_args!("\"{}\"", shown(text))))
     }
 
     fn no_token(&self, field: &'static str, token: &dyn std::fmt::Display) -> Refusal {

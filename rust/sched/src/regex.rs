@@ -14,6 +14,8 @@ use crate::stop_strings::StopStrings;
 const SIZE: usize = 256 << 10;
 /// Bytes before a place that say whether it is the border of a word.
 const CONTEXT: usize = 4;
+/// Characters of an expression in the message that refuses it.
+const SHOWN: usize = 60;
 /// What gives a character another meaning than itself.
 const META: &str = r".^$*+?{}[]\|()";
 
@@ -27,7 +29,7 @@ pub enum StopRegexError {
          no look-around and no references to groups"
     )]
     Wrong {
-        /// Its text.
+        /// How it begins.
         pattern: String,
         /// What the compiler says.
         reason: String,
@@ -125,7 +127,7 @@ fn parse(pattern: &str) -> Result<Hir, StopRegexError> {
     let hir = ParserBuilder::new().build().parse(pattern);
     hir.map(|hir| ends_as_python(&hir))
         .map_err(|error| StopRegexError::Wrong {
-            pattern: pattern.to_owned(),
+            pattern: pattern.chars().take(SHOWN).collect(),
             reason: match &error {
                 regex_syntax::Error::Parse(error) => error.kind().to_string(),
                 regex_syntax::Error::Translate(error) => error.kind().to_string(),

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use pie_ingress::{RawRequest, Refusal};
+use pie_ingress::{RawRequest, Refusal, shown};
 
 use super::Front;
 use crate::request::GenerateRequest;
@@ -34,6 +34,7 @@ impl Front {
         if let Some(name) = &request.adapter {
             raw.adapter = state.adapters.get(name).copied();
             if raw.adapter.is_none() {
+                let name = shown(name);
                 return Err(Refusal::Other(format!(
                     "the adapter `{name}` is not loaded: load it by `/load_lora_adapter`"
                 )));

@@ -71,9 +71,12 @@ fn a_turn_goes_on_from_prompt_and_output() {
     let unknown = ask(&mut sessions, &params(Some("z")), "e", &[2], 4).unwrap_err();
     assert!(unknown.contains("has no request z"), "{unknown}");
     let mut closed = params(None);
-    closed.id = "t".to_owned();
+    closed.id = "t\n".to_owned();
     let unknown = ask(&mut sessions, &closed, "e", &[2], 4).unwrap_err();
-    assert!(unknown.contains("session id t does not exist"), "{unknown}");
+    assert!(
+        unknown.contains(r"session id t\n does not exist"),
+        "{unknown}"
+    );
     assert_eq!(sessions.close("s"), Some(1));
     assert_eq!((sessions.close("s"), sessions.len()), (None, 0));
 }

@@ -190,7 +190,7 @@ fn what_is_wrong_is_named() {
         ),
         (
             &|sent| sent.places[1].0 = 1,
-            "image 1: it lies over the one before it",
+            "image 1: it begins at token 1 of the prompt, and the image before it ends at 8",
         ),
         (
             &|sent| sent.places.truncate(1),
@@ -205,6 +205,33 @@ fn what_is_wrong_is_named() {
         let (_, found) = found.split_once(": ").unwrap();
         assert_eq!(found, expected);
     }
+    let named = |shape: &[u32], dtype: &str| {
+        let (grids, pixels) = (sent.grid_bytes(), sent.pixel_bytes());
+        let media = Media {
+            pixels: Some(tensor(shape, dtype, &pixels)),
+            grids: Some(tensor(&[2, 3], "int64", &grids)),
+            places: sent.places.clone(),
+        };
+        let refusal = pictures(&media, FACTS, sent.prompt).unwrap_err();
+        refusal.message().to_owned()
+    };
+    assert_eq!(
+        named(&[28, 3], &"float\n".repeat(1000)),
+        format!(
+            "`mm_inputs` cannot be served: `pixel_values` is in {}: send float32 or bfloat16",
+            "float\\n".repeat(10)
+        )
+    );
+    assert_eq!(
+        named(&[1; 1000], "float32"),
+        "`mm_inputs` cannot be served: a tensor has 1000 dimensions, 8 are the most"
+    );
+    let mut none = Sent::new(&[(0, 1, 1)]);
+    none.pixels.clear();
+    assert!(
+        none.refusal()
+            .ends_with("`pixel_values` has 0 numbers for 4 patches")
+    );
     let mut frames = Sent::new(&[(0, 1, 1)]);
     frames.grids[0] = [2, 2, 2];
     frames.pixels = vec![0.0; 8 * NUMBERS];

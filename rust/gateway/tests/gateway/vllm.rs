@@ -178,7 +178,7 @@ fn what_cannot_be_served_is_refused_by_name() {
             of.mm_inputs = Some(proto::MultimodalInputs::default());
         }),
         ("`media_refs` is not served", Code::InvalidArgument, |of| {
-            of.media_refs = Some(proto::MediaRefs::default());
+            of.media_refs = vec![Vec::new()];
         }),
         ("`kv_transfer_params_json`", Code::InvalidArgument, |of| {
             of.kv_transfer_params_json = Some("{}".to_owned());
