@@ -6,8 +6,8 @@ use std::sync::{Arc, LazyLock};
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_front::{Backend, Front, Outgoing};
-use pie_ingress::RequestSpec;
-use pie_runtime::{Constrain, End, Grammar, Rejected, Unbindable};
+use pie_ingress::{LogprobRows, RequestSpec};
+use pie_runtime::{Constrain, Delta, End, Grammar, Rejected, Unbindable};
 use rmpv::Value;
 
 use crate::front_messages::{self as messages, ABORT, PARAMS, REQUEST, SESSION};
@@ -15,6 +15,10 @@ use crate::memory;
 
 /// Bytes of a refusal, with all else that its message says.
 const MOST_REFUSAL: usize = 4096;
+/// Values that one short description makes: copies of copies have no other end.
+const MOST_VALUES: usize = 2048;
+/// Bytes that a request's stop expressions take while they are read, however short they are.
+const MOST_REGEXES: usize = 1 << 20;
 /// The request that comes with each message.
 const NEIGHBOUR: &str = "neighbour";
 
@@ -101,8 +105,24 @@ impl Field {
             }
             // `Value` is dropped recursively: what is deeper comes as bytes, see `deep`.
             Self::Nested(depth, is_map) => nested(*depth % 900, *is_map),
-            Self::Many(count, field) => vec![field.value(); usize::from(*count % 512)].into(),
+            Self::Many(count, field) => {
+                let value = field.value();
+                let most = MOST_VALUES / values(&value);
+                vec![value; usize::from(*count % 512).min(most)].into()
+            }
         }
+    }
+}
+
+/// Values in a value, with itself.
+fn values(value: &Value) -> usize {
+    1 + match value {
+        Value::Array(inner) => inner.iter().map(values).sum::<usize>(),
+        Value::Map(entries) => entries
+            .iter()
+            .map(|(key, value)| values(key) + values(value))
+            .sum(),
+        _ => 0,
     }
 }
 
@@ -146,19 +166,50 @@ impl Request {
     }
 }
 
+/// A request that has not ended.
+#[derive(Clone)]
+struct Running {
+    /// How many answers it has to have.
+    samples: u32,
+    logprobs: Option<LogprobRows>,
+    /// Whether it has had tokens.
+    computed: bool,
+}
+
+impl Running {
+    /// An output of one of its samples, with the log-probabilities that it wants.
+    fn delta(&self, request: u64, sample: u32, tokens: &[u32], end: Option<End>) -> Delta {
+        let mut delta = messages::delta(request, tokens, end);
+        delta.sample = sample;
+        if let Some(rows) = &self.logprobs {
+            let words = rows.params().shape().words();
+            delta.logprobs = vec![0; words * tokens.len()];
+            if !self.computed && !tokens.is_empty() {
+                // Nothing comes before the first token.
+                delta.prompt_logprobs = vec![0; words * rows.prompt().len().saturating_sub(1)];
+            }
+        }
+        delta
+    }
+}
+
 /// A runtime that keeps what it is given.
 #[derive(Default)]
 struct Runtime {
     next: Cell<u64>,
-    /// Names of requests that run, and how many answers each has to have.
-    running: RefCell<BTreeMap<u64, u32>>,
+    running: RefCell<BTreeMap<u64, Running>>,
     aborted: RefCell<Vec<u64>>,
 }
 
 impl Backend for Runtime {
     fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
         let id = self.next.replace(self.next.get() + 1);
-        self.running.borrow_mut().insert(id, spec.samples());
+        let running = Running {
+            samples: spec.samples(),
+            logprobs: spec.logprobs().cloned(),
+            computed: false,
+        };
+        self.running.borrow_mut().insert(id, running);
         Ok(id)
     }
 
@@ -296,12 +347,9 @@ fn receive(
     let before = (runtime.next.get(), seen.ended, seen.neighbours);
     let together = [bytes, &NEIGHBOURS[..]];
     let (sent, peak) = memory::peak(|| front.receive(runtime, together));
-    // A token of one byte takes tens of them once it is read.
-    assert!(
-        peak <= (1 << 16) + 64 * bytes.len(),
-        "{peak} bytes for {}",
-        bytes.len()
-    );
+    // A token of one byte takes tens of them once it is read, one of a stop string hundreds.
+    let most = (1 << 16) + 256 * bytes.len() + MOST_REGEXES * requests.unwrap_or(1);
+    assert!(peak <= most, "{peak} bytes for {}", bytes.len());
     for line in &sent.unreadable {
         assert!(
             line.len() <= MOST_REFUSAL && !line.contains('\n'),
@@ -342,10 +390,9 @@ fn requests_of(message: &Message) -> Option<usize> {
 /// Ends those that were aborted, as the runtime does.
 fn end_aborted(front: &Front, runtime: &Runtime, seen: &mut Seen) {
     for request in runtime.aborted.take() {
-        if let Some(samples) = runtime.running.borrow_mut().remove(&request) {
-            for sample in 0..samples.max(1) {
-                let mut delta = messages::delta(request, &[], Some(End::Aborted));
-                delta.sample = sample;
+        if let Some(running) = runtime.running.borrow_mut().remove(&request) {
+            for sample in 0..running.samples.max(1) {
+                let delta = running.delta(request, sample, &[], Some(End::Aborted));
                 seen.take(&front.outputs(&[delta]));
             }
         }
@@ -360,20 +407,15 @@ fn give(
     tokens: &[u16],
     ends: bool,
 ) {
-    let Some(samples) = runtime.running.borrow().get(&request).copied() else {
+    let Some(mut running) = runtime.running.borrow_mut().remove(&request) else {
         return;
     };
     let tokens: Vec<u32> = tokens
         .iter()
         .map(|&token| u32::from(token) % 1000)
         .collect();
-    if ends {
-        runtime.running.borrow_mut().remove(&request);
-    }
-    for sample in 0..samples.max(1) {
-        let end = ends.then_some(End::Length);
-        let mut delta = messages::delta(request, &tokens, end);
-        delta.sample = sample;
+    for sample in 0..running.samples.max(1) {
+        let delta = running.delta(request, sample, &tokens, ends.then_some(End::Length));
         let ended = seen.ended;
         seen.take(&front.outputs(&[delta]));
         assert_eq!(
@@ -381,6 +423,10 @@ fn give(
             usize::from(ends),
             "one end to each request"
         );
+    }
+    if !ends {
+        running.computed |= !tokens.is_empty();
+        runtime.running.borrow_mut().insert(request, running);
     }
 }
 

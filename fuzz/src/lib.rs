@@ -7,6 +7,7 @@ mod brle;
 mod cases;
 mod extension;
 mod front;
+mod gateway;
 mod grammar;
 mod memory;
 mod plan;
@@ -56,12 +57,13 @@ pub mod seeds;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 13] = [
+pub const TARGETS: [Target; 14] = [
     ("wire_request", wire::request),
     ("wire_response", wire::response),
     ("extension", extension::check),
     ("front", front::check),
     ("answer", answer::check),
+    ("gateway", gateway::check),
     ("grammar", grammar::check),
     ("brle", brle::check),
     ("plan_bytes", plan::bytes),

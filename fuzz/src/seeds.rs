@@ -12,7 +12,7 @@ use proptest::test_runner::TestRunner;
 use crate::common::builder::Encoded;
 use crate::common::device::DRIVER;
 use crate::common::generate;
-use crate::{plan, samples, serve};
+use crate::{gateway, plan, samples, serve};
 
 /// Inputs for the targets that are fed with payloads; the others start from nothing.
 #[must_use]
@@ -29,6 +29,7 @@ pub fn of(target: &str) -> Vec<Vec<u8>> {
             .collect(),
         "region_header" => vec![header()],
         "serve" => serve_seeds(),
+        "gateway" => gateway::seeds(noise()),
         "answer" | "front" | "grammar" | "radix" | "pages" => noise(),
         _ => Vec::new(),
     }

@@ -13,7 +13,7 @@ fn damaged() -> usize {
 }
 
 /// Targets whose inputs take ten times as long as those of the others.
-const SLOW: [&str; 3] = ["front", "answer", "grammar"];
+const SLOW: [&str; 4] = ["front", "answer", "gateway", "grammar"];
 
 fn corpus(target: &str) -> Vec<Vec<u8>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -107,4 +107,4 @@ macro_rules! replay {
     };
 }
 
-replay! { wire_request wire_response extension front answer grammar brle plan_bytes plan_frames region_header serve radix pages }
+replay! { wire_request wire_response extension front answer gateway grammar brle plan_bytes plan_frames region_header serve radix pages }
