@@ -248,6 +248,8 @@ def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path) -> None:
     bomb = f"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(Vtouch {trace}\ntR."
     (tmp_path / "server").mkdir()
     with with_sglangs_scheduler(tmp_path / "server") as server:
+        info = server.ask("/server_info")
+        assert "pie_edge" not in info
         assert status(server, "/v1/models", None) == 401
         assert status(server, "/start_profile", USER, {}) == 403
         assert status(server, "/update_weights_from_tensor", USER, {}) == 403

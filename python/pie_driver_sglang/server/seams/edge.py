@@ -33,7 +33,7 @@ _MOST_DEPTH: Final = 256
 """Levels of lists and maps in a JSON body."""
 _MOST_NESTED: Final = 1 << 20
 """Lists and maps in a JSON body."""
-_ATTRIBUTE: Final = "pie_edge"
+EDGE_ATTRIBUTE: Final = "pie_edge"
 _WORKER_APP: Final = "pie_driver_sglang.server.seams.worker_app:app"
 
 
@@ -63,7 +63,7 @@ def attach_edge(arguments: Any, settings: EdgeSettings, keys: ApiKeys) -> None:
     api, admin = keys.api or arguments.api_key, keys.admin or arguments.admin_api_key
     # SGLang's settings refuse to be changed once they are resolved.
     edge = Edge(settings, access_keys(ApiKeys(api, admin)))
-    vars(arguments).update({"api_key": None, "admin_api_key": None, _ATTRIBUTE: edge})
+    vars(arguments).update({"api_key": None, "admin_api_key": None, EDGE_ATTRIBUTE: edge})
     if arguments.enable_http2:
         raise ConfigError(
             "`--enable-http2` is not served: its server has no limits on connections",
@@ -85,7 +85,7 @@ def attach_edge(arguments: Any, settings: EdgeSettings, keys: ApiKeys) -> None:
 
 def edge_of(arguments: Any) -> Edge:
     """The edge that was attached to SGLang's settings; defaults where there is none."""
-    found = getattr(arguments, _ATTRIBUTE, None)
+    found = getattr(arguments, EDGE_ATTRIBUTE, None)
     return found or Edge(EdgeSettings(), access_keys(ApiKeys()))
 
 

@@ -34,7 +34,7 @@ from pie_driver_sglang.server.seams.chats import (
     correct_top_logprobs,
     limit_stored_responses,
 )
-from pie_driver_sglang.server.seams.edge import edge_of
+from pie_driver_sglang.server.seams.edge import EDGE_ATTRIBUTE, edge_of
 from pie_driver_sglang.server.seams.ollama import correct_ollama
 from pie_driver_sglang.server.seams.tokens import correct_detokenize
 
@@ -75,6 +75,13 @@ class StatusManager(TokenizerManager):
         while not self.gracefully_exit:
             await asyncio.sleep(_LOOK_S)
         await super().sigterm_watchdog()
+
+    async def get_internal_state(self) -> list[dict[Any, Any]]:
+        """What schedulers say of themselves; SGLang's lists its settings, and so what keys are."""
+        states: list[dict[Any, Any]] = await super().get_internal_state()
+        for state in states:
+            state.pop(EDGE_ATTRIBUTE, None)
+        return states
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         """What SGLang's manager yields."""
