@@ -95,13 +95,23 @@ def decode(
     return torch.stack(found)
 
 
+def found_layers(runner: Any) -> Any:
+    """The fused layers of a model; None where there are none."""
+    from pie_driver_sglang.srt.fused import fuse_layers
+    from pie_driver_sglang.srt.seams.layers import UnknownLayer
+
+    try:
+        return fuse_layers(runner)
+    except UnknownLayer:
+        return None
+
+
 def differences(config: DriverConfig) -> list[float]:
     """The largest difference of a logit, of each way but SGLang's."""
     from pie_driver_sglang.kernels import dense_layers
     from pie_driver_sglang.srt import dense as dense_module
     from pie_driver_sglang.srt import paged_attention
     from pie_driver_sglang.srt.few_rows import ExpertLayers
-    from pie_driver_sglang.srt.fused import fused_layers
     from pie_driver_sglang.srt.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -122,7 +132,7 @@ def differences(config: DriverConfig) -> list[float]:
     assert isinstance(backend, paged_attention.PagedDecode)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
-    dense = fused_layers(runner)
+    dense = found_layers(runner)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
     if isinstance(dense, ExpertLayers):
         assert dense.takes(64)
@@ -374,7 +384,7 @@ def ranked(runner: Any) -> Iterator[Any]:
     sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
     sums.add_norm.side_effect = add_norm
     with mock.patch.object(fused, "_all_reduce", lambda *_: sums):
-        dense = fused.fused_layers(runner)
+        dense = fused.fuse_layers(runner)
     assert dense is not None
     assert dense.takes(256)
     assert not dense.takes(257)
@@ -406,7 +416,7 @@ def check_ranks(runner: Any) -> None:
             mock.patch.object(fused, "tensor_group", return_value=group),
             fails as share,
         ):
-            assert fused.fused_layers(runner) is None
+            assert found_layers(runner) is None
             assert share.called == (ranks != 3 and reach is reaches)
     for ranks in (2, 4):
 
@@ -418,7 +428,7 @@ def check_ranks(runner: Any) -> None:
             mock.patch.object(fused, "tensor_group", return_value=mock.Mock(ca_comm=reaches)),
             mock.patch.object(fused.all_reduce_norm, "map_peer_memory", memory),
         ):
-            layers = fused.fused_layers(runner)
+            layers = fused.fuse_layers(runner)
         assert layers is not None
         assert layers.takes(256)
         assert not layers.takes(257)
@@ -451,8 +461,6 @@ def check_weights(runner: Any) -> None:
     """Weights elsewhere, or of other types, leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.srt.fused import fused_layers
-
     linear = runner.model.model.layers[-1].mlp.down_proj
     linear = getattr(linear, "base_layer", linear)
     own = linear.weight
@@ -462,9 +470,9 @@ def check_weights(runner: Any) -> None:
 
     for weight in (own.data.to("meta"), own.data.as_subclass(Other)):
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        assert fused_layers(runner) is None
+        assert found_layers(runner) is None
     linear.weight = own
-    assert fused_layers(runner) is not None
+    assert found_layers(runner) is not None
 
 
 @contextlib.contextmanager
@@ -484,8 +492,6 @@ def check_experts(runner: Any) -> None:
     """Experts that compute or are chosen in another way leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.srt.fused import fused_layers
-
     layer = runner.model.model.layers[-1]
     block = getattr(layer, "block_sparse_moe", None) or layer.mlp
     experts = block.experts
@@ -499,8 +505,8 @@ def check_experts(runner: Any) -> None:
         (experts.quant_method, "use_triton_kernels", True),
     ):
         with mock.patch.object(owner, name, value):
-            assert fused_layers(runner) is None, name
-    assert fused_layers(runner) is not None
+            assert found_layers(runner) is None, name
+    assert found_layers(runner) is not None
 
 
 def small_tiling(
@@ -523,12 +529,13 @@ def check_choice(runner: Any) -> None:
 
     def choices() -> tuple[str, bool]:
         """What asking for it says, and what is chosen otherwise."""
-        assert not support.decodes_paged(runner, False)
+        assert support.paged_decode_refusal(runner, False)
+        said = ""
         try:
-            assert support.decodes_paged(runner, True)
+            assert support.paged_decode_refusal(runner, True) is None
         except StartError as error:
-            return str(error), support.decodes_paged(runner, None)
-        return "", support.decodes_paged(runner, None)
+            said = str(error)
+        return said, support.paged_decode_refusal(runner, None) is None
 
     assert choices() == ("", True)
     latent = MLATokenToKVPool(

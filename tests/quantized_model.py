@@ -210,7 +210,7 @@ def main() -> None:
 
     from pie_driver_sglang.kernels import many_rows
     from pie_driver_sglang.srt import paged_attention, quantized
-    from pie_driver_sglang.srt.fused import FROZEN_SCALES, fused_layers
+    from pie_driver_sglang.srt.fused import FROZEN_SCALES, fuse_layers
     from pie_driver_sglang.srt.load import load_engine
     from pie_driver_sglang.srt.quantized import QuantizedLayers
 
@@ -230,7 +230,7 @@ def main() -> None:
         device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         with mock.patch("torch.cuda.get_device_properties", return_value=device):
             runner.init_attention_backends()
-        layers = fused_layers(runner)
+        layers = fuse_layers(runner)
         assert isinstance(layers, QuantizedLayers)
         accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
         assert (accepted, reason) == (False, FROZEN_SCALES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,30 @@ def test_server_info_has_the_resolved_arguments(server: Server) -> None:
     found = state(server)
     assert found["resolved"]["devices"] == ["cpu"]
     assert found["capabilities"]["kv_page_size"] == found["page_size"]
+
+
+def test_what_is_active_is_shown_with_reasons(server: Server) -> None:
+    info = json.loads(server.ask("/server_info"))
+    active = info["active"]
+    assert active == info["internal_states"][0]["active"]
+    assert active == {
+        "scheduler": "pie",
+        "grammar": "llguidance",
+        "attention": "torch_native",
+        "layers": "sglang",
+        "steps": "graph path",
+        "drafts": "off",
+        "reasons": {
+            "attention": "pie needs a GPU",
+            "layers": "not fused: the fused layers need a GPU",
+        },
+    }
+    log = server.log.read_text(errors="replace")
+    [line] = re.findall(r"^pie-sglang: scheduler: (.*)$", log, re.MULTILINE)
+    assert line == (
+        "pie; grammar: llguidance; attention: torch_native (pie needs a GPU); "
+        "layers: sglang (not fused: the fused layers need a GPU); steps: graph path; drafts: off"
+    )
 
 
 def _steps(file: Path) -> list[dict[str, Any]]:

@@ -60,6 +60,9 @@ def engine(forked_python: str) -> Iterator[Engine]:
             on_start=lambda seconds, line: lines.append((seconds, line)),
         )
     with found:
+        active = found.get_server_info()["active"]
+        assert (active["scheduler"], active["layers"]) == ("pie", "sglang")
+        assert active["reasons"]["layers"] == "not fused: the fused layers need a GPU"
         assert [seconds for seconds, _ in lines] == sorted(seconds for seconds, _ in lines)
         assert any("loading" in line for _, line in lines)
         yield found

@@ -278,6 +278,8 @@ class TestMetrics:
         assert "sglang:num_running_reqs" in now.names
         log = door.log.read_text(errors="replace")
         assert f"metrics at http://127.0.0.1:{door.metrics}/metrics" in log
+        assert now.total("pie_runtime:active_info", layers="sglang", scheduler="pie") == 1
+        assert "pie-sglang: scheduler: pie; grammar: llguidance; attention: torch_native (" in log
 
     def test_running_requests_are_shown_while_they_run(self, door: Door, client: Any) -> None:
         stream = complete(client, tokens=1500, stream=True)

@@ -43,13 +43,19 @@ pie_runtime:steps_total{dp_rank="0",kind="prompt",model_name="m"} 5.0
 pie_runtime:steps_total{dp_rank="0",kind="decode",model_name="m"} 7.0
 pie_runtime:steps_total{dp_rank="1",kind="prompt",model_name="m"} 5.0
 pie_runtime:steps_total{dp_rank="1",kind="decode",model_name="m"} 7.0
+# HELP pie_runtime:active_info What serves the model, as labels; always 1.
+# TYPE pie_runtime:active_info gauge
+pie_runtime:active_info{layers="fused",model_name="m",scheduler="pie"} 1.0
 """
+
+
+ACTIVE: dict[str, Any] = {"scheduler": "pie", "layers": "fused", "reasons": {}}
 
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
     runtime: Any = FewFigures()
-    with MetricsServer(RuntimeExporter([runtime], "m"), "127.0.0.1", 0) as server:
+    with MetricsServer(RuntimeExporter([runtime], "m", lambda: ACTIVE), "127.0.0.1", 0) as server:
         yield server
 
 
@@ -105,4 +111,4 @@ def test_nothing_else_is_there(server: MetricsServer) -> None:
 
 def test_a_port_that_is_taken_is_named(server: MetricsServer) -> None:
     with pytest.raises(StartError, match=f"127.0.0.1:{server.port}: Address already in use"):
-        MetricsServer(RuntimeExporter([], "m"), "127.0.0.1", server.port)
+        MetricsServer(RuntimeExporter([], "m", dict), "127.0.0.1", server.port)

@@ -26,6 +26,7 @@ from engine_hostile import JUNK
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.observe.active import ActiveFile
 from pie_driver_sglang.offline import arguments as engine_arguments
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import parse_arguments
@@ -686,7 +687,7 @@ def test_an_engine_that_nobody_refers_to_is_shut_down() -> None:
     """With a runtime by hand: as a notebook's cell that is run again leaves it."""
     runtime = FakeRuntime()
     engine = object.__new__(pie_driver_sglang.Engine)
-    engine._attach(runtime, OpenRequests(runtime))
+    engine._attach(runtime, OpenRequests(runtime), ActiveFile())
     thread = engine._requests._thread
     # A cycle, as tracebacks and notebooks make them.
     engine.self = engine  # type: ignore[attr-defined]

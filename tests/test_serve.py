@@ -28,6 +28,9 @@ from serve_control import TestRefusals as TestRefusals
 from serve_control import (
     test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
 )
+from serve_control import (
+    test_what_is_active_is_shown_with_reasons as test_what_is_active_is_shown_with_reasons,
+)
 from serve_logprobs import TestLogprobs as TestLogprobs
 from serve_logprobs import reference as reference
 from serve_logprobs import tokenizer as tokenizer
@@ -393,7 +396,8 @@ def test_many_openai_streams(server: Server) -> None:
 
 def test_a_driver_that_is_killed_loses_nothing(server: Server) -> None:
     expected, _ = server.generate([31, 32, 33], 200)
-    [driver] = state(server)["driver_pids"]
+    before = state(server)
+    [driver] = before["driver_pids"]
     found: list[list[int]] = []
     reader = threading.Thread(target=lambda: found.extend(server.stream([31, 32, 33], 200)))
     reader.start()
@@ -404,3 +408,4 @@ def test_a_driver_that_is_killed_loses_nothing(server: Server) -> None:
     after = state(server)
     assert after["restarts"] >= 1
     assert after["driver_pids"] != [driver]
+    assert after["active"] == before["active"]

@@ -250,6 +250,11 @@ def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path) -> None:
     with with_sglangs_scheduler(tmp_path / "server") as server:
         info = server.ask("/server_info")
         assert "pie_edge" not in info
+        active = json.loads(info)["active"]
+        assert (active["scheduler"], active["layers"]) == ("sglang", "sglang")
+        assert (active["attention"], active["drafts"]) == ("torch_native", "off")
+        assert active["reasons"] == {"scheduler": "as `--scheduler sglang` says"}
+        assert "pie-sglang: scheduler: sglang (as" in server.log.read_text(errors="replace")
         assert status(server, "/v1/models", None) == 401
         assert status(server, "/start_profile", USER, {}) == 403
         assert status(server, "/update_weights_from_tensor", USER, {}) == 403

@@ -110,11 +110,11 @@ class Steps:
     def _without_batches(self) -> Iterator[None]:
         """Within, layers have no kernels of batches."""
         from pie_driver_sglang.kernels import batch_products
-        from pie_driver_sglang.srt.fused import fused_layers
+        from pie_driver_sglang.srt.fused import fuse_layers
 
         with mock.patch.object(batch_products, "runs_on", lambda _: False):
             # Graphs use its memory after this has ended.
-            self._layers = fused_layers(self.engine.runner)
+            self._layers = fuse_layers(self.engine.runner)
         with mock.patch.object(self.engine, "fused", self._layers):
             yield
 

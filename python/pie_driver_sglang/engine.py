@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +75,10 @@ class ModelEngine(Protocol):
     @property
     def facts(self) -> Facts:
         """Sizes and names of the loaded model."""
+
+    @property
+    def active(self) -> Mapping[str, Any]:
+        """What runs the model, as `observe.active.Active.as_dict` has it."""
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:

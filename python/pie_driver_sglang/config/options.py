@@ -138,9 +138,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         About(
             Group.SPEED,
-            "Run Llama-like models (Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Qwen3-MoE) with the "
-            "driver's fused kernels, where `pie` decodes. Llama, Qwen 3, Qwen3-MoE and Mixtral "
-            "were run on a GPU. See [Fused layers](#fused-layers).",
+            "Run Llama-like models ([which](supported-models.md#families)) with the driver's fused "
+            "kernels, where `pie` decodes. See [Fused layers](#fused-layers).",
         ),
     ] = True
     cuda_graph_max_bs: Annotated[
@@ -350,6 +349,15 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             Group.LOGS,
             "Write the same metrics to this file once a second, for node_exporter's textfile "
             "collector. `{group}` in the path becomes the number of the driver's group.",
+        ),
+    ] = None
+    active_file: Annotated[
+        str | None,
+        About(
+            Group.LOGS,
+            "Write what serves the model to this file, as JSON, once it is loaded: attention, "
+            "layers, steps and drafts, and the reasons where a faster one is not used. The log "
+            "has the same.",
         ),
     ] = None
     nvtx: Annotated[

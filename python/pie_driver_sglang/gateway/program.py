@@ -19,6 +19,7 @@ from pie_driver_sglang.gateway import smg
 from pie_driver_sglang.gateway.flags import GatewayArguments, parse_words
 from pie_driver_sglang.gateway.metrics import DEFAULT_METRICS_PORT, MetricsServer
 from pie_driver_sglang.gateway.replicas import Replicas, served_name
+from pie_driver_sglang.observe.active import active_line
 from pie_driver_sglang.observe.runtime import RuntimeExporter
 from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import parse_arguments
@@ -95,7 +96,7 @@ def _metrics(
         if not arguments.front.get("enable_metrics"):
             return contextlib.nullcontext()
         port = DEFAULT_METRICS_PORT
-    exporter = RuntimeExporter(replicas.runtimes, served_name(arguments))
+    exporter = RuntimeExporter(replicas.runtimes, served_name(arguments), lambda: replicas.active)
     return MetricsServer(exporter, arguments.front.get("host", "127.0.0.1"), port)
 
 
@@ -117,6 +118,7 @@ def _serve(
 ) -> None:
     ending, at_once = signals
     urls = replicas.open()
+    _say(active_line(replicas.active))
     assert plan.tokenizer is not None
     metrics_port = smg.free_port()
     words = smg.smg_words(arguments, urls, plan.tokenizer, metrics_port)

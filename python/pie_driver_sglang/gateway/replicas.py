@@ -13,6 +13,7 @@ from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.arch import image_merge
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.gateway.flags import GatewayArguments
+from pie_driver_sglang.observe.active import ActiveFile
 from pie_driver_sglang.observe.spans import DEFAULT_ENDPOINT, SpanThread
 from pie_driver_sglang.offline.arguments import step_image_bytes
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, read_json
@@ -56,9 +57,10 @@ class Replicas:
         devices = plan.runtime["devices"]
         shares = [devices[first * ranks : (first + 1) * ranks] for first in range(count)]
         self.runtimes: list[Runtime] = []
+        self._active = ActiveFile()
         try:
             for share in shares:
-                runtime = Runtime(**{**keywords, "devices": share})
+                runtime = Runtime(**self._active.runtime({**keywords, "devices": share}))
                 self.runtimes.append(self._stack.enter_context(runtime))
         except BaseException:
             self._stack.close()
@@ -71,6 +73,11 @@ class Replicas:
             StartError: One cannot, or can no longer.
         """
         return all([runtime.wait_ready(timeout_s) for runtime in self.runtimes])
+
+    @property
+    def active(self) -> dict[str, Any]:
+        """What serves the model; see `observe.active`. The replicas have the same."""
+        return self._active.read()
 
     def log_lines(self) -> list[str]:
         """What drivers have logged; with several replicas each line begins with `[number] `."""

@@ -7,6 +7,7 @@ the loop that serves needs no Python for it.
 ``reporter``  the thread of a driver; ``figures`` is the line that it logs
 ``metrics``   a driver's metrics, each defined once, and their export
 ``runtime``   the metrics of runtimes, where no front end of SGLang's writes them
+``active``    what serves a model, and why a faster part does not
 ``spans``     spans of requests for an OpenTelemetry collector
 ``backoff``   the time between attempts of what may fail for a while
 ``types``     what the figures of a driver refer to

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang._core import Runtime
+from pie_driver_sglang.observe.active import REASONS
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
+
+
+ACTIVE: Final = "pie_runtime:active_info"
 
 
 class RuntimeExporter:
@@ -17,14 +21,20 @@ class RuntimeExporter:
     A value has the labels `model_name` and `dp_rank`, the number of its replica.
     """
 
-    def __init__(self, runtimes: Sequence[Runtime], model_name: str) -> None:
+    def __init__(
+        self,
+        runtimes: Sequence[Runtime],
+        model_name: str,
+        active: Callable[[], Mapping[str, Any]],
+    ) -> None:
         """Takes what is read for each scrape.
 
         Args:
             runtimes: Each has one replica or several, which are numbered through.
             model_name: The name that clients use.
+            active: What serves the model; see `observe.active`.
         """
-        self._runtimes, self._model_name = runtimes, model_name
+        self._runtimes, self._model_name, self._active = runtimes, model_name, active
 
     def registry(self) -> CollectorRegistry:
         """A registry with these metrics alone."""
@@ -49,3 +59,9 @@ class RuntimeExporter:
                     families[name] = kind(name, text, labels=labels)
                 families[name].add_metric([*common, *([label[1]] if label else ())], value)
         yield from families.values()
+        parts = {name: chosen for name, chosen in self._active().items() if name != REASONS}
+        info = GaugeMetricFamily(
+            ACTIVE, "What serves the model, as labels; always 1.", labels=["model_name", *parts]
+        )
+        info.add_metric([self._model_name, *parts.values()], 1)
+        yield info

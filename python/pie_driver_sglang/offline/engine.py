@@ -16,6 +16,7 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, DriverError, quoted
+from pie_driver_sglang.observe.active import ActiveFile
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
 from pie_driver_sglang.offline.arguments import parse_arguments
@@ -73,7 +74,8 @@ class Engine:
         started = time.monotonic()
         folder = parsed.tokenizer
         self.tokenizer = None if folder is None else _with_hint(ModelTokenizer, folder)
-        runtime = self._make_runtime(parsed)
+        active = ActiveFile()
+        runtime = self._make_runtime(parsed, active)
         try:
             _wait(runtime, on_start, started)
             self._capabilities: dict[str, Any] = runtime.capabilities()
@@ -83,7 +85,7 @@ class Engine:
             self._prompts = PromptReader(
                 self.tokenizer, parsed.sampling, self._adapters, self.context_length
             )
-            self._attach(runtime, OpenRequests(runtime))
+            self._attach(runtime, OpenRequests(runtime), active)
         except BaseException:
             runtime.shutdown()
             raise
@@ -234,13 +236,14 @@ class Engine:
         return bool(self._runtime.flush_cache())
 
     def get_server_info(self) -> dict[str, Any]:
-        """The arguments, the driver's capabilities and the counts of the scheduler so far."""
+        """The arguments, the driver's capabilities, what is active, and the counts so far."""
         return {
             **self._given,
             "model_path": str(self._arguments.model),
             "version": __version__,
             "startup_time": self._start_s,
             "capabilities": dict(self._capabilities),
+            "active": self._active.read(),
             "internal_states": [self._runtime.stats()],
         }
 
@@ -277,14 +280,14 @@ class Engine:
         """Shut down."""
         self.shutdown()
 
-    def _attach(self, runtime: Any, requests: OpenRequests) -> None:
+    def _attach(self, runtime: Any, requests: OpenRequests, active: ActiveFile) -> None:
         """Takes what serves, and shuts it down when nobody refers to the engine any more."""
-        self._native_runtime, self._requests = runtime, requests
-        self._finalizer = weakref.finalize(self, requests.close)
+        self._native_runtime, self._requests, self._active = runtime, requests, active
+        self._finalizer = weakref.finalize(self, _close, requests, active)
         self._sessions: dict[str, int] = {}
         self._session_numbers = itertools.count(1)
 
-    def _make_runtime(self, parsed: EngineArguments) -> Any:
+    def _make_runtime(self, parsed: EngineArguments, active: ActiveFile) -> Any:
         tokenizer = self.tokenizer
         keywords = {"max_step_ms": MAX_STEP_MS, **parsed.runtime}
         if tokenizer is not None:
@@ -293,7 +296,7 @@ class Engine:
         else:
             keywords["eos_token_ids"] = sorted(configured_ends(load_hf_config(parsed.model)))
         try:
-            return _core.Runtime(**keywords)
+            return _core.Runtime(**active.runtime(keywords))
         except (ValueError, OverflowError) as error:
             raise _noted(_native(error)) from error
         except TypeError as error:
@@ -420,6 +423,11 @@ class Engine:
         with await self._async_submitted(prompts, extra, answers, streams=True) as call:
             async for event in call.async_events():
                 yield answers.shown(answers.take(event))
+
+
+def _close(requests: OpenRequests, _: ActiveFile) -> None:
+    """Shuts the runtime down; until then its drivers may write into their file."""
+    requests.close()
 
 
 def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: float) -> None:

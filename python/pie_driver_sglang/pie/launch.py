@@ -37,6 +37,7 @@ from pie_driver_sglang.logs import (
 from pie_driver_sglang.memory.host import check_budget
 from pie_driver_sglang.memory.plan import comparison
 from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.observe.active import active_line, write_active
 from pie_driver_sglang.observe.reporter import Reporter
 from pie_driver_sglang.observe.types import ServedModel, for_group
 from pie_driver_sglang.pie.handshake import Handshake
@@ -153,24 +154,26 @@ def run(
             trace.begin()
         with start_workers() as workers, Reporter(driver.group_id, options) as reporter:
             engine = _start(config, server, workers)
+            if options.active_file is not None:
+                write_active(engine.active, options.active_file)
             caps = capabilities(config, engine.facts, server.request_capacity)
             handshake.announce(driver.group_id, server.name, caps)
-            _log_ready(config, engine.facts, time.monotonic() - started)
+            _log_ready(config, engine, time.monotonic() - started)
             reporter.begin(server.counts, _served_model(config, engine.facts))
             serve(server, engine, trace)
     finally:
         server.unlink()
 
 
-def _log_ready(config: DriverConfig, facts: Facts, seconds: float) -> None:
+def _log_ready(config: DriverConfig, engine: ModelEngine, seconds: float) -> None:
+    facts = engine.facts
+    logger.info("%s", active_line(engine.active))
     logger.info(
-        "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, %d more on the host, "
-        "ready in %.1f s",
+        "serving %s (%s) on %s: %s, %d pages of %d tokens, %d more on the host, ready in %.1f s",
         _model_name(config),
         facts.arch_name,
         ", ".join(config.driver.device),
         facts.dtype,
-        facts.attention_backend,
         facts.total_pages,
         facts.page_size,
         facts.host_pages,

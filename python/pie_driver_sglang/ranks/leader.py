@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang.errors import AdapterError
 from pie_driver_sglang.ranks.commands import (
@@ -55,6 +55,11 @@ class LeadingEngine:
     def facts(self) -> Facts:
         """Sizes and names, equal on all ranks."""
         return self._engine.facts
+
+    @property
+    def active(self) -> Mapping[str, Any]:
+        """What runs the model, equal on all ranks."""
+        return self._engine.active
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:

@@ -147,7 +147,7 @@ def _serve(own: OwnArguments) -> None:
         words = [*own.words, *environment.with_prefix_index(given)]
         arguments = launching.parse_flags(words)
         _say(f"SGLang's own scheduler serves ({reason}), {_cache_of(words, own.words)}")
-        scheduler = launching.sglang_scheduler(on_cpu=arguments.device == "cpu")
+        scheduler = launching.sglang_scheduler(reason, on_cpu=arguments.device == "cpu")
     else:
         from pie_driver_sglang.server.process import run_scheduler
 

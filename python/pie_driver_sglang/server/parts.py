@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.observe.active import ActiveFile
 from pie_driver_sglang.observe.spans import SpanThread
 from pie_driver_sglang.offline.arguments import step_image_bytes
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, configured_ends
@@ -53,7 +54,8 @@ class Parts:
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
         keywords["max_image_bytes"] = step_image_bytes(plan)
         self._takes_images = keywords["max_image_bytes"] > 0
-        self.runtime = _core.Runtime(**keywords)
+        self._active = ActiveFile()
+        self.runtime = _core.Runtime(**self._active.runtime(keywords))
         self.log = DriverLog(self.runtime)
 
     def wait_ready(self) -> None:
@@ -65,6 +67,11 @@ class Parts:
         while not self.runtime.wait_ready(0.5):
             self.log.pass_on()
         self.log.pass_on()
+
+    @property
+    def active(self) -> dict[str, Any]:
+        """What serves the model; see `observe.active`."""
+        return self._active.read()
 
     @property
     def able(self) -> dict[str, Any]:
@@ -180,6 +187,7 @@ class Parts:
             # What the command line came to, and what the driver made of it.
             "resolved": {name: value for name, value in runtime.items() if name != "python"},
             "capabilities": able,
+            "active": self.active,
         }
 
 

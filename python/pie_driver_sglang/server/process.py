@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from pie_driver_sglang.observe.active import active_line
 from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.flow import Window
 from pie_driver_sglang.server.parts import Parts
@@ -51,7 +52,7 @@ def run_scheduler(
                 process.serve()
         else:
             # The driver starts its own ranks. SGLang waits for this process, and ends it.
-            given.pipe.send(_ready(1, 1))
+            given.pipe.send(_ready(1, 1, {}))
             signal.pause()
     except Exception:
         logger.exception("the scheduler failed")
@@ -75,11 +76,16 @@ class SchedulerProcess:
         from pie_driver_sglang.server.profile import Profiler
         from pie_driver_sglang.server.seams import loads, scheduling
 
+        # Kept, because drivers that are started again write into a file of theirs.
+        self._parts = parts
         self._pipe, self._runtime, self._log = given.pipe, parts.runtime, parts.log
         self._sockets = scheduling.Sockets(given.settings, given.ports)
         self._loads = loads.LoadBoard(given.settings, given.ports, given.replica)
         parts.wait_ready()
-        self._limits = (parts.tokens, parts.prompt_length)
+        self._announced = _ready(parts.tokens, parts.prompt_length, parts.active)
+        if not given.replica:
+            sys.stderr.write(f"pie-sglang: {active_line(parts.active)}\n")
+            sys.stderr.flush()
         self._front = parts.front()
         self._control = Control(
             self._runtime,
@@ -99,7 +105,7 @@ class SchedulerProcess:
         Raises:
             StartError: The drivers are gone for good.
         """
-        self._pipe.send(_ready(*self._limits))
+        self._pipe.send(self._announced)
         sender = self._sockets.sender()
         outputs = threading.Thread(target=self._send_outputs, name="outputs", daemon=True)
         outputs.start()
@@ -166,7 +172,7 @@ def send_next(front: Any, sender: Any, window: Window) -> None:
     window.sent(len(to_detokenizer))
 
 
-def _ready(tokens: int, longest: int) -> dict[str, Any]:
+def _ready(tokens: int, longest: int, active: dict[str, Any]) -> dict[str, Any]:
     """What SGLang waits for; `/server_info` shows it."""
     return {
         "status": "ready",
@@ -174,4 +180,5 @@ def _ready(tokens: int, longest: int) -> dict[str, Any]:
         "max_req_input_len": longest,
         "startup_time": None,
         "scheduler": "pie",
+        "active": active,
     }

@@ -65,6 +65,8 @@ class Booted(NamedTuple):
     """Block-table rows that requests may use."""
     plan: Plan
     """Of the memory, as made before the model was loaded."""
+    attention: str | None
+    """Why the backend `pie` does not decode; None where it does."""
 
 
 def boot(config: DriverConfig, rank: Rank) -> Booted:
@@ -85,13 +87,14 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
             pages = _allocate(runner, plan, options.max_forward_requests)
-            if support.decodes_paged(runner, options.paged_decode):
+            refusal = support.paged_decode_refusal(runner, options.paged_decode)
+            if refusal is None:
                 chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
                 paged_attention.install(runner, "fa3" if chosen else None)
             runner.init_attention_backends()
             corrections.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)
-    return Booted(runner, pages, options.max_forward_requests, plan)
+    return Booted(runner, pages, options.max_forward_requests, plan, refusal)
 
 
 def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:

@@ -7,7 +7,6 @@ captured: in FP8 (``quantized.py``), of a mixture (``few_rows.py``), or of plain
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +38,6 @@ from pie_driver_sglang.srt.seams.ranks import place_of, shares_memory, tensor_gr
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.model import ModelRunner
 
-logger = logging.getLogger(__name__)
-
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _STORED = ("fa3",)
@@ -60,42 +57,53 @@ FusedLayers = DenseLayers | QuantizedLayers | ExpertLayers
 """The layers of a model that few kernels can run."""
 
 
-def fused_layers(runner: ModelRunner) -> FusedLayers | None:
-    """Chooses the kernels of a model's layers; None for a model that none of them knows."""
-    try:
-        attention = decode_backend(runner)
-        if not isinstance(attention, PagedDecode):
-            raise UnknownLayer("it attends by another backend")
-        model = find_decoder(runner.model)
-        expect(_has_room(runner), "a multiprocessor has too little shared memory")
-        pool = runner.token_to_kv_pool
-        expect(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")
-        norm = read_norm(model.norm)
-        expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
-        expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
-        layers = read_layers(model, pool)
-        prefills = resolved(runner).attention_backends[0] in _STORED
-        if isinstance(layers[0], QuantizedLayer):
-            expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
-            expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
-            refuse_updates(runner, FROZEN_SCALES)
-            return QuantizedLayers(model, layers, norm, attention, prefills=prefills)
-        _expect_plain(layers)
-        sums = _all_reduce(runner, norm)
-        # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
-        # must add up what products are, and may as well normalize it.
-        folds = not resolved(runner).enable_lora and sums is None
-        if isinstance(layers[0], ExpertLayer):
-            few = FewRows.of(layers, norm, attention)
-            expect(few is not None, "its experts have other shapes")
-            expect(folds and _fold(runner, layers), "its norms cannot be folded")
-            assert few is not None
-            return ExpertLayers(model, few)
-    except UnknownLayer as reason:
-        logger.info("layers run as SGLang has them: %s", reason)
-        return None
+def fuse_layers(runner: ModelRunner) -> FusedLayers:
+    """Chooses the kernels of a model's layers.
+
+    Raises:
+        UnknownLayer: None of them knows the model, with the reason.
+    """
+    attention = decode_backend(runner)
+    if not isinstance(attention, PagedDecode):
+        raise UnknownLayer("it attends by another backend")
+    expect(_has_room(runner), "a multiprocessor has too little shared memory")
+    model, norm, layers = known_layers(runner)
+    prefills = resolved(runner).attention_backends[0] in _STORED
+    if isinstance(layers[0], QuantizedLayer):
+        expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
+        expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
+        refuse_updates(runner, FROZEN_SCALES)
+        return QuantizedLayers(model, layers, norm, attention, prefills=prefills)
+    _expect_plain(layers)
+    sums = _all_reduce(runner, norm)
+    # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
+    # must add up what products are, and may as well normalize it.
+    folds = not resolved(runner).enable_lora and sums is None
+    if isinstance(layers[0], ExpertLayer):
+        few = FewRows.of(layers, norm, attention)
+        expect(few is not None, "its experts have other shapes")
+        expect(folds and _fold(runner, layers), "its norms cannot be folded")
+        assert few is not None
+        return ExpertLayers(model, few)
     folded = folds and _fold(runner, layers)
     return DenseLayers(model, layers, norm, attention, sums, prefills=prefills, folded=folded)
+
+
+def known_layers(
+    runner: ModelRunner,
+) -> tuple[Any, Norm, list[Layer] | list[QuantizedLayer] | list[ExpertLayer]]:
+    """The decoder of a model, its last norm and its layers, if they are built as Llama's.
+
+    Raises:
+        UnknownLayer: They are not, with the reason.
+    """
+    model = find_decoder(runner.model)
+    pool = runner.token_to_kv_pool
+    expect(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")
+    norm = read_norm(model.norm)
+    expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
+    expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
+    return model, norm, read_layers(model, pool)
 
 
 def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:

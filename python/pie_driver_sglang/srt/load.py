@@ -13,18 +13,20 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.graphs import GraphSpec, graph_specs
 from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens, decode_batch_sizes
 from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.observe.active import SGLANG, Active
 from pie_driver_sglang.ranks.types import ALONE, Rank
 from pie_driver_sglang.srt import process_groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
 from pie_driver_sglang.srt.cpu_steps import CpuSteps
 from pie_driver_sglang.srt.cuda_steps import CudaSteps
-from pie_driver_sglang.srt.fused import fused_layers
+from pie_driver_sglang.srt.fused import FusedLayers, fuse_layers, known_layers
 from pie_driver_sglang.srt.images import find_vision
 from pie_driver_sglang.srt.measure import chosen_experts
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
+from pie_driver_sglang.srt.seams.layers import UnknownLayer, expect
 from pie_driver_sglang.srt.seams.lora import manager_of
-from pie_driver_sglang.srt.seams.model import resolved
+from pie_driver_sglang.srt.seams.model import ModelRunner, resolved
 from pie_driver_sglang.srt.seams.pools import paged
 from pie_driver_sglang.srt.sglang_engine import SglangEngine
 from pie_driver_sglang.srt.state import StatePool
@@ -32,6 +34,8 @@ from pie_driver_sglang.srt.steps import GraphRunner
 
 logger = logging.getLogger(__name__)
 
+NEEDS_GPU = "the fused layers need a GPU"
+"""Why layers that could be fused are not."""
 DRAFT_CONTEXT_BYTES = 2**30
 """Host memory for what contexts have said; the one that was not used for longest is forgotten."""
 
@@ -62,6 +66,7 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
     if adapters is not None:
         slots, most = adapters.slots, options.max_lora_rank
         logger.info("adapters: %d slots of rank %d, %s", slots, most, settings.lora_backend)
+    active = Active()
     facts = Facts(
         total_pages=runner.max_total_num_tokens // settings.page_size,
         page_size=settings.page_size,
@@ -100,9 +105,9 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
     )
     if options.spec_ngram_enabled:
         _draft(planner, facts, options)
+    active.choose("attention", facts.attention_backend, booted.attention)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
-    if options.fuse_layers and runner.device == "cuda":
-        engine.fused = fused_layers(runner)
+    engine.fused = _fuse(engine.runner, options, active)
     specs = graph_specs(
         options.max_forward_requests,
         chunk,
@@ -111,10 +116,27 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         sparse=chosen_experts(model_config) > 0,
         adapters=adapters is not None,
     )
-    engine.steps = _steps(engine, options, specs, adapters)
+    engine.steps = _steps(engine, options, specs, adapters, active)
+    active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
+    engine.active = active.as_dict()
     if rank.size > 1 and runner.device == "cpu":
         process_groups.refuse_connections()
     return planner, engine
+
+
+def _fuse(runner: ModelRunner, options: DriverOptions, active: Active) -> FusedLayers | None:
+    """The fused layers of a model, where there are kernels for it."""
+    try:
+        expect(options.fuse_layers, "`fuse_layers` is false")
+        if runner.device != "cuda":
+            known_layers(runner)
+            raise UnknownLayer(NEEDS_GPU)
+        found = fuse_layers(runner)
+    except UnknownLayer as reason:
+        active.choose("layers", SGLANG, f"not fused: {reason}")
+        return None
+    active.choose("layers", "fused")
+    return found
 
 
 def _draft(planner: Planner, facts: Facts, options: DriverOptions) -> None:
@@ -138,7 +160,11 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions) -> None:
 
 
 def _steps(
-    engine: SglangEngine, options: DriverOptions, specs: list[GraphSpec], adapters: Adapters | None
+    engine: SglangEngine,
+    options: DriverOptions,
+    specs: list[GraphSpec],
+    adapters: Adapters | None,
+    active: Active,
 ) -> GraphRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.graph_path_obstacle(engine.runner)
@@ -146,8 +172,8 @@ def _steps(
         obstacle = "`disable_cuda_graph` is set"
     elif engine.facts.state_slots:
         obstacle = "the model keeps recurrent state"
+    active.choose("steps", "eager" if obstacle else "graph path", obstacle)
     if obstacle is not None:
-        logger.info("every batch runs eagerly: %s", obstacle)
         return None
     slots = options.max_forward_requests
     try:

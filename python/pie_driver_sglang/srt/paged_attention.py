@@ -45,7 +45,7 @@ def install(runner: ModelRunner, prefill: str | None = None) -> None:
 
     Prefills are computed by the backend `prefill`, or by the one that the settings name. SGLang
     checks its settings against lists of its own backends, so they learn of this one only now.
-    Whether the kernel knows the model's attention is `support.decodes_paged`.
+    Whether the kernel knows the model's attention is `support.paged_decode_refusal`.
     """
     register_backend(PAGED_DECODE, PagedDecode)
     args = runner.server_args

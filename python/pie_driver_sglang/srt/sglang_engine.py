@@ -113,6 +113,7 @@ class SglangEngine:
         self.steps: GraphRunner | None = None
         self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""
+        self.active: Mapping[str, Any] = {}
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
         # Logits are computed for sampled rows only.

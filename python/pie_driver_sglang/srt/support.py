@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +30,6 @@ from pie_driver_sglang.srt.seams.settings import Resolved, change_settings
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.model import ModelConfig, ModelRunner
     from pie_driver_sglang.srt.seams.settings import ServerArgs
-
-logger = logging.getLogger(__name__)
 
 QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
@@ -171,8 +168,8 @@ def mask_obstacle(runner: ModelRunner) -> str | None:
     return None
 
 
-def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
-    """Whether the backend `pie` computes a model's decodes.
+def paged_decode_refusal(runner: ModelRunner, asked: bool | None) -> str | None:
+    """Why the backend `pie` does not compute a model's decodes; None where it does.
 
     Args:
         runner: with its pools.
@@ -182,7 +179,7 @@ def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
         StartError: It is asked for and cannot.
     """
     if asked is False:
-        return False
+        return f"{PAGED_DECODE} needs a GPU" if runner.device == "cpu" else "another is set"
     obstacle = paged_decode_obstacle(runner)
     if asked and obstacle is not None:
         raise StartError(
@@ -192,9 +189,7 @@ def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
         )
     if not asked:
         obstacle = obstacle or _paged_decode_doubt(runner)
-    if obstacle is not None:
-        logger.info("the attention backend %s is not used: %s", PAGED_DECODE, obstacle)
-    return obstacle is None
+    return f"not {PAGED_DECODE}: {obstacle}" if obstacle else None
 
 
 def prefills_by_fa3(runner: ModelRunner) -> bool:

@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+from unittest import mock
 
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
@@ -19,6 +21,7 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.observe.active import SGLANG, Active, active_line
 from pie_driver_sglang.server.flags import FLAG_LIST, OWN_NAMES
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams import edge, forking, loads, replicas, workers
@@ -121,17 +124,44 @@ def launch(
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def sglang_scheduler(*, on_cpu: bool) -> Scheduler:
-    """SGLang's own scheduler; on the CPU with what it lacks there."""
-    return functools.partial(run_sglang_scheduler, on_cpu)
+def sglang_scheduler(reason: str, *, on_cpu: bool) -> Scheduler:
+    """SGLang's own scheduler; on the CPU with what it lacks there.
+
+    Args:
+        reason: Why it serves.
+        on_cpu: Whether the model runs there.
+    """
+    return functools.partial(run_sglang_scheduler, reason, on_cpu)
 
 
-def run_sglang_scheduler(on_cpu: bool, *arguments: Any) -> None:
+def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
     """Runs in the scheduler's process."""
+    from sglang.srt.managers.scheduler import Scheduler as SglangScheduler
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    def init_info(self: SglangScheduler) -> dict[str, Any]:
+        parts = _sglang_parts(self.server_args, reason)
+        if not (self.ps.tp_rank or self.ps.dp_rank):
+            sys.stderr.write(f"pie-sglang: {active_line(parts)}\n")
+            sys.stderr.flush()
+        return {**own_info(self), "scheduler": SGLANG, "active": parts}
+
+    own_info = SglangScheduler.get_init_info
     if on_cpu:
         from pie_driver_sglang.srt.seams.model import take_cpu_for_one
 
         take_cpu_for_one()
-    run_scheduler_process(*arguments)
+    with mock.patch.object(SglangScheduler, "get_init_info", init_info):
+        run_scheduler_process(*arguments)
+
+
+def _sglang_parts(settings: ServerArgs, reason: str) -> dict[str, Any]:
+    """What serves the model where SGLang's scheduler does."""
+    active = Active()
+    active.choose("scheduler", SGLANG, reason)
+    active.choose("grammar", str(settings.grammar_backend))
+    active.choose("attention", ",".join(dict.fromkeys(settings.get_attention_backends())))
+    active.choose("layers", SGLANG)
+    active.choose("steps", "eager" if settings.disable_cuda_graph else "graphs")
+    active.choose("drafts", str(settings.speculative_algorithm or "off").lower())
+    return active.as_dict()
