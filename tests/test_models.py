@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import architectures
 import drivers
 import model_checks
+import pie_driver_sglang
 import scripts
 import tiny_models
 from reference import Context, MaskedReference, Pages, Reference, random_tokens
@@ -43,6 +45,8 @@ def rows(section: str) -> dict[str, list[str]]:
 
 
 CPU: Final = rows("On the CPU")
+FAMILIES: Final = rows("Families")
+FUSED_ON_A_GPU: Final = "the fused layers need a GPU"
 
 
 def test_the_table_has_every_architecture() -> None:
@@ -54,7 +58,9 @@ def test_the_models_page_says_what_works(name: str, models_folder: Path, tmp_pat
     drivers.start_fork_server()
     *cells, reason = CPU[name]
     snapshot = architectures.build(name, models_folder)
-    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
+    active = tmp_path / "active"
+    options = {**OPTIONS, "active_file": str(active)}
+    config = drivers.write_config(tmp_path, snapshot, options=options)
     try:
         driver = drivers.fork(config)
     except drivers.StartFailedError as error:
@@ -81,6 +87,26 @@ def test_the_models_page_says_what_works(name: str, models_folder: Path, tmp_pat
     assert driver.stop() == 0
     assert found == dict(zip(model_checks.SUBJECTS, cells, strict=False))
     assert reason == ""
+    why = json.loads(active.read_text())["reasons"]["layers"]
+    assert (why == f"not fused: {FUSED_ON_A_GPU}") == (FAMILIES[name][1] == "yes"), why
+
+
+def test_what_needs_a_gpu_is_not_fused() -> None:
+    """The driver does not load these here: their files must not name what can be fused."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    [sglang] = spec.submodule_search_locations or ()
+    files = [path.read_text() for path in Path(sglang, "srt", "models").glob("*.py")]
+    table = (Path(pie_driver_sglang.__file__).parent / "srt/seams/layers.py").read_text()
+    builds = re.findall(r"^    \w+\.(\w+): \(", table, re.MULTILINE)
+    assert "LlamaModel" in builds
+    for name, cells in CPU.items():
+        if cells[0] != model_checks.REFUSED:
+            continue
+        kind = architectures.ARCHITECTURES[name].name
+        [text] = [text for text in files if re.search(rf"^class {kind}\b", text, re.MULTILINE)]
+        assert not re.search(rf"\b({'|'.join(builds)})\b", text), name
+        assert FAMILIES[name][1] == "no", name
 
 
 def nearly_equal(found: object, expected: object, _: object) -> None:

@@ -23,8 +23,10 @@ def test_names_of_checkpoints_and_what_runs() -> None:
     gpu = rows(TEXT.partition("\n## On a GPU")[2])
     assert list(names) == list(cpu)
     assert gpu.keys() <= names.keys()
-    for name, (checkpoint, on_gpu, on_cpu) in names.items():
+    for name, (checkpoint, fused, on_gpu, on_cpu) in names.items():
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint), name
+        # tests/test_models.py finds out which.
+        assert fused in ("yes", "no"), name
         assert on_cpu == cpu[name][0], name
         assert on_gpu == (gpu[name][0] if name in gpu else "not tried"), name
 
