@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
 from typing import Final
 
 from tiny_models import REPOSITORY
@@ -22,10 +24,21 @@ def tables() -> list[list[list[str]]]:
 
 def test_no_cell_is_empty() -> None:
     found = tables()
-    assert len(found) == 4
+    assert len(found) == 5
     for head, _rule, *rows in found:
         assert rows
         for row in rows:
             assert len(row) == len(head), row
             assert all(row), row
             assert row[head.index("who")] in WHO, row
+
+
+def test_every_endpoint_of_sglang_is_listed() -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    [folder] = spec.submodule_search_locations or ()
+    server = Path(folder, "srt", "entrypoints", "http_server.py").read_text(encoding="utf-8")
+    routes = re.findall(r"@app\.(?:\w+)\(\s*\"(/[^\"]*)\"", server)
+    assert len(routes) > 70
+    listed = PAGE.partition("\n## Endpoints")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(/[^` ]*)`", listed)) == set(routes)

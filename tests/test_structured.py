@@ -23,7 +23,7 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.offline.arguments import parse_arguments
 from pie_driver_sglang.offline.engine import Engine
 from pie_driver_sglang.offline.sampling import parse_sampling
-from tiny_models import POCKET
+from tiny_models import POCKET, REPOSITORY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -340,3 +340,27 @@ def test_the_command_reads_grammars_from_files(tmp_path: Path) -> None:
         engine_options.sampling_of(missing)
     with pytest.raises(SystemExit):
         parser.parse_args(["--regex", "a", "--ebnf", "b"])
+
+
+def test_documented_keywords(engine: Engine) -> None:
+    """Of a schema: those that compile, and those whose refusal names them."""
+    values: dict[str, Any] = {
+        "type": "object", "properties": {"a": {}}, "required": ["a"], "enum": [1], "const": 1,
+        "additionalProperties": {}, "patternProperties": {"^a": {}}, "anyOf": [{}], "oneOf": [{}],
+        "allOf": [{}], "$ref": "#/$defs/x", "$defs": {"x": {}}, "pattern": "^a$", "format": "date",
+        "items": {}, "prefixItems": [{}], "not": {"type": "null"}, "if": {}, "then": {},
+        "uniqueItems": True, "contains": {}, "dependentRequired": {"a": ["b"]},
+        "propertyNames": {}, "unevaluatedProperties": False,
+    }  # fmt: skip
+    page = (REPOSITORY / "docs" / "structured-output.md").read_text()
+    for kind in ("supported", "refused"):
+        [row] = re.findall(rf"^\| {kind} \| (.*) \|$", page, re.MULTILINE)
+        for keyword in re.findall(r"`([^`]+)`", row):
+            schema = {
+                keyword: values.get(keyword, 1),
+                **({"$defs": {"x": {}}} if keyword == "$ref" else {}),
+            }
+            given = {"json_schema": json.dumps(schema), "max_new_tokens": 1}
+            reason = engine.generate("x", given)["meta_info"]["finish_reason"]
+            named = f'"{keyword}"' in str(reason.get("message"))
+            assert (reason["type"] == "abort", named) == (kind == "refused",) * 2, (keyword, reason)

@@ -89,7 +89,7 @@ def _driver(machine: Machine) -> Iterator[Finding]:
     cuda, built = machine.cuda, machine.torch_cuda
     values = {"driver": cuda.driver, "newest_cuda": cuda.newest, "torch_cuda": built}
     if cuda.problem and not cuda.has_hardware:
-        text = f"no NVIDIA GPU ({cuda.problem}): models run on the CPU"
+        text = f"no NVIDIA GPU ({cuda.problem}): most models run on the CPU"
         yield Finding("CUDA", "warn", text, 'set `device = ["cpu"]`', values)
         return
     if cuda.problem:
