@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pie_driver_sglang.cli import program
 from pie_server import generate, refusal, state
 from sglang_server import Server
 
@@ -127,6 +128,20 @@ def test_what_is_active_is_shown_with_reasons(server: Server) -> None:
         "pie; grammar: llguidance; attention: torch_native (pie needs a GPU); "
         "layers: sglang (not fused: the fused layers need a GPU); steps: graph path; drafts: off"
     )
+
+
+def test_a_running_server_is_measured(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIE_API_KEY", str(server.key))
+    words = ["bench", "--serve", server.url, "--concurrency", "3", "--requests", "6"]
+    assert program.main([*words, "--input-len", "48", "--output-len", "12"]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["streams", "requests", "output", "tok/s"]
+    assert line.split()[:2] == ["3", "6"]
+    assert all(float(cell.replace(",", "")) > 0 for cell in line.split())
+    assert program.main([*words, "--input-len", "5000"]) == 1
+    assert "longer than the model's context length" in capsys.readouterr().err
 
 
 def _steps(file: Path) -> list[dict[str, Any]]:

@@ -345,3 +345,20 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     history = (tmp_path / ".local" / "state" / "pie-sglang" / "history").read_text()
     lines = [line[1:] for line in history.splitlines() if line.startswith("+")]
     assert {"tell me of sorting", "/stats", "/reset"} <= {*lines}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--serve", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9/v1/models"),
+        (["--serve", "--concurrency", "0"], "0 is no number of streams"),
+        (["--serve", "--output-len", "-1"], "-1 is no number of streams"),
+    ],
+)
+def test_servers_that_cannot_be_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["bench", *words]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "hint:" in error

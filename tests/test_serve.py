@@ -26,6 +26,9 @@ from pie_server import PROMPT, generate, refusal, running, state, wait_until
 from serve_control import TestProfile as TestProfile
 from serve_control import TestRefusals as TestRefusals
 from serve_control import (
+    test_a_running_server_is_measured as test_a_running_server_is_measured,
+)
+from serve_control import (
     test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
 )
 from serve_control import (

@@ -10,6 +10,7 @@ Each command is a module with a function `main(arguments) -> int`: `doctor`, `ch
 ``model_sizes``     a model's sizes by its `config.json`, for `plan`
 ``engine_options``  the options of an engine, and its start
 ``conversation``    messages and branches, for `shell`
+``bench_server``    a running server, measured by `sglang.bench_serving`, for `bench`
 ``workloads``       requests to measure with, for `bench`
 ``report``          findings, for people and for programs
 ``version``         which build this is

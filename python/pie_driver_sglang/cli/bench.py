@@ -1,4 +1,7 @@
-"""`pie-sglang bench`: tokens per second on a workload, alone or alternating with a peer."""
+"""`pie-sglang bench`: tokens per second on a workload, alone or alternating with a peer.
+
+With `--serve` a running server is measured: `bench_server.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pie_driver_sglang.cli.bench_server import add_server_options, measure_server, server_table
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Workload, make_workload
@@ -28,6 +32,12 @@ PEERS: Final = ("sglang",)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(arguments)
+    if options.serve is not None:
+        records = measure_server(options)
+        _write(options.json, json.dumps(records, indent=2))
+        if options.json != "-":
+            sys.stdout.write(server_table(records))
+        return 0
     options.model = default_model(options.model)
     workload = _workload(options)
     if options.side is not None:
@@ -162,7 +172,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         )
     return make_workload(
         options.workload,
-        requests=options.requests,
+        requests=REQUESTS if options.requests is None else options.requests,
         longest=options.longest,
         vocabulary=vocabulary,
         seed=options.seed,
@@ -186,12 +196,18 @@ def _write(path: str | None, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pie-sglang bench",
-        description="Measures output tokens per second. All requests are handed over at once as "
-        "token ids; every engine is a process of its own, and its first run is not counted.",
+        description="Measures output tokens per second of an engine that it starts, or with "
+        "--serve a running server. All requests of an engine are handed over at once as token ids; "
+        "every engine is a process of its own, and its first run is not counted.",
     )
     add = parser.add_argument
     add("--workload", choices=WORKLOADS, default=WORKLOADS[0])
-    add("--requests", type=int, default=REQUESTS, metavar="N", help="default: %(default)s")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"default: {REQUESTS}; with --serve four for each stream",
+    )
     add(
         "--longest",
         type=int,
@@ -206,5 +222,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
     # Of the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
+    add_server_options(parser)
     add_engine_options(parser, samples=False)
     return parser

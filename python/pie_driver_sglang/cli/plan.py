@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="GPUs that share the model (default: 1)",
     )
+    add("--dp", "--dp-size", type=_ranks, metavar="N", help="replicas: each needs the same")
     help_dtype = "type of the activations (default: %(default)s)"
     add("--dtype", choices=ACTIVATION_DTYPES, default="bfloat16", help=help_dtype)
     help_length = "positions of a context (default: the model's)"

@@ -28,22 +28,24 @@ class CliCommand(NamedTuple):
 
 COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
     {
-        "doctor": CliCommand(
-            "cli.doctor", "look at this machine: versions, GPUs, /dev/shm, caches"
-        ),
+        "doctor": CliCommand("cli.doctor", "check this machine: versions, GPUs, /dev/shm, caches"),
         "check": CliCommand("cli.check", "check a Pie configuration without loading the model"),
         "plan": CliCommand(
-            "cli.plan", "plan the memory of a model for a device that need not exist"
+            "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
         ),
         "serve": CliCommand(
             "server.program", "serve a model over HTTP: OpenAI's API, and SGLang's own"
         ),
         "generate": CliCommand(
-            "cli.generate", "answer prompts from words, a file or a pipe, as JSONL"
+            "cli.generate", "generate from prompts in arguments, a file or a pipe; prints JSONL"
         ),
-        "shell": CliCommand("cli.shell", "talk with a model"),
-        "bench": CliCommand("cli.bench", "measure tokens per second, alone or against a peer"),
-        "replay": CliCommand("cli.replay", "send recorded requests and tell the latencies"),
+        "shell": CliCommand("cli.shell", "chat with a model in the terminal"),
+        "bench": CliCommand(
+            "cli.bench", "measure an engine, alone or against SGLang, or a running server"
+        ),
+        "replay": CliCommand(
+            "cli.replay", "send recorded requests at their times and report latencies"
+        ),
         "demo": CliCommand("demo.program", "serve a small chat model and ask it a few questions"),
     }
 )

@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     help_model = "folder, repository of the Hugging Face hub, or smollm2 (default: %(default)s)"
-    add("--model", default="smollm2", help=help_model)
+    add("--model", "--model-path", default="smollm2", help=help_model)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     add("--tokens", type=_count, default=64, help="most tokens per answer (default: %(default)s)")
     add("--save-svg", type=Path, metavar="FILE", help="write a picture of the run")
