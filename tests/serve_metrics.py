@@ -119,3 +119,18 @@ class TestDashboard:
         for panel in dashboard["panels"]:
             assert panel["type"] in ("timeseries", "stat", "heatmap", "row")
             assert {"x", "y", "w", "h"} == panel["gridPos"].keys()
+
+
+class TestQueries:
+    def test_alerts_and_queries_name_metrics_that_there_are(self, server: Server) -> None:
+        list(server.stream([1, 2, 3], 8))
+        known = {key.partition("{")[0] for key in samples(server)}
+        page = (REPOSITORY / "docs/start/deploy.md").read_text()
+        alerts = (REPOSITORY / "examples/monitoring/alerts.yaml").read_text()
+        named = set(re.findall(r"\b(?:sglang|pie_runtime):\w+", page + alerts))
+        assert len(named) > 12
+        wait_until(
+            lambda: named <= {key.partition("{")[0] for key in samples(server)},
+            10,
+            str(named - known),
+        )

@@ -15,7 +15,7 @@ from pie_driver_sglang.config.options import OPTIONS
 from tiny_models import REPOSITORY
 
 TEXT: Final = (REPOSITORY / "README.md").read_text()
-PIE: Final = (REPOSITORY / "docs" / "start" / "pie.md").read_text()
+PIE: Final = (REPOSITORY / "docs/start/pie.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:

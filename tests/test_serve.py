@@ -39,6 +39,7 @@ from serve_logprobs import reference as reference
 from serve_logprobs import tokenizer as tokenizer
 from serve_metrics import TestDashboard as TestDashboard
 from serve_metrics import TestMetrics as TestMetrics
+from serve_metrics import TestQueries as TestQueries
 from serve_ollama import TestOllama as TestOllama
 from serve_programs import TestPrograms as TestPrograms
 from serve_programs import language as language
