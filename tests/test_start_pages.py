@@ -1,0 +1,328 @@
+"""README.md and docs/start: every command and snippet of them is run, or read by what would run it.
+
+Each block belongs to one kind below; one that belongs to none is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+import yaml
+
+import pie_driver_sglang
+from pie_driver_sglang.cli import program
+from pie_driver_sglang.observe.active import Active
+from pie_server import running
+from sglang_server import Server
+from tiny_models import POCKET, REPOSITORY
+
+PAGES: Final = (
+    "README.md",
+    *sorted(f"docs/start/{p.name}" for p in (REPOSITORY / "docs/start").glob("*.md")),
+)
+MODEL: Final = "Qwen/Qwen3-8B"
+URL: Final = "http://127.0.0.1:30000"
+VALUES: Final = {"N": "1", "X": "0.5", "NAME": "x", "MODEL": MODEL, "HOST:PORT": "h:1", "…": ""}
+"""What stands for a value in a table."""
+BEGINNINGS: Final = r"pie-sglang \w|make \w|docker \w|uv \w|python -m |SGLANG_PLUGINS="
+"""Of code in prose that is a command."""
+PIE: Final = r"driver sglang (?:set venv \S+|show|doctor)|run [\w-]+ -- .+|serve"
+"""Commands of Pie, which is not installed here."""
+
+
+class Block(NamedTuple):
+    """A block of code.
+
+    Attributes:
+        page: Where it is.
+        language: The word after the fence; empty for an indented block.
+        text: Without the fence or the indentation.
+    """
+
+    page: str
+    language: str
+    text: str
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = (REPOSITORY / page).read_text()
+        fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+        yield from (Block(page, *found.groups()) for found in fence.finditer(text))
+        for found in re.finditer(r"(?:\A|\n\n)((?:    .*\n)+)", fence.sub("", text)):
+            yield Block(page, "", re.sub(r"^    ", "", found[1], flags=re.MULTILINE))
+
+
+def lines(block: Block) -> Iterator[list[str]]:
+    """The commands of a block of them, each as its words, without comments."""
+    joined = block.text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+BLOCKS: Final = list(blocks())
+SHELL: Final = [block for block in BLOCKS if block.language in ("", "sh")]
+COMMANDS: Final = [
+    (block.page, words)
+    for block in SHELL
+    if not block.text.startswith("pie-sglang: ")
+    for words in lines(block)
+]
+
+
+def inline() -> Iterator[tuple[str, list[str]]]:
+    """Commands in prose and tables, and the flags of tables, as command lines."""
+    for page in PAGES:
+        columns: list[str] = []
+        for line in (REPOSITORY / page).read_text().splitlines():
+            cells = [cell.strip() for cell in line.split("|")[1:-1]] if line.startswith("|") else []
+            columns = [] if not cells else columns or cells
+            for number, text in enumerate(cells or [line]):
+                flags = columns and columns[number] in ("here", "flag", "flags", "command", "goal")
+                for code in re.findall(r"`([^`]+)`", text):
+                    words = [each for word in shlex.split(code) for each in _with_value(word)]
+                    if re.match(BEGINNINGS, code):
+                        yield page, words
+                    elif flags and code.startswith("--"):
+                        yield page, ["pie-sglang", "serve", MODEL, *words]
+
+
+def _with_value(word: str) -> Iterator[str]:
+    name, equals, value = word.partition("=")
+    word = f"{name}={VALUES.get(value, value)}" if equals else VALUES.get(word, word)
+    if word:
+        yield word
+
+
+INLINE: Final = list(inline())
+
+
+def name_of(words: Sequence[str]) -> str:
+    return Path(words[0]).name
+
+
+def served(words: Sequence[str]) -> list[str] | None:
+    """The words after `pie-sglang serve`, or those of SGLang's own command; None for others."""
+    if name_of(words) == "pie-sglang" and words[1] == "serve":
+        return list(words[2:])
+    if words[0].startswith("SGLANG_PLUGINS="):
+        words = words[1:]
+    if words[:3] == ["python", "-m", "sglang.launch_server"]:
+        return list(words[3:])
+    if words[:2] == ["docker", "run"]:
+        rest = list(words[words.index("pie-driver-sglang") + 1 :])
+        return rest[1:] if rest[:1] == ["serve"] else None
+    return None
+
+
+def files() -> Iterator[tuple[str, list[str]]]:
+    """The commands of the files for containers."""
+    manifest = "examples/kubernetes/server.yaml"
+    for each in yaml.safe_load_all((REPOSITORY / manifest).read_text()):
+        if each["kind"] == "Deployment":
+            [container] = each["spec"]["template"]["spec"]["containers"]
+            yield manifest, ["pie-sglang", *container["args"]]
+    compose = "examples/replicas/compose.yaml"
+    service = yaml.safe_load((REPOSITORY / compose).read_text())["services"]["server"]
+    yield compose, ["pie-sglang", *shlex.split(service["command"])]
+
+
+@pytest.mark.engine
+def test_the_servers_flags_are_those_of_its_parser() -> None:
+    named = [*COMMANDS, *INLINE, *files()]
+    found = [(page, words) for page, words in named if served(words) is not None]
+    assert len(found) > 40
+    given = [served(words) for _, words in found]
+    # The help has no arguments.
+    asked = json.dumps(
+        [[w for w in words if w != "--help"] for words in given if words is not None]
+    )
+    out = subprocess.run(
+        [sys.executable, "tests/serve_words.py"],
+        input=asked,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(Path(pie_driver_sglang.__file__).parents[1])},
+        timeout=300,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    faults = json.loads(out.stdout.splitlines()[-1])
+    # A table may name a flag without its value.
+    wrong = [
+        (page, words, fault)
+        for (page, words), fault in zip(found, faults, strict=True)
+        if fault and not (fault.endswith(": expected one argument") and words[-1].startswith("--"))
+    ]
+    assert wrong == [], "\n".join(map(str, wrong))
+
+
+class _ParsedError(Exception):
+    """The arguments of a command were read."""
+
+
+@pytest.mark.parametrize(("page", "words"), [*COMMANDS, *INLINE])
+def test_every_command_is_known(
+    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if served(words) is not None:
+        return  # By the test above.
+    kind = name_of(words)
+    check = CHECKS.get(kind)
+    assert check is not None, f"{page}: no kind of command for {shlex.join(words)}"
+    check(words, monkeypatch)
+
+
+def check_ours(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Its parser reads it; a command alone is a name."""
+    assert words[1] in {*program.COMMANDS, "--help"}, words
+    if words[2:] in ([], ["--help"]):
+        return
+    read = argparse.ArgumentParser.parse_args
+
+    def parse(parser: argparse.ArgumentParser, *given: Any) -> None:
+        read(parser, *given)
+        raise _ParsedError
+
+    patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(_ParsedError):
+        program.main(words[1:])
+
+
+def check_make(words: list[str], _: pytest.MonkeyPatch) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE), words
+
+
+def check_docker(words: list[str], _: pytest.MonkeyPatch) -> None:
+    """An image is built of this repository's file, whose entry point is our command."""
+    assert words == ["docker", "build", "--tag", "pie-driver-sglang", "."]
+    assert 'ENTRYPOINT ["pie-sglang"]' in (REPOSITORY / "Dockerfile").read_text()
+
+
+def check_uv(words: list[str], _: pytest.MonkeyPatch) -> None:
+    if "&&" in words:
+        cut = words.index("&&")
+        check_uv(words[:cut], _)
+        return check_uv(words[cut + 1 :], _)
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if uv is None:
+        pytest.skip("uv is not installed")
+    command = words[1:2] if words[1] == "venv" else words[1:3]
+    known = subprocess.run([uv, *command, "--help"], capture_output=True, text=True, check=True)
+    flags = {word for word in words if word.startswith("--")}
+    assert flags <= set(re.findall(r"--[\w-]+", known.stdout)), words
+    return None
+
+
+def check_kubectl(words: list[str], _: pytest.MonkeyPatch) -> None:
+    assert words[:3] == ["kubectl", "apply", "--filename"]
+    assert (REPOSITORY / words[3]).is_file()
+
+
+def check_shell(words: list[str], _: pytest.MonkeyPatch) -> None:
+    subprocess.run(["bash", "-n", "-c", shlex.join(words)], check=True)
+
+
+def check_pie(words: list[str], _: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(PIE, " ".join(words[1:])), words
+
+
+def check_curl(words: list[str], _: pytest.MonkeyPatch) -> None:
+    """It is run by a test below."""
+    assert words in CURLS
+
+
+CHECKS: Final = {
+    "pie-sglang": check_ours,
+    "make": check_make,
+    "docker": check_docker,
+    "uv": check_uv,
+    "export": check_shell,
+    "kubectl": check_kubectl,
+    "pie": check_pie,
+    "curl": check_curl,
+}
+CURLS: Final = [words for _, words in COMMANDS if name_of(words) == "curl"]
+PROGRAMS: Final = [block for block in BLOCKS if block.language == "python"]
+
+
+@pytest.fixture(scope="module")
+def server(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("start")
+    flags = ["--scheduler", "pie", "--served-model-name", MODEL, "--enable-metrics"]
+    with running(folder, *flags, python=forked_python) as (found, _):
+        yield found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("words", CURLS)
+def test_requests_by_curl(server: Server, words: list[str]) -> None:
+    at_ours = [word.replace(URL, server.url) for word in words]
+    assert at_ours != words
+    done = subprocess.run(
+        [*at_ours, "--silent", "--fail"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.page)
+def test_programs(block: Block, server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the server and the embedded model in place of what they name."""
+    text = block.text.replace(URL, server.url)
+    if "Engine(" in text:
+        text = text.replace('"Qwen/Qwen3-0.6B"', repr(str(POCKET)))
+        text = text.replace("model_path=", "device='cpu', model_path=")
+    elif "openai" in text:
+        pytest.importorskip("openai")
+    with contextlib.suppress(SystemExit):
+        exec(compile(text, block.page, "exec"), {"__name__": "__main__"})
+    assert capfd.readouterr().out
+
+
+def test_the_plugins_are_entry_points() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["sglang.srt.plugins"]
+    named = re.findall(
+        r"SGLANG_PLUGINS=(\S+)", "".join((REPOSITORY / p).read_text() for p in PAGES)
+    )
+    assert named
+    assert all(set(each.split(",")) <= plugins.keys() for each in named)
+
+
+def test_every_block_has_a_kind() -> None:
+    """Others than commands and programs are checked by the tests that are named here."""
+    elsewhere = {"toml": "test_readme.py"}
+    for block in BLOCKS:
+        if block.language in elsewhere:
+            test = Path(__file__).with_name(elsewhere[block.language])
+            assert Path(block.page).name in test.read_text(), block
+        else:
+            assert block in SHELL or block in PROGRAMS, block
+
+
+@pytest.mark.engine
+def test_the_line_of_what_is_active_has_its_parts(server: Server) -> None:
+    shown = [block.text for block in BLOCKS if block.text.startswith("pie-sglang: ")]
+    assert shown
+    parts = list(json.loads(server.ask("/server_info"))["active"])
+    for text in shown:
+        assert re.findall(r"(?:: |; )(\w+): ", text) == [p for p in parts if p != "reasons"]
+    assert Active().as_dict() == {"reasons": {}}
