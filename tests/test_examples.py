@@ -114,6 +114,14 @@ def test_an_engine(model: Path, forked_python: str) -> None:
     assert sum(line.startswith("sample ") for line in lines) == 3
 
 
+def test_several_hosts(forked_python: str) -> None:
+    """On the embedded model, which loads faster."""
+    pytest.importorskip("smg")
+    out = run("several_hosts.py", "--model", str(POCKET), python=forked_python)
+    two, one = re.fullmatch(r"two workers: (.+)\none worker: (.+)\n", out).groups()  # type: ignore[union-attr]
+    assert two == one
+
+
 def test_every_example_is_run_and_listed() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
