@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -291,8 +292,25 @@ def test_the_page_of_the_package_has_no_relative_links() -> None:
 
 
 def test_versions_agree() -> None:
+    """In the places that `tools/set_version.py` knows."""
     version = PYPROJECT["project"]["version"]
     assert version == CARGO["workspace"]["package"]["version"] == pie_driver_sglang.__version__
+    spec = importlib.util.spec_from_file_location(
+        "set_version", REPOSITORY / "tools" / "set_version.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    for name, pattern in tool.PLACES.items():
+        text = (REPOSITORY / name).read_text()
+        assert tool.replace(text, pattern, version) == text, name
+    locks = [(REPOSITORY / name).read_text() for name in tool.LOCKS]
+    names = tool.local_packages(locks[0])
+    assert "pie-py" in names
+    assert all(tool.replace_locked(lock, names, version) == lock for lock in locks)
+    changed = tool.replace_locked(locks[1], names, "7.7.7")
+    assert {tool.local_packages(changed)[name] for name in ("pie-ring", "pie-batch")} == {"7.7.7"}
 
 
 def test_constraints_name_what_is_pinned() -> None:
