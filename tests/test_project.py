@@ -292,9 +292,12 @@ def test_the_page_of_the_package_has_no_relative_links() -> None:
 
 
 def test_versions_agree() -> None:
-    """In the places that `tools/set_version.py` knows."""
+    """In the places that `tools/set_version.py` knows, and the newest release of the changelog."""
     version = PYPROJECT["project"]["version"]
     assert version == CARGO["workspace"]["package"]["version"] == pie_driver_sglang.__version__
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    newest, *_ = re.findall(r"^## (\S+) \(\d{4}-\d{2}-\d{2}\)$", changes, re.MULTILINE)
+    assert newest == version
     spec = importlib.util.spec_from_file_location(
         "set_version", REPOSITORY / "tools" / "set_version.py"
     )

@@ -1,6 +1,6 @@
 """Makes the links of a document absolute, for the page of the package.
 
-    python tools/absolute_links.py README.md v0.1.0
+    python tools/absolute_links.py README.md v0.2.0
 
 prints README.md with links into the tree of that tag or commit, and pictures as raw files. A
 package index shows the README outside of the repository, where relative links lead nowhere. The

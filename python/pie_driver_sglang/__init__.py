@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.pie.handshake import Handshake
     from pie_driver_sglang.pie.types import Capabilities
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Capabilities",

@@ -15,7 +15,7 @@ _GIT_TIMEOUT_S: Final = 5.0
 def version_line() -> str:
     """The version, the commit where it is known, and the build's profile and target.
 
-    For example `pie-driver-sglang 0.1.0 (3f2c1ab, release, x86_64)`.
+    For example `pie-driver-sglang 0.2.0 (3f2c1ab, release, x86_64)`.
     """
     build = _core.build_info()
     parts = [commit(), build["profile"], build["target"]]
