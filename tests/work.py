@@ -45,8 +45,15 @@ def served(address: Address, path: str, body: Mapping[str, Any]) -> Reply:
         time.sleep(float(reply.headers.get("retry-after", 1)))
 
 
+def _parsed(path: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Lost(f"{path}: an answer has {text[:300]!r}") from error
+
+
 def whole(address: Address, path: str, body: Mapping[str, Any]) -> Any:
-    return json.loads(served(address, path, body).text)
+    return _parsed(path, served(address, path, body).text)
 
 
 def streamed(address: Address, path: str, body: Mapping[str, Any]) -> list[Any]:
@@ -59,7 +66,7 @@ def streamed(address: Address, path: str, body: Mapping[str, Any]) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
     if not lines or lines[-1] != "[DONE]":
         raise Lost(f"{path}: a stream ends with {text[-200:]!r}")
-    return [json.loads(line) for line in lines[:-1]]
+    return [_parsed(path, line) for line in lines[:-1]]
 
 
 def _greedy(tokens: int, **more: Any) -> dict[str, Any]:
