@@ -104,9 +104,12 @@ fn steps_of_decodes_allocate_nothing() {
         (1024, true, false),
         (256, true, true),
     ] {
-        let mut steps = Steps::new(requests, streams, || match is_penalized {
-            true => penalized.draw().unwrap(),
-            false => SAMPLER.into(),
+        let mut steps = Steps::new(requests, streams, || {
+            if is_penalized {
+                penalized.draw().unwrap()
+            } else {
+                SAMPLER.into()
+            }
         });
         let mut out = steps.lay_out();
         let mut round = |steps: &mut Steps| {
