@@ -5,6 +5,7 @@
 
 use std::env;
 use std::error::Error;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,6 +15,8 @@ use prost_types::field_descriptor_proto::{Label, Type};
 /// As `definitions/Cargo.toml` has it.
 const PACKAGE: &str = "smg-grpc-client";
 const COMMON: &str = ".smg.grpc.common";
+/// The input of every method of the servers: a handler decodes it where that harms no stream.
+const ENCODED: &str = ".Encoded";
 /// Fields of messages that are refused when they say anything. Read as bytes they take no more memory than they have: an empty
 /// message, two bytes, would take hundreds.
 const UNREAD: [(&str, &str); 3] = [
@@ -22,26 +25,73 @@ const UNREAD: [(&str, &str); 3] = [
     ("SamplingParams", "custom_params"),
 ];
 
+/// Its file, its package, and the module with its messages.
+const CONTRACTS: [(&str, &str, &str); 2] = [
+    (
+        "vllm_engine.proto",
+        ".vllm.grpc.engine",
+        "crate::contract::vllm",
+    ),
+    (
+        "sglang_scheduler.proto",
+        ".sglang.grpc.scheduler",
+        "crate::contract::sglang",
+    ),
+];
+
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=definitions/Cargo.lock");
     let folder = find_definitions()?;
     let client = env::var_os("CARGO_FEATURE_CLIENT").is_some();
-    let generate = |name: &str, extern_common: bool| -> Result<(), Box<dyn Error>> {
+    let read = |name: &str| -> Result<FileDescriptorSet, Box<dyn Error>> {
         let mut definitions = protox::compile([name], [&folder])?;
         leave_unread(&mut definitions);
-        let mut builder = tonic_prost_build::configure()
-            .build_client(client)
-            // They are the definitions' own, and not written for rustdoc.
-            .disable_comments(["."]);
-        if extern_common {
-            builder = builder.extern_path(COMMON, "crate::contract::common");
-        }
-        Ok(builder.compile_fds(definitions)?)
+        Ok(definitions)
     };
-    generate("common.proto", false)?;
-    generate("vllm_engine.proto", true)?;
-    generate("sglang_scheduler.proto", true)
+    builder().compile_fds(read("common.proto")?)?;
+    for (name, package, module) in CONTRACTS {
+        let mut definitions = read(name)?;
+        let builder = builder().extern_path(COMMON, "crate::contract::common");
+        if client {
+            generate_client(definitions.clone(), builder.clone(), package, module)?;
+        }
+        leave_encoded(&mut definitions);
+        builder
+            .build_client(false)
+            .extern_path(ENCODED, "crate::encoded::Encoded")
+            .compile_fds(definitions)?;
+    }
+    Ok(())
+}
+
+fn builder() -> tonic_prost_build::Builder {
+    // The comments are the definitions' own, and not written for rustdoc.
+    tonic_prost_build::configure().disable_comments(["."])
+}
+
+/// The client of a contract, whose methods take messages as they are defined. The messages are those of its server.
+fn generate_client(
+    definitions: FileDescriptorSet,
+    builder: tonic_prost_build::Builder,
+    package: &str,
+    module: &str,
+) -> Result<(), Box<dyn Error>> {
+    let folder = Path::new(&env::var("OUT_DIR")?).join("client");
+    fs::create_dir_all(&folder)?;
+    let builder = builder.build_server(false).extern_path(package, module);
+    Ok(builder.out_dir(folder).compile_fds(definitions)?)
+}
+
+/// Has every method take its message as [`ENCODED`].
+fn leave_encoded(definitions: &mut FileDescriptorSet) {
+    let services = definitions
+        .file
+        .iter_mut()
+        .flat_map(|file| &mut file.service);
+    for method in services.flat_map(|service| &mut service.method) {
+        method.input_type = Some(ENCODED.to_owned());
+    }
 }
 
 /// Has the fields of [`UNREAD`] read as bytes, as many as there are: on the wire both are the same.

@@ -16,9 +16,13 @@ pub mod common {
 /// `vllm.grpc.engine.VllmEngine`.
 pub mod vllm {
     tonic::include_proto!("vllm.grpc.engine");
+    #[cfg(feature = "client")]
+    include!(concat!(env!("OUT_DIR"), "/client/vllm.grpc.engine.rs"));
 }
 
 /// `sglang.grpc.scheduler.SglangScheduler`.
 pub mod sglang {
     tonic::include_proto!("sglang.grpc.scheduler");
+    #[cfg(feature = "client")]
+    include!(concat!(env!("OUT_DIR"), "/client/sglang.grpc.scheduler.rs"));
 }

@@ -6,7 +6,7 @@
 //! | [`contract`] | messages and services, generated from the published definitions |
 //! | `settings` | what a door is made of, and what it says of its model |
 //! | `core`, `ticket` | requests that have not ended, whichever contract they came by |
-//! | `reader` | from a message to what the engine takes of it |
+//! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
 //! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
 //! | `mailbox` | what a request has brought forth and its client has not fetched |
 //! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
@@ -18,6 +18,7 @@
 pub mod contract;
 mod core;
 mod door;
+mod encoded;
 mod error;
 mod events;
 mod grammars;

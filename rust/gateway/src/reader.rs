@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use pie_ingress::{Ingress, ModelFacts, RawRequest, Refusal, RequestSpec};
 use pie_runtime::{Constrain, Grammar, Unbindable};
-use prost::Message;
 use tonic::Status;
 
+use crate::encoded::decode;
 use crate::settings::{Contract, GatewaySettings, ImageFacts};
 use crate::status::refused;
 use crate::{sglang, vllm};
@@ -50,8 +50,8 @@ impl RequestReader {
         bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>,
     ) -> Result<RequestSpec, Status> {
         let asked = match contract {
-            Contract::Vllm => vllm::asked(decoded(message)?, self.images),
-            Contract::Sglang => sglang::asked(decoded(message)?, self),
+            Contract::Vllm => vllm::asked(decode(message)?, self.images),
+            Contract::Sglang => sglang::asked(decode(message)?, self),
         };
         let spec = self.validate(asked?.raw, bind);
         spec.map_err(|refusal| refused(&refusal))
@@ -71,9 +71,4 @@ impl RequestReader {
         raw.speculates = self.speculates;
         self.ingress.validate(raw, bind)
     }
-}
-
-fn decoded<M: Message + Default>(message: &[u8]) -> Result<M, Status> {
-    M::decode(message)
-        .map_err(|error| Status::invalid_argument(format!("the message cannot be read: {error}")))
 }

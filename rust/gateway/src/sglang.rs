@@ -6,30 +6,27 @@ use std::sync::Arc;
 
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
 use pie_runtime::{Grammar, Pictures, Sampling};
-use prost::Message as _;
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 use tonic::{Request, Response, Status};
 
 use crate::contract::common::{
-    FlushCacheRequest, FlushCacheResponse, GetTokenizerRequest, ProfileResponse,
-    StartProfileRequest, StopProfileRequest, SubscribeKvEventsRequest,
+    FlushCacheRequest, FlushCacheResponse, ProfileResponse, SubscribeKvEventsRequest,
 };
 use crate::contract::sglang::generate_complete::MatchedStop;
 use crate::contract::sglang::generate_response::Response as Message;
 use crate::contract::sglang::sampling_params::Constraint;
 use crate::contract::sglang::sglang_scheduler_server::{SglangScheduler, SglangSchedulerServer};
 use crate::contract::sglang::{
-    AbortRequest, AbortResponse, AggregateMetrics, EmbedRequest, EmbedResponse, GenerateComplete,
+    AbortRequest, AbortResponse, AggregateMetrics, EmbedResponse, GenerateComplete,
     GenerateRequest, GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse,
-    GetModelInfoRequest, GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse,
-    HealthCheckRequest, HealthCheckResponse, InputLogProbs, InputTokenLogProb,
-    ListLoadedLoRaAdaptersRequest, ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterRequest,
-    LoadLoRaAdapterResponse, MemoryMetrics, MultimodalInputs, OutputLogProbs, QueueMetrics,
-    SamplingParams, SchedulerLoad, SpeculativeMetrics, TensorData, TopLogProbs,
-    UnloadLoRaAdapterRequest, UnloadLoRaAdapterResponse,
+    GetModelInfoResponse, GetServerInfoResponse, HealthCheckResponse, InputLogProbs,
+    InputTokenLogProb, ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterResponse, MemoryMetrics,
+    MultimodalInputs, OutputLogProbs, QueueMetrics, SamplingParams, SchedulerLoad,
+    SpeculativeMetrics, TensorData, TopLogProbs, UnloadLoRaAdapterResponse,
 };
 use crate::core::{Asked, Core};
+use crate::encoded::Encoded;
 use crate::events::Subscription;
 use crate::loads::Loads;
 use crate::logprobs::{Row, Rows, Sides};
@@ -38,7 +35,7 @@ use crate::media::{self, Media, Tensor};
 use crate::reader::RequestReader;
 use crate::settings::ImageFacts;
 use crate::status::{Matched, refused};
-use crate::ticket::{Answer, Answers, LARGE_MESSAGE, Ticket, Wording};
+use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
 use crate::unserved::{NO_EMBEDDINGS, SPLIT, or_one, refuse};
@@ -361,25 +358,26 @@ impl SglangScheduler for Scheduler {
 
     async fn generate(
         &self,
-        request: Request<GenerateRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, message) = request.into_parts();
+        let is_large = message.is_large();
+        let message: GenerateRequest = message.decode().await?;
         let params = message.sampling_params.as_ref();
         // The first grammar has the vocabulary read.
-        let is_slow = message.encoded_len() > LARGE_MESSAGE
-            || params.is_some_and(|params| params.constraint.is_some());
+        let is_slow = is_large || params.is_some_and(|params| params.constraint.is_some());
         let read = move |core: &Core| asked(message, core.reader());
         let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 
-    async fn embed(&self, _: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
+    async fn embed(&self, _: Request<Encoded>) -> Result<Response<EmbedResponse>, Status> {
         Err(Status::unimplemented(NO_EMBEDDINGS))
     }
 
     async fn health_check(
         &self,
-        _: Request<HealthCheckRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<HealthCheckResponse>, Status> {
         let trouble = self.0.trouble();
         Ok(Response::new(HealthCheckResponse {
@@ -388,11 +386,9 @@ impl SglangScheduler for Scheduler {
         }))
     }
 
-    async fn abort(
-        &self,
-        request: Request<AbortRequest>,
-    ) -> Result<Response<AbortResponse>, Status> {
-        let success = self.0.abort(&request.into_inner().request_id);
+    async fn abort(&self, request: Request<Encoded>) -> Result<Response<AbortResponse>, Status> {
+        let request: AbortRequest = request.into_inner().decode().await?;
+        let success = self.0.abort(&request.request_id);
         let message = if success {
             "it ends with the next step"
         } else {
@@ -406,7 +402,7 @@ impl SglangScheduler for Scheduler {
 
     async fn get_model_info(
         &self,
-        _: Request<GetModelInfoRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<GetModelInfoResponse>, Status> {
         let (model, able) = (self.0.model(), self.0.able());
         let length = self.0.context_length() as i32;
@@ -433,7 +429,7 @@ impl SglangScheduler for Scheduler {
 
     async fn get_server_info(
         &self,
-        _: Request<GetServerInfoRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<GetServerInfoResponse>, Status> {
         let (able, model) = (self.0.able(), self.0.model());
         let tokens: u64 = self.0.loads().iter().map(|loads| loads.total_tokens).sum();
@@ -463,9 +459,10 @@ impl SglangScheduler for Scheduler {
 
     async fn get_loads(
         &self,
-        request: Request<GetLoadsRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<GetLoadsResponse>, Status> {
-        let wanted = request.into_inner().dp_rank;
+        let request: GetLoadsRequest = request.into_inner().decode().await?;
+        let wanted = request.dp_rank;
         let all = self.0.loads();
         let loads = all.iter().enumerate();
         let loads: Vec<SchedulerLoad> = loads
@@ -483,58 +480,57 @@ impl SglangScheduler for Scheduler {
 
     async fn flush_cache(
         &self,
-        request: Request<FlushCacheRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<FlushCacheResponse>, Status> {
-        let limit = times::seconds(request.into_inner().timeout_s)?;
+        let request: FlushCacheRequest = request.into_inner().decode().await?;
+        let limit = times::seconds(request.timeout_s)?;
         Ok(Response::new(flushed(self.0.flush(limit).await)))
     }
 
     async fn start_profile(
         &self,
-        _: Request<StartProfileRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<ProfileResponse>, Status> {
         Err(Status::unimplemented(NO_PROFILE))
     }
 
-    async fn stop_profile(
-        &self,
-        _: Request<StopProfileRequest>,
-    ) -> Result<Response<ProfileResponse>, Status> {
+    async fn stop_profile(&self, _: Request<Encoded>) -> Result<Response<ProfileResponse>, Status> {
         Err(Status::unimplemented(NO_PROFILE))
     }
 
     async fn get_tokenizer(
         &self,
-        _: Request<GetTokenizerRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<Self::GetTokenizerStream>, Status> {
         Ok(Response::new(tokenizer::read(self.0.model()).await?))
     }
 
     async fn subscribe_kv_events(
         &self,
-        request: Request<SubscribeKvEventsRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
-        let cursor = request.into_inner().start_sequence_number;
+        let request: SubscribeKvEventsRequest = request.into_inner().decode().await?;
+        let cursor = request.start_sequence_number;
         Ok(Response::new(self.0.subscribe(cursor)?))
     }
 
     async fn load_lo_ra_adapter(
         &self,
-        _: Request<LoadLoRaAdapterRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<LoadLoRaAdapterResponse>, Status> {
         Err(Status::unimplemented(NO_ADAPTERS))
     }
 
     async fn unload_lo_ra_adapter(
         &self,
-        _: Request<UnloadLoRaAdapterRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<UnloadLoRaAdapterResponse>, Status> {
         Err(Status::unimplemented(NO_ADAPTERS))
     }
 
     async fn list_loaded_lo_ra_adapters(
         &self,
-        _: Request<ListLoadedLoRaAdaptersRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<ListLoadedLoRaAdaptersResponse>, Status> {
         Err(Status::unimplemented(NO_ADAPTERS))
     }

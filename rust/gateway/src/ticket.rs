@@ -35,9 +35,6 @@ pub(crate) enum Answer {
     },
 }
 
-/// Bytes of a message above which it is read on a thread that sends no tokens.
-pub(crate) const LARGE_MESSAGE: usize = 64 << 10;
-
 /// A request that has not ended for its client. Dropped before that, as where the client has gone, it ends.
 #[derive(Debug)]
 pub(crate) struct Ticket {

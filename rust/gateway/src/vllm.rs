@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
 use pie_runtime::{Grammar, Pictures, Sampling};
-use prost::Message as _;
 use tonic::{Request, Response, Status};
 
 use crate::contract::common::{
-    FlushCacheRequest, FlushCacheResponse, GetTokenizerRequest, Modality, SubscribeKvEventsRequest,
+    FlushCacheRequest, FlushCacheResponse, Modality, SubscribeKvEventsRequest,
 };
 use crate::contract::vllm::generate_complete::MatchedStop;
 use crate::contract::vllm::generate_request::Input;
@@ -18,13 +17,13 @@ use crate::contract::vllm::sampling_params::Constraint;
 use crate::contract::vllm::tensor_data::Payload;
 use crate::contract::vllm::vllm_engine_server::{VllmEngine, VllmEngineServer};
 use crate::contract::vllm::{
-    AbortRequest, AbortResponse, EmbedRequest, EmbedResponse, GenerateComplete, GenerateRequest,
-    GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse, GetModelInfoRequest,
-    GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse, HealthCheckRequest,
-    HealthCheckResponse, InputLogProbs, InputTokenLogProb, MultimodalInputs, OutputLogProbs,
-    SamplingParams, SchedulerLoad, TensorData, TopLogProbs,
+    AbortRequest, AbortResponse, EmbedResponse, GenerateComplete, GenerateRequest,
+    GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse, GetModelInfoResponse,
+    GetServerInfoResponse, HealthCheckResponse, InputLogProbs, InputTokenLogProb, MultimodalInputs,
+    OutputLogProbs, SamplingParams, SchedulerLoad, TensorData, TopLogProbs,
 };
 use crate::core::{Asked, Core};
+use crate::encoded::Encoded;
 use crate::events::Subscription;
 use crate::grammars;
 use crate::loads::Loads;
@@ -33,7 +32,7 @@ use crate::mailbox::Pace;
 use crate::media::{self, Media, Tensor};
 use crate::settings::ImageFacts;
 use crate::status::{Matched, refused};
-use crate::ticket::{Answer, Answers, LARGE_MESSAGE, Ticket, Wording};
+use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
 use crate::unserved::{NO_EMBEDDINGS, SPLIT, or_one, refuse};
@@ -332,25 +331,26 @@ impl VllmEngine for Engine {
 
     async fn generate(
         &self,
-        request: Request<GenerateRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, message) = request.into_parts();
+        let is_large = message.is_large();
+        let message: GenerateRequest = message.decode().await?;
         let params = message.sampling_params.as_ref();
         // The first grammar has the vocabulary read.
-        let is_slow = message.encoded_len() > LARGE_MESSAGE
-            || params.is_some_and(|params| params.constraint.is_some());
+        let is_slow = is_large || params.is_some_and(|params| params.constraint.is_some());
         let read = move |core: &Core| asked(message, core.reader().images);
         let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 
-    async fn embed(&self, _: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
+    async fn embed(&self, _: Request<Encoded>) -> Result<Response<EmbedResponse>, Status> {
         Err(Status::unimplemented(NO_EMBEDDINGS))
     }
 
     async fn health_check(
         &self,
-        _: Request<HealthCheckRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<HealthCheckResponse>, Status> {
         let trouble = self.0.trouble();
         Ok(Response::new(HealthCheckResponse {
@@ -361,17 +361,16 @@ impl VllmEngine for Engine {
 
     async fn flush_cache(
         &self,
-        request: Request<FlushCacheRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<FlushCacheResponse>, Status> {
-        let limit = times::seconds(request.into_inner().timeout_s)?;
+        let request: FlushCacheRequest = request.into_inner().decode().await?;
+        let limit = times::seconds(request.timeout_s)?;
         Ok(Response::new(flushed(self.0.flush(limit).await)))
     }
 
-    async fn abort(
-        &self,
-        request: Request<AbortRequest>,
-    ) -> Result<Response<AbortResponse>, Status> {
-        for name in request.into_inner().request_ids {
+    async fn abort(&self, request: Request<Encoded>) -> Result<Response<AbortResponse>, Status> {
+        let request: AbortRequest = request.into_inner().decode().await?;
+        for name in request.request_ids {
             self.0.abort(&name);
         }
         Ok(Response::new(AbortResponse {}))
@@ -379,7 +378,7 @@ impl VllmEngine for Engine {
 
     async fn get_model_info(
         &self,
-        _: Request<GetModelInfoRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<GetModelInfoResponse>, Status> {
         let (model, able) = (self.0.model(), self.0.able());
         let length = self.0.context_length();
@@ -404,7 +403,7 @@ impl VllmEngine for Engine {
 
     async fn get_server_info(
         &self,
-        _: Request<GetServerInfoRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<GetServerInfoResponse>, Status> {
         Ok(Response::new(GetServerInfoResponse {
             active_requests: self.0.open_requests() as u32,
@@ -421,9 +420,10 @@ impl VllmEngine for Engine {
 
     async fn get_loads(
         &self,
-        request: Request<GetLoadsRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<GetLoadsResponse>, Status> {
-        let wanted = request.into_inner().dp_rank;
+        let request: GetLoadsRequest = request.into_inner().decode().await?;
+        let wanted = request.dp_rank;
         let all = self.0.loads();
         let loads = all.iter().enumerate();
         let loads = loads.filter(|(rank, _)| wanted.is_none_or(|wanted| *rank as i32 == wanted));
@@ -437,16 +437,17 @@ impl VllmEngine for Engine {
 
     async fn get_tokenizer(
         &self,
-        _: Request<GetTokenizerRequest>,
+        _: Request<Encoded>,
     ) -> Result<Response<Self::GetTokenizerStream>, Status> {
         Ok(Response::new(tokenizer::read(self.0.model()).await?))
     }
 
     async fn subscribe_kv_events(
         &self,
-        request: Request<SubscribeKvEventsRequest>,
+        request: Request<Encoded>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
-        let cursor = request.into_inner().start_sequence_number;
+        let request: SubscribeKvEventsRequest = request.into_inner().decode().await?;
+        let cursor = request.start_sequence_number;
         Ok(Response::new(self.0.subscribe(cursor)?))
     }
 }
