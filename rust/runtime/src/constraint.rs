@@ -6,11 +6,6 @@ use std::time::Duration;
 use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
 use pie_sched::{Begun, Constrain, Constraint, Mask};
 
-use crate::outbox::End;
-
-/// Begins the reason of a grammar that nothing is wrong with: a scheduler passes on a text alone.
-const BUSY: char = '\u{18}';
-
 /// A grammar for the sequences of requests: [`Arrival::constraint`](crate::Arrival::constraint).
 ///
 /// It is compiled while the request waits in the queue, and masks are computed by the compiler's threads from the moment on at which a
@@ -34,19 +29,12 @@ impl GrammarConstraint {
     }
 }
 
-fn reason(error: &GrammarError) -> Arc<str> {
+fn failed(error: &GrammarError) -> Begun {
+    let reason = error.to_string().into();
     if error.is_temporary() {
-        format!("{BUSY}{error}").into()
+        Begun::Busy(reason)
     } else {
-        error.to_string().into()
-    }
-}
-
-/// How a sequence ends whose constraint failed for this reason.
-pub(crate) fn end(reason: &str) -> End {
-    match reason.strip_prefix(BUSY) {
-        Some(reason) => End::Busy(reason.into()),
-        None => End::Grammar(reason.into()),
+        Begun::Failed(reason)
     }
 }
 
@@ -54,7 +42,7 @@ impl Constrain for GrammarConstraint {
     fn begin(&self, most: u32, jumps: bool) -> Begun {
         let ready = match self.pending.progress() {
             Progress::Compiling => return Begun::Waiting,
-            Progress::Failed(error) => return Begun::Failed(reason(&error)),
+            Progress::Failed(error) => return failed(&error),
             Progress::Ready(ready) => ready,
         };
         let follow = Follow {
@@ -157,31 +145,21 @@ impl Constraint for Thinking {
 
 #[cfg(test)]
 mod tests {
-    use pie_grammar::{CompilerCommand, Limits, Settings, Vocabulary};
+    use pie_grammar::{CompilerCommand, Settings, Vocabulary};
 
     use super::*;
 
-    /// How a request ends whose grammar is compiled so.
-    fn end_of(text: &str, settings: Settings) -> End {
+    /// What comes of a grammar that is compiled so.
+    fn begun(text: &str, settings: Settings) -> Begun {
         let vocabulary = Vocabulary::new(&[b"a".to_vec(), Vec::new()], &[], &[1]).unwrap();
         let compiler = Compiler::with_settings(vocabulary, settings).unwrap();
         let constraint = GrammarConstraint::new(&compiler, &Grammar::Regex(text.into()), &[]);
         let _ = constraint.pending.wait();
-        match constraint.begin(9, true) {
-            Begun::Failed(reason) => end(&reason),
-            other => panic!("{other:?}"),
-        }
+        constraint.begin(9, true)
     }
 
     #[test]
     fn a_lack_of_compilers_is_no_fault_of_the_grammar() {
-        let no_room = Settings {
-            limits: Limits {
-                waiting: 0,
-                ..Limits::default()
-            },
-            ..Settings::default()
-        };
         let no_process = Settings {
             process: Some(CompilerCommand {
                 program: "/does/not/exist".into(),
@@ -189,14 +167,17 @@ mod tests {
             }),
             ..Settings::default()
         };
-        for settings in [no_room, no_process] {
-            let End::Busy(reason) = end_of("a", settings) else {
-                panic!("the grammar is blamed")
+        let full = GrammarError::Busy {
+            waiting: 1024,
+            limit: 1024,
+        };
+        for begun in [begun("a", no_process), failed(&full)] {
+            let Begun::Busy(reason) = begun else {
+                panic!("the grammar is blamed: {begun:?}")
             };
-            assert!(!reason.starts_with(BUSY), "{reason}");
             assert!(reason.ends_with("try again later"), "{reason}");
         }
-        let wrong = end_of("(", Settings::default());
-        assert!(matches!(wrong, End::Grammar(_)), "{wrong:?}");
+        let wrong = begun("(", Settings::default());
+        assert!(matches!(wrong, Begun::Failed(_)), "{wrong:?}");
     }
 }

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use pie_ring::RegionLayout;
 use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
 
-use crate::constraint;
 use crate::error::RuntimeError;
 use crate::frame::bytes::{frame_bytes, params_bytes};
 use crate::handshake::Capabilities;
@@ -324,7 +323,8 @@ impl Replica {
             Finish::Unready => End::Unready,
             Finish::Deadline => End::Deadline,
             Finish::Displaced => End::Displaced,
-            Finish::Constraint => constraint::end(reason.unwrap_or_default()),
+            Finish::Constraint => End::Grammar(reason.unwrap_or_default().into()),
+            Finish::Busy => End::Busy(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 let why = reason.unwrap_or("the driver gave it no token\n\nhint: its log says why");
                 End::Failed(why.into())

@@ -39,6 +39,7 @@ impl<S> Scheduler<S> {
         let mut candidates = std::mem::take(&mut self.candidates);
         self.order_waiting(now, &mut candidates);
         let (mut promised, mut newest) = (self.promised(), Vec::new());
+        let mut params_fit = true;
         for &slot in &candidates {
             if self.running.len() >= may_run || plan.rows == 0 || plan.prompt == 0 {
                 break;
@@ -48,7 +49,10 @@ impl<S> Scheduler<S> {
             if !is_due || self.waits_for_prefix(slot) {
                 continue;
             }
-            if !self.params_fit(slot) || !self.follow(slot) {
+            // Where those of one do not fit, smaller ones behind it wait, too: else it could wait for ever.
+            let more = self.new_params(slot);
+            params_fit &= self.params_fit(more);
+            if more > 0 && !params_fit || !self.follow(slot) {
                 continue;
             }
             match self.admit_one(plan, slot, &mut promised, now) {
@@ -177,18 +181,33 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// Whether the driver has room for the parameters of a sequence. Those behind it that need none may overtake it.
-    fn params_fit(&self, slot: usize) -> bool {
-        let sequence = &self.sequences[slot];
-        let more = u64::from(sequence.shared.arrival.params_bytes) - sequence.kept_bytes;
+    /// Bytes of parameters that the driver has to keep for a sequence, and does not for another one of its request.
+    fn new_params(&self, slot: usize) -> u64 {
+        let shared = &self.sequences[slot].shared;
+        match shared.arrival.params_bytes {
+            0 => 0,
+            bytes => {
+                let request = self.requests.get(&shared.arrival.id);
+                u64::from(bytes) - request.map_or(0, |request| request.kept_bytes)
+            }
+        }
+    }
+
+    /// Whether the driver has room for so many bytes of parameters more. Those of one request it always has.
+    fn params_fit(&self, more: u64) -> bool {
         let kept = self.kept_bytes;
         more == 0 || kept == 0 || kept + more <= self.limits.frame.params
     }
 
     fn note_admission(&mut self, slot: usize, admitted: Admitted) {
+        let more = self.new_params(slot);
+        if more > 0
+            && let Some(request) = self.requests.get_mut(&self.sequences[slot].id())
+        {
+            request.kept_bytes += more;
+            self.kept_bytes += more;
+        }
         let sequence = &mut self.sequences[slot];
-        let bytes = u64::from(sequence.shared.arrival.params_bytes);
-        self.kept_bytes += bytes - std::mem::replace(&mut sequence.kept_bytes, bytes);
         if sequence.admitted.is_none() {
             sequence.admitted = Some(admitted);
             let deadline = sequence.deadline(self.config.running_limit_us);
@@ -276,7 +295,9 @@ impl<S> Scheduler<S> {
         let rank = |&slot: &usize| (self.sequences[slot].shared.rank, self.sequences[slot].order);
         let ready = |slot: &usize| {
             let sequence = &self.sequences[*slot];
-            sequence.pending == 0 && !matches!(sequence.bond, Bond::Asked)
+            sequence.pending == 0
+                && !matches!(sequence.bond, Bond::Asked)
+                && self.params_fit(self.new_params(*slot))
         };
         let best = self.waiting.iter().copied().filter(ready).min_by_key(rank);
         let Some(best) = best.filter(|_| self.config.priority) else {

@@ -23,6 +23,9 @@ pub enum Begun {
     Ready(Box<dyn Constraint>),
     /// It cannot be used, with the reason; the sequence ends as [`Finish::Constraint`](crate::Finish::Constraint).
     Failed(Arc<str>),
+    /// Nothing is wrong with it, but it cannot be had now, with the reason; the sequence ends as
+    /// [`Finish::Busy`](crate::Finish::Busy).
+    Busy(Arc<str>),
 }
 
 /// Which tokens may be drawn. Shared, because a constraint has it in room that it uses again.

@@ -16,7 +16,14 @@ const MASK_WAIT: Duration = Duration::from_micros(500);
 enum Obstacle {
     /// Its constraint is not ready.
     Waits,
-    Failed(Arc<str>),
+    /// The sequence ends.
+    Ends(Finish, Arc<str>),
+}
+
+impl Obstacle {
+    const fn failed(reason: Arc<str>) -> Self {
+        Self::Ends(Finish::Constraint, reason)
+    }
 }
 
 impl<S> Scheduler<S> {
@@ -71,9 +78,9 @@ impl<S> Scheduler<S> {
         let goes_on = match asked {
             Ok(()) => self.take_forced(slot, &forced),
             Err(Obstacle::Waits) => false,
-            Err(Obstacle::Failed(reason)) => {
+            Err(Obstacle::Ends(finish, reason)) => {
                 self.sequences[slot].reason = Some(reason);
-                self.finish(slot, 0, Finish::Constraint);
+                self.finish(slot, 0, finish);
                 false
             }
         };
@@ -89,7 +96,8 @@ impl<S> Scheduler<S> {
             let jumps = sequence.logprobs.is_none();
             sequence.bond = match constrain.begin(sequence.remaining(), jumps) {
                 Begun::Waiting => return Err(Obstacle::Waits),
-                Begun::Failed(reason) => return Err(Obstacle::Failed(reason)),
+                Begun::Failed(reason) => return Err(Obstacle::failed(reason)),
+                Begun::Busy(reason) => return Err(Obstacle::Ends(Finish::Busy, reason)),
                 Begun::Ready(constraint) => Bond::Bound {
                     constraint,
                     mask: None,
@@ -106,7 +114,7 @@ impl<S> Scheduler<S> {
             return Ok(());
         };
         if !*fresh {
-            *mask = constraint.next(forced).map_err(Obstacle::Failed)?;
+            *mask = constraint.next(forced).map_err(Obstacle::failed)?;
             *fresh = true;
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! Laying out a step: decodes first, then prompts under way, then new requests.
 
+use std::sync::atomic::Ordering;
+
 use crate::config::Limits;
 use crate::constraint::is_shorter_as_bits;
 use crate::error::SchedError;
@@ -450,7 +452,11 @@ impl<S> Scheduler<S> {
         };
         sequence.scheduled = end;
         sequence.step = self.plans;
-        sequence.registered = self.registrations;
+        if sequence.registered != self.registrations {
+            sequence.registered = self.registrations;
+            let registered = &sequence.shared.registered;
+            registered.store(self.registrations, Ordering::Relaxed);
+        }
         plan.flight.binding |= row.draws && !sequence.bond.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {

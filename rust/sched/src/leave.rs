@@ -111,11 +111,11 @@ impl<S> Scheduler<S> {
             let sequence = self.sequences.remove(slot);
             self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
             self.streaming -= usize::from(sequence.streams);
-            self.kept_bytes -= sequence.kept_bytes;
             self.counts.finished += 1;
             if let Some(request) = self.requests.get_mut(&sequence.id()) {
                 request.live -= 1;
                 if request.live == 0 {
+                    self.kept_bytes -= request.kept_bytes;
                     self.requests.remove(&sequence.id());
                 }
             }

@@ -35,6 +35,8 @@ pub enum Finish {
     Displaced,
     /// Its constraint cannot be used, or cannot go on: [`Output::reason`] says why.
     Constraint,
+    /// Its constraint cannot be had now: [`Output::reason`] says why.
+    Busy,
     /// The driver gave no token, or one that the model does not have; or its steps fail, and [`Output::reason`] says so.
     Failed,
 }
@@ -58,7 +60,7 @@ pub struct Output<'a> {
     pub held_bytes: u32,
     /// Set in its last output.
     pub finish: Option<Finish>,
-    /// With [`Finish::Constraint`], and some of [`Finish::Failed`]: why.
+    /// With [`Finish::Constraint`] and [`Finish::Busy`], and some of [`Finish::Failed`]: why.
     pub reason: Option<&'a str>,
     /// Tokens of the prompt whose KV was there when it was first admitted.
     pub cached_tokens: u32,
@@ -136,7 +138,7 @@ impl Outputs {
                 held_bytes: entry.held_bytes,
                 finish: entry.finish,
                 reason: match entry.finish {
-                    Some(Finish::Constraint | Finish::Failed) => self.reason(at),
+                    Some(Finish::Constraint | Finish::Busy | Finish::Failed) => self.reason(at),
                     _ => None,
                 },
                 cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use pie_radix::Event as KvEvent;
 use rustc_hash::FxHashMap;
@@ -30,6 +31,8 @@ pub(crate) struct Request {
     slots: Box<[usize]>,
     /// Sequences that have not ended.
     pub(crate) live: u32,
+    /// Bytes of its parameters that count as kept by the driver: all of them from its first admission on.
+    pub(crate) kept_bytes: u64,
 }
 
 /// Decides what each forward step of a driver computes. See the [crate](crate).
@@ -158,14 +161,21 @@ impl<S> Scheduler<S> {
             max_tokens: arrival.ends.max_tokens.min(longest),
             min_tokens: arrival.ends.min_tokens.min(longest),
             rank,
+            registered: AtomicU64::new(0),
             arrival,
         });
         let slots = (0..shared.arrival.samples).map(|sample| self.enter(&shared, sample));
         let slots: Box<[usize]> = slots.collect();
         self.waiting.extend_from_slice(&slots);
         let live = slots.len() as u32;
-        self.requests
-            .insert(shared.arrival.id, Request { slots, live });
+        self.requests.insert(
+            shared.arrival.id,
+            Request {
+                slots,
+                live,
+                kept_bytes: 0,
+            },
+        );
         let deadlines = [shared.arrival.deadline, shared.arrival.admit_by];
         if let Some(deadline) = deadlines.into_iter().flatten().min() {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));

@@ -1,6 +1,7 @@
 //! One sequence of a request, from the queue to its end.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pie_radix::Key;
 
@@ -31,6 +32,8 @@ pub(crate) struct Shared<S> {
     pub(crate) min_tokens: u32,
     /// The lower the better.
     pub(crate) rank: i64,
+    /// [`Scheduler::registrations`](crate::Scheduler) when a row of one of its sequences brought its parameters.
+    pub(crate) registered: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,10 +88,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) suspicion: Suspicion,
     /// Its rows have no masks and no log-probabilities.
     plain: bool,
-    /// [`Scheduler::registrations`](crate::Scheduler) when a row brought its parameters.
+    /// [`Shared::registered`] as of its last row, in reach of what is laid out often.
     pub(crate) registered: u64,
-    /// Bytes that count as kept by the driver.
-    pub(crate) kept_bytes: u64,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
     /// Log-probabilities, if it wants some.
@@ -137,7 +138,6 @@ impl<S> Sequence<S> {
             suspicion: Suspicion::default(),
             plain,
             registered: 0,
-            kept_bytes: 0,
             found,
             bond,
             logprobs,
@@ -284,7 +284,9 @@ impl<S> Sequence<S> {
 
     /// Bytes of parameters that its next row brings.
     fn new_bytes(&self, registrations: u64) -> u32 {
-        if self.registered == registrations {
+        let has_them = self.registered == registrations
+            || self.shared.registered.load(Ordering::Relaxed) == registrations;
+        if has_them {
             0
         } else {
             self.shared.arrival.params_bytes

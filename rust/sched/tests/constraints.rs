@@ -58,6 +58,20 @@ struct Walker {
 #[derive(Debug)]
 struct Shared(Arc<Path>);
 
+/// Cannot be had now.
+#[derive(Debug)]
+struct Busy;
+
+impl Constrain for Busy {
+    fn begin(&self, _: u32, _: bool) -> Begun {
+        Begun::Busy("try again later".into())
+    }
+
+    fn is_waiting(&self) -> bool {
+        false
+    }
+}
+
 impl Constrain for Shared {
     fn begin(&self, most: u32, _: bool) -> Begun {
         if !self.0.ready.load(Ordering::Relaxed) {
@@ -485,7 +499,17 @@ fn a_constraint_that_fails_ends_its_sequences_with_the_reason() {
         .scheduler
         .submit(Arrival::new(3, vec![3], (), 5))
         .unwrap();
+    let busy = Arrival {
+        constraint: Some(Arc::new(Busy)),
+        ..Arrival::new(4, vec![4], (), 5)
+    };
+    world.scheduler.submit(busy).unwrap();
     world.run();
+    let later = Some((Finish::Busy, Some("try again later".to_owned())));
+    assert_eq!(
+        (world.said[&(4, 0)].0.len(), &world.said[&(4, 0)].1),
+        (0, &later)
+    );
     for sample in 0..2 {
         let (said, end) = &world.said[&(1, sample)];
         let reason = Some("it has no path".to_owned());

@@ -8,7 +8,7 @@ use pie_wire::{
     RequestExtension, params_len,
 };
 
-use super::params::MAX_FREED;
+use super::params::{LARGE, MAX_FREED};
 use crate::sampling::Draw;
 
 const WORD: u32 = size_of::<u32>() as u32;
@@ -40,7 +40,7 @@ pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) ->
         page: WORD,
         listed: WORD,
         mask,
-        // As much again may be of contexts that have ended.
+        // As much again may be of contexts that have ended, until they are replaced.
         params: (size_of::<u32>() * MAX_KEPT_WORDS / 2) as u64,
     }
 }
@@ -48,10 +48,11 @@ pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) ->
 /// A row of the extension without lists; it has 8 words.
 const EXTENSION: u32 = 8 * WORD;
 
-/// Bytes of the parameters that a request brings to its first row.
+/// Bytes of the parameters that a request brings to its first row, and of the handles that are freed to make room for them.
 pub(crate) fn params_bytes(draw: &Draw) -> u32 {
     let bytes = |asked: &Arc<RequestExtension>| params_len(asked);
     let bytes = draw.extension.as_ref().map_or(0, bytes);
+    let bytes = bytes + bytes / LARGE * PARAMS as usize;
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 

@@ -1,14 +1,19 @@
 //! Which parameters of contexts the driver keeps, and under which handles.
 
+use std::collections::VecDeque;
+use std::mem;
 use std::sync::{Arc, Weak};
 
 use pie_wire::{MAX_HANDLES, MAX_KEPT_WORDS, Params, ParamsRef, RequestExtension, params_len};
 use rustc_hash::FxHashMap;
 
-/// Handles that one frame frees at most.
+/// Handles that one frame frees at most, besides those that make room for what it brings.
 pub(super) const MAX_FREED: usize = 4;
-/// What takes more bytes is freed when its context has ended, and not only replaced by that of another one.
-const LARGE: usize = 1 << 10;
+/// What takes more bytes is freed when its context has ended, and not only replaced by that of another one. A list of so many
+/// bytes has fewer than one other freed for it, and one more for each time as many.
+pub(super) const LARGE: usize = 1 << 10;
+/// Frames that the driver may not have taken when one fails: that which is laid out, and two that are out.
+const UNSURE: usize = 3;
 /// Registrations, and bytes of them, after which those of contexts that have ended are looked for, at least.
 const LOOK_AFTER: (usize, usize) = (64, 1 << 22);
 /// Bytes of all that is kept.
@@ -31,10 +36,12 @@ pub(super) struct Registry {
     kept: Vec<Kept>,
     /// Handles for other contexts, of which the driver has little or nothing.
     free: Vec<u32>,
-    /// Handles of contexts that have ended, whose large lists the next frames free.
+    /// Handles of contexts that have ended, whose large lists the next frames free or replace: the largest last.
     ended: Vec<u32>,
     /// Bytes that the driver keeps at most.
     bytes: usize,
+    /// What the last frames have freed or replaced: handles, and their bytes before.
+    gone: VecDeque<Vec<(u32, usize)>>,
     /// Handles and bytes when those of ended contexts were last looked for.
     looked: (usize, usize),
     /// What this frame brings.
@@ -46,14 +53,37 @@ impl Registry {
     /// Begins a frame.
     pub(super) fn begin(&mut self) {
         self.records.clear();
-        for _ in 0..MAX_FREED {
-            let Some(handle) = self.ended.pop() else {
-                break;
-            };
-            self.bytes -= std::mem::take(&mut self.kept[handle as usize]).bytes;
-            self.free.push(handle);
-            self.records.push((Some(handle), Arc::clone(&self.nothing)));
+        if self.gone.len() == UNSURE {
+            self.gone.pop_front();
         }
+        self.gone.push_back(Vec::new());
+        for _ in 0..MAX_FREED {
+            if self.free_ended().is_none() {
+                break;
+            }
+        }
+    }
+
+    /// Has the frame free the largest list of those that have ended. Returns its bytes.
+    fn free_ended(&mut self) -> Option<usize> {
+        let handle = self.ended.pop()?;
+        let before = self.keep(handle, Kept::default());
+        self.free.push(handle);
+        self.records.push((Some(handle), Arc::clone(&self.nothing)));
+        Some(before)
+    }
+
+    /// Has the driver keep something under a handle. Returns the bytes of what was there.
+    fn keep(&mut self, handle: u32, kept: Kept) -> usize {
+        let bytes = kept.bytes;
+        let before = mem::replace(&mut self.kept[handle as usize], kept).bytes;
+        self.bytes = self.bytes + bytes - before;
+        if let Some(gone) = self.gone.back_mut()
+            && before > 0
+        {
+            gone.push((handle, before));
+        }
+        before
     }
 
     /// Where the driver finds what a context asks for: the frame brings it, or one before has.
@@ -67,22 +97,32 @@ impl Registry {
         {
             self.find_ended();
         }
-        let handle = (self.bytes + bytes <= MAX_KEPT)
-            .then(|| self.free_handle())
-            .flatten();
+        let handle = self.free_handle(bytes);
         if let Some(handle) = handle {
             self.handles.insert(address(asked), handle);
             let asked = Arc::downgrade(asked);
-            let before = std::mem::replace(&mut self.kept[handle as usize], Kept { asked, bytes });
-            self.bytes = self.bytes + bytes - before.bytes;
+            let mut freed = self.keep(handle, Kept { asked, bytes });
+            // What is kept grows only where nothing is left of contexts that have ended.
+            while freed < bytes
+                && let Some(more) = self.free_ended()
+            {
+                freed += more;
+            }
         }
         let number = self.records.len() as u32;
         self.records.push((handle, Arc::clone(asked)));
         handle.map_or(ParamsRef::InFrame(number), ParamsRef::Kept)
     }
 
-    fn free_handle(&mut self) -> Option<u32> {
-        self.free.pop().or_else(|| {
+    /// A handle for a list of so many bytes, if the driver can keep it.
+    fn free_handle(&mut self, bytes: usize) -> Option<u32> {
+        // It is freed by being replaced.
+        let ended = self.ended.last().copied();
+        let going = ended.map_or(0, |handle| self.kept[handle as usize].bytes);
+        if self.bytes + bytes > MAX_KEPT + going {
+            return None;
+        }
+        self.ended.pop().or_else(|| self.free.pop()).or_else(|| {
             let next = self.kept.len() as u32;
             (next < MAX_HANDLES).then(|| {
                 self.kept.push(Kept::default());
@@ -107,6 +147,7 @@ impl Registry {
             }
             lives
         });
+        ended.sort_unstable_by_key(|&it| kept[it as usize].bytes);
         let going: usize = ended.iter().map(|&it| kept[it as usize].bytes).sum();
         self.looked = (self.handles.len(), self.bytes - going);
     }
@@ -115,6 +156,11 @@ impl Registry {
     pub(super) fn forget(&mut self) {
         self.handles.clear();
         self.looked = (0, 0);
+        for (handle, before) in self.gone.drain(..).flatten() {
+            let bytes = &mut self.kept[handle as usize].bytes;
+            self.bytes += before.saturating_sub(*bytes);
+            *bytes = before.max(*bytes);
+        }
         // The driver may have something under each of them. The largest goes first.
         let is_large = |handle: &u32| self.kept[*handle as usize].bytes > LARGE;
         (self.ended, self.free) = (0..self.kept.len() as u32).partition(is_large);

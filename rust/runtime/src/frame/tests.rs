@@ -444,7 +444,7 @@ fn frame_of(builder: &mut FrameBuilder, asked: &[Arc<RequestExtension>]) -> Vec<
         ..Turn::EMPTY
     };
     builder.lay_out(asked.iter().map(turn));
-    let mut buffer = vec![0; 1 << 20];
+    let mut buffer = vec![0; 8 << 20];
     let length = builder.encode(&mut buffer).unwrap();
     buffer.truncate(length);
     buffer
@@ -500,6 +500,70 @@ fn what_ended_contexts_asked_for_is_freed() {
     for round in 0..200 {
         let frame = frame_of(&mut builder, &[large(round)]);
         keeper.read(&frame);
+    }
+    assert!(8 * keeper.words() < 5 << 22, "{}", keeper.words());
+}
+
+/// However many contexts begin and end with each frame, and whatever their lists' sizes: each is sent once, and what is left of
+/// those that have ended takes no more than what lived with them.
+#[test]
+fn contexts_that_begin_and_end_in_each_frame_leave_little_behind() {
+    let mut random = fastrand::Rng::with_seed(5);
+    for (starts, life, most) in [(12, 8, 300), (60, 3, 400), (20, 10, 4000), (5, 4, 20_000)] {
+        let (mut builder, mut keeper) = (FrameBuilder::new(4), Keeper::default());
+        let mut live = std::collections::VecDeque::new();
+        let (mut most_live, mut most_kept) = (0, 0);
+        for round in 0..400 {
+            if round == 300 {
+                builder.forget_params();
+            }
+            while live.len() >= starts * life {
+                live.pop_front();
+            }
+            let sizes = [most, random.usize(1..=most)];
+            let one = |at: usize| biased(round * 100 + at as u32, sizes[at % 2]);
+            live.extend((0..starts).map(one));
+            let all = live.make_contiguous();
+            let frame = frame_of(&mut builder, all);
+            let (sent, rows) = keeper.read(&frame);
+            assert!(rows.iter().eq(all.iter().map(|asked| &**asked)), "{round}");
+            let brought = if round == 300 {
+                all.len()
+            } else {
+                starts.min(all.len())
+            };
+            let words = |all: &[Arc<RequestExtension>]| -> usize {
+                all.iter().map(|asked| asked.biases.len()).sum()
+            };
+            let freed: usize = all[all.len() - brought..]
+                .iter()
+                .map(|asked| pie_wire::params_len(asked) / super::params::LARGE)
+                .sum();
+            let room = brought..=brought + freed + super::params::MAX_FREED;
+            assert!(room.contains(&sent), "{sent} of {room:?} in {round}");
+            (most_live, most_kept) = (most_live.max(words(all)), most_kept.max(keeper.words()));
+        }
+        assert!(
+            most_kept <= 2 * most_live.max(1 << 19),
+            "{most_kept} {most_live}"
+        );
+    }
+}
+
+/// What a frame has freed that was never taken counts as kept.
+#[test]
+fn a_frame_that_fails_frees_nothing() {
+    let (mut builder, mut keeper) = (FrameBuilder::new(4), Keeper::default());
+    let count = 60_000;
+    for round in 0..600 {
+        let frame = frame_of(&mut builder, &[biased(round, count)]);
+        if round % 3 == 1 {
+            // It does not come to the driver.
+            builder.forget_params();
+        } else {
+            let (_, rows) = keeper.read(&frame);
+            assert_eq!(rows[0].biases.len(), count);
+        }
     }
     assert!(8 * keeper.words() < 5 << 22, "{}", keeper.words());
 }

@@ -99,8 +99,8 @@ pub struct Driver {
     host: Vec<Page>,
     /// What each sequence has reported of tokens that it produced: its request and number, page, and place in the page.
     noted: HashSet<(u64, u32, u32, usize)>,
-    /// Sequences whose parameters it has.
-    pub registered: HashSet<(u64, u32)>,
+    /// Requests whose parameters it has.
+    pub registered: HashSet<u64>,
     random: fastrand::Rng,
 }
 
@@ -145,7 +145,7 @@ impl Driver {
         let words: usize = frames.iter().map(Frame::logprob_words).sum();
         assert!(words <= limits.max_logprob_words as usize, "{words} words");
         let registered = &mut self.registered;
-        let own = |f: &Frame| f.bytes(&limits.frame, registered.insert((f.id, f.sample)));
+        let own = |f: &Frame| f.bytes(&limits.frame, registered.insert(f.id));
         let bytes: usize = frames.iter().map(own).sum();
         assert!(bytes <= limits.frame.max as usize, "{bytes} bytes");
         let mut contexts = HashSet::new();

@@ -4,7 +4,7 @@
 pub mod driver;
 pub mod rule;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
@@ -384,12 +384,12 @@ impl Sim {
         id
     }
 
-    /// The driver keeps no more parameters of sequences that have not ended than it may, or those of one.
+    /// The driver keeps no more parameters of requests that have not ended than it may, or those of one.
     fn check_params(&mut self) {
-        let kept = self.driver.registered.iter();
-        let kept = kept.filter(|key| self.expected.contains_key(key));
+        let open: HashSet<u64> = self.expected.keys().map(|key| key.0).collect();
+        let kept = open.intersection(&self.driver.registered);
         let sizes: Vec<u64> = kept
-            .map(|key| self.words[&key.0].1.into())
+            .map(|id| self.words[id].1.into())
             .filter(|&it| it > 0)
             .collect();
         let bytes: u64 = sizes.iter().sum();
@@ -664,7 +664,7 @@ fn name(finish: Finish) -> &'static str {
         Finish::Aborted | Finish::Unready => "aborted",
         Finish::Deadline => "late",
         Finish::Displaced => "displaced",
-        Finish::Constraint => "ended by its constraint",
+        Finish::Constraint | Finish::Busy => "ended by its constraint",
         Finish::Failed => "failed",
     }
 }
@@ -750,7 +750,7 @@ impl Expected {
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
             Finish::Aborted | Finish::Deadline | Finish::Unready | Finish::Displaced => {}
-            Finish::Constraint => panic!("nothing is bound"),
+            Finish::Constraint | Finish::Busy => panic!("nothing is bound"),
         }
     }
 
