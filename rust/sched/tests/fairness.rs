@@ -256,6 +256,41 @@ fn a_request_is_overtaken_so_often_and_no_more() {
 }
 
 #[test]
+fn a_request_with_many_parameters_is_not_overtaken_for_ever_by_those_with_few() {
+    let limits = Limits {
+        frame: FrameBytes {
+            params: 100,
+            ..FrameBytes::UNLIMITED
+        },
+        ..ROOMY
+    };
+    let mut sim = sim(Config::default(), limits);
+    let with = |params_bytes, length| Ask {
+        params_bytes,
+        ..Ask::plain(0, 5, length)
+    };
+    let few: Vec<u64> = (0..9).map(|_| sim.submit(&with(10, 10))).collect();
+    step(&mut sim);
+    // All its samples share them.
+    let many = sim.submit(&Ask {
+        samples: 3,
+        ..with(90, 5)
+    });
+    let mut waited = 0;
+    while step(&mut sim).iter().all(|(id, _)| *id != many) {
+        waited += 1;
+        assert!(waited < 20, "it waits behind those that came later");
+        // There is room for this one, but not before it.
+        sim.submit(&with(10, 10));
+    }
+    assert!(
+        few.iter()
+            .all(|id| sim.ended.iter().any(|ended| ended.id == *id))
+    );
+    sim.drain();
+}
+
+#[test]
 fn a_better_priority_takes_the_pages_of_others() {
     let limits = Limits {
         total_pages: 30,
@@ -297,6 +332,38 @@ fn a_better_priority_takes_the_pages_of_others() {
     for threshold in [Some(1), None] {
         assert_eq!(play(config(threshold)).0, Some(2));
     }
+}
+
+#[test]
+fn no_pages_are_taken_for_a_request_whose_parameters_do_not_fit() {
+    let limits = Limits {
+        total_pages: 30,
+        frame: FrameBytes {
+            params: 100,
+            ..FrameBytes::UNLIMITED
+        },
+        ..LIMITS
+    };
+    let config = Config {
+        priority: true,
+        preemption_threshold: Some(0),
+        ..Config::default()
+    };
+    let mut sim = sim(config, limits);
+    let ask = |priority, params_bytes, length, tokens| Ask {
+        priority: Some(priority),
+        params_bytes,
+        ..Ask::plain(0, length, tokens)
+    };
+    for _ in 0..2 {
+        sim.submit(&ask(1, 30, 40, 18));
+    }
+    for _ in 0..10 {
+        step(&mut sim);
+    }
+    sim.submit(&ask(2, 90, 60, 4));
+    sim.drain();
+    assert!(sim.ended.iter().all(|ended| ended.retractions == 0));
 }
 
 #[test]
