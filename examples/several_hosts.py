@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,7 +92,7 @@ def main() -> None:
         workers[0].terminate()
         workers[0].wait()
         # Until the gateway has noticed, it may send a request to the one that is lost.
-        with contextlib.suppress(urllib.error.HTTPError):
+        with contextlib.suppress(OSError):
             answer(url, "chat", "Are you there?")
         wait_for(lambda: print(f"one worker: {answer(url, 'chat', 'Hello')!r}"))
 

@@ -48,3 +48,12 @@ def test_a_users_file_is_left_to_the_user(tmp_path: Path, caplog: pytest.LogCapt
     assert json.loads((tmp_path / "mine").read_text()) == parts().as_dict()
     write_active({}, str(tmp_path / "none" / "x"))
     assert "`active_file`: cannot write" in caplog.text
+
+
+@pytest.mark.parametrize("text", [None, "{", "[" * 9])
+def test_a_file_that_cannot_be_read_ends_nothing(text: str | None, tmp_path: Path) -> None:
+    file, path = ActiveFile(), tmp_path / "mine"
+    file.runtime({"options": {"active_file": str(path)}})
+    if text is not None:
+        path.write_text(text)
+    assert file.read() == {"scheduler": "pie", "grammar": "llguidance"}

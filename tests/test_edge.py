@@ -466,6 +466,25 @@ def test_a_long_error_is_sent_in_one_piece() -> None:
     assert len(body["body"]) < 600
 
 
+def test_a_long_page_becomes_an_error_with_its_own_headers() -> None:
+    """What the body was made of does not describe the one that is sent."""
+    sent = list[Any]()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def answer() -> None:
+        headers = [(b"content-type", b"text/html"), (b"Content-Encoding", b"gzip"), (b"x", b"y")]
+        to_client = ClientAnswer(send)
+        await to_client.send({"type": "http.response.start", "status": 404, "headers": headers})
+        await to_client.send({"type": "http.response.body", "body": b"<" * 5000})
+
+    asyncio.run(answer())
+    start, body = sent
+    assert start["headers"] == [(b"content-type", b"application/json"), (b"x", b"y")]
+    assert json.loads(body["body"])["code"] == 404
+
+
 def test_what_is_kept_for_clients_is_bounded() -> None:
     store = BoundedStore(3, 100)
     for name in "abcd":

@@ -159,7 +159,7 @@ def test_a_rank_and_a_driver_with_its_reaper(folder: Path) -> None:
     [port] = free_ports(1)
     server = Server(f"http://127.0.0.1:{port}", folder / "log")
     with started(folder, *serve("--scheduler", "pie", "--tp-size", "2", port=port)) as found:
-        expected, _ = server.generate([31, 32, 33], 60)
+        expected, _ = server.generate([31, 32, 33], 300)
 
         def kill_both() -> None:
             driver = found.find("--config")
@@ -167,11 +167,13 @@ def test_a_rank_and_a_driver_with_its_reaper(folder: Path) -> None:
             driver.kill()
 
         for kill in (lambda: found.kill("ranks.worker"), kill_both):
-            parts = server.stream([31, 32, 33], 60)
+            parts = server.stream([31, 32, 33], 300)
             next(parts)
+            # What an earlier kill has had started is there.
+            found.look()
             kill()
             assert list(parts)[-1] == expected
-            found.look()
+        found.look()
         found.process.terminate()
         check(found, folder)
 

@@ -133,7 +133,7 @@ def _record(
         "device": options.device or "default",
         "workload": {
             "name": options.workload,
-            "seed": options.seed,
+            "seed": options.seed or 0,
             "requests": len(workload.prompts),
             "prompt_tokens": sum(map(len, workload.prompts)),
             "output_tokens": sum(workload.outputs),
@@ -175,7 +175,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         requests=REQUESTS if options.requests is None else options.requests,
         longest=options.longest,
         vocabulary=vocabulary,
-        seed=options.seed,
+        seed=options.seed or 0,
     )
 
 
@@ -215,7 +215,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most tokens of a prompt, and of an output (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="another one draws other requests")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the requests (default: 0; another one in each run with --serve)",
+    )
     add("--repeats", type=int, default=3, metavar="N", help="runs of an engine that count")
     add("--rounds", type=int, default=1, metavar="N", help="starts of every engine")
     add("--peer", choices=PEERS, action="append", default=[], help="compare with it, alternating")

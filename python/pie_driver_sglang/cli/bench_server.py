@@ -6,11 +6,13 @@ Any server with OpenAI's completions can be measured: this package's, SGLang's, 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -29,6 +31,7 @@ _LEAST_REQUESTS: Final = 8
 _ROUNDS: Final = 4
 """Requests of each stream, unless the user says how many there are."""
 _PATIENCE_S: Final = 10.0
+_SEEDS: Final = 1 << 31
 _COLUMNS: Final = (
     ("max_concurrency", "streams", "{:,.0f}"),
     ("completed", "requests", "{:,.0f}"),
@@ -82,7 +85,10 @@ def measure_server(options: argparse.Namespace) -> list[dict[str, Any]]:
     url = options.serve.rstrip("/").removesuffix("/v1")
     served = _ask(url, "/v1/models")["data"][0]
     tokenizer = model_folder({"model_path": _tokenizer(options, url, served)}, with_weights=False)
-    return [_run(options, url, served["id"], tokenizer, streams) for streams in options.concurrency]
+    # Another one for each run, and each time: the prompts of those before are in the prefix cache.
+    seed = time.time_ns() % _SEEDS if options.seed is None else options.seed
+    run = functools.partial(_run, options, url, served["id"], tokenizer, seed)
+    return [run(streams) for streams in options.concurrency]
 
 
 def server_table(records: list[dict[str, Any]]) -> str:
@@ -125,7 +131,7 @@ def _tokenizer(options: argparse.Namespace, url: str, served: dict[str, Any]) ->
 
 
 def _run(
-    options: argparse.Namespace, url: str, model: str, tokenizer: Path, streams: int
+    options: argparse.Namespace, url: str, model: str, tokenizer: Path, seed: int, streams: int
 ) -> dict[str, Any]:
     requests = options.requests or max(_LEAST_REQUESTS, _ROUNDS * streams)
     with tempfile.TemporaryDirectory(prefix="pie-bench-") as folder:
@@ -141,8 +147,7 @@ def _run(
             "random-input-len": options.input_len,
             "random-output-len": options.output_len,
             "random-range-ratio": 1.0,
-            # Another one for each run: prompts of the one before are in the prefix cache.
-            "seed": options.seed + streams,
+            "seed": seed + streams,
             "output-file": path,
         }
         command = [sys.executable, "-m", "sglang.bench_serving"]
@@ -162,4 +167,4 @@ def _run(
             f"{requests - record['completed']} of {requests} requests to {quoted(url)} failed",
             "the server's log says why",
         )
-    return record
+    return {**record, "seed": seed + streams}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -96,7 +97,11 @@ class ActiveFile:
         return {**keywords, "options": options}
 
     def read(self) -> dict[str, Any]:
-        """What serves the model, the scheduler and grammars included."""
-        text = Path(self._path).read_text()
-        found: dict[str, Any] = json.loads(text) if text else {}
+        """What serves the model, the scheduler and grammars included.
+
+        Of the driver's parts nothing, while its file has none or cannot be read: it has warned.
+        """
+        found: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(Path(self._path).read_text() or "{}")
         return {"scheduler": PIE, "grammar": _GRAMMARS, **found}

@@ -76,9 +76,14 @@ class ClientAnswer:
     async def _send_error(self) -> None:
         start, self._start = self._start, {}
         body = short_error(start["status"], self._body)
+        written = dict[bytes, bytes | None]()
+        if body != self._body:
+            written = {b"content-type": b"application/json", b"content-encoding": None}
+        written[b"content-length"] = b"%d" % len(body)
         headers = [
-            (name, b"%d" % len(body) if name.lower() == b"content-length" else value)
-            for name, value in start.get("headers", ())
+            (name, value)
+            for name, old in start.get("headers", ())
+            if (value := written.get(name.lower(), old)) is not None
         ]
         await self._send({**start, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
