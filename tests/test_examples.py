@@ -68,6 +68,16 @@ def test_a_chat(server: Server, model: Path) -> None:
         assert "Paris" in out
 
 
+def test_langchain(server: Server, model: Path) -> None:
+    out = run("langchain_chat.py", "--url", server.url)
+    assert re.search(r"^stream: \S", out, re.MULTILINE)
+    assert re.search(r"^call: get_weather \{'city': .*\} -> 21 degrees in .+$", out, re.MULTILINE)
+    assert re.search(r"^answer: \S", out, re.MULTILINE)
+    assert re.search(r"^city: City\(name=.*, population=\d+\)$", out, re.MULTILINE)
+    if model != POCKET:
+        assert "Paris" in out
+
+
 def test_structured_output(server: Server) -> None:
     out = run("structured_output.py", "--url", server.url)
     assert re.search(r"^city: .* \d+$", out, re.MULTILINE)
