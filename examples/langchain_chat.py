@@ -5,8 +5,8 @@ Start a server with a parser of tool calls first, for example
     pie-sglang serve smollm2 --device cpu --tool-call-parser qwen25
     python examples/langchain_chat.py --url http://127.0.0.1:30000
 
-It needs `langchain-openai`: any of version 1 in an environment of its own. In the server's, install
-`langchain-openai<1.1.10`; later ones need another version of `openai` than SGLang 0.5.17 pins.
+It needs `langchain-openai`, best in an environment of its own. In the server's, install a version
+before 1.1.10: later ones need another `openai` than SGLang 0.5.17 pins.
 """
 
 from __future__ import annotations
