@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_ingress::{RawRequest, StopTexts, one_line};
+use pie_ingress::{StopTexts, one_line};
 use pie_runtime::{
     Batch, Capabilities, Delta, End, Service, Timeline, Timelines, TraceParent, TracedRequest,
 };
@@ -12,24 +12,16 @@ use rustc_hash::FxHashMap;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
+use crate::asked::Asked;
 use crate::error::GatewayError;
 use crate::events::{Journal, Subscription};
 use crate::loads::{Loads, Throughput};
-use crate::logprobs::{Reader, Sides};
-use crate::mailbox::{Mailbox, Pace};
+use crate::logprobs::Reader;
+use crate::mailbox::Mailbox;
 use crate::reader::RequestReader;
 use crate::settings::{self, GatewaySettings};
 use crate::status::{SHUTTING_DOWN, refused, rejected, shut_down};
 use crate::times;
-
-/// What a request asks for, in the words of neither contract.
-#[derive(Debug)]
-pub(crate) struct Asked {
-    pub(crate) raw: RawRequest,
-    pub(crate) pace: Pace,
-    /// Which of its log-probabilities are sent.
-    pub(crate) sides: Sides,
-}
 
 /// A request that was handed in.
 #[derive(Debug)]

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | [`contract`] | messages and services, generated from the published definitions |
 //! | `settings` | what a door is made of, and what it says of its model |
-//! | `core`, `ticket` | requests that have not ended, whichever contract they came by |
+//! | `asked`, `core`, `ticket` | requests, whichever contract they came by, and those that have not ended |
 //! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
 //! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
 //! | `mailbox` | what a request has brought forth and its client has not fetched |
@@ -15,6 +15,7 @@
 //! | `tokenizer` | its files, for a gateway on another machine |
 //! | `door` | the thread, the socket, the connections |
 
+mod asked;
 pub mod contract;
 mod core;
 mod door;

@@ -8,8 +8,9 @@ use tonic::Status;
 
 use crate::encoded::decode;
 use crate::settings::{Contract, GatewaySettings, ImageFacts};
+use crate::sglang::request as sglang;
 use crate::status::refused;
-use crate::{sglang, vllm};
+use crate::vllm::request as vllm;
 
 /// Reads requests of either contract, and validates them.
 #[derive(Clone, Debug)]
@@ -51,7 +52,7 @@ impl RequestReader {
     ) -> Result<RequestSpec, Status> {
         let asked = match contract {
             Contract::Vllm => vllm::asked(decode(message)?, self.images),
-            Contract::Sglang => sglang::asked(decode(message)?, self),
+            Contract::Sglang => sglang::asked(decode(message)?, self.images, &self.ingress),
         };
         let spec = self.validate(asked?.raw, bind);
         spec.map_err(|refusal| refused(&refusal))

@@ -8,7 +8,8 @@ use futures_core::Stream;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
-use crate::core::{Asked, Core, Entered};
+use crate::asked::Asked;
+use crate::core::{Core, Entered};
 use crate::logprobs::{Reader, Scores, Words};
 use crate::mailbox::{Counts, Part};
 use crate::status::{self, Matched, Outcome, shut_down};
