@@ -68,6 +68,7 @@ class Soaked:
     attacks: Counter[str] = field(default_factory=Counter)
     complaints: Counter[str] = field(default_factory=Counter)
     left: int = 0
+    reported: int = 0
     killed: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
 
@@ -216,6 +217,9 @@ def report(servers: Sequence[Soaked], now: float) -> None:
             f"{server.complaints.total()} without a proper answer, {server.left} clients left, "
             f"killed {dict(server.killed)}, {last.memory >> 20} MiB, {last.descriptors} fds\n"
         )
+        for trouble in server.neighbours.troubles[server.reported :]:
+            sys.stderr.write(f"          {server.kind:8} {trouble}\n")
+            server.reported += 1
 
 
 def troubles(server: Soaked, idle: tuple[Sample, Sample]) -> Iterator[str]:
