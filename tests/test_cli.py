@@ -90,7 +90,7 @@ class TestProgram:
     def test_an_error_is_a_line_and_a_hint(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert program.main(["plan", "--model", "/nowhere", "--device-gib", "8"]) == 1
         lines = capsys.readouterr().err.splitlines()
-        assert lines[0].startswith("pie-sglang: the model '/nowhere' is neither a folder nor in")
+        assert lines[0].startswith("pie-sglang: the model '/nowhere' is neither a folder nor")
         assert lines[1:2] == [""]
         assert lines[2].startswith("hint: ")
 
@@ -257,6 +257,27 @@ class TestPlan:
         doubt = planned(folder, mem_fraction_static=0.97).doubt
         assert doubt is not None
         assert "may run out of memory" in doubt
+
+    def test_a_model_in_front_and_flags_of_the_server(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = str(write_model(tmp_path / "model"))
+
+        def settings(*words: str) -> Any:
+            program.main(["plan", *words, "--device-gib", "80", "--json"])
+            return json.loads(capsys.readouterr().out)
+
+        words = ["--quantization", "fp8", "--kv-cache-dtype=fp8_e4m3", "--context-length", "4096"]
+        words += ["--mem-fraction-static", "0.8", "--disable-cuda-graph"]
+        options = ["quantization=fp8", "kv_cache_dtype=fp8_e4m3", "context_length=4096"]
+        options += ["mem_fraction_static=0.8", "disable_cuda_graph=true"]
+        by_options = [word for each in options for word in ("--option", each)]
+        planned = settings("--model", folder, *by_options)
+        assert settings(folder, *words) == settings(*words, folder) == planned
+        assert planned["plan"] != settings(folder)["plan"]
+        with pytest.raises(SystemExit):
+            program.main(["plan", "--device-gib", "80"])
+        assert "no model is named" in capsys.readouterr().err
 
     def test_this_host_can_be_planned_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert program.main(["plan", "--model", str(POCKET), "--cpu", "--dtype", "float32"]) == 0

@@ -139,6 +139,27 @@ def test_what_went_wrong_is_said_with_a_remedy(hub: Hub, tmp_path: Path) -> None
         assert "Traceback" not in text
 
 
+def test_a_plan_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
+    def plan(offline: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pie_driver_sglang", "plan", MODEL, "--device-gib", "8"],
+            env={**os.environ, **variables(tmp_path, hub.url), "HF_HUB_OFFLINE": offline},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    refused = plan("1")
+    assert (refused.returncode, hub.fetched) == (1, set())
+    assert "and `HF_HUB_OFFLINE` is set" in refused.stderr
+    found = plan("0")
+    assert found.returncode == 0, found.stderr
+    assert "the shape in config.json: an estimate" in found.stdout
+    assert "config.json" in hub.fetched
+    assert not any(name.endswith((".safetensors", ".bin")) for name in hub.fetched)
+    assert plan("1").stdout == found.stdout
+
+
 def test_safetensors_come_before_other_formats() -> None:
     names = ["config.json", "a.safetensors", "a.bin", "a.gguf", "x/a.safetensors", "m.py"]
     assert list(needed_files(names, with_weights=True)) == ["config.json", "a.safetensors", "m.py"]

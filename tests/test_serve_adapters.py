@@ -92,6 +92,17 @@ def test_openai_names_model_and_adapter(served: Served) -> None:
     adapted = client.completions.create(model="pocket:linear", **ask).choices[0].text
     plain = client.completions.create(model="pocket", **ask).choices[0].text
     assert adapted != plain
+    # As vLLM's clients name it. Of any other name the base model answers, as SGLang's.
+    assert client.completions.create(model="linear", **ask).choices[0].text == adapted
+    assert client.completions.create(model="default", **ask).choices[0].text == plain
+    said = [{"role": "user", "content": "def f(x):"}]
+    chats = [
+        client.chat.completions.create(model=name, messages=said, temperature=0, max_tokens=12)  # type: ignore[arg-type]
+        .choices[0]
+        .message.content
+        for name in ("pocket:linear", "linear", "pocket")
+    ]
+    assert chats[0] == chats[1] != chats[2]
     with pytest.raises(openai.BadRequestError, match="other"):
         client.completions.create(model="pocket:other", **ask)
 

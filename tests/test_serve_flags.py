@@ -198,6 +198,12 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
     ("words", "names", "hint"),
     [
         (["--schedular=pie"], "there is no flag `--schedular`", "`--scheduler`"),
+        (
+            ["--gpu-memory-utilization", "0.9"],
+            "`--gpu-memory-utilization`",
+            "`--mem-fraction-static`",
+        ),
+        (["--max-num-seqs=9", "--enforce-eager"], "`--enforce-eager`", "`--disable-cuda-graph`"),
         (["--tp-size", "x"], "invalid int value: 'x'", ""),
         (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
         (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
@@ -222,9 +228,27 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
         (["--model", "m", "--tp=2"], ["--model-path", "m", "--tp-size=2"]),
         (["--model=m", "--dp", "2"], ["--model-path=m", "--dp-size", "2"]),
         (["--port", "1", "--model-path", "m"], ["--port", "1", "--model-path", "m"]),
+        (["--port", "1", "m"], ["--model-path", "m", "--port", "1"]),
+        (
+            ["--tp", "2", "m", "--enable-metrics"],
+            ["--model-path", "m", "--tp-size", "2", "--enable-metrics"],
+        ),
+        (["--enable-metrics", "m"], ["--model-path", "m", "--enable-metrics"]),
+        (["--option", "a=1", "m"], ["--model-path", "m", "--option", "a=1"]),
+        (
+            ["--allow-private-media-hosts", "m"],
+            ["--model-path", "m", "--allow-private-media-hosts"],
+        ),
+        (["--api-key-file=f", "m"], ["--model-path", "m", "--api-key-file=f"]),
+        # A list takes all words, as in SGLang's parser; so may a flag that is not known here.
+        (["--lora-paths", "a=1", "m"], ["--lora-paths", "a=1", "m"]),
+        (["--bogus", "m"], ["--bogus", "m"]),
+        # The second model belongs to no flag, and the parser says so.
+        (["m", "--model-path", "n"], ["m", "--model-path", "n"]),
+        (["m", "n"], ["--model-path", "m", "n"]),
     ],
 )
-def test_a_model_in_front_and_short_names(words: list[str], expected: list[str]) -> None:
+def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
     assert program.normalized(words) == expected
 
 

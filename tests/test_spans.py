@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
 
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, install_command
 from pie_driver_sglang.gateway import program as gateway
 from pie_driver_sglang.observe import spans
 from pie_driver_sglang.observe.spans import SpanThread, Take
@@ -197,6 +197,6 @@ def test_without_the_packages_a_start_says_what_to_install(
     for start in (lambda: gateway.main(words), lambda: launch.choose_scheduler(own, given)):
         with pytest.raises(ConfigError, match=r"and `opentelemetry\.sdk` is not") as error:
             start()
-        assert error.value.hint == spans.INSTALL_TRACING
+        assert error.value.hint == f"run `{install_command(*spans.REQUIREMENTS)}`"
     monkeypatch.undo()
     assert launch.choose_scheduler(own, given)[0] is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import tomllib
 from importlib import metadata
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pie_driver_sglang import errors
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.srt.version import OVERRIDE, check_versions, pins
@@ -90,3 +92,17 @@ def test_sources_know_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(StartError, match=f"sglang cannot be found in {sys.prefix}"):
         check_versions({})
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_install_hint_is_for_this_environment(
+    monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """By pip, or by uv where the environment has no pip, as those of `uv venv`."""
+    flags = [] if not again else ["--force-reinstall"]
+    words = shlex.split(errors.install_command("a>=1,<2", "b", again=again))
+    assert words == [sys.executable, "-m", "pip", "install", *flags, "a>=1,<2", "b"]
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    flags = [] if not again else ["--reinstall"]
+    words = shlex.split(errors.install_command("a>=1,<2", "b", again=again))
+    assert words == ["uv", "pip", "install", "--python", sys.executable, *flags, "a>=1,<2", "b"]

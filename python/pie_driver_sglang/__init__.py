@@ -16,11 +16,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from pie_driver_sglang._core import PagePool, RadixIndex
+    from pie_driver_sglang._core import Drafter, PagePool, RadixIndex
     from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.config.options import DriverOptions
     from pie_driver_sglang.config.types import DriverConfig
-    from pie_driver_sglang.errors import ConfigError, DriverError, StartError
+    from pie_driver_sglang.errors import (
+        ConfigError,
+        DriverError,
+        PagesError,
+        RadixError,
+        StartError,
+    )
     from pie_driver_sglang.offline.engine import Engine
     from pie_driver_sglang.pie.handshake import Handshake
     from pie_driver_sglang.pie.types import Capabilities
@@ -30,12 +36,15 @@ __version__ = "0.2.0"
 __all__ = [
     "Capabilities",
     "ConfigError",
+    "Drafter",
     "DriverConfig",
     "DriverError",
     "DriverOptions",
     "Engine",
     "Handshake",
     "PagePool",
+    "PagesError",
+    "RadixError",
     "RadixIndex",
     "StartError",
     "__version__",
@@ -49,12 +58,15 @@ def __getattr__(name: str) -> "Any":
     homes = {
         "Capabilities": "pie.types",
         "ConfigError": "errors",
+        "Drafter": "_core",
         "DriverConfig": "config.types",
         "DriverError": "errors",
         "DriverOptions": "config.options",
         "Engine": "offline.engine",
         "Handshake": "pie.handshake",
         "PagePool": "_core",
+        "PagesError": "errors",
+        "RadixError": "errors",
         "RadixIndex": "_core",
         "StartError": "errors",
         "load_config": "config.file",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import shlex
+import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,21 @@ def reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return " ".join(str(error).split())
+
+
+def install_command(*requirements: str, again: bool = False) -> str:
+    """The shell command that installs packages into this interpreter's environment.
+
+    Args:
+        requirements: What to install, as pip names it.
+        again: Whether a package that is there is replaced, even if its version fits.
+    """
+    if find_spec("pip") is not None:
+        words = [sys.executable, "-m", "pip", "install", *(["--force-reinstall"] * again)]
+    else:
+        # Environments of `uv venv` have no pip.
+        words = ["uv", "pip", "install", "--python", sys.executable, *(["--reinstall"] * again)]
+    return shlex.join([*words, *requirements])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.cli.machine import Machine, RegionFile, look
 from pie_driver_sglang.cli.report import Finding, Status, print_findings
 from pie_driver_sglang.cli.version import version_line
+from pie_driver_sglang.errors import install_command
 from pie_driver_sglang.memory.plan import size_text
 
 PYTHONS: Final = ((3, 11), (3, 12))
@@ -23,7 +24,6 @@ _DRIVERS: Final = {12: "525.60.13", 13: "580.65.06"}
 _HALF: Final = (8, 0)
 """The first compute capability with bfloat16."""
 _HOPPER: Final = 9
-_INSTALL: Final = "uv pip install --reinstall target/wheels/*.whl"
 KERNEL_LIBRARY: Final = "sglang-kernel==0.4.5"
 """SGLang's kernel library in the version that SGLang pins."""
 
@@ -52,7 +52,7 @@ def examine(machine: Machine) -> list[Finding]:
 def _build() -> Finding:
     build = _core.build_info()
     if build["profile"] == "debug":
-        hint = "build a wheel with `make wheel`, or install a published one"
+        hint = "run `make wheel` in the clone, and install the wheel in `target/wheels`"
         return Finding("driver", "warn", f"{version_line()}: slow", hint, build)
     return Finding("driver", "ok", version_line(), values=build)
 
@@ -76,10 +76,11 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         values = package._asdict()
         if package.installed is None:
             text = f"missing, {package.wanted} is needed"
-            yield Finding(name, "fail", text, f"run `{_INSTALL}`", values)
+            hint = f"run `{install_command(f'{name}=={package.wanted}')}`"
+            yield Finding(name, "fail", text, hint, values)
         elif package.installed.partition("+")[0] != package.wanted:
             text = f"{package.installed}, {package.wanted} is needed: its internals differ"
-            hint = f"run `pip install {name}=={package.wanted}`"
+            hint = f"run `{install_command(f'{name}=={package.wanted}')}`"
             yield Finding(name, "fail", text, hint, values)
         else:
             yield Finding(name, "ok", package.installed, values=values)
@@ -101,9 +102,11 @@ def _driver(machine: Machine) -> Iterator[Finding]:
         return
     text = f"driver {cuda.driver}, for CUDA up to {_dotted(cuda.newest)}"
     if built is None:
-        yield Finding(
-            "CUDA", "fail", f"{text}; torch is built for the CPU", f"run `{_INSTALL}`", values
-        )
+        text = f"{text}; torch is built for the CPU"
+        pinned = machine.packages.get("torch")
+        wanted = "torch" if pinned is None else f"torch=={pinned.wanted}"
+        hint = f"run `{install_command(wanted, again=True)}`"
+        yield Finding("CUDA", "fail", text, hint, values)
     elif cuda.newest[0] < built[0]:
         needed = _DRIVERS.get(built[0], "a newer one")
         hint = f"update the NVIDIA driver to {needed} or newer"
@@ -135,7 +138,7 @@ def _fa3(is_there: bool) -> Finding:
     if is_there:
         return Finding("FA3", "ok", "FlashAttention-3 computes prefills", values=values)
     text = "SGLang's FlashAttention-3 is missing: triton computes prefills, which takes longer"
-    return Finding("FA3", "warn", text, f"run `pip install {KERNEL_LIBRARY}`", values)
+    return Finding("FA3", "warn", text, f"run `{install_command(KERNEL_LIBRARY)}`", values)
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:
@@ -220,7 +223,9 @@ def _host(machine: Machine) -> Iterator[Finding]:
         text = f"{text}, `latency` needs {LATENCY_CORES}"
         yield Finding("cores", "warn", text, hint, values)
     if machine.memory is None:
-        yield Finding("memory", "fail", "psutil is missing", f"run `{_INSTALL}`")
+        yield Finding(
+            "memory", "fail", "psutil is missing", f"run `{install_command('psutil>=6')}`"
+        )
     else:
         values = {"available": machine.memory}
         yield Finding("memory", "ok", f"{size_text(machine.memory)} available", values=values)

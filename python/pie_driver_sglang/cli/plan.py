@@ -11,8 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
-from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.cli.machine import look_at_cuda, nvml
 from pie_driver_sglang.cli.model_sizes import (
     WeightSizes,
@@ -22,13 +20,16 @@ from pie_driver_sglang.cli.model_sizes import (
     settings_for,
 )
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
-from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.config.option_checks import parse_options, valid_names
+from pie_driver_sglang.config.options import OPTIONS
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.types import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan import GIB, plan_memory, table
 from pie_driver_sglang.memory.refusal import find_doubt, require_fit
 from pie_driver_sglang.memory.types import Device, MemorySettings, Plan
+from pie_driver_sglang.offline.arguments import model_folder
 
 CONTEXT_BYTES: Final = GIB // 2
 """What the CUDA context takes of a GPU before anything else does. A guess."""
@@ -51,9 +52,14 @@ class Planned(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if the model does not fit."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    name = options.first if options.model is None else options.model
+    if name is None:
+        parser.error("no model is named: `pie-sglang plan Qwen/Qwen3-8B`")
+    # Of a repository what `serve` reads first: configurations and the index of the weights.
     planned = make_plan(
-        _find_model(options.model),
+        model_folder({"model_path": name}, with_weights=False),
         device=_device(options.device_gib, options.cpu),
         table=_options(options),
         ranks=options.tp,
@@ -101,16 +107,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pie-sglang plan",
         description="Plans the memory of a model by the rules of the driver, without loading it. "
-        "Its folder needs config.json only; with the weights, or their index, the plan is exact. "
+        "Of a repository that is not cached, configurations are downloaded and no weights. A "
+        "folder needs config.json only; with the weights, or their index, the plan is exact. "
         "The exit status is 1 if the model does not fit.",
+        epilog="Every option of the driver (docs/options.md) is also a flag, as `serve` has it: "
+        "--quantization fp8, --kv-cache-dtype fp8_e4m3, --mem-fraction-static 0.8.",
     )
     add = parser.add_argument
-    add(
-        "--model",
-        "--model-path",
-        required=True,
-        help="folder, or a repository in the Hugging Face cache",
-    )
+    add("first", nargs="?", metavar="MODEL", help="folder, or a repository of the Hugging Face hub")
+    add("--model", "--model-path", metavar="MODEL", help="the same")
     add("--device-gib", type=float, metavar="GIB", help="memory of each GPU (default: this one's)")
     add("--cpu", action="store_true", help="plan for the memory of this host instead of a GPU")
     add(
@@ -129,27 +134,21 @@ def _parser() -> argparse.ArgumentParser:
     help_option = "an option of the driver, e.g. page_size=32; may be given several times"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=help_option)
     add("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    for name in _FLAGS:
+        kind = OPTIONS[name].type if name in OPTIONS else SERVER_ARGS[name].type
+        action = {"action": "store_const", "const": "true"} if kind == "bool" else {}
+        add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, **action)
     return parser
+
+
+_FLAGS: Final = tuple(name for name in valid_names() if name != "context_length")
+"""Options that are flags of their own name."""
 
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_RANKS}")
     return int(text)
-
-
-def _find_model(name: str) -> Path:
-    folder = local_path(name)
-    is_folder = folder is not None and folder.is_dir()
-    if name in MODELS and not is_folder:
-        return packaged_folder(name)
-    found = folder if is_folder else cached_snapshot(name)
-    if found is None:
-        raise ConfigError(
-            f"the model {quoted(name)} is neither a folder nor in the Hugging Face cache",
-            f"run `hf download {name} --include '*.json'`, or name a folder with config.json",
-        )
-    return found
 
 
 def _device(gib: float | None, cpu: bool) -> Device:
@@ -173,7 +172,11 @@ def _device(gib: float | None, cpu: bool) -> Device:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    table = dict(map(parse_option, arguments.option))
+    given = {name: getattr(arguments, name) for name in _FLAGS}
+    table = dict(
+        parse_option(f"{name}={value}") for name, value in given.items() if value is not None
+    )
+    table |= map(parse_option, arguments.option)
     if arguments.max_model_len is not None:
         table["context_length"] = arguments.max_model_len
     return table

@@ -14,7 +14,7 @@ from threading import Event
 from types import FrameType
 from typing import Final
 
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import StartError, install_command
 from pie_driver_sglang.gateway import smg
 from pie_driver_sglang.gateway.flags import GatewayArguments, parse_words
 from pie_driver_sglang.gateway.metrics import DEFAULT_METRICS_PORT, MetricsServer
@@ -176,7 +176,7 @@ def _url(arguments: GatewayArguments, scheme: str, port: int) -> str:
 def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
     why = "`--no-gateway` was given"
     if arguments.starts_gateway:
-        why = f"the gateway is not installed (`{smg.INSTALL}`)"
+        why = f"the gateway is not installed (`{install_command(smg.REQUIREMENT)}`)"
     keys = "" if arguments.keys.api is None else " --api-key ***"
     _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}{keys}\n")
 

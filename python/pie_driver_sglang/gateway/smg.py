@@ -25,7 +25,8 @@ from pie_driver_sglang.errors import ConfigError, StartError, quoted
 from pie_driver_sglang.gateway.flags import GatewayArguments
 from pie_driver_sglang.gateway.parsers import reasoning_parser, tool_parser
 
-INSTALL: Final = "pip install 'smg>=1.13,<1.14'"
+REQUIREMENT: Final = "smg>=1.13,<1.14"
+"""The package of the extra `gateway`."""
 _READY_S: Final = 120.0
 _DRAIN_S: Final = 30
 """How long requests that run may take after the signal to end."""

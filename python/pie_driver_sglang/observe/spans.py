@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import ConfigError, install_command, quoted
 from pie_driver_sglang.observe.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ Take = Callable[[], "tuple[list[TracedRequest], int]"]
 """Fetches what has ended since the last call, and how many more there were than were kept."""
 
 
-INSTALL_TRACING: Final = (
-    "pip install 'opentelemetry-sdk>=1.45,<2' 'opentelemetry-exporter-otlp>=1.45,<2'"
-)
+REQUIREMENTS: Final = ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otlp>=1.45,<2")
 """The packages of the extra `trace`."""
 
 
@@ -64,7 +62,7 @@ def check_tracing() -> None:
     if missing:
         raise ConfigError(
             f"`--enable-trace` needs OpenTelemetry, and `{missing[0]}` is not installed",
-            INSTALL_TRACING,
+            f"run `{install_command(*REQUIREMENTS)}`",
         )
     protocol = os.environ.get(_PROTOCOL, _PROTOCOLS[0])
     if protocol not in _PROTOCOLS:

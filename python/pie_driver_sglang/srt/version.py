@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Final
 
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.errors import StartError, quoted
+from pie_driver_sglang.errors import StartError, install_command, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -78,5 +78,5 @@ def _installed(name: str) -> str | None:
 
 
 def _remedy(pinned: Mapping[str, str]) -> str:
-    wanted = " ".join(f"{name}=={version}" for name, version in pinned.items())
-    return f"run `{sys.executable} -m pip install {wanted}`"
+    wanted = (f"{name}=={version}" for name, version in pinned.items())
+    return f"run `{install_command(*wanted)}`"

@@ -33,6 +33,7 @@ OF_INPUT: Final = (
 _MESSAGES: Final = OpenAIServingChat._process_messages
 _SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
 _SCHEMA: Final = utils._get_tool_schema
+_RESOLVE: Final = OpenAIServingBase._resolve_lora_path
 _TAKEN: Final = {
     "messages",
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
@@ -108,6 +109,22 @@ def _process_logprobs_tokens(
 ) -> Any:
     # A chunk's lists begin with its first token.
     return _SGLANGS(self, logprobs, use_token_index=True)
+
+
+def accept_adapter_names() -> None:
+    """Lets `model` name an adapter alone, as vLLM's clients do.
+
+    SGLang takes `served-name:adapter` only: it would serve such a request by the base model.
+    """
+    OpenAIServingBase._resolve_lora_path = _resolve_lora_path
+
+
+def _resolve_lora_path(self: OpenAIServingBase, request_model: str, explicit_lora_path: Any) -> Any:
+    manager = self.tokenizer_manager
+    known = manager.lora_ref_cache if manager.server_args.enable_lora else ()
+    if request_model in known and request_model != manager.served_model_name:
+        return request_model
+    return _RESOLVE(self, request_model, explicit_lora_path)
 
 
 def correct_tool_schemas() -> None:

@@ -28,6 +28,7 @@ from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.media import MediaFetcher
 from pie_driver_sglang.server.seams import tensors
 from pie_driver_sglang.server.seams.chats import (
+    accept_adapter_names,
     correct_errors,
     correct_template_arguments,
     correct_tool_schemas,
@@ -62,6 +63,7 @@ class StatusManager(TokenizerManager):
         correct_template_arguments()
         correct_top_logprobs()
         correct_tool_schemas()
+        accept_adapter_names()
         correct_ollama()
         correct_detokenize()
         limit_stored_responses()
