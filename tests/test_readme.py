@@ -49,11 +49,11 @@ def test_its_programs_use_what_is_public() -> None:
     assert set(names.split(", ")) <= set(pie_driver_sglang.__all__)
 
 
-def test_the_prefix_index_example_runs() -> None:
-    """The part of its program that needs no model."""
+def test_the_examples_of_index_and_drafter_run() -> None:
+    """The parts of its program that need no model."""
     [program] = blocks(TEXT, "python")
-    imports, _, index = program.split("\n\n")
-    exec(compile(f"{imports}\n{index}", "README.md", "exec"), {})
+    imports, _, *parts = program.split("\n\n")
+    exec(compile("\n".join([imports, *parts]), "README.md", "exec"), {})
 
 
 def test_the_table_has_the_figures_of_its_record() -> None:

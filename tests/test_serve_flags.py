@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
 from pie_driver_sglang.server import flags, launch, program
 from pie_driver_sglang.server.seams import environment
 from pie_driver_sglang.srt import version
-from tiny_models import POCKET
+from tiny_models import POCKET, REPOSITORY
 
 
 def choose(*words: str, **given: Any) -> tuple[Any, str]:
@@ -255,6 +256,27 @@ def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str])
 def test_the_help_has_every_flag_of_sglang() -> None:
     flags = program.sglang_flags().split()
     assert {f"--{name.replace('_', '-')}" for name in SERVER_ARGS} <= set(flags)
+    stars = re.findall(r"^\* --([\w-]+)", program.sglang_flags(), re.MULTILINE)
+    assert "max-prefill-tokens" in stars
+    assert "max-running-requests" not in stars
+
+
+def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
+    """It says how many there are, and lists those of every day."""
+    page = (REPOSITORY / "docs/start/from-sglang.md").read_text()
+    table = page.partition("## Flags that switch")[2].partition("## ")[0]
+    unserved = [name for name in SERVER_ARGS if flags.unserved_flag({name: "x"})]
+    assert f"{len(unserved)} of {len(SERVER_ARGS)}" in table
+    # Some values of these are served.
+    some = {"speculative_algorithm", "grammar_backend"}
+    cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
+    named = {
+        flag.removeprefix("--").replace("-", "_")
+        for cell in cells
+        for flag in re.findall(r"`(--[\w-]+)", cell.partition("; ours:")[0])
+    }
+    assert len(named) > 25
+    assert named - some <= set(unserved)
 
 
 def test_help_and_a_missing_model() -> None:

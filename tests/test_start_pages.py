@@ -241,6 +241,13 @@ def check_kubectl(words: list[str], _: pytest.MonkeyPatch) -> None:
     assert (REPOSITORY / words[3]).is_file()
 
 
+def check_git(words: list[str], _: pytest.MonkeyPatch) -> None:
+    """The repository that the package names."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    source = project["urls"]["Source"]
+    assert words == ["git", "clone", source, "&&", "cd", source.rpartition("/")[2]]
+
+
 def check_shell(words: list[str], _: pytest.MonkeyPatch) -> None:
     subprocess.run(["bash", "-n", "-c", shlex.join(words)], check=True)
 
@@ -259,6 +266,7 @@ CHECKS: Final = {
     "make": check_make,
     "docker": check_docker,
     "uv": check_uv,
+    "git": check_git,
     "export": check_shell,
     "kubectl": check_kubectl,
     "pie": check_pie,

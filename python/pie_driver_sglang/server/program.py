@@ -20,7 +20,7 @@ from pie_driver_sglang.config.keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, t
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
-from pie_driver_sglang.server.flags import OWN_FLAGS, OWN_NAMES
+from pie_driver_sglang.server.flags import OWN_FLAGS, OWN_NAMES, unserved_flag
 from pie_driver_sglang.server_guard import Session, die_with_this_process, guarded_server
 
 HELP: Final = f"""\
@@ -34,7 +34,9 @@ options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
 keys and limits of the server:
 {KEY_FLAGS}{edge_help()}
-SGLang's flags, which `python -m sglang.launch_server --help` explains:
+SGLang's flags, which `python -m sglang.launch_server --help` explains. With one that has a star our
+scheduler does not serve, and `--scheduler auto` starts SGLang's. So do `--speculative-algorithm` other
+than NGRAM and `--grammar-backend` other than llguidance.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
@@ -107,12 +109,13 @@ def _most_values(flag: str) -> int:
 
 
 def sglang_flags() -> str:
-    """A line for each flag of SGLang's server, with the type or the words that it takes."""
+    """A line for each flag of SGLang's server: what it takes, and a star if ours does not serve."""
     lines = []
     for name, field in sorted(SERVER_ARGS.items()):
         flag = f"--{name.replace('_', '-')}"
         choices = "{" + ",".join(field.choices) + "}" if field.choices else field.type.upper()
-        lines.append(f"  {flag}" if field.type == "bool" else f"  {flag} {choices}")
+        star = "*" if unserved_flag({name: None}) else " "
+        lines.append(f"{star} {flag}" if field.type == "bool" else f"{star} {flag} {choices}")
     return "\n".join(lines) + "\n"
 
 
