@@ -139,3 +139,5 @@ def test_every_alert_is_explained() -> None:
     table = PAGE.partition("## Alerts")[2].partition("## ")[0]
     assert names == set(re.findall(r"`(Pie\w+)`", table))
     assert all(rule["annotations"]["summary"] for rule in group["rules"])
+    # Who runs Prometheus names the jobs.
+    assert not any("job=" in rule["expr"] for rule in group["rules"])

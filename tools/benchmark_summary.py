@@ -27,9 +27,9 @@ what was tried.
 MISSING: Final = """\
 ## What is slower, and what is missing
 
-- Under load the 99th percentile of the time between tokens is higher than SGLang's (first table):
-  steps contain more prefill.
-- 4-bit weights, LoRA batches and small models at one row are far from the memory limit (second
+- p99 inter-token latency under load is higher than SGLang's (first table): steps contain more
+  prefill.
+- 4-bit weights, LoRA batches and small models at one row are far from bandwidth-bound (second
   table; [LoRA](adapters.md#cost)).
 - [llguidance compiles fewer JSON schemas](../benches/RESULTS.md#grammars) of the official test
   suite than xgrammar: 148 of 346 required ones, xgrammar 329.
@@ -66,6 +66,30 @@ def servers(results: Results) -> list[str]:
             for key in ("median_itl_ms", "p99_itl_ms", "median_ttft_ms")
         ]
         rows.append([name, *speeds, f"{speeds[1] / speeds[0]:.2f}x", *pairs])
+
+    def both(load: str, side: str, key: str, form: str) -> str:
+        return ", ".join(f"{row[key]:{form}}" for row in repeats[load, side] if key in row)
+
+    spread = [
+        [
+            names[load],
+            repeats[load, "ours"][0]["completed"],
+            *(both(load, side, "output_throughput", ",.0f") for side in ("sglang", "ours")),
+            ", ".join(
+                f"{ours['output_throughput'] / theirs['output_throughput']:.2f}x"
+                for theirs, ours in zip(repeats[load, "sglang"], repeats[load, "ours"], strict=True)
+            ),
+            *(
+                " / ".join(both(load, side, key, form) for side in ("sglang", "ours"))
+                for key, form in (("p99_itl_ms", ".1f"), ("median_ttft_ms", ",.0f"))
+            ),
+            " / ".join(both(load, side, "hit_rate_pct", ".1f") for side in ("sglang", "ours"))
+            if load == "prefix"
+            else "",
+        ]
+        for load in names
+        if (load, "ours") in repeats
+    ]
     return [
         "Llama-3.1-8B architecture in bfloat16, `sglang.bench_serving` with 128 random tokens in "
         "and 256 out; groups of requests share a system prompt of 1,024 tokens in the last row. "
@@ -77,6 +101,15 @@ def servers(results: Results) -> list[str]:
             rows,
         ),
         record["note"],
+        "Each run by itself, the first one first. Samples are small, most of all with one stream, "
+        "and TTFT and p99 inter-token latency vary widely between runs. With "
+        "shared prefixes SGLang's prefix cache hit rate differs between its runs, which is a part "
+        "of the ratio.",
+        table(
+            ["streams", "requests a run", "SGLang, tokens/s", "ours", "ratio",
+             "p99 ms between tokens", "ms to first token", "prefix cache hit rate, %"],
+            spread,
+        ),
         source(record),
     ]  # fmt: skip
 
@@ -92,10 +125,10 @@ def steps(results: Results) -> list[str]:
         times = [f"{step[count] / 1000:.2f}" for count in ("1", "16", "64")]
         rows.append([name, *times, *shares])
     return [
-        "One CUDA graph with 1, 16 and 64 sequences of 700 tokens (0.6b: 512). The share is the "
-        "time that a copy of the same bytes takes, divided by the time of the step: 1.00 is the "
-        "limit of the memory.",
-        table(["model", "ms, 1 sequence", "16", "64", "share of the limit, 1", "16", "64"], rows),
+        "One CUDA graph with 1, 16 and 64 sequences of 700 tokens (0.6b: 512). "
+        "Memory-bandwidth utilization is the time to copy the same bytes, divided by the time of "
+        "the step: 1.00 is bandwidth-bound.",
+        table(["model", "ms, 1 sequence", "16", "64", "utilization, 1", "16", "64"], rows),
         "Dates, commands and devices of each row: [larger "
         "shapes](../benches/RESULTS.md#larger-shapes).",
     ]
@@ -115,7 +148,7 @@ def offline(results: Results) -> list[str]:
             [name, device, peer, ours, f"{ours / peer:.2f}x", f"{ours / speeds['limit']:.2f}"]
         )
     return [
-        "256 requests handed over at once, prompts and outputs of 100 to 1,024 tokens, "
+        "256 requests submitted together, prompts and outputs of 100 to 1,024 tokens, "
         "temperature 0.6. SGLang's `Engine` with fa3, without its prefill graphs, which change 0 "
         "to 2 % at this prompt length, and without a prefix cache. The last column is the share "
         "of the [lossless limit](../benches/RESULTS.md#larger-shapes).",

@@ -34,9 +34,9 @@ options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
 keys and limits of the server:
 {KEY_FLAGS}{edge_help()}
-SGLang's flags, which `python -m sglang.launch_server --help` explains. With one that has a star our
-scheduler does not serve, and `--scheduler auto` starts SGLang's. So do `--speculative-algorithm` other
-than NGRAM and `--grammar-backend` other than llguidance.
+SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
+make `--scheduler auto` start SGLang's scheduler, and so do `--speculative-algorithm` other than
+NGRAM and `--grammar-backend` other than llguidance.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
