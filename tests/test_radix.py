@@ -38,7 +38,12 @@ class TestDocuments:
         assert "used=3" in capsys.readouterr().out
 
     def test_names_are_public(self) -> None:
-        assert {"PagePool", "RadixIndex"} <= set(pie_driver_sglang.__all__)
+        names = {"PagePool", "PagesError", "RadixError", "RadixIndex"}
+        assert names <= set(pie_driver_sglang.__all__)
+        with pytest.raises(pie_driver_sglang.PagesError):
+            PagePool(1).allocate(2)
+        with pytest.raises(pie_driver_sglang.RadixError):
+            RadixIndex(0)
 
 
 class TestArrays:

@@ -150,6 +150,7 @@ def test_the_next_server_removes_what_the_dead_have_left(tmp_path: Path) -> None
         for process in (dead.process, dead.child):
             process.kill()
         dead.process.wait()
+        wait_until(lambda: not dead.child_runs(), END_S, "the end of its child")
         others = alive.left()
         assert dead.left()
         guard = ServerGuard()

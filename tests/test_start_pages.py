@@ -98,7 +98,8 @@ def inline() -> Iterator[tuple[str, list[str]]]:
                     if re.match(BEGINNINGS, code):
                         yield page, words
                     elif flags and code.startswith("--"):
-                        yield page, ["pie-sglang", "serve", MODEL, *words]
+                        model = [] if "--model-path" in words else [MODEL]
+                        yield page, ["pie-sglang", "serve", *model, *words]
 
 
 def _with_value(word: str) -> Iterator[str]:

@@ -12,6 +12,8 @@ from typing import Final
 
 KERNELS: Final = "sgl_kernel"
 """The package of SGLang's kernels. FlashAttention-3 is a library in it, `flash_ops`."""
+SERVING_BENCHMARK: Final = "sglang.bench_serving"
+"""The module that measures servers."""
 
 
 def skip_model_modules(architectures: Iterable[str]) -> None:
