@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -445,6 +446,28 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     chat = object.__new__(OpenAIServingChat)
     found = chat._process_logprobs_tokens(chunk, use_token_index=False)
     assert [(one.token, one.top_logprobs[0].token) for one in found] == [("a", "a"), ("b", "b")]
+
+
+def test_a_model_may_name_an_adapter_alone() -> None:
+    """As vLLM's clients do; SGLang itself would answer by the base model."""
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+    from pie_driver_sglang.server.seams import chats
+
+    serving = object.__new__(OpenAIServingCompletion)
+    serving.tokenizer_manager = SimpleNamespace(
+        lora_ref_cache={"law": None, "base": None},
+        served_model_name="base",
+        server_args=SimpleNamespace(enable_lora=True),
+    )
+    assert chats._RESOLVE(serving, "law", None) is None
+    chats.accept_adapter_names()
+    named = {"law": "law", "base:law": "law", "base": None, "other": None}
+    for model, adapter in named.items():
+        assert serving._resolve_lora_path(model, None) == adapter
+        assert serving._resolve_lora_path(model, "med") == (adapter or "med")
+    serving.tokenizer_manager.server_args.enable_lora = False
+    assert serving._resolve_lora_path("law", None) is None
 
 
 @pytest.mark.parametrize("parameters", [None, {"properties": {"a": {"type": "string"}}}])

@@ -108,6 +108,7 @@ def sample(field: Any) -> list[str]:
         (["--skip-tokenizer-init"], "the gateway tokenizes"),
         (["--kv-events-config", "{}"], "by themselves"),
         (["--no-such-flag"], "there is no flag `--no-such-flag`"),
+        (["--gpu-memory-utilization", "1"], "`--mem-fraction-static`"),
         (["--grcp-port", "1"], "did you mean `--grpc-port`"),
         (["--grpc-contract", "x"], "expected one of vllm, sglang"),
         (["--grpc-port", "x"], "`--grpc-port` is 'x' expected an integer"),

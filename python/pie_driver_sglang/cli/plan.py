@@ -136,8 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object, sizes in bytes")
     for name in _FLAGS:
         kind = OPTIONS[name].type if name in OPTIONS else SERVER_ARGS[name].type
-        action = {"action": "store_const", "const": "true"} if kind == "bool" else {}
-        add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, **action)
+        flag = f"--{name.replace('_', '-')}"
+        if kind == "bool":
+            add(flag, action="store_const", const="true", help=argparse.SUPPRESS)
+        else:
+            add(flag, help=argparse.SUPPRESS)
     return parser
 
 

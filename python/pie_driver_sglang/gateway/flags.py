@@ -13,6 +13,7 @@ from pie_driver_sglang.config.edge import EDGE_FLAGS, EdgeSettings, take_edge_fl
 from pie_driver_sglang.config.keys import ApiKeys, take_keys
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.offline.arguments import sglang_flag
 
 CONTRACTS: Final = ("vllm", "sglang")
 
@@ -248,7 +249,9 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
         )
         raise ConfigError(
             f"there is no flag {_flag(name)}",
-            nearest(_bare(name), names) or "the names are those of SGLang's server",
+            sglang_flag(_bare(name))
+            or nearest(_bare(name), names)
+            or "the names are those of SGLang's server",
         )
     kind = field.type
     if kind.startswith("bool"):

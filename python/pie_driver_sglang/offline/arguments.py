@@ -95,6 +95,13 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
+
+def sglang_flag(flag: str) -> str:
+    """A hint with SGLang's name of another engine's flag; empty for one that is in no table."""
+    name = OTHER_NAMES.get(flag.removeprefix("--").replace("-", "_"))
+    return f"SGLang calls `{flag}` `--{name.replace('_', '-')}`." if name else ""
+
+
 #: Why an argument of SGLang is refused, by who decides it in this engine.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {

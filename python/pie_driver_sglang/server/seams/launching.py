@@ -22,7 +22,7 @@ from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.observe.active import SGLANG, Active, active_line
-from pie_driver_sglang.offline.arguments import OTHER_NAMES
+from pie_driver_sglang.offline.arguments import sglang_flag
 from pie_driver_sglang.server.flags import FLAG_LIST, OWN_NAMES
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams import edge, forking, loads, replicas, workers
@@ -63,14 +63,8 @@ class _FlagParser(argparse.ArgumentParser):
             raise ConfigError(f"{quoted(unknown)} belongs to no flag", FLAG_LIST)
         listed = ", ".join(f"`{name}`" for name in names)
         known = [*self._option_string_actions, *OWN_NAMES]
-        hints = dict.fromkeys(_other_name(name) or nearest(name, known) for name in names)
+        hints = dict.fromkeys(sglang_flag(name) or nearest(name, known) for name in names)
         raise ConfigError(f"there is no flag {listed}", " ".join([*filter(None, hints), FLAG_LIST]))
-
-
-def _other_name(flag: str) -> str:
-    """A hint with SGLang's name of another engine's flag; empty for one that is in no table."""
-    name = OTHER_NAMES.get(flag.removeprefix("--").replace("-", "_"))
-    return f"SGLang calls `{flag}` `--{name.replace('_', '-')}`." if name else ""
 
 
 @functools.cache
