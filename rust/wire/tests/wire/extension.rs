@@ -250,8 +250,8 @@ fn what_contradicts_itself_is_refused() {
         words: 1,
         before,
     };
-    assert_eq!(refused(row + 1, 16 | 36), Err(shared(0, 0)));
-    assert_eq!(refused(row + 8 + 1, 16 | 36), Err(shared(1, 1)));
+    assert_eq!(refused(row + 1, 0x10 | 0x24), Err(shared(0, 0)));
+    assert_eq!(refused(row + 8 + 1, 0x10 | 0x24), Err(shared(1, 1)));
     assert!(matches!(
         refused(record + 1, 3),
         Err(ExtensionError::UnaskedIds { row: 1, .. })
