@@ -1,7 +1,5 @@
 //! Laying out a step: decodes first, then prompts under way, then new requests.
 
-use std::sync::atomic::Ordering;
-
 use crate::config::Limits;
 use crate::constraint::is_shorter_as_bits;
 use crate::error::SchedError;
@@ -405,8 +403,8 @@ impl<S> Scheduler<S> {
         let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
         let pages = (end + drafts).div_ceil(self.limits.page_size);
         let (words, prompt_logprobs) = sequence.logprob_words(start, end, drafts);
-        let is_plain = sequence.is_plain(start, self.registrations);
-        let cost = if plan.is_ample && plan.more_bytes == 0 && is_plain {
+        let is_short = plan.is_ample && plan.more_bytes == 0;
+        let cost = if is_short && sequence.is_plain(start, self.registrations) {
             None
         } else {
             let cost = self.row_cost(plan, slot, (start, end));
@@ -429,6 +427,7 @@ impl<S> Scheduler<S> {
         plan.words -= words;
         plan.drafts += drafts;
         if let Some(cost) = cost {
+            sequence.register(self.registrations);
             plan.more_bytes += cost.bytes;
             if cost.forbids {
                 // It may go as a mask, too.
@@ -452,11 +451,6 @@ impl<S> Scheduler<S> {
         };
         sequence.scheduled = end;
         sequence.step = self.plans;
-        if sequence.registered != self.registrations {
-            sequence.registered = self.registrations;
-            let registered = &sequence.shared.registered;
-            registered.store(self.registrations, Ordering::Relaxed);
-        }
         plan.flight.binding |= row.draws && !sequence.bond.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {

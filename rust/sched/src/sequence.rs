@@ -88,8 +88,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) suspicion: Suspicion,
     /// Its rows have no masks and no log-probabilities.
     plain: bool,
-    /// [`Shared::registered`] as of its last row, in reach of what is laid out often.
-    pub(crate) registered: u64,
+    /// [`Shared::registered`] as of its last row if it is plain: what is laid out often has it at hand.
+    plain_since: u64,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
     /// Log-probabilities, if it wants some.
@@ -137,7 +137,7 @@ impl<S> Sequence<S> {
             epoch: 0,
             suspicion: Suspicion::default(),
             plain,
-            registered: 0,
+            plain_since: 0,
             found,
             bond,
             logprobs,
@@ -279,14 +279,22 @@ impl<S> Sequence<S> {
 
     /// Whether a row that begins at `start` has nothing besides tokens, drafts and pages.
     pub(crate) fn is_plain(&self, start: u32, registrations: u64) -> bool {
-        self.plain && start != self.resumed && self.new_bytes(registrations) == 0
+        self.plain_since == registrations && start != self.resumed
+    }
+
+    /// A row was laid out, which brought its parameters.
+    pub(crate) fn register(&mut self, registrations: u64) {
+        self.shared
+            .registered
+            .store(registrations, Ordering::Relaxed);
+        if self.plain {
+            self.plain_since = registrations;
+        }
     }
 
     /// Bytes of parameters that its next row brings.
     fn new_bytes(&self, registrations: u64) -> u32 {
-        let has_them = self.registered == registrations
-            || self.shared.registered.load(Ordering::Relaxed) == registrations;
-        if has_them {
+        if self.shared.registered.load(Ordering::Relaxed) == registrations {
             0
         } else {
             self.shared.arrival.params_bytes
