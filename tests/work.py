@@ -63,7 +63,9 @@ def streamed(address: Address, path: str, body: Mapping[str, Any]) -> list[Any]:
         Lost: It ends before its end.
     """
     text = served(address, path, {**body, "stream": True}).text
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    # Comments, such as smg's `: ping` of a stream that waits, are no events.
+    lines = [line for line in text.splitlines() if line and not line.startswith(":")]
+    lines = [line.removeprefix("data: ") for line in lines]
     if not lines or lines[-1] != "[DONE]":
         raise Lost(f"{path}: a stream ends with {text[-200:]!r}")
     return [_parsed(path, line) for line in lines[:-1]]
