@@ -84,7 +84,7 @@ def flood(server: Server, streams: int, share: float = 0.1, seed: int = 1) -> Co
 
 
 def flood_completions(url: str, model: str, streams: int, share: float = 0.1) -> Counter[str]:
-    """Streams of texts at once at an OpenAI door, a share of whose clients go; checks every one.
+    """Streams of texts at once by OpenAI's API, a share of whose clients go; checks every one.
 
     Returns:
         How many streams ended in which way.

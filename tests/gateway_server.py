@@ -18,7 +18,7 @@ from tiny_models import POCKET
 ADMIN: Final = "key-of-the-admin"
 
 
-class Door(Server):
+class GatewayServer(Server):
     """A running server.
 
     Attributes:
@@ -40,13 +40,13 @@ class Door(Server):
 
 
 @contextlib.contextmanager
-def running(folder: Path, *flags: str) -> Iterator[Door]:
+def running(folder: Path, *flags: str) -> Iterator[GatewayServer]:
     """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
     port, metrics = free_ports(2)
     words = ["--front", "gateway", "--model-path", str(POCKET), "--served-model-name", "pocket"]
     words += ["--device", "cpu", "--port", str(port), "--prometheus-port", str(metrics), *flags]
     words += ["--admin-api-key", ADMIN]
     with serving(folder, *words, end_s=90) as process:
-        door = Door(f"http://127.0.0.1:{port}", folder / "log", ADMIN)
-        door.process, door.metrics = psutil.Process(process.pid), metrics
-        yield door
+        frontend = GatewayServer(f"http://127.0.0.1:{port}", folder / "log", ADMIN)
+        frontend.process, frontend.metrics = psutil.Process(process.pid), metrics
+        yield frontend

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import forking
 import kits
 from flood import flood_completions
-from gateway_server import ADMIN, Door, running
+from gateway_server import ADMIN, GatewayServer, running
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 from pie_server import START_S, wait_until
 from reference import GAP, Reference
@@ -71,17 +71,19 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def door(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def frontend(
+    collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayServer]:
     flags = ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3"]
     flags += ["--enable-trace", "--otlp-traces-endpoint", collector.endpoint]
     flags += ["--gateway-arg=--load-monitor-interval", "--gateway-arg=1"]
-    with running(tmp_path_factory.mktemp("gateway"), *flags) as door:
-        yield door
+    with running(tmp_path_factory.mktemp("gateway"), *flags) as frontend:
+        yield frontend
 
 
 @pytest.fixture(scope="module")
-def client(door: Door) -> Iterator[Any]:
-    with asking(door.url) as client:
+def client(frontend: GatewayServer) -> Iterator[Any]:
+    with asking(frontend.url) as client:
         yield client
 
 
@@ -256,19 +258,21 @@ class TestGrammar:
 
 
 class TestMetrics:
-    def test_one_endpoint_has_the_gateways_and_the_runtimes(self, door: Door, client: Any) -> None:
+    def test_one_endpoint_has_the_gateways_and_the_runtimes(
+        self, frontend: GatewayServer, client: Any
+    ) -> None:
         """With the names that SGLang's own server shows, each once."""
-        before = scrape(door.metrics)
+        before = scrape(frontend.metrics)
         complete(client, tokens=12)
         wait_until(
             lambda: (
-                scrape(door.metrics).total("smg_router_requests_total")
+                scrape(frontend.metrics).total("smg_router_requests_total")
                 > before.total("smg_router_requests_total")
             ),
             10,
             "the gateway counts it",
         )
-        now = scrape(door.metrics)
+        now = scrape(frontend.metrics)
         tokens = "sglang:realtime_tokens_total"
         assert now.total(tokens, mode="decode") - before.total(tokens, mode="decode") == 12
         for name in ("pie_runtime:steps_total", "pie_runtime:finished_total"):
@@ -276,22 +280,28 @@ class TestMetrics:
         for name in ("sglang:max_total_num_tokens", "sglang:page_size", "sglang:context_len"):
             assert now.total(name, model_name="pocket", dp_rank="0") > 0, name
         assert "sglang:num_running_reqs" in now.names
-        log = door.log.read_text(errors="replace")
-        assert f"metrics at http://127.0.0.1:{door.metrics}/metrics" in log
+        log = frontend.log.read_text(errors="replace")
+        assert f"metrics at http://127.0.0.1:{frontend.metrics}/metrics" in log
         assert now.total("pie_runtime:active_info", layers="sglang", scheduler="pie") == 1
         assert "pie-sglang: scheduler: pie; grammar: llguidance; attention: torch_native (" in log
 
-    def test_running_requests_are_shown_while_they_run(self, door: Door, client: Any) -> None:
+    def test_running_requests_are_shown_while_they_run(
+        self, frontend: GatewayServer, client: Any
+    ) -> None:
         stream = complete(client, tokens=1500, stream=True)
         next(iter(stream))
-        wait_until(lambda: scrape(door.metrics).total("sglang:num_running_reqs") == 1, 30, "it")
+        wait_until(lambda: scrape(frontend.metrics).total("sglang:num_running_reqs") == 1, 30, "it")
         stream.close()
-        wait_until(lambda: scrape(door.metrics).total("sglang:num_running_reqs") == 0, 30, "end")
+        wait_until(
+            lambda: scrape(frontend.metrics).total("sglang:num_running_reqs") == 0, 30, "end"
+        )
 
-    def test_the_dashboard_serves_this_door_too(self, door: Door, client: Any) -> None:
+    def test_the_dashboard_serves_this_frontend_too(
+        self, frontend: GatewayServer, client: Any
+    ) -> None:
         """Each query has an alternative that there is; only SGLang's server measures the queue."""
         streamed(client, 8)
-        known = scrape(door.metrics).names
+        known = scrape(frontend.metrics).names
         panels = json.loads(DASHBOARD.read_text())["panels"]
         for panel in panels:
             if panel["title"] == "Time in the queue":
@@ -322,16 +332,18 @@ class TestRefusals:
 
 
 class TestEnds:
-    def test_a_client_that_goes_leaves_nothing_behind(self, door: Door, client: Any) -> None:
+    def test_a_client_that_goes_leaves_nothing_behind(
+        self, frontend: GatewayServer, client: Any
+    ) -> None:
         stream = complete(client, tokens=1500, stream=True)
         next(iter(stream))
-        wait_until(lambda: requests(door) == 1, 30, "it runs")
-        wait_until(lambda: any(map(used, door.loads())), 30, "it has pages")
+        wait_until(lambda: requests(frontend) == 1, 30, "it runs")
+        wait_until(lambda: any(map(used, frontend.loads())), 30, "it has pages")
         stream.close()
-        wait_until(lambda: requests(door) == 0, 30, "it ends")
-        wait_until(lambda: not any(map(used, door.loads())), 30, "a cache is left only")
+        wait_until(lambda: requests(frontend) == 0, 30, "it ends")
+        wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
 
-    def test_many_streams_with_one_that_is_slow(self, door: Door, client: Any) -> None:
+    def test_many_streams_with_one_that_is_slow(self, frontend: GatewayServer, client: Any) -> None:
         expected = complete(client, tokens=200).choices[0].text
         slow = complete(client, tokens=200, stream=True)
         first = next(iter(slow)).choices[0].text
@@ -340,23 +352,23 @@ class TestEnds:
         assert set(texts) == {complete(client, tokens=40).choices[0].text}
         rest = "".join(chunk.choices[0].text for chunk in slow)
         assert first + rest == expected
-        wait_until(lambda: requests(door) == 0, 30, "all have ended")
+        wait_until(lambda: requests(frontend) == 0, 30, "all have ended")
 
-    def test_the_door_says_how_it_is(self, door: Door) -> None:
-        door.ask("/health")
-        door.ask("/readiness")
-        wait_until(lambda: not any(map(used, door.loads())), 30, "a cache is left only")
-        [worker] = json.loads(door.ask("/workers"))["workers"]
+    def test_the_frontend_says_how_it_is(self, frontend: GatewayServer) -> None:
+        frontend.ask("/health")
+        frontend.ask("/readiness")
+        wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
+        [worker] = json.loads(frontend.ask("/workers"))["workers"]
         assert worker["runtime_type"] == "vllm"
 
 
 class TestTraces:
     @pytest.mark.parametrize("samples", [1, 2])
     def test_a_request_is_traced_from_its_client_to_its_end(
-        self, door: Door, collector: Collector, samples: int
+        self, frontend: GatewayServer, collector: Collector, samples: int
     ) -> None:
         body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 6, "n": samples}
-        answer = ask_traced(door, samples, "/v1/completions", body)
+        answer = ask_traced(frontend, samples, "/v1/completions", body)
         found = collector.trace(samples, {"Scheduler", *STAGES, "http_request", "grpc_execute"})
         assert found["http_request"].parent == parent_of(samples)[1]
         check_stages(found, found["grpc_execute"])
@@ -386,19 +398,19 @@ class TestOthersTests:
     @pytest.mark.parametrize(
         ("module", "test"), [(name, test) for name, tests in GATEWAY_KITS.items() for test in tests]
     )
-    def test_kit(self, door: Door, module: str, test: str) -> None:
+    def test_kit(self, frontend: GatewayServer, module: str, test: str) -> None:
         [kit] = [kit for kit in kits.KITS if kit.module == module]
         named = {"model": "pocket", "served_model_name": "pocket"}
-        kit.run(test, {**kits.attributes(door, door.process, POCKET), **named})
+        kit.run(test, {**kits.attributes(frontend, frontend.process, POCKET), **named})
 
-    def test_many_streams_some_of_which_are_given_up(self, door: Door) -> None:
+    def test_many_streams_some_of_which_are_given_up(self, frontend: GatewayServer) -> None:
         """`make conformance` has a thousand of them."""
         streams = 1000 if os.environ.get("PIE_CONFORMANCE") else 60
-        ends = flood_completions(door.url, "pocket", streams)
+        ends = flood_completions(frontend.url, "pocket", streams)
         assert ends["left"] >= streams // 40
-        wait_until(lambda: requests(door) == 0, 60, "every request has ended")
-        wait_until(lambda: not any(map(used, door.loads())), 30, "a cache is left only")
-        assert len(door.drivers()) == 1
+        wait_until(lambda: requests(frontend) == 0, 60, "every request has ended")
+        wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
+        assert len(frontend.drivers()) == 1
 
 
 class Scrape(NamedTuple):
@@ -432,9 +444,9 @@ def scrape(port: int) -> Scrape:
     return Scrape(values)
 
 
-def requests(door: Door) -> int:
+def requests(frontend: GatewayServer) -> int:
     """Requests that the runtime has, by its own word."""
-    return int(sum(load["num_total_reqs"] for load in door.loads()))
+    return int(sum(load["num_total_reqs"] for load in frontend.loads()))
 
 
 def used(load: dict[str, Any]) -> float:
@@ -492,20 +504,20 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         assert psutil.wait_procs(family, 10)[1] == []
 
 
-def test_control_needs_the_admin_key_which_is_in_no_list(door: Door) -> None:
+def test_control_needs_the_admin_key_which_is_in_no_list(frontend: GatewayServer) -> None:
     for key in (None, "wrong"):
-        stranger = Server(door.url, door.log, key)
+        stranger = Server(frontend.url, frontend.log, key)
         for path, body in (("/workers", None), ("/workers", {"url": "grpc://127.0.0.1:1"})):
             with pytest.raises(urllib.error.HTTPError) as error:
                 stranger.ask(path, body)
             assert error.value.code in (401, 403)
-    family = [door.process, *forking.family(door.process.pid)]
+    family = [frontend.process, *forking.family(frontend.process.pid)]
     assert any("smg" in " ".join(each.cmdline()) for each in family)
     assert not [each for each in family if ADMIN in " ".join(each.cmdline())]
-    assert ADMIN not in door.log.read_text(errors="replace")
+    assert ADMIN not in frontend.log.read_text(errors="replace")
 
 
-def test_hostile_bodies_are_answered(door: Door, client: Any) -> None:
+def test_hostile_bodies_are_answered(frontend: GatewayServer, client: Any) -> None:
     expected = complete(client).choices[0].text
     deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     for body, codes in (
@@ -514,10 +526,10 @@ def test_hostile_bodies_are_answered(door: Door, client: Any) -> None:
         (b"[" * 100_000, {400, 422}),
         (b'{"model": "pocket", "prompt": "x", "custom": ' + deep + b"}", {400, 422}),
     ):
-        code = raw_status(door.url, "/v1/completions", body)
+        code = raw_status(frontend.url, "/v1/completions", body)
         assert code in codes, body[:60]
     with contextlib.ExitStack() as stack:
-        host, port = door.url.removeprefix("http://").split(":")
+        host, port = frontend.url.removeprefix("http://").split(":")
         for _ in range(200):
             stack.enter_context(socket.create_connection((host, int(port)), 60))
         assert complete(client).choices[0].text == expected

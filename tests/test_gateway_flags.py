@@ -54,7 +54,7 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 def test_sglang_reads_the_same_words_alike() -> None:
-    """Of every flag that this door takes: a value that SGLang's own parser accepts."""
+    """Of every flag that this frontend takes: a value that SGLang's own parser accepts."""
     from pie_driver_sglang.server.seams import environment
 
     # The process keeps none of the server's variables.
@@ -116,7 +116,7 @@ def sample(field: Any) -> list[str]:
         (["--model-path"], "`--model-path` has no value"),
         (["--no-gateway=1"], "takes no value"),
         (["--disable-radix-cache=maybe"], "expected true or false"),
-        (["--config", "x"], "is not read by this door"),
+        (["--config", "x"], "is not read by this frontend"),
         (["word"], "'word' belongs to no flag"),
     ],
 )

@@ -733,7 +733,7 @@ class Gateway:
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
     def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, image_merge: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000, traces: bool = False) -> Gateway:
         """
-        Opens the door.
+        Starts the server.
 
         Args:
             runtime: What computes.
@@ -2333,7 +2333,7 @@ class TracedRequest:
     @property
     def ended_ns(self, /) -> int:
         """
-        When the door had its end.
+        When the frontend received its end.
         """
     @property
     def error(self, /) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""SGLang's flags for this door: which the gateway, which the engine honours, and which none."""
+"""SGLang's flags for this frontend: which the gateway takes, which the engine, and which none."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FRONT: Final = frozenset(
 )
 _LORA: Final = "the gateway passes no adapter's name on"
 _PRIORITY: Final = "the gateway passes no priority on"
-#: Flags that the engine or SGLang's server would honour, and this door does not.
+#: Flags that the engine or SGLang's server support, and this frontend does not.
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enable_lora": _LORA,
@@ -134,7 +134,7 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
     """Reads a command line, without `--front`.
 
     Raises:
-        ConfigError: A flag is unknown, wrong, or not honoured by this door.
+        ConfigError: A flag is unknown, wrong, or not supported by this frontend.
     """
     given: dict[str, Any] = {}
     own = {name: default for name, (_, default) in _OWN.items()}
@@ -197,7 +197,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def refuse(given: Mapping[str, Any]) -> None:
-    """Refuses what this door does not honour. What the engine does not honour it refuses itself.
+    """Refuses what this frontend does not support; what the engine does not, it refuses itself.
 
     Args:
         given: Flags by SGLang's names.
@@ -243,7 +243,9 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
     field = SERVER_ARGS.get(name)
     if field is None:
         if name == "config":
-            raise ConfigError("`--config` is not read by this door", "name the flags themselves")
+            raise ConfigError(
+                "`--config` is not read by this frontend", "name the flags themselves"
+            )
         names = (
             _bare(known) for known in {*SERVER_ARGS, *_OWN, *EDGE_FLAGS, "option", "gateway_arg"}
         )

@@ -1,4 +1,4 @@
-"""`pie-sglang serve --front gateway`: drivers, doors and the gateway, from start to end."""
+"""`pie-sglang serve --front gateway`: drivers, gRPC servers and the gateway, from start to end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ with --front gateway:
                        --enable-metrics without it: {DEFAULT_METRICS_PORT}
   --gateway-arg WORD   goes to smg as it is; may be given several times
   --dp-size N          replicas of the model, each with a service of its own
-  --no-gateway         open the doors only, and print the line that starts smg
+  --no-gateway         start the gRPC servers only, and print the command that starts smg
 """
 _LOOK_S: Final = 0.2
 

@@ -20,13 +20,13 @@ from pie_driver_sglang.offline.tokenizer import ModelTokenizer, read_json
 from pie_driver_sglang.offline.types import EngineArguments
 
 _CLOSE_S: Final = 10.0
-"""How long requests may take to end when a door is closed; the gateway has drained before."""
+"""How long requests may take to end when a server is closed; the gateway has drained before."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What the gateway takes as defaults."""
 
 
 class Replicas:
-    """Runtimes with their doors. Use it as a context manager."""
+    """Runtimes with their gRPC servers. Use it as a context manager."""
 
     def __init__(self, plan: EngineArguments, arguments: GatewayArguments) -> None:
         """Starts every driver and returns at once.
@@ -41,7 +41,7 @@ class Replicas:
         self._plan, self._arguments = plan, arguments
         self._facts = _facts(plan, arguments, ends)
         self._stack = contextlib.ExitStack()
-        self._doors: list[Gateway] = []
+        self._servers: list[Gateway] = []
         self._traces = bool(arguments.front.get("enable_trace"))
         self._spans: SpanThread | None = None
         keywords = {**plan.runtime, **tokenizer.for_runtime()}
@@ -88,7 +88,7 @@ class Replicas:
         return lines
 
     def open(self) -> list[str]:
-        """Opens the doors, and returns their addresses as the gateway wants them.
+        """Starts the gRPC servers, and returns their addresses as the gateway wants them.
 
         Raises:
             OSError: A port is taken.
@@ -96,7 +96,7 @@ class Replicas:
         arguments = self._arguments
         for number, runtime in enumerate(self.runtimes):
             port = arguments.grpc_port + number if arguments.grpc_port else 0
-            door = Gateway(
+            server = Gateway(
                 runtime,
                 contract=arguments.contract,
                 host=arguments.grpc_host,
@@ -106,23 +106,23 @@ class Replicas:
                 traces=self._traces,
                 **self._facts,
             )
-            self._doors.append(door)
+            self._servers.append(server)
         if self._traces:
             self._export_spans()
-        return [f"grpc://{door.address}" for door in self._doors]
+        return [f"grpc://{server.address}" for server in self._servers]
 
     def _export_spans(self) -> None:
         self._spans = SpanThread(
-            [door.take_traced for door in self._doors],
+            [server.take_traced for server in self._servers],
             str(self._arguments.front.get("otlp_traces_endpoint", DEFAULT_ENDPOINT)),
             service="pie-sglang",
             model=self._facts["served_model_name"],
         )
 
     def close(self) -> None:
-        """Closes the doors, and stops the drivers."""
-        for door in self._doors:
-            door.close(_CLOSE_S)
+        """Closes the servers, and stops the drivers."""
+        for server in self._servers:
+            server.close(_CLOSE_S)
         if self._spans is not None:
             self._spans.close()
         self._stack.close()
@@ -147,7 +147,7 @@ def served_name(arguments: GatewayArguments) -> str:
 
 
 def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) -> dict[str, Any]:
-    """What the doors say of the model."""
+    """What the servers say of the model."""
     front = arguments.front
     config = load_hf_config(plan.model)
     return {

@@ -1,4 +1,4 @@
-//! A door to a model, for `smg launch --worker-urls`, until Ctrl-C:
+//! A server to a model, for `smg launch --worker-urls`, until Ctrl-C:
 //!
 //!     cargo run -p pie-gateway --example serve -- .venv/bin/python models/pocket cpu
 use std::env;

@@ -354,7 +354,7 @@ impl Core {
         self.started.elapsed()
     }
 
-    /// When the last request came, or the door was opened, in seconds since 1970.
+    /// When the last request came, or the server started, in seconds since 1970.
     pub(crate) fn last_request(&self) -> f64 {
         let after = Duration::from_micros(self.last_request.load(Ordering::Relaxed));
         times::ago(self.started.elapsed().saturating_sub(after))

@@ -1,14 +1,14 @@
-//! Why a door does not open.
+//! Why a gRPC server does not start.
 
 use std::io;
 use std::net::SocketAddr;
 
-/// Why a door does not open.
+/// Why a gRPC server does not start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GatewayError {
-    /// The drivers are not ready, so the door could not say what it serves.
-    #[error("the drivers are not ready\n\nhint: wait for `wait_ready`, then open the door")]
+    /// The drivers are not ready, so the server does not know what it serves.
+    #[error("the drivers are not ready\n\nhint: wait for `wait_ready`, then start the server")]
     NotReady,
     /// The address cannot be listened at.
     #[error(
@@ -21,6 +21,6 @@ pub enum GatewayError {
         source: io::Error,
     },
     /// The thread, or what it waits with, cannot be made.
-    #[error("cannot start the door's thread: {0}")]
+    #[error("cannot start the server's thread: {0}")]
     Thread(io::Error),
 }

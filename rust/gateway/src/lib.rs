@@ -4,7 +4,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`contract`] | messages and services, generated from the published definitions |
-//! | `settings` | what a door is made of, and what it says of its model |
+//! | `settings` | settings of a server, and the facts that it reports of its model |
 //! | `asked`, `core`, `ticket` | requests, whichever contract they came by, and those that have not ended |
 //! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
 //! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
@@ -13,12 +13,11 @@
 //! | `vllm`, `sglang` | the two contracts |
 //! | `loads`, `events` | how busy the runtime is, and what its prefix index holds, for the gateway's routing |
 //! | `tokenizer` | its files, for a gateway on another machine |
-//! | `door` | the thread, the socket, the connections |
+//! | `server` | the thread, the socket, the connections |
 
 mod asked;
 pub mod contract;
 mod core;
-mod door;
 mod encoded;
 mod error;
 mod events;
@@ -28,6 +27,7 @@ mod logprobs;
 mod mailbox;
 mod media;
 mod reader;
+mod server;
 mod settings;
 mod sglang;
 mod status;
@@ -37,9 +37,9 @@ mod tokenizer;
 mod unserved;
 mod vllm;
 
-pub use door::Gateway;
 pub use error::GatewayError;
 pub use reader::RequestReader;
+pub use server::Gateway;
 pub use settings::{Contract, GatewaySettings, ImageFacts, ModelFacts};
 
 /// The README's example is a test.

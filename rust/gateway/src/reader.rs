@@ -22,7 +22,7 @@ pub struct RequestReader {
 }
 
 impl RequestReader {
-    /// Reads requests for a door with these settings, whose model has token ids below `vocab_size`.
+    /// Reads requests for a server with these settings, whose model has token ids below `vocab_size`.
     #[must_use]
     pub fn new(settings: &GatewaySettings, vocab_size: u32) -> Self {
         let facts = ModelFacts {

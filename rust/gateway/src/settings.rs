@@ -1,10 +1,10 @@
-//! What a door is made of.
+//! Settings of a gRPC server.
 
 use std::net::SocketAddr;
 
 use pie_ingress::RequestLimits;
 
-/// Which service a door offers. The gateway finds out by itself.
+/// Which gRPC service a server implements. The gateway detects it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contract {
     /// `vllm.grpc.engine.VllmEngine`: the gateway passes stop strings and seeds on.
@@ -13,7 +13,7 @@ pub enum Contract {
     Sglang,
 }
 
-/// What a door is made of.
+/// Settings of a gRPC server.
 #[derive(Clone, Debug)]
 pub struct GatewaySettings {
     /// Where it listens; with port 0 on any that is free.
@@ -38,7 +38,7 @@ pub struct GatewaySettings {
 }
 
 impl GatewaySettings {
-    /// A door on the loopback, on any port that is free.
+    /// A server on the loopback, on any port that is free.
     pub fn new(contract: Contract, model: ModelFacts) -> Self {
         Self {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),

@@ -191,7 +191,7 @@ fn structure(values: &[(&str, f64)]) -> Struct {
 }
 
 const NO_ADAPTERS: &str =
-    "this door loads no adapters; `pie-sglang serve` without `--front gateway` does";
+    "this server loads no adapters; `pie-sglang serve` without `--front gateway` does";
 const NO_PROFILE: &str = "profiles are not taken here; `--option trace_file=PATH` traces the steps";
 
 #[tonic::async_trait]

@@ -62,7 +62,7 @@ pub(crate) fn rejected(rejected: &Rejected) -> Status {
 
 pub(crate) const SHUTTING_DOWN: &str = "the server is shutting down";
 
-/// The same where the door closes.
+/// The same where the server closes.
 pub(crate) fn shut_down() -> Status {
     Status::unavailable(SHUTTING_DOWN)
 }

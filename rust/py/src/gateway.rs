@@ -1,4 +1,4 @@
-//! The gRPC door to a runtime.
+//! A gRPC server over a runtime.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::traced::{Traced, traced};
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Gateway {
     inner: pie_gateway::Gateway,
-    /// It must outlive the door.
+    /// It must outlive the server.
     _runtime: Py<Runtime>,
 }
 
 #[pymethods]
 impl Gateway {
-    /// Opens the door.
+    /// Starts the server.
     ///
     /// Args:
     ///     runtime: What computes.

@@ -32,7 +32,7 @@ pub(crate) struct TracedRequest {
     admitted_ns: Option<u64>,
     /// When the step was answered that gave its first token.
     first_token_ns: Option<u64>,
-    /// When the door had its end.
+    /// When the frontend received its end.
     ended_ns: u64,
 }
 

@@ -1,6 +1,6 @@
 //! What happened when to requests that are traced: one record each, which is fetched after the request's end.
 //!
-//! A door begins a [`Timeline`] for a request that is part of a trace, and shows it the request's outputs. Spans are made
+//! A frontend begins a [`Timeline`] for a request that is part of a trace, and shows it the request's outputs. Spans are made
 //! elsewhere, of the [`TracedRequest`]s that are fetched.
 
 use std::collections::BTreeMap;
@@ -187,7 +187,7 @@ pub struct TracedRequest {
     pub admitted_ns: Option<u64>,
     /// When the step was answered that gave its first token.
     pub first_token_ns: Option<u64>,
-    /// When the door had its end.
+    /// When the frontend received its end.
     pub ended_ns: u64,
 }
 

@@ -44,7 +44,7 @@ pub(crate) fn asked(
         (
             "lora_id",
             !request.lora_id.is_empty(),
-            "this door loads no adapters",
+            "this server loads no adapters",
         ),
         (
             "data_parallel_rank",

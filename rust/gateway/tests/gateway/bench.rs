@@ -1,4 +1,4 @@
-//! A door over drivers of one behaviour, and what comes of requests.
+//! A server over drivers of one behaviour, and what comes of requests.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -20,7 +20,7 @@ use crate::driver;
 /// No test takes nearly as long.
 pub(crate) const WATCHDOG: Duration = Duration::from_mins(2);
 
-/// A service, its door, and the folder of its drivers.
+/// A service, its server, and the folder of its drivers.
 pub(crate) struct Bench {
     pub(crate) gateway: Gateway,
     pub(crate) service: Arc<Service>,
@@ -60,12 +60,12 @@ impl Bench {
             version: "1.2.3".to_owned(),
             ..ModelFacts::default()
         };
-        let mut door = GatewaySettings::new(contract, model);
-        change(&mut settings, &mut door);
+        let mut server = GatewaySettings::new(contract, model);
+        change(&mut settings, &mut server);
         let service = Arc::new(Service::start(&settings).unwrap());
         let ready = service.wait_ready(WATCHDOG);
         assert!(ready.unwrap(), "{}", lines.lock().unwrap().join("\n"));
-        let gateway = Gateway::open(Arc::clone(&service), door).unwrap();
+        let gateway = Gateway::open(Arc::clone(&service), server).unwrap();
         Self {
             gateway,
             service,
@@ -81,14 +81,14 @@ impl Bench {
 
     /// The same, compiled in another way.
     pub(crate) fn with_compiler(contract: Contract, compiler: &CompilerSettings) -> Self {
-        Self::with("serve", contract, &|service, door| {
+        Self::with("serve", contract, &|service, server| {
             service.grammars = Some(GrammarSettings {
                 tokens: vocabulary().into(),
                 special: vec![(0, "<end>".to_owned())],
                 ends: vec![0],
                 compiler: compiler.clone(),
             });
-            door.model.eos_tokens = vec![0];
+            server.model.eos_tokens = vec![0];
         })
     }
 

@@ -166,7 +166,9 @@ fn a_driver_that_dies_clears_what_is_known() {
 #[test]
 fn only_the_last_batches_are_kept() {
     run(async {
-        let bench = Bench::with("serve", Contract::Vllm, &|_, door| door.event_history = 3);
+        let bench = Bench::with("serve", Contract::Vllm, &|_, server| {
+            server.event_history = 3
+        });
         let mut client = bench.vllm().await;
         let mut live = subscribe(&mut client, 0).await;
         let mut picture = Picture::default();
@@ -193,11 +195,11 @@ fn only_the_last_batches_are_kept() {
 }
 
 #[test]
-fn a_door_may_publish_none() {
+fn a_server_may_publish_none() {
     run(async {
-        let bench = Bench::with("serve", Contract::Vllm, &|service, door| {
+        let bench = Bench::with("serve", Contract::Vllm, &|service, server| {
             service.scheduler.kv_events = false;
-            door.event_history = 0;
+            server.event_history = 0;
         });
         let mut client = bench.vllm().await;
         say(&mut client, 1).await;

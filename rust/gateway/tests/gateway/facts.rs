@@ -16,11 +16,11 @@ use crate::bench::{Bench, prompt, request, run};
 #[test]
 fn facts_and_loads_have_what_the_gateway_reads() {
     run(async {
-        let bench = Bench::with("serve slow=5", Contract::Vllm, &|service, door| {
-            door.model.eos_tokens = vec![4];
-            door.model.context_length = Some(100);
+        let bench = Bench::with("serve slow=5", Contract::Vllm, &|service, server| {
+            server.model.eos_tokens = vec![4];
+            server.model.context_length = Some(100);
             service.scheduler.max_running = 2;
-            door.max_running = Some(2);
+            server.max_running = Some(2);
         });
         let mut client = bench.vllm().await;
         let health = client

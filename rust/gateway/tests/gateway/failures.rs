@@ -1,4 +1,4 @@
-//! Drivers that die, queues that are full, doors that close.
+//! Drivers that die, queues that are full, servers that close.
 
 use std::time::{Duration, Instant};
 
@@ -143,7 +143,7 @@ fn without_a_compiler_for_its_grammar_a_request_may_come_again() {
 }
 
 #[test]
-fn a_door_that_closes_finishes_what_runs() {
+fn a_server_that_closes_finishes_what_runs() {
     run(async {
         let bench = Bench::new("serve slow=5", Contract::Vllm);
         let mut client = bench.vllm().await;

@@ -176,9 +176,9 @@ fn an_abort_says_whether_there_was_one() {
 #[test]
 fn facts_and_loads_have_what_the_gateway_reads() {
     run(async {
-        let bench = Bench::with("serve", Contract::Sglang, &|_, door| {
-            door.model.eos_tokens = vec![4, 9];
-            door.model.default_sampling = r#"{"temperature": 0.6}"#.to_owned();
+        let bench = Bench::with("serve", Contract::Sglang, &|_, server| {
+            server.model.eos_tokens = vec![4, 9];
+            server.model.default_sampling = r#"{"temperature": 0.6}"#.to_owned();
         });
         let mut client = client(&bench).await;
         let health = client

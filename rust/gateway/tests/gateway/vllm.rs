@@ -101,8 +101,8 @@ fn each_sequence_has_its_own_deltas_and_end() {
 #[test]
 fn stops_end_a_request_and_are_named() {
     run(async {
-        let bench = Bench::with("serve", Contract::Vllm, &|_, door| {
-            door.model.eos_tokens = vec![expected(&prompt(7), 4)[3]];
+        let bench = Bench::with("serve", Contract::Vllm, &|_, server| {
+            server.model.eos_tokens = vec![expected(&prompt(7), 4)[3]];
         });
         let tokens = expected(&prompt(7), 12);
         let eos = tokens[3];

@@ -31,12 +31,12 @@ const MESSAGE_BYTES: usize = 64 << 20;
 const PENDING_RESETS: usize = 8192;
 /// Bytes that a connection keeps for one stream that its client does not read. Tokens that come after them become one message.
 const STREAM_BYTES: usize = 16 << 10;
-/// How long clients may take to read that their requests ended with the door.
+/// How long clients may take to read that their requests ended with the server.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How often a silent connection is asked whether it lives.
 const PING_EVERY: Duration = Duration::from_secs(30);
 
-/// An open door: a thread that serves one contract on one port.
+/// A gRPC server: a thread that serves one contract on one port.
 ///
 /// It is the only caller of the service's [`poll_batch`](Service::poll_batch); no one else may fetch outputs. Close it before the
 /// service is shut down, so that what still runs learns why it ends. Dropped, it closes at once.
@@ -56,7 +56,7 @@ impl fmt::Debug for Gateway {
 }
 
 impl Gateway {
-    /// Opens a door to a service whose drivers are ready.
+    /// Starts a server for a service whose drivers are ready.
     ///
     /// # Errors
     /// [`GatewayError`].
@@ -148,7 +148,7 @@ fn serve(
     });
 }
 
-/// Serves connections until the door is closed.
+/// Serves connections until the server is closed.
 async fn accept<S>(
     listener: TcpListener,
     service: S,
@@ -187,7 +187,7 @@ async fn accept<S>(
         let call = service_fn(move |request| service.clone().call(request));
         let connection = protocol.serve_connection(TokioIo::new(socket), call);
         let connection = connections.watch(connection);
-        // A client that goes away is no fault of the door's; its requests end with it.
+        // A client that goes away is no fault of the server's; its requests end with it.
         tokio::spawn(async move { drop(connection.await) });
     }
     drop(listener);
