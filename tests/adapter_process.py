@@ -128,8 +128,8 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
     for numbers in ([1, 2], [9, 1], [4, 3], [3]):
         assert engine.fetch_adapters(numbers) == {}
         count()
-    engine.load_rehearsal_adapter()
-    engine.drop_rehearsal_adapter()
+    engine.load_warm_up_adapter()
+    engine.drop_warm_up_adapter()
     count()
     with connection:
         connection.send(counts)

@@ -79,7 +79,7 @@ def record_waits(config_path: str, connection: Connection, stderr: str) -> None:
         found = []
         for frame in connection.recv():
             calls.clear()
-            batch = server.rehearse(frame)
+            batch = server.warm_up(frame)
             run_batch(batch, engine)
             found.append(list(calls))
             batch.commit()
@@ -136,7 +136,7 @@ def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
 def _logits(server: Any, engine: Any, frame: bytes) -> list[Any]:
     import torch
 
-    batch = server.rehearse(frame)
+    batch = server.warm_up(frame)
     parts = []
     while (staged := batch.stage()) is not None:
         engine.forward(staged)

@@ -98,7 +98,7 @@ class Recorder:
 
 def store(server: Any, engine: Any, frame: bytes) -> None:
     """Runs a prompt."""
-    batch = server.rehearse(frame)
+    batch = server.warm_up(frame)
     while (staged := batch.stage()) is not None:
         engine.forward(staged)
         while (group := batch.stage_slots()) is not None:
@@ -140,7 +140,7 @@ def difference(config: DriverConfig) -> float:
             store(server, engine, frame)
         recorder.logits.clear()
         for step in range(STEPS):
-            assert server.rehearse_graph_path(contexts.decode(step))
+            assert server.warm_up_graph_path(contexts.decode(step))
         found.append(torch.stack(recorder.logits)[:, :COUNT])
     # The second graph knows no groups, the third one does.
     assert recorder.graphs == [1] * STEPS + [2] * STEPS, recorder.graphs

@@ -80,7 +80,7 @@ def decode(
 
     found = []
     for step in range(-1, STEPS):
-        batch = server.rehearse(contexts.frame(step))
+        batch = server.warm_up(contexts.frame(step))
         while (staged := batch.stage()) is not None:
             assert staged.decode == (step >= 0)
             with way() if staged.decode else nullcontext():

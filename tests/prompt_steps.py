@@ -104,7 +104,7 @@ def difference(config: DriverConfig) -> float:
             for frame in contexts.before():
                 store(server, engine, frame)
             recorder.logits.clear()
-            assert server.rehearse_graph_path(contexts.step())
+            assert server.warm_up_graph_path(contexts.step())
             found.append(recorder.logits[-1][: len(STORED)])
             assert bool(other.call_count) == by_other
     assert recorder.graphs == [2, 2], recorder.graphs

@@ -771,7 +771,7 @@ class TestProbes:
         engine.copy_ns = 3_000_000
         warm_up(server, engine)
         engine.copy_ns = 1_000_000
-        batch = server.rehearse(_core.encode_forward(small(1)))
+        batch = server.warm_up(_core.encode_forward(small(1)))
         assert run_batch(batch, engine).h2d_ns == 1_000_000
         server.unlink()
 

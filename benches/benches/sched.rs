@@ -8,7 +8,7 @@ use pie_benches::report::Unit;
 use pie_benches::sched::Decodes;
 use pie_benches::timing::{self, Race, Samples};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Stop, Wait};
-use pie_runtime::{FrameBuilder, Link, RuntimeError, Sampler, Turn};
+use pie_runtime::{FrameBuilder, Link, RuntimeError, Sampler, FrameRow};
 
 const CONTEXT: u32 = 2048;
 const REQUESTS: [u32; 2] = [256, 1024];
@@ -98,14 +98,14 @@ fn play<'c>(client: &'c Client, requests: u32, operations: u64, samples: &mut Sa
     let pages: Vec<u32> = (0..CONTEXT / 16).collect();
     let mut link = Link::new(client, FrameBuilder::new(16));
     let (mut left, mut total) = (operations + 1, Duration::ZERO);
-    let turn = |row| Turn {
+    let turn = |row| FrameRow {
         context_id: row as u64 + 1,
         tokens: &[0],
         awaits: Some(row),
         start: CONTEXT - 1,
         pages: &pages,
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
     let next = |link: &mut Link<'c>| {
         left = left.saturating_sub(1);

@@ -160,7 +160,7 @@ def run(
         requests.append(
             Request(row[first:end], list(range(first, end)), pages, last, slots, context_id=number)
         )
-    batch = server.rehearse(_core.encode_forward(requests))
+    batch = server.warm_up(_core.encode_forward(requests))
     done = 0
     while (staged := batch.stage()) is not None:
         engine.forward(staged)

@@ -84,7 +84,7 @@ def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, i
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     for requests in largest_batches(engine, chunk):
-        batch = server.rehearse(_core.encode_forward(requests))
+        batch = server.warm_up(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
     if not on_cuda:

@@ -1,6 +1,6 @@
 //! A scheduler in the middle of its work.
 
-use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, NewRequest, Config, FrameBytes, Limits, Outputs, Scheduler};
 
 const PAGE_SIZE: u32 = 16;
 /// Tokens that a request produces. Its prompt is shorter than the context by half of them.
@@ -75,7 +75,7 @@ impl Decodes {
         self.requests += 1;
         let token = |at: u32| (id as u32 * 7919 + at * 31) % 150_000;
         let prompt = (0..self.prompt).map(token).collect();
-        let arrival = Arrival::new(id, prompt, (), output);
+        let arrival = NewRequest::new(id, prompt, (), output);
         self.scheduler.submit(arrival).expect("it fits");
     }
 

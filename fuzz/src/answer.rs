@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_runtime::{Answer, Extended, FrameBuilder, Outline, Turn};
-use pie_sched::{Arrival, Config, FrameBytes, Limits, Logprobs, Outputs, Row, Scheduler};
+use pie_runtime::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
+use pie_sched::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
 use pie_wire::{
     AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
     ResponsePayload, Sampler, StatusResponse,
@@ -81,7 +81,7 @@ struct Expected {
 
 /// A step that the driver has.
 struct Sent {
-    outline: Outline,
+    outline: FrameMeta,
     rows: Vec<Expected>,
 }
 
@@ -149,7 +149,7 @@ impl Harness {
             ..RequestExtension::default()
         };
         let scores = ask.scores.then(|| Arc::new(scores));
-        let mut arrival = Arrival::new(id, prompt, scores, tokens);
+        let mut arrival = NewRequest::new(id, prompt, scores, tokens);
         arrival.samples = u32::from(ask.samples % 4).max(1);
         arrival.drafts = ask.drafts;
         arrival.ends.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
@@ -237,12 +237,12 @@ impl Harness {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "a row is a few references")]
-fn turn(row: Row<'_, Asked>) -> Turn<'_> {
+fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
     const GREEDY: Sampler = Sampler::TopP {
         temperature: 0.0,
         p: 1.0,
     };
-    Turn {
+    FrameRow {
         context_id: row.context,
         tokens: row.tokens,
         awaits: row.awaits.map(|row| row as usize),

@@ -187,11 +187,11 @@ class ModelEngine(Protocol):
             The reason for each adapter that is lost. The caller refuses the requests that bind it.
         """
 
-    def load_rehearsal_adapter(self) -> None:
-        """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing.
+    def load_warm_up_adapter(self) -> None:
+        """Makes `WARM_UP_ADAPTER` an adapter of all layers that changes nothing.
 
         For the warm-up; blocks while it copies.
         """
 
-    def drop_rehearsal_adapter(self) -> None:
-        """Removes `REHEARSAL_ADAPTER` after the warm-up."""
+    def drop_warm_up_adapter(self) -> None:
+        """Removes `WARM_UP_ADAPTER` after the warm-up."""

@@ -1,6 +1,6 @@
 //! A context: a sequence of tokens and the pages that hold their KV.
 
-use pie_runtime::Turn;
+use pie_runtime::FrameRow;
 use pie_wire::Sampler;
 
 use crate::error::LoadError;
@@ -80,8 +80,8 @@ impl Context {
     }
 
     /// Its share of the next frame, once pages are reserved; its last row is sampled.
-    pub(crate) fn turn(&self) -> Turn<'_> {
-        Turn {
+    pub(crate) fn turn(&self) -> FrameRow<'_> {
+        FrameRow {
             context_id: self.id,
             tokens: &self.pending,
             awaits: self.awaits,
@@ -90,7 +90,7 @@ impl Context {
             wants_drafts: self.wants_drafts,
             pages: &self.pages[..self.in_use],
             sampler: Some(&self.sampler),
-            ..Turn::EMPTY
+            ..FrameRow::EMPTY
         }
     }
 

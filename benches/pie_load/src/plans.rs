@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use pie_runtime::Capabilities;
-use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
 
 use crate::context::prompt;
 use crate::sampler::SamplerMix;
@@ -129,10 +129,12 @@ impl Runtime {
     fn play(&mut self, lengths: &Lengths, streams: bool, every_us: u64) -> Played {
         let first = self.requests + 1;
         let both = lengths.prompts.iter().zip(&lengths.outputs);
-        let mut coming = (first..).zip(both).map(|(id, (&length, &output))| Arrival {
-            streams,
-            ..Arrival::new(id, prompt(id, length, CAPS.vocab_size), (), output)
-        });
+        let mut coming = (first..)
+            .zip(both)
+            .map(|(id, (&length, &output))| NewRequest {
+                streams,
+                ..NewRequest::new(id, prompt(id, length, CAPS.vocab_size), (), output)
+            });
         self.requests += lengths.prompts.len() as u64;
         let (mut next_at, mut played) = (self.now, Played::default());
         let (mut outputs, mut out) = (Outputs::default(), VecDeque::new());

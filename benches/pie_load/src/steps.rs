@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use pie_runtime::{Capabilities, Exchange, Link, Prepared, Probes, Room, Turn};
+use pie_runtime::{Capabilities, Exchange, FrameRow, Link, Prepared, Probes, Room};
 use serde::Serialize;
 
 use crate::args::StepsArgs;
@@ -205,7 +205,7 @@ fn prepare_step<'c>(
         context.reserve(pool, caps.kv_page_size)?;
     }
     let turns = contexts.iter().map(Context::turn);
-    let prepared = link.prepare(turns.chain(with_probes.then_some(Turn::EMPTY)))?;
+    let prepared = link.prepare(turns.chain(with_probes.then_some(FrameRow::EMPTY)))?;
     for (request, context) in contexts.iter_mut().enumerate() {
         context.advance(request);
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use pie_runtime::{Capabilities, Exchange, Link, Prepared, Room, Turn};
+use pie_runtime::{Capabilities, Exchange, FrameRow, Link, Prepared, Room};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ThroughputArgs;
@@ -232,7 +232,7 @@ impl<'a> Scheduler<'a> {
         Ok(Some(prepared))
     }
 
-    pub(crate) fn turns(&self) -> impl Iterator<Item = Turn<'_>> + Clone {
+    pub(crate) fn turns(&self) -> impl Iterator<Item = FrameRow<'_>> + Clone {
         self.running.iter().map(Context::turn)
     }
 
@@ -283,7 +283,7 @@ impl<'a> Scheduler<'a> {
 
 #[cfg(test)]
 mod tests {
-    use pie_runtime::{FrameBuilder, Outline, fill};
+    use pie_runtime::{FrameBuilder, FrameMeta, fill};
 
     use super::*;
 
@@ -338,7 +338,7 @@ mod tests {
             self.let_go();
         }
 
-        fn encode(&self, builder: &mut FrameBuilder) -> (Vec<u8>, Outline) {
+        fn encode(&self, builder: &mut FrameBuilder) -> (Vec<u8>, FrameMeta) {
             let mut buffer = vec![0; 1 << 16];
             let outline = builder.lay_out(self.turns());
             let length = builder.encode(&mut buffer).unwrap();

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
-from pie_driver_sglang._core import REHEARSAL_ADAPTER, Request, Sampler
+from pie_driver_sglang._core import WARM_UP_ADAPTER, Request, Sampler
 from pie_driver_sglang.pie.failures import go_on
 from pie_driver_sglang.pie.loads import STATUS_FAILED, STATUS_OK, Loads
 
@@ -51,13 +51,13 @@ def warm_up(server: _core.Server, engine: ModelEngine) -> None:
         engine.copy_pages(direction, [0], [0])
     if engine.facts.state_slots:
         engine.copy_states([0], [0])
-    _rehearse(server, engine, None)
+    _warm_up_paths(server, engine, None)
     if engine.facts.adapter_slots:
-        engine.load_rehearsal_adapter()
-        _rehearse(server, engine, REHEARSAL_ADAPTER)
-        engine.drop_rehearsal_adapter()
+        engine.load_warm_up_adapter()
+        _warm_up_paths(server, engine, WARM_UP_ADAPTER)
+        engine.drop_warm_up_adapter()
     for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
-        server.rehearse_graph_path(
+        server.warm_up_graph_path(
             _core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])])
         )
 
@@ -155,10 +155,10 @@ def _serve_copy(copy: _core.Copy, engine: ModelEngine) -> None:
         copy.commit(STATUS_OK)
 
 
-def _rehearse(server: _core.Server, engine: ModelEngine, adapter_id: int | None) -> None:
+def _warm_up_paths(server: _core.Server, engine: ModelEngine, adapter_id: int | None) -> None:
     facts = engine.facts
-    for requests in _rehearsals(facts, adapter_id):
-        batch = server.rehearse(_core.encode_forward(requests))
+    for requests in _warm_up_batches(facts, adapter_id):
+        batch = server.warm_up(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
 
@@ -167,7 +167,7 @@ def _micros(nanoseconds: int) -> int:
     return min((nanoseconds + 500) // 1000, 2**32 - 1)
 
 
-def _rehearsals(facts: Facts, adapter_id: int | None) -> list[list[Request]]:
+def _warm_up_batches(facts: Facts, adapter_id: int | None) -> list[list[Request]]:
     """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
 
     Each with every class of sampler; with an adapter, every other request is bound to it.

@@ -184,21 +184,21 @@ class FetchAdapters(NamedTuple):
         engine.fetch_adapters(self.adapter_ids)
 
 
-class LoadRehearsalAdapter(NamedTuple):
+class LoadWarmUpAdapter(NamedTuple):
     """Load the adapter of the warm-up."""
 
     def run(self, engine: RankEngine) -> None:
         """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
-            engine.load_rehearsal_adapter()
+            engine.load_warm_up_adapter()
 
 
-class DropRehearsalAdapter(NamedTuple):
+class DropWarmUpAdapter(NamedTuple):
     """Remove the adapter of the warm-up."""
 
     def run(self, engine: RankEngine) -> None:
         """Runs it."""
-        engine.drop_rehearsal_adapter()
+        engine.drop_warm_up_adapter()
 
 
 Command = (
@@ -210,8 +210,8 @@ Command = (
     | FinishLoad
     | DiscardLoad
     | FetchAdapters
-    | LoadRehearsalAdapter
-    | DropRehearsalAdapter
+    | LoadWarmUpAdapter
+    | DropWarmUpAdapter
 )
 
 

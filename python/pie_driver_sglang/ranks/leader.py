@@ -13,11 +13,11 @@ from pie_driver_sglang.ranks.commands import (
     CopyPages,
     CopyStates,
     DiscardLoad,
-    DropRehearsalAdapter,
+    DropWarmUpAdapter,
     FetchAdapters,
     FinishLoad,
     Forward,
-    LoadRehearsalAdapter,
+    LoadWarmUpAdapter,
     Logits,
     pack,
 )
@@ -127,15 +127,15 @@ class LeadingEngine:
         with self._together(FetchAdapters(adapter_ids)):
             return self._engine.fetch_adapters(adapter_ids)
 
-    def load_rehearsal_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.load_rehearsal_adapter`."""
-        with self._together(LoadRehearsalAdapter()):
-            self._engine.load_rehearsal_adapter()
+    def load_warm_up_adapter(self) -> None:
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.load_warm_up_adapter`."""
+        with self._together(LoadWarmUpAdapter()):
+            self._engine.load_warm_up_adapter()
 
-    def drop_rehearsal_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_rehearsal_adapter`."""
-        with self._together(DropRehearsalAdapter()):
-            self._engine.drop_rehearsal_adapter()
+    def drop_warm_up_adapter(self) -> None:
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_warm_up_adapter`."""
+        with self._together(DropWarmUpAdapter()):
+            self._engine.drop_warm_up_adapter()
 
     @contextlib.contextmanager
     def _together(self, command: Command) -> Iterator[None]:

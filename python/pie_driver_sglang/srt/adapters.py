@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from pie_driver_sglang._core import REHEARSAL_ADAPTER
+from pie_driver_sglang._core import WARM_UP_ADAPTER
 from pie_driver_sglang.errors import AdapterError, StartError, quoted
 from pie_driver_sglang.memory.host import Budget
 from pie_driver_sglang.srt import process_groups
@@ -213,27 +213,27 @@ class Adapters:
         decodes get them in memory that graphs know.
         """
         lora.bind_by_memory(self._manager, most_rows)
-        self.load_rehearsal()
+        self.load_warm_up()
         try:
-            yield lambda rows: self.bind_rows([REHEARSAL_ADAPTER] * rows)
+            yield lambda rows: self.bind_rows([WARM_UP_ADAPTER] * rows)
         finally:
             self.unbind()
-            self.drop_rehearsal()
+            self.drop_warm_up()
 
     def embed(self, adapter_ids: Iterable[int]) -> bool:
         """Whether one of these fetched adapters changes the embeddings or the LM head."""
         return any(number >= 0 and self._resident[number].embeds for number in adapter_ids)
 
-    def load_rehearsal(self) -> None:
-        """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing."""
+    def load_warm_up(self) -> None:
+        """Makes `WARM_UP_ADAPTER` an adapter of all layers that changes nothing."""
         rank, dtype = self._manager.max_lora_rank, self._manager.dtype
         adapter = assemble(blank(self._layers, rank), self._layers, dtype)
-        prepared = self._prepared(self._name(REHEARSAL_ADAPTER), adapter)
-        self._resident[REHEARSAL_ADAPTER] = self._register(REHEARSAL_ADAPTER, prepared)
+        prepared = self._prepared(self._name(WARM_UP_ADAPTER), adapter)
+        self._resident[WARM_UP_ADAPTER] = self._register(WARM_UP_ADAPTER, prepared)
 
-    def drop_rehearsal(self) -> None:
-        """Forgets `REHEARSAL_ADAPTER`."""
-        lora.forget(self._manager, self._resident.pop(REHEARSAL_ADAPTER).uid)
+    def drop_warm_up(self) -> None:
+        """Forgets `WARM_UP_ADAPTER`."""
+        lora.forget(self._manager, self._resident.pop(WARM_UP_ADAPTER).uid)
 
     def _uids(self, adapter_ids: Sequence[int]) -> list[str | None]:
         """SGLang's names of fetched adapters; None for -1."""

@@ -336,13 +336,13 @@ class SglangEngine:
         """Fetches adapters; see :meth:`pie_driver_sglang.engine.ModelEngine.fetch_adapters`."""
         return self._with_adapters().fetch(adapter_ids)
 
-    def load_rehearsal_adapter(self) -> None:
-        """For warm-up; see :meth:`pie_driver_sglang.engine.ModelEngine.load_rehearsal_adapter`."""
-        self._with_adapters().load_rehearsal()
+    def load_warm_up_adapter(self) -> None:
+        """For warm-up; see :meth:`pie_driver_sglang.engine.ModelEngine.load_warm_up_adapter`."""
+        self._with_adapters().load_warm_up()
 
-    def drop_rehearsal_adapter(self) -> None:
-        """After it; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_rehearsal_adapter`."""
-        self._with_adapters().drop_rehearsal()
+    def drop_warm_up_adapter(self) -> None:
+        """After it; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_warm_up_adapter`."""
+        self._with_adapters().drop_warm_up()
 
     def _with_adapters(self) -> Adapters:
         if self._adapters is None:

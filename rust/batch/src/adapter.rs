@@ -6,8 +6,8 @@ use rustc_hash::FxHashSet;
 
 use crate::fault::RequestFault;
 
-/// The adapter that a rehearsal may bind without loading one; no request of the runtime can.
-pub const REHEARSAL_ADAPTER: i64 = i64::MAX;
+/// The adapter that a warm-up may bind without loading one; no request of the runtime can.
+pub const WARM_UP_ADAPTER: i64 = i64::MAX;
 /// What a request that binds no adapter names.
 pub(crate) const NO_ADAPTER: i64 = -1;
 

@@ -51,7 +51,7 @@ mod stages;
 mod state;
 mod table;
 
-pub use adapter::REHEARSAL_ADAPTER;
+pub use adapter::WARM_UP_ADAPTER;
 pub use block::layout::{DType, Field, Layout};
 pub use block::{FieldId, PassBlock, StepBlock, StepFieldId, StepSize};
 pub use drafting::DraftOptions;

@@ -3,7 +3,7 @@
 use pie_ingress::RawRequest;
 
 use crate::logprobs::Sides;
-use crate::mailbox::Pace;
+use crate::queue::Pace;
 
 /// A request in the words of neither contract, before it is validated.
 #[derive(Debug)]

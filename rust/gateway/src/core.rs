@@ -17,7 +17,7 @@ use crate::error::GatewayError;
 use crate::events::{Journal, Subscription};
 use crate::loads::{Loads, Throughput};
 use crate::logprobs::Reader;
-use crate::mailbox::Mailbox;
+use crate::queue::OutputQueue;
 use crate::reader::RequestReader;
 use crate::settings::{self, GatewaySettings};
 use crate::status::{SHUTTING_DOWN, refused, rejected, shut_down};
@@ -30,7 +30,7 @@ pub(crate) struct Entered {
     pub(crate) id: u64,
     /// The gateway's.
     pub(crate) name: String,
-    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) queue: Arc<OutputQueue>,
     pub(crate) prompt_tokens: u32,
     /// By which its end is named.
     pub(crate) stops: StopTexts,
@@ -60,7 +60,7 @@ pub(crate) struct Core {
 
 #[derive(Debug, Default)]
 struct Open {
-    mailboxes: FxHashMap<u64, Arc<Mailbox>>,
+    queues: FxHashMap<u64, Arc<OutputQueue>>,
     /// Of the requests that are traced.
     timelines: FxHashMap<u64, Timeline>,
     names: FxHashMap<String, u64>,
@@ -150,7 +150,7 @@ impl Core {
         let (samples, stops) = (spec.samples(), spec.stops().clone());
         let reader = spec.logprobs().cloned();
         let reader = reader.map(|rows| Reader::new(rows, sides));
-        let mailbox = Arc::new(Mailbox::new(samples, pace));
+        let queue = Arc::new(OutputQueue::new(samples, pace));
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut open = self.lock();
         if open.names.contains_key(&name) {
@@ -161,7 +161,7 @@ impl Core {
         let (arrival, deadline) = spec.into_arrival();
         let submitted = self.service.submit(arrival, deadline);
         let id = submitted.map_err(|error| rejected(&error))?;
-        open.mailboxes.insert(id, Arc::clone(&mailbox));
+        open.queues.insert(id, Arc::clone(&queue));
         open.names.insert(name.clone(), id);
         if let Some(timeline) = timeline.take() {
             open.timelines.insert(id, timeline);
@@ -174,7 +174,7 @@ impl Core {
         Ok(Entered {
             id,
             name,
-            mailbox,
+            queue,
             prompt_tokens,
             stops,
             logprobs: reader,
@@ -198,7 +198,7 @@ impl Core {
     /// Forgets a request, which ends if it has not.
     pub(crate) fn close(&self, id: u64, name: &str, has_ended: bool) {
         let mut open = self.lock();
-        open.mailboxes.remove(&id);
+        open.queues.remove(&id);
         if let Some(mut timeline) = open.timelines.remove(&id) {
             timeline.abort();
             self.keep_timeline(timeline);
@@ -228,10 +228,10 @@ impl Core {
                 if let Some(timeline) = open.take(&delta) {
                     self.keep_timeline(timeline);
                 }
-                let Some(mailbox) = open.mailboxes.get(&delta.request) else {
+                let Some(queue) = open.queues.get(&delta.request) else {
                     continue;
                 };
-                if let Some(waker) = mailbox.put(delta) {
+                if let Some(waker) = queue.put(delta) {
                     waker.wake();
                 }
             }
@@ -249,10 +249,10 @@ impl Core {
             timeline.abort();
             self.keep_timeline(timeline);
         }
-        for (&id, mailbox) in &open.mailboxes {
+        for (&id, queue) in &open.queues {
             self.service.abort(id);
-            for sample in 0..mailbox.samples() {
-                if let Some(waker) = mailbox.put(Delta::ended(id, sample, End::Aborted)) {
+            for sample in 0..queue.samples() {
+                if let Some(waker) = queue.put(Delta::ended(id, sample, End::Aborted)) {
                     waker.wake();
                 }
             }
@@ -319,7 +319,7 @@ impl Core {
 
     /// Requests that have not ended.
     pub(crate) fn open_requests(&self) -> usize {
-        self.lock().mailboxes.len()
+        self.lock().queues.len()
     }
 
     /// Requests of one step at most.

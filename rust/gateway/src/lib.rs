@@ -5,10 +5,10 @@
 //! |---|---|
 //! | [`contract`] | messages and services, generated from the published definitions |
 //! | `settings` | settings of a server, and the facts that it reports of its model |
-//! | `asked`, `core`, `ticket` | requests, whichever contract they came by, and those that have not ended |
+//! | `asked`, `core`, `handle` | requests, whichever contract they came by, and those that have not ended |
 //! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
 //! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
-//! | `mailbox` | what a request has brought forth and its client has not fetched |
+//! | `queue` | what a request has brought forth and its client has not fetched |
 //! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
 //! | `vllm`, `sglang` | the two contracts |
 //! | `loads`, `events` | how busy the runtime is, and what its prefix index holds, for the gateway's routing |
@@ -22,16 +22,16 @@ mod encoded;
 mod error;
 mod events;
 mod grammars;
+mod handle;
 mod loads;
 mod logprobs;
-mod mailbox;
 mod media;
+mod queue;
 mod reader;
 mod server;
 mod settings;
 mod sglang;
 mod status;
-mod ticket;
 mod times;
 mod tokenizer;
 mod unserved;

@@ -27,10 +27,10 @@ use crate::contract::sglang::{
 use crate::core::Core;
 use crate::encoded::Encoded;
 use crate::events::Subscription;
+use crate::handle::{Answer, Answers, StreamHandle, Wording};
 use crate::loads::Loads;
 use crate::logprobs::{Row, Rows};
 use crate::status::Matched;
-use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
 use crate::unserved::NO_EMBEDDINGS;
@@ -214,8 +214,8 @@ impl SglangScheduler for Scheduler {
             let reader = core.reader();
             request::asked(message, reader.images, &reader.ingress)
         };
-        let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
-        Ok(Response::new(Answers::begin(ticket).await?))
+        let handle = StreamHandle::open(&self.0, is_slow, read, metadata).await?;
+        Ok(Response::new(Answers::begin(handle).await?))
     }
 
     async fn embed(&self, _: Request<Encoded>) -> Result<Response<EmbedResponse>, Status> {

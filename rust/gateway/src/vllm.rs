@@ -20,10 +20,10 @@ use crate::contract::vllm::{
 use crate::core::Core;
 use crate::encoded::Encoded;
 use crate::events::Subscription;
+use crate::handle::{Answer, Answers, StreamHandle, Wording};
 use crate::loads::Loads;
 use crate::logprobs::{Row, Rows};
 use crate::status::Matched;
-use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
 use crate::unserved::NO_EMBEDDINGS;
@@ -156,8 +156,8 @@ impl VllmEngine for Engine {
         // The first grammar has the vocabulary read.
         let is_slow = is_large || params.is_some_and(|params| params.constraint.is_some());
         let read = move |core: &Core| request::asked(message, core.reader().images);
-        let ticket = Ticket::open(&self.0, is_slow, read, metadata).await?;
-        Ok(Response::new(Answers::begin(ticket).await?))
+        let handle = StreamHandle::open(&self.0, is_slow, read, metadata).await?;
+        Ok(Response::new(Answers::begin(handle).await?))
     }
 
     async fn embed(&self, _: Request<Encoded>) -> Result<Response<EmbedResponse>, Status> {

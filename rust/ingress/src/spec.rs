@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_runtime::{
-    Arrival, Constrain, Draw, Ends, Grammar, LogprobParams, MAX_SAMPLES, Pictures,
-    Refusal as Unserved, Sampling, StopRegexes, StopStrings, Unbindable,
+    Constrain, Draw, Grammar, LogprobParams, MAX_SAMPLES, NewRequest, Pictures,
+    Refusal as Unserved, Sampling, StopCriteria, StopRegexes, StopStrings, Unbindable,
 };
 
 use crate::limits::RequestLimits;
@@ -44,7 +44,7 @@ pub struct Ingress {
 /// A request that was validated. It is made by [`Ingress::validate`] alone.
 #[derive(Debug)]
 pub struct RequestSpec {
-    arrival: Arrival<Draw>,
+    arrival: NewRequest<Draw>,
     deadline: Option<Duration>,
     logprobs: Option<LogprobRows>,
     stops: StopTexts,
@@ -72,7 +72,7 @@ impl RequestSpec {
     }
 
     /// What the service takes: the request, and after which time it ends.
-    pub fn into_arrival(self) -> (Arrival<Draw>, Option<Duration>) {
+    pub fn into_arrival(self) -> (NewRequest<Draw>, Option<Duration>) {
         (self.arrival, self.deadline)
     }
 }
@@ -162,8 +162,8 @@ impl Ingress {
             None => None,
         };
         let stops = StopTexts::new(stop_strings.clone(), stop_regexes.clone());
-        let mut arrival = Arrival {
-            ends: Ends {
+        let mut arrival = NewRequest {
+            ends: StopCriteria {
                 max_tokens,
                 min_tokens,
                 stop_tokens,
@@ -179,7 +179,7 @@ impl Ingress {
             drafts: raw.speculates,
             constraint,
             streams: raw.streams,
-            ..Arrival::new(0, raw.prompt, draw, max_tokens)
+            ..NewRequest::new(0, raw.prompt, draw, max_tokens)
         };
         if let Some(rows) = &logprobs {
             rows.params().clone().ask(&mut arrival);

@@ -67,10 +67,10 @@ pub(crate) fn from_loss(error: &pie_serve::GraphPathError) -> PyErr {
     LostError::new_err(error.to_string())
 }
 
-pub(crate) fn from_rehearsal(error: &pie_serve::RehearsalError) -> PyErr {
+pub(crate) fn from_warm_up(error: &pie_serve::WarmUpError) -> PyErr {
     let text = error.to_string();
     match error {
-        pie_serve::RehearsalError::Busy | pie_serve::RehearsalError::GraphPath(_) => {
+        pie_serve::WarmUpError::Busy | pie_serve::WarmUpError::GraphPath(_) => {
             PyRuntimeError::new_err(text)
         }
         _ => WireError::new_err(text),

@@ -56,9 +56,9 @@ mod _core {
     /// Most sequences (`n`) of one request to SGLang's server, which makes a request of each.
     #[pymodule_export]
     const MAX_SAMPLES: u32 = 1024;
-    /// The adapter that a rehearsal may bind without loading one.
+    /// The adapter that a warm-up may bind without loading one.
     #[pymodule_export]
-    const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;
+    const WARM_UP_ADAPTER: i64 = pie_batch::WARM_UP_ADAPTER;
     /// Words outside of the block of a step that its extension may take.
     #[pymodule_export]
     const STEP_EXTRA_WORDS: usize = pie_batch::STEP_EXTRA_WORDS;

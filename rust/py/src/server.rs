@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::batch::Batch;
 use crate::copy::Copy;
 use crate::counts::Counts;
-use crate::error::{from_loss, from_rehearsal, from_ring};
+use crate::error::{from_loss, from_ring, from_warm_up};
 use crate::graph_path::GraphPath;
 use crate::guard::ExitGuard;
 use crate::load::Load;
@@ -200,16 +200,16 @@ impl Server {
         Ok(Counts::new(responder.counts()))
     }
 
-    /// Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `REHEARSAL_ADAPTER`.
+    /// Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `WARM_UP_ADAPTER`.
     ///
     /// Raises:
     ///     RuntimeError: `serve` was not called, or a batch is open.
     ///     WireError: The bytes are not a forward frame, or its arrays contradict each other.
-    fn rehearse(&self, frame: &[u8]) -> PyResult<Batch> {
+    fn warm_up(&self, frame: &[u8]) -> PyResult<Batch> {
         let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         let batch = responder
-            .rehearse(frame)
-            .map_err(|error| from_rehearsal(&error))?;
+            .warm_up(frame)
+            .map_err(|error| from_warm_up(&error))?;
         Ok(Batch::new(batch, Arc::clone(shared)))
     }
 
@@ -219,12 +219,12 @@ impl Server {
     ///     Whether the graph path took it.
     ///
     /// Raises:
-    ///     RuntimeError: As `rehearse`, or the graph path failed.
-    ///     WireError: As `rehearse`.
-    fn rehearse_graph_path(&self, py: Python<'_>, frame: &[u8]) -> PyResult<bool> {
+    ///     RuntimeError: As `warm_up`, or the graph path failed.
+    ///     WireError: As `warm_up`.
+    fn warm_up_graph_path(&self, py: Python<'_>, frame: &[u8]) -> PyResult<bool> {
         let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
-        py.detach(|| responder.rehearse_graph_path(frame))
-            .map_err(|error| from_rehearsal(&error))
+        py.detach(|| responder.warm_up_graph_path(frame))
+            .map_err(|error| from_warm_up(&error))
     }
 
     /// Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
 use pie_sched::{Begun, Constrain, Constraint, Mask};
 
-/// A grammar for the sequences of requests: [`Arrival::constraint`](crate::Arrival::constraint).
+/// A grammar for the sequences of requests: [`NewRequest::constraint`](crate::NewRequest::constraint).
 ///
 /// It is compiled while the request waits in the queue, and masks are computed by the compiler's threads from the moment on at which a
 /// token is known.

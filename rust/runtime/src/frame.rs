@@ -16,7 +16,7 @@ use crate::picture::Pictures;
 
 /// What one context brings to a frame.
 #[derive(Clone, Copy, Debug)]
-pub struct Turn<'a> {
+pub struct FrameRow<'a> {
     /// By which the driver knows a context again; 0 for none.
     pub context_id: u64,
     /// Input: a prompt, a part of one, or the last token.
@@ -48,7 +48,7 @@ pub struct Turn<'a> {
 /// What a context asks for beyond the Pie protocol.
 #[derive(Clone, Copy, Debug)]
 pub struct Extended<'a> {
-    /// The same in every turn, so that it is sent once. Its mask does not count: [`Turn::mask`] does.
+    /// The same in every turn, so that it is sent once. Its mask does not count: [`FrameRow::mask`] does.
     pub asked: &'a Arc<RequestExtension>,
     /// Tokens that count and lie right before the turn's, where these do not follow a turn before.
     pub history: &'a [u32],
@@ -58,7 +58,7 @@ pub struct Extended<'a> {
     pub next: Option<u32>,
 }
 
-impl Turn<'_> {
+impl FrameRow<'_> {
     /// A request without a token. With it the answer must be an archive, which has the driver's probes.
     pub const EMPTY: Self = Self {
         context_id: 0,
@@ -90,7 +90,7 @@ impl Turn<'_> {
 
 /// A token that is not known when its frame is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gap {
+pub struct TokenPatch {
     /// Index among the frame's tokens.
     place: usize,
     /// The request of the frame before whose answer it is.
@@ -100,7 +100,7 @@ pub struct Gap {
 /// Puts what the requests of the frame before were `answered` into an encoded frame, by `write`, which takes offsets and
 /// bytes.
 pub(crate) fn fill_gaps<E>(
-    gaps: &[Gap],
+    gaps: &[TokenPatch],
     answered: impl Fn(usize) -> Option<u32>,
     mut write: impl FnMut(usize, &[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
@@ -116,7 +116,7 @@ pub(crate) fn fill_gaps<E>(
 ///
 /// # Panics
 /// If `frame` is too short for its gaps.
-pub fn fill(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
+pub fn fill(frame: &mut [u8], gaps: &[TokenPatch], answered: &[u32]) {
     let write = |at: usize, token: &[u8]| {
         frame[at..at + token.len()].copy_from_slice(token);
         Ok::<_, Infallible>(())
@@ -126,7 +126,7 @@ pub fn fill(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
 
 /// What there is to know of a frame besides its bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outline {
+pub struct FrameMeta {
     /// Requests of the frame.
     pub requests: usize,
     /// Requests with a sampler; they come first.
@@ -134,7 +134,7 @@ pub struct Outline {
     /// Input tokens, without drafts.
     pub tokens: usize,
     /// Tokens to fill in.
-    pub gaps: Vec<Gap>,
+    pub gaps: Vec<TokenPatch>,
     /// Of each request, its drafts and what follows them; empty when no request has drafts or asks for some.
     drafting: Vec<Drafting>,
     drafts: Vec<u32>,
@@ -152,7 +152,7 @@ struct Drafting {
     end: u32,
 }
 
-impl Outline {
+impl FrameMeta {
     /// What each request asks for.
     pub fn asked(&self) -> impl Iterator<Item = Asked<'_>> + Clone {
         (0..self.requests).map(|request| {
@@ -182,7 +182,7 @@ impl Outline {
         self.scored.push(scored);
     }
 
-    fn note_drafts<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) {
+    fn note_drafts<'a>(&mut self, turns: impl Iterator<Item = FrameRow<'a>> + Clone) {
         self.drafting.clear();
         self.drafts.clear();
         if !turns
@@ -298,8 +298,8 @@ impl FrameBuilder {
     }
 
     /// Lays out the frame of `turns`; those that sample come first.
-    pub fn lay_out<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) -> Outline {
-        let mut outline = Outline::default();
+    pub fn lay_out<'a>(&mut self, turns: impl Iterator<Item = FrameRow<'a>> + Clone) -> FrameMeta {
+        let mut outline = FrameMeta::default();
         self.lay_out_in(&mut outline, turns);
         outline
     }
@@ -307,8 +307,8 @@ impl FrameBuilder {
     /// As [`lay_out`](Self::lay_out), in an outline that is used again.
     pub(crate) fn lay_out_in<'a>(
         &mut self,
-        outline: &mut Outline,
-        turns: impl Iterator<Item = Turn<'a>> + Clone,
+        outline: &mut FrameMeta,
+        turns: impl Iterator<Item = FrameRow<'a>> + Clone,
     ) {
         let Payload::Forward(body) = &mut self.frame.payload else {
             // It is made with this payload.
@@ -330,7 +330,7 @@ impl FrameBuilder {
         let mut last_mask = None;
         for turn in turns {
             let place = body.token_ids.len();
-            let gap = turn.awaits.map(|request| Gap { place, request });
+            let gap = turn.awaits.map(|request| TokenPatch { place, request });
             outline.gaps.extend(gap);
             let request = body.context_ids.len() as u32;
             let mut step = turn.extension.and_then(|extended| {
@@ -354,7 +354,7 @@ impl FrameBuilder {
             });
             self.steps.extend(step.map(|step| Step { request, ..step }));
             let turn = if as_bits {
-                Turn {
+                FrameRow {
                     mask: None,
                     forbidden: &[],
                     ..turn
@@ -372,7 +372,7 @@ impl FrameBuilder {
 
 impl Extended<'_> {
     /// The row of a turn with these parameters; `None` where it would change nothing.
-    fn step(&self, turn: &Turn<'_>, params: ParamsRef) -> Option<Step> {
+    fn step(&self, turn: &FrameRow<'_>, params: ParamsRef) -> Option<Step> {
         let asked = self.asked;
         let counts = asked.penalties.any();
         let (from, end) = self.prompt_logprobs;
@@ -421,7 +421,7 @@ fn clear(body: &mut ForwardRequest) {
     pictures::clear(body);
 }
 
-fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks: bool) {
+fn append(body: &mut ForwardRequest, turn: &FrameRow<'_>, page_size: u32, with_masks: bool) {
     let places = turn.start..turn.end();
     body.token_ids.extend(turn.tokens);
     match turn.pictures {

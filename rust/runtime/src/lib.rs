@@ -49,7 +49,7 @@ pub use constraint::GrammarConstraint;
 pub use driver::{Driver, Exit};
 pub use error::{AnswerError, RuntimeError};
 pub use figures::{Figure, FigureKind, FigureReader};
-pub use frame::{Extended, FrameBuilder, Gap, Outline, Turn, fill};
+pub use frame::{Extended, FrameBuilder, FrameMeta, FrameRow, TokenPatch, fill};
 pub use grammars::{GrammarSettings, Unbindable};
 pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
@@ -62,8 +62,8 @@ pub use pie_grammar::{
     Settings as CompilerSettings, Vocabulary, compiler_process,
 };
 pub use pie_sched::{
-    Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, MAX_SAMPLES, Policy, Refusal,
-    Stats, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
+    Config, Constrain, Eviction, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Refusal,
+    Stats, StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
 };
 pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;

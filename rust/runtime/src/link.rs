@@ -10,7 +10,7 @@ use pie_wire::{
 
 use crate::answer::{Answer, Asked, Probes};
 use crate::error::{AnswerError, RuntimeError};
-use crate::frame::{FrameBuilder, Outline, Turn, fill_gaps};
+use crate::frame::{FrameBuilder, FrameMeta, FrameRow, fill_gaps};
 use crate::handshake::Capabilities;
 
 /// Pairs of pages in one frame of copies, which takes 8 bytes for each.
@@ -23,7 +23,7 @@ pub struct Link<'c> {
     /// Where frames are encoded, as large as a slot's request.
     frame: Vec<u8>,
     /// Outlines to be used again.
-    spare: Vec<Outline>,
+    spare: Vec<FrameMeta>,
     /// Requests of the last frame with a sampler.
     last: usize,
     /// When the last answer was seen.
@@ -53,7 +53,7 @@ pub struct Exchange {
 /// A frame that is whole, except for the tokens that it awaits.
 #[must_use]
 pub struct Prepared<'c> {
-    outline: Outline,
+    outline: FrameMeta,
     /// Where it lies, and its length. When no slot was free it still is the builder's.
     made: Option<(Request<'c>, usize)>,
 }
@@ -62,7 +62,7 @@ pub struct Prepared<'c> {
 #[must_use]
 pub struct Flight<'c> {
     sent: Sent<'c>,
-    outline: Outline,
+    outline: FrameMeta,
     at: Instant,
     client_ns: u64,
     request_bytes: usize,
@@ -114,7 +114,7 @@ impl<'c> Link<'c> {
     /// Those of [`prepare`](Self::prepare), [`send`](Self::send) and [`receive`](Self::receive).
     pub fn forward<'a>(
         &mut self,
-        turns: impl Iterator<Item = Turn<'a>> + Clone,
+        turns: impl Iterator<Item = FrameRow<'a>> + Clone,
     ) -> Result<Exchange, RuntimeError> {
         let prepared = self.prepare(turns)?;
         let flight = self.send(prepared)?;
@@ -154,7 +154,7 @@ impl<'c> Link<'c> {
     /// [`RuntimeError::Wire`] if the frame is larger than a slot of the ring.
     pub fn prepare<'a>(
         &mut self,
-        turns: impl Iterator<Item = Turn<'a>> + Clone,
+        turns: impl Iterator<Item = FrameRow<'a>> + Clone,
     ) -> Result<Prepared<'c>, RuntimeError> {
         let mut outline = self.spare.pop().unwrap_or_default();
         self.builder.lay_out_in(&mut outline, turns);

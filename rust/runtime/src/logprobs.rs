@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_sched::{Arrival, Logprobs};
+use pie_sched::{Logprobs, NewRequest};
 use pie_wire::{AnswerRows, LogprobsAsked, PlaceShape};
 
 use crate::handshake::Capabilities;
@@ -71,7 +71,7 @@ impl LogprobParams {
     }
 
     /// Has a request ask for them.
-    pub fn ask(self, arrival: &mut Arrival<Draw>) {
+    pub fn ask(self, arrival: &mut NewRequest<Draw>) {
         let words = u32::try_from(self.shape().words()).unwrap_or(u32::MAX);
         arrival.logprobs = Some(Logprobs {
             words,
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn a_request_asks_for_them_beside_the_rest() {
         let draw = Draw::from(Sampler::RawLogits);
-        let mut arrival = Arrival::new(0, vec![1; 8], draw, 4);
+        let mut arrival = NewRequest::new(0, vec![1; 8], draw, 4);
         let params = asked(|of| {
             of.top_logprobs_num = 2;
             of.token_ids_logprob = vec![5];

@@ -8,7 +8,7 @@ use pie_wire::CopyDirection;
 
 use crate::driver::Driver;
 use crate::error::RuntimeError;
-use crate::frame::{Extended, FrameBuilder, Turn};
+use crate::frame::{Extended, FrameBuilder, FrameRow};
 use crate::link::{Flight, Link, Prepared};
 use crate::replica::{Halt, Pause, Replica};
 use crate::sampling::Draw;
@@ -258,14 +258,14 @@ fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Draw>, Halt> {
     replica.scheduler.as_mut().ok_or(Halt::Stop)
 }
 
-pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
+pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> FrameRow<'a> {
     let extension = row.asked.extension.as_ref().map(|asked| Extended {
         asked,
         history: row.history,
         prompt_logprobs: row.prompt_logprobs,
         next: row.next,
     });
-    Turn {
+    FrameRow {
         context_id: row.context,
         tokens: row.tokens,
         awaits: row.awaits.map(|row| row as usize),

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use pie_ring::RegionLayout;
-use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
+use pie_sched::{Config, Finish, Limits, NewRequest, Outputs, Scheduler, TokenBytes};
 
 use crate::error::RuntimeError;
 use crate::frame::bytes::{frame_bytes, params_bytes};
@@ -30,8 +30,8 @@ const STATS: Duration = Duration::from_millis(20);
 
 /// A message to a replica.
 pub(crate) enum Command {
-    Submit(Box<Arrival<Draw>>),
-    SubmitAll(Vec<Arrival<Draw>>),
+    Submit(Box<NewRequest<Draw>>),
+    SubmitAll(Vec<NewRequest<Draw>>),
     Abort(u64),
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
@@ -253,13 +253,13 @@ impl Replica {
         Ok(())
     }
 
-    fn submit_all(&mut self, arrivals: Vec<Arrival<Draw>>) {
+    fn submit_all(&mut self, arrivals: Vec<NewRequest<Draw>>) {
         for arrival in arrivals {
             self.submit(arrival);
         }
     }
 
-    fn submit(&mut self, mut arrival: Arrival<Draw>) {
+    fn submit(&mut self, mut arrival: NewRequest<Draw>) {
         if let Some(asked) = &mut arrival.sampling.extension {
             // What comes after the prompt counts.
             Arc::make_mut(asked).penalties.counted_from = arrival.prompt.len() as u32;
@@ -499,18 +499,18 @@ mod tests {
         (replica, commands)
     }
 
-    fn arrival(id: u64) -> Arrival<Draw> {
+    fn arrival(id: u64) -> NewRequest<Draw> {
         let greedy = pie_wire::Sampler::TopP {
             temperature: 0.0,
             p: 1.0,
         };
-        Arrival::new(id, vec![1, 2, 3], greedy, 4).map(Into::into)
+        NewRequest::new(id, vec![1, 2, 3], greedy, 4).map(Into::into)
     }
 
     #[test]
     fn what_has_finished_when_the_driver_is_given_up_did_not_fail() {
         let (mut replica, commands) = replica();
-        let late = Arrival {
+        let late = NewRequest {
             deadline: Some(0),
             ..arrival(1)
         };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_sched::Arrival;
+use pie_sched::NewRequest;
 use pie_wire::{CombinedSampler, Penalties, RequestExtension, Sampler};
 
 use crate::picture::Pictures;
@@ -59,7 +59,7 @@ pub struct Draw {
 
 impl Draw {
     /// Gives a request its images, whose tokens its prompt has.
-    pub fn attach(pictures: Pictures, arrival: &mut Arrival<Self>) {
+    pub fn attach(pictures: Pictures, arrival: &mut NewRequest<Self>) {
         pictures.name(&mut arrival.prompt);
         arrival.images = pictures.images();
         arrival.sampling.pictures = Some(Arc::new(pictures));

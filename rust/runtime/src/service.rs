@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pie_grammar::Grammar;
 use pie_ring::{CallError, Client};
-use pie_sched::{Arrival, Constrain};
+use pie_sched::{Constrain, NewRequest};
 
 use crate::error::RuntimeError;
 use crate::grammars::{Grammars, Unbindable};
@@ -43,13 +43,13 @@ pub enum Rejected {
 ///
 /// ```no_run
 /// use std::time::Duration;
-/// use pie_runtime::{Arrival, DriverSettings, Sampler, Service, ServiceSettings};
+/// use pie_runtime::{NewRequest, DriverSettings, Sampler, Service, ServiceSettings};
 ///
 /// let driver = DriverSettings::new("python3", "models/qwen3");
 /// let service = Service::start(&ServiceSettings::new(driver))?;
 /// service.wait_ready(Duration::MAX)?;
 /// let greedy = Sampler::TopP { temperature: 0.0, p: 1.0 };
-/// let request = service.submit(Arrival::new(0, vec![9707, 11], greedy, 64), None)?;
+/// let request = service.submit(NewRequest::new(0, vec![9707, 11], greedy, 64), None)?;
 /// for output in service.poll(Duration::from_secs(10)) {
 ///     println!("{request}: {:?} {:?}", output.tokens, output.end);
 /// }
@@ -165,7 +165,7 @@ impl Service {
     /// [`Rejected`].
     pub fn submit(
         &self,
-        arrival: Arrival<impl Into<Draw>>,
+        arrival: NewRequest<impl Into<Draw>>,
         deadline: Option<Duration>,
     ) -> Result<u64, Rejected> {
         let alive = self.check_alive()?;
@@ -182,7 +182,7 @@ impl Service {
     /// [`Rejected`].
     pub fn submit_all<S: Into<Draw>>(
         &self,
-        arrivals: impl IntoIterator<Item = (Arrival<S>, Option<Duration>)>,
+        arrivals: impl IntoIterator<Item = (NewRequest<S>, Option<Duration>)>,
     ) -> Result<Vec<u64>, Rejected> {
         let alive = self.check_alive()?;
         let mut shares = vec![Vec::new(); self.replicas.len()];
@@ -193,7 +193,7 @@ impl Service {
             shares[replica].push(arrival);
         }
         let shares = shares.into_iter().enumerate();
-        let filled = shares.filter(|(_, share): &(usize, Vec<Arrival<Draw>>)| !share.is_empty());
+        let filled = shares.filter(|(_, share): &(usize, Vec<NewRequest<Draw>>)| !share.is_empty());
         let commands: Vec<_> = filled
             .map(|(replica, share)| {
                 let samples = share.iter().map(|arrival| arrival.samples).sum();
@@ -230,10 +230,10 @@ impl Service {
     /// Names a request, and chooses the replica that gets it, whose it is from here on.
     fn accept(
         &self,
-        arrival: Arrival<impl Into<Draw>>,
+        arrival: NewRequest<impl Into<Draw>>,
         deadline: Option<Duration>,
         alive: &[bool],
-    ) -> (usize, Arrival<Draw>) {
+    ) -> (usize, NewRequest<Draw>) {
         let mut arrival = arrival.map(Into::into);
         let replica = self.choose(&arrival, alive);
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
@@ -249,7 +249,7 @@ impl Service {
         (replica, arrival)
     }
 
-    /// Asks for a grammar and returns at once what binds requests to it, as [`Arrival::constraint`]: from their start on, or after
+    /// Asks for a grammar and returns at once what binds requests to it, as [`NewRequest::constraint`]: from their start on, or after
     /// the tokens `after`, where a model thinks before it answers. A wrong grammar ends its requests as
     /// [`End::Grammar`](crate::End::Grammar).
     ///
@@ -284,7 +284,7 @@ impl Service {
         Err(failed.map_or(Rejected::Stopped, Rejected::Gone))
     }
 
-    fn choose(&self, arrival: &Arrival<Draw>, alive: &[bool]) -> usize {
+    fn choose(&self, arrival: &NewRequest<Draw>, alive: &[bool]) -> usize {
         let living = (0..alive.len()).filter(|&replica| alive[replica]);
         let key = arrival
             .session
@@ -301,7 +301,7 @@ impl Service {
         found.unwrap_or(0)
     }
 
-    /// Has every driver read an adapter, and waits until requests may name it as [`Arrival::adapter`]; those of others are
+    /// Has every driver read an adapter, and waits until requests may name it as [`NewRequest::adapter`]; those of others are
     /// computed meanwhile. A driver that is started again reads it again. An id that was loaded before gets the new files:
     /// only do so while no request has it.
     ///

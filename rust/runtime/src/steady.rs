@@ -1,10 +1,10 @@
 //! What steps of decodes allocate, from the scheduler to the bytes of the frame: nothing.
 
 use allocation_counter::measure;
-use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
 use pie_wire::Sampler;
 
-use crate::frame::{FrameBuilder, Outline, Turn};
+use crate::frame::{FrameBuilder, FrameMeta, FrameRow};
 use crate::relay::turn;
 use crate::sampling::{Draw, Sampling};
 
@@ -31,7 +31,7 @@ const SAMPLER: Sampler = Sampler::TopP {
 struct Steps {
     scheduler: Scheduler<Draw>,
     builder: FrameBuilder,
-    outline: Outline,
+    outline: FrameMeta,
     frame: Vec<u8>,
     outputs: Outputs,
     tokens: Vec<u32>,
@@ -49,16 +49,16 @@ impl Steps {
         for id in 0..requests {
             let prompt = vec![id % 1000; 80 + id as usize % 100];
             scheduler
-                .submit(Arrival {
+                .submit(NewRequest {
                     streams,
-                    ..Arrival::new(id.into(), prompt, draw(), 400)
+                    ..NewRequest::new(id.into(), prompt, draw(), 400)
                 })
                 .unwrap();
         }
         Self {
             scheduler,
             builder: FrameBuilder::new(LIMITS.page_size),
-            outline: Outline::default(),
+            outline: FrameMeta::default(),
             frame: vec![0; 8 << 20],
             outputs: Outputs::default(),
             tokens: vec![1; 1024],
@@ -139,16 +139,16 @@ fn frames_of_masks_allocate_nothing() {
     let masks: Vec<Vec<u32>> = (0..32)
         .map(|bit| vec![0x5555_5555 ^ 1 << bit; 4096])
         .collect();
-    let turn = |at: usize| Turn {
+    let turn = |at: usize| FrameRow {
         tokens: &[7],
         pages: &[3],
         sampler: Some(&SAMPLER),
         mask: Some(&masks[at / 32]),
         forbidden: if at % 16 < 8 { &[2, 9] } else { &[] },
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
     let mut builder = FrameBuilder::new(16).with_bit_masks(32 * 4096);
-    let mut outline = Outline::default();
+    let mut outline = FrameMeta::default();
     let mut frame = vec![0; 8 << 20];
     let mut round = || {
         builder.lay_out_in(&mut outline, (0..1024).map(turn));

@@ -11,7 +11,7 @@
 use std::error::Error;
 use std::io::{Write, stdout};
 
-use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Row, Scheduler};
+use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Row, Scheduler};
 
 const PAGE_SIZE: usize = 16;
 
@@ -61,7 +61,7 @@ pub(crate) fn serve(prompts: &[String], out: &mut impl Write) -> Result<(), Box<
     let mut scheduler = Scheduler::new(Config::default(), LIMITS, None)?;
     for (id, prompt) in (0..).zip(prompts) {
         // What rides along with a request, here `()`, would be the parameters of its sampler.
-        let mut arrival = Arrival::new(id, prompt.bytes().map(u32::from).collect(), (), 32);
+        let mut arrival = NewRequest::new(id, prompt.bytes().map(u32::from).collect(), (), 32);
         arrival.ends.stop_tokens = vec![b'.'.into()];
         scheduler.submit(arrival)?;
     }

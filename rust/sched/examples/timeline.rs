@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{Write, stdout};
 
-use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Scheduler};
+use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
 
 const REQUESTS: u64 = 12;
 
@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for id in 0..REQUESTS {
         let prompt = (0..40 + 25 * (id as u32 % 3)).map(|at| at * 7 % 990 + id as u32 % 2);
         let output = 20 + 15 * (id as u32 % 4);
-        scheduler.submit(Arrival::new(id, prompt.collect(), (), output))?;
+        scheduler.submit(NewRequest::new(id, prompt.collect(), (), output))?;
     }
     let (mut out, mut outputs, mut now) = (stdout().lock(), Outputs::default(), 0);
     while let Some(step) = scheduler.step(now)? {

@@ -1,6 +1,6 @@
 //! Admission: which waiting requests begin, and which running ones give way to them.
 
-use crate::constraint::Bond;
+use crate::constraint::ConstraintState;
 use crate::layout::Plan;
 use crate::memory::Held;
 use crate::output::Admitted;
@@ -296,7 +296,7 @@ impl<S> Scheduler<S> {
         let ready = |slot: &usize| {
             let sequence = &self.sequences[*slot];
             sequence.pending == 0
-                && !matches!(sequence.bond, Bond::Asked)
+                && !matches!(sequence.constraint_state, ConstraintState::Asked)
                 && self.params_fit(self.new_params(*slot))
         };
         let best = self.waiting.iter().copied().filter(ready).min_by_key(rank);

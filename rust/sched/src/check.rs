@@ -1,8 +1,8 @@
 //! Whether a request can be served at all.
 
-use crate::arrival::{Arrival, Ends, Image};
 use crate::config::RowExtras;
 use crate::error::Refusal;
+use crate::new_request::{Image, NewRequest, StopCriteria};
 use crate::scheduler::Scheduler;
 
 /// Most sequences of one request, whatever its caller allows.
@@ -10,7 +10,7 @@ pub const MAX_SAMPLES: u32 = 1 << 16;
 
 impl<S> Scheduler<S> {
     /// Whether a request can be served at all. Returns how many tokens it may produce at most.
-    pub(crate) fn check(&self, arrival: &Arrival<S>) -> Result<u32, Refusal> {
+    pub(crate) fn check(&self, arrival: &NewRequest<S>) -> Result<u32, Refusal> {
         let (id, prompt, ends) = (arrival.id, &arrival.prompt, &arrival.ends);
         if self.requests.contains_key(&id) {
             return Err(Refusal::Known { id });
@@ -51,7 +51,7 @@ impl<S> Scheduler<S> {
     }
 
     /// Whether a frame has room for one token of it, however long it becomes.
-    fn check_row(&self, arrival: &Arrival<S>, longest: u32) -> Result<(), Refusal> {
+    fn check_row(&self, arrival: &NewRequest<S>, longest: u32) -> Result<(), Refusal> {
         let (ends, frame) = (&arrival.ends, &self.limits.frame);
         let most = arrival.prompt.len() as u32;
         let most = most.saturating_add(ends.max_tokens).min(longest);
@@ -76,7 +76,7 @@ impl<S> Scheduler<S> {
         Ok(())
     }
 
-    fn check_tokens(&self, arrival: &Arrival<S>) -> Result<(), Refusal> {
+    fn check_tokens(&self, arrival: &NewRequest<S>) -> Result<(), Refusal> {
         let vocab = self.limits.vocab_size;
         let mut from = 0;
         let ends = arrival
@@ -94,7 +94,7 @@ impl<S> Scheduler<S> {
         Ok(())
     }
 
-    fn check_images(&self, arrival: &Arrival<S>) -> Result<(), Refusal> {
+    fn check_images(&self, arrival: &NewRequest<S>) -> Result<(), Refusal> {
         let (most_tokens, most_bytes) = (self.limits.image_tokens(), self.limits.max_image_bytes);
         let mut free = 0;
         for (index, &image) in arrival.images.iter().enumerate() {
@@ -125,7 +125,7 @@ impl<S> Scheduler<S> {
         }
     }
 
-    fn check_texts(&self, ends: &Ends) -> Result<(), Refusal> {
+    fn check_texts(&self, ends: &StopCriteria) -> Result<(), Refusal> {
         let any = !ends.stop_strings.is_empty() || ends.stop_regexes.is_some();
         if any && self.text.is_none() {
             return Err(Refusal::StopString);

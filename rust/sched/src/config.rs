@@ -56,7 +56,7 @@ pub struct Config {
     /// certain when another is admitted. Larger is more cautious.
     pub conservativeness: f32,
     /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together; while no request
-    /// [`streams`](crate::Arrival::streams), steps may have more, see [`step_us`](Self::step_us).
+    /// [`streams`](crate::NewRequest::streams), steps may have more, see [`step_us`](Self::step_us).
     pub chunk_tokens: u32,
     /// While no request streams, a step has as many tokens of prompts as take about so long, in µs, by what steps took; at least
     /// `chunk_tokens` all the same. 0: no more than these.
@@ -67,7 +67,7 @@ pub struct Config {
     /// `max_queued_requests`: sequences that may wait.
     pub max_queued: Option<u32>,
     /// The longest time, in µs, between two tokens of a running request that prompts of others may cause, if that
-    /// [`streams`](crate::Arrival::streams). The share of prompts in a step follows from what steps took. A limit below twice
+    /// [`streams`](crate::NewRequest::streams). The share of prompts in a step follows from what steps took. A limit below twice
     /// the time of a step without prompts counts as twice that time, so that prompts are served, too. 0: no limit.
     pub gap_us: u64,
     /// While many requests wait for their first token, prompts in a step may take longer than `gap_us` leaves them: up to so many
@@ -80,7 +80,7 @@ pub struct Config {
     /// Whether changes of what is cached are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They
     /// cost a SHA-256 per page.
     pub kv_events: bool,
-    /// `enable_priority_scheduling`: [`Arrival::priority`](crate::Arrival::priority) comes before the policy, which must
+    /// `enable_priority_scheduling`: [`NewRequest::priority`](crate::NewRequest::priority) comes before the policy, which must
     /// be `fcfs` or `lof`.
     pub priority: bool,
     /// `schedule_low_priority_values_first`.
@@ -165,7 +165,7 @@ pub struct FrameBytes {
     pub listed: u32,
     /// A mask. Rows that follow each other and have the same share one.
     pub mask: u32,
-    /// Not of a frame: [`Arrival::params_bytes`](crate::Arrival::params_bytes) of all admitted sequences, which the driver keeps.
+    /// Not of a frame: [`NewRequest::params_bytes`](crate::NewRequest::params_bytes) of all admitted sequences, which the driver keeps.
     /// A sequence that takes more than that is admitted alone.
     pub params: u64,
 }
@@ -173,7 +173,7 @@ pub struct FrameBytes {
 /// What a row has besides its tokens and pages.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RowExtras {
-    /// [`Arrival::params_bytes`](crate::Arrival::params_bytes) of a row that brings them.
+    /// [`NewRequest::params_bytes`](crate::NewRequest::params_bytes) of a row that brings them.
     pub(crate) own: u32,
     /// Tokens that are listed.
     pub(crate) listed: u32,

@@ -54,7 +54,7 @@ pub trait Constraint: Debug + Send {
 
 /// Where a sequence stands with its constraint.
 #[derive(Debug, Default)]
-pub(crate) enum Bond {
+pub(crate) enum ConstraintState {
     /// It has none.
     #[default]
     Free,
@@ -68,7 +68,7 @@ pub(crate) enum Bond {
     },
 }
 
-impl Bond {
+impl ConstraintState {
     pub(crate) fn is_free(&self) -> bool {
         matches!(self, Self::Free)
     }

@@ -1,6 +1,6 @@
 //! When a sequence ends by what it says.
 
-use crate::arrival::Ends;
+use crate::new_request::StopCriteria;
 use crate::output::Finish;
 use crate::regex::{Search, StopRegexes};
 use crate::stop_strings::Matching;
@@ -19,7 +19,7 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    pub(crate) fn new(ends: &Ends) -> Self {
+    pub(crate) fn new(ends: &StopCriteria) -> Self {
         let search = ends.stop_regexes.as_deref().and_then(Search::new);
         Self {
             strings: Matching::default(),
@@ -36,7 +36,7 @@ impl Found {
 
     /// Goes on by the bytes of a token. Returns what ends the text by it: the string that is complete first, else the first of the
     /// expressions that match.
-    pub(crate) fn advance(&mut self, ends: &Ends, bytes: &[u8]) -> Option<Finish> {
+    pub(crate) fn advance(&mut self, ends: &StopCriteria, bytes: &[u8]) -> Option<Finish> {
         let before = self.length;
         self.length += bytes.len() as u64;
         let regexes = ends.stop_regexes.as_deref();
@@ -59,7 +59,7 @@ impl Found {
     }
 
     /// Bytes at the end of the text that may be the start of a stop string.
-    pub(crate) fn held(&self, ends: &Ends) -> u32 {
+    pub(crate) fn held(&self, ends: &StopCriteria) -> u32 {
         let plain = ends.stop_regexes.as_deref().map(StopRegexes::plain);
         let plain = plain.map_or(0, |plain| self.plain.held(plain));
         self.strings.held(&ends.stop_strings).max(plain)

@@ -4,7 +4,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::constraint::{Begun, Bond};
+use crate::constraint::{Begun, ConstraintState};
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
 use crate::sequence::State;
@@ -13,14 +13,14 @@ use crate::sequence::State;
 const MASK_WAIT: Duration = Duration::from_micros(500);
 
 /// What keeps a sequence from being laid out.
-enum Obstacle {
+enum NotReady {
     /// Its constraint is not ready.
     Waits,
     /// The sequence ends.
     Ends(Finish, Arc<str>),
 }
 
-impl Obstacle {
+impl NotReady {
     const fn failed(reason: Arc<str>) -> Self {
         Self::Ends(Finish::Constraint, reason)
     }
@@ -30,7 +30,7 @@ impl<S> Scheduler<S> {
     /// Whether a request waits for its constraint: then [`step`](Self::step) may have more to do soon, although nothing else happens.
     pub fn awaits_constraint(&self) -> bool {
         let mut waiting = self.waiting.iter().map(|&slot| &self.sequences[slot]);
-        waiting.any(|sequence| matches!(sequence.bond, Bond::Asked))
+        waiting.any(|sequence| matches!(sequence.constraint_state, ConstraintState::Asked))
     }
 
     /// Asks for the next tokens of the bound sequences that run and whose tokens are known. Where others are there that decode, these
@@ -38,14 +38,14 @@ impl<S> Scheduler<S> {
     pub(crate) fn follow_running(&mut self) {
         let free = |&slot: &usize| {
             let sequence = &self.sequences[slot];
-            sequence.bond.is_free() && sequence.decodes()
+            sequence.constraint_state.is_free() && sequence.decodes()
         };
         let others = self.running.iter().any(free);
         let mut budget = MASK_WAIT;
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &mut self.sequences[slot];
-            if others && sequence.pending == 0 && !sequence.bond.prepare(&mut budget) {
+            if others && sequence.pending == 0 && !sequence.constraint_state.prepare(&mut budget) {
                 self.counts.late_rows += 1;
                 continue;
             }
@@ -69,7 +69,8 @@ impl<S> Scheduler<S> {
     /// constraint may not be ready, and it may end by this. [`sweep`](Self::sweep) must follow.
     pub(crate) fn follow(&mut self, slot: usize) -> bool {
         let sequence = &self.sequences[slot];
-        if sequence.bond.is_free() || sequence.pending > 0 || sequence.remaining() == 0 {
+        if sequence.constraint_state.is_free() || sequence.pending > 0 || sequence.remaining() == 0
+        {
             return true;
         }
         let mut forced = mem::take(&mut self.forced);
@@ -77,8 +78,8 @@ impl<S> Scheduler<S> {
         let asked = self.ask(slot, &mut forced);
         let goes_on = match asked {
             Ok(()) => self.take_forced(slot, &forced),
-            Err(Obstacle::Waits) => false,
-            Err(Obstacle::Ends(finish, reason)) => {
+            Err(NotReady::Waits) => false,
+            Err(NotReady::Ends(finish, reason)) => {
                 self.sequences[slot].reason = Some(reason);
                 self.finish(slot, 0, finish);
                 false
@@ -88,33 +89,34 @@ impl<S> Scheduler<S> {
         goes_on
     }
 
-    fn ask(&mut self, slot: usize, forced: &mut Vec<u32>) -> Result<(), Obstacle> {
+    fn ask(&mut self, slot: usize, forced: &mut Vec<u32>) -> Result<(), NotReady> {
         let sequence = &mut self.sequences[slot];
-        if let (Bond::Asked, Some(constrain)) =
-            (&sequence.bond, &sequence.shared.arrival.constraint)
-        {
+        if let (ConstraintState::Asked, Some(constrain)) = (
+            &sequence.constraint_state,
+            &sequence.shared.arrival.constraint,
+        ) {
             let jumps = sequence.logprobs.is_none();
-            sequence.bond = match constrain.begin(sequence.remaining(), jumps) {
-                Begun::Waiting => return Err(Obstacle::Waits),
-                Begun::Failed(reason) => return Err(Obstacle::failed(reason)),
-                Begun::Busy(reason) => return Err(Obstacle::Ends(Finish::Busy, reason)),
-                Begun::Ready(constraint) => Bond::Bound {
+            sequence.constraint_state = match constrain.begin(sequence.remaining(), jumps) {
+                Begun::Waiting => return Err(NotReady::Waits),
+                Begun::Failed(reason) => return Err(NotReady::failed(reason)),
+                Begun::Busy(reason) => return Err(NotReady::Ends(Finish::Busy, reason)),
+                Begun::Ready(constraint) => ConstraintState::Bound {
                     constraint,
                     mask: None,
                     fresh: false,
                 },
             };
         }
-        let Bond::Bound {
+        let ConstraintState::Bound {
             constraint,
             mask,
             fresh,
-        } = &mut sequence.bond
+        } = &mut sequence.constraint_state
         else {
             return Ok(());
         };
         if !*fresh {
-            *mask = constraint.next(forced).map_err(Obstacle::failed)?;
+            *mask = constraint.next(forced).map_err(NotReady::failed)?;
             *fresh = true;
         }
         Ok(())

@@ -451,7 +451,7 @@ impl<S> Scheduler<S> {
         };
         sequence.scheduled = end;
         sequence.step = self.plans;
-        plan.flight.binding |= row.draws && !sequence.bond.is_free();
+        plan.flight.binding |= row.draws && !sequence.constraint_state.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {
             sequence.expect_token(plan.flight.rows.len() as u32);
@@ -483,7 +483,7 @@ impl<S> Scheduler<S> {
     /// at that.
     fn mask_bytes(&self, plan: &Plan, slot: usize) -> u64 {
         let sequence = &self.sequences[slot];
-        let Some(mask) = sequence.bond.mask() else {
+        let Some(mask) = sequence.constraint_state.mask() else {
             return 0;
         };
         let own = u64::from(self.limits.frame.mask);
@@ -494,7 +494,7 @@ impl<S> Scheduler<S> {
         let is_shared = plan.masked.is_some_and(|last| {
             let last = &self.sequences[last];
             let forbids = |of: &Sequence<S>| of.forbids(of.known()) && !of.stop_tokens().is_empty();
-            last.bond.mask() == Some(mask)
+            last.constraint_state.mask() == Some(mask)
                 && is_shorter_as_bits(mask, words)
                 && !forbids(last)
                 && !forbids(sequence)
@@ -533,7 +533,10 @@ impl<S> Scheduler<S> {
             } else {
                 &[]
             },
-            mask: row.draws.then(|| sequence.bond.mask()).flatten(),
+            mask: row
+                .draws
+                .then(|| sequence.constraint_state.mask())
+                .flatten(),
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A [`Scheduler`] decides what each forward step of a driver computes. It is pure and deterministic: it has no clock, no
 //! thread and no I/O, and knows neither where requests come from nor what computes them. Times come in as arguments, in microseconds of any
-//! clock that does not go back; requests come in as [`Arrival`]s, and [`Outputs`] come out.
+//! clock that does not go back; requests come in as [`NewRequest`]s, and [`Outputs`] come out.
 //!
 //! # API
 //!
@@ -41,7 +41,7 @@
 //!
 //! ## Constraints
 //!
-//! An [`Arrival`] may have a [`Constrain`], which binds what its sequences say. Before each row that draws a token the scheduler asks
+//! An [`NewRequest`] may have a [`Constrain`], which binds what its sequences say. Before each row that draws a token the scheduler asks
 //! the sequence's [`Constraint`] which tokens may come, and hands the answer on as [`Row::mask`]. Tokens without alternative are
 //! added to the input at once, and are given out. A constraint must know a token before it can say what comes after it: while a step
 //! that draws for a bound sequence is out, `step` gives nothing. A request whose constraint is not ready stays in the queue, and all
@@ -49,7 +49,7 @@
 //!
 //! ## Log-probabilities
 //!
-//! An [`Arrival`] may want those of its tokens, and of its prompt's. They come with the [`Answer`], as many words for each token as the
+//! An [`NewRequest`] may want those of its tokens, and of its prompt's. They come with the [`Answer`], as many words for each token as the
 //! arrival says, and go out with the tokens. [`Row::prompt_logprobs`] says of which tokens of the prompt a row is to bring them: each
 //! once, whatever is computed again. What must be computed for them is not taken from the cache.
 //!
@@ -77,7 +77,6 @@
 
 mod admit;
 mod answer;
-mod arrival;
 mod bisection;
 mod check;
 mod config;
@@ -92,6 +91,7 @@ mod layout;
 mod leave;
 mod logprobs;
 mod memory;
+mod new_request;
 mod order;
 mod output;
 mod pace;
@@ -108,13 +108,13 @@ mod suspects;
 mod text;
 
 pub use answer::Answer;
-pub use arrival::{Arrival, Ends, Image};
 pub use check::MAX_SAMPLES;
 pub use config::{Config, FrameBytes, Limits, Policy};
 pub use constraint::{Begun, Constrain, Constraint, Mask, is_shorter_as_bits};
 pub use copies::Copies;
 pub use error::{Refusal, SchedError};
 pub use logprobs::Logprobs;
+pub use new_request::{Image, NewRequest, StopCriteria};
 pub use output::{Finish, Output, Outputs};
 pub use pie_radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
 pub use regex::{StopRegexError, StopRegexes};

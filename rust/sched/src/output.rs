@@ -15,14 +15,14 @@ pub enum Finish {
     StopToken(u32),
     /// Its text has this stop string.
     StopString {
-        /// Which of [`Ends::stop_strings`](crate::Ends::stop_strings).
+        /// Which of [`StopCriteria::stop_strings`](crate::StopCriteria::stop_strings).
         index: u32,
         /// Bytes of the output's text before it begins.
         text_bytes: u64,
     },
     /// Its text has a match of this expression.
     StopRegex {
-        /// Which of [`Ends::stop_regexes`](crate::Ends::stop_regexes).
+        /// Which of [`StopCriteria::stop_regexes`](crate::StopCriteria::stop_regexes).
         index: u32,
     },
     /// By [`Scheduler::abort`](crate::Scheduler::abort).

@@ -9,13 +9,13 @@ use pie_radix::Event as KvEvent;
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
-use crate::arrival::Arrival;
 use crate::config::{Config, Limits, Policy};
-use crate::constraint::Bond;
+use crate::constraint::ConstraintState;
 use crate::copies::Copies;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
 use crate::memory::{Held, Memory};
+use crate::new_request::NewRequest;
 use crate::output::{Finish, Outputs};
 use crate::pace::Pace;
 use crate::ratio::Ratio;
@@ -150,7 +150,7 @@ impl<S> Scheduler<S> {
     ///
     /// A [`Refusal`]. When the queue is full and the request has a better priority than one that waits, that one gives
     /// way, as [`Finish::Displaced`].
-    pub fn submit(&mut self, mut arrival: Arrival<S>) -> Result<(), Refusal> {
+    pub fn submit(&mut self, mut arrival: NewRequest<S>) -> Result<(), Refusal> {
         arrival.ends.stop_tokens.sort_unstable();
         arrival.ends.stop_tokens.dedup();
         let longest = self.check(&arrival)?;
@@ -230,7 +230,7 @@ impl<S> Scheduler<S> {
     fn end_by_abort(&mut self, slot: usize) {
         let sequence = &self.sequences[slot];
         let constraint = sequence.shared.arrival.constraint.as_ref();
-        let asked = matches!(sequence.bond, Bond::Asked);
+        let asked = matches!(sequence.constraint_state, ConstraintState::Asked);
         let finish = match constraint {
             Some(constraint) if asked && constraint.is_waiting() => Finish::Unready,
             _ => Finish::Aborted,
@@ -372,7 +372,8 @@ impl<S> Scheduler<S> {
     /// Counts.
     pub fn stats(&self) -> Stats {
         let waiting = || self.waiting.iter().map(|&slot| &self.sequences[slot]);
-        let asks = |sequence: &&Sequence<S>| matches!(sequence.bond, Bond::Asked);
+        let asks =
+            |sequence: &&Sequence<S>| matches!(sequence.constraint_state, ConstraintState::Asked);
         let running = self.running.iter().map(|&slot| &self.sequences[slot]);
         Stats {
             waiting: self.waiting.len(),

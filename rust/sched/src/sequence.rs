@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pie_radix::Key;
 
-use crate::arrival::{Arrival, Image};
 use crate::config::RowExtras;
-use crate::constraint::Bond;
+use crate::constraint::ConstraintState;
 use crate::ends::Found;
 use crate::logprobs::Kept;
 use crate::memory::Held;
+use crate::new_request::{Image, NewRequest};
 use crate::output::{Admitted, Finish};
 use crate::suspects::Suspicion;
 use crate::text::TokenBytes;
@@ -24,11 +24,11 @@ const EXPECTED: u32 = 4096;
 /// What all sequences of a request have in common.
 #[derive(Debug)]
 pub(crate) struct Shared<S> {
-    pub(crate) arrival: Arrival<S>,
+    pub(crate) arrival: NewRequest<S>,
     pub(crate) prompt_len: u32,
-    /// `Ends::max_tokens`, cut to what there is room for.
+    /// `StopCriteria::max_tokens`, cut to what there is room for.
     pub(crate) max_tokens: u32,
-    /// `Ends::min_tokens`, at most that.
+    /// `StopCriteria::min_tokens`, at most that.
     pub(crate) min_tokens: u32,
     /// The lower the better.
     pub(crate) rank: i64,
@@ -91,7 +91,7 @@ pub(crate) struct Sequence<S> {
     /// [`Shared::registered`] as of its last row if it is plain: what is laid out often has it at hand.
     plain_since: u64,
     pub(crate) found: Found,
-    pub(crate) bond: Bond,
+    pub(crate) constraint_state: ConstraintState,
     /// Log-probabilities, if it wants some.
     pub(crate) logprobs: Option<Box<Kept>>,
     /// Why it ended: what its constraint says, or what became of its steps.
@@ -110,7 +110,9 @@ impl<S> Sequence<S> {
         tokens.extend_from_slice(&shared.arrival.prompt);
         let found = Found::new(&shared.arrival.ends);
         let constraint = &shared.arrival.constraint;
-        let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
+        let constraint_state = constraint
+            .as_ref()
+            .map_or(ConstraintState::Free, |_| ConstraintState::Asked);
         let wanted = shared.arrival.logprobs;
         let plain = shared.min_tokens == 0 && constraint.is_none() && wanted.is_none();
         let logprobs = wanted.map(|wanted| Box::new(Kept::new(wanted, shared.prompt_len)));
@@ -139,7 +141,7 @@ impl<S> Sequence<S> {
             plain,
             plain_since: 0,
             found,
-            bond,
+            constraint_state,
             logprobs,
             reason: None,
             admitted: None,
@@ -200,7 +202,7 @@ impl<S> Sequence<S> {
 
     /// Whether it is bound, and what may come next was not known in time.
     pub(crate) fn is_late(&self) -> bool {
-        self.pending == 0 && self.bond.is_late()
+        self.pending == 0 && self.constraint_state.is_late()
     }
 
     /// Whether there is more than its last token to compute.
@@ -310,7 +312,7 @@ impl<S> Sequence<S> {
     pub(crate) fn row_extras(&self, start: u32, end: u32, registrations: u64) -> RowExtras {
         let arrival = &self.shared.arrival;
         let draws = self.draws(end);
-        let forbids = draws && self.forbids(end) && self.bond.mask().is_none();
+        let forbids = draws && self.forbids(end) && self.constraint_state.mask().is_none();
         RowExtras {
             own: self.new_bytes(registrations),
             listed: self.skipped(start).len() as u32,
@@ -325,7 +327,10 @@ impl<S> Sequence<S> {
 
     /// Whether the driver may draft for the token after the next one.
     pub(crate) fn wants_drafts(&self, end: u32) -> bool {
-        self.drafts_wanted && self.bond.is_free() && !self.forbids(end) && self.remaining() > 1
+        self.drafts_wanted
+            && self.constraint_state.is_free()
+            && !self.forbids(end)
+            && self.remaining() > 1
     }
 
     /// The first tokens, in its namespace.
@@ -412,9 +417,9 @@ impl<S> Sequence<S> {
         for &token in tokens {
             let finish = if token < vocab {
                 self.tokens.push(token);
-                let is_over = !self.bond.is_free() && {
+                let is_over = !self.constraint_state.is_free() && {
                     let most = self.max_tokens.saturating_sub(self.produced());
-                    self.bond.take(token, most)
+                    self.constraint_state.take(token, most)
                 };
                 self.end_by(token, text)
                     .or(is_over.then_some(Finish::StopToken(token)))

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pie_sched::{
-    Answer, Arrival, Begun, Config, Constrain, Constraint, Finish, FrameBytes, Limits, Mask,
+    Answer, Begun, Config, Constrain, Constraint, Finish, FrameBytes, Limits, Mask, NewRequest,
     Outputs, Scheduler,
 };
 use proptest::prelude::*;
@@ -312,8 +312,8 @@ impl World {
     }
 }
 
-fn bound(id: u64, prompt: Vec<u32>, path: &Arc<Path>, samples: u32) -> Arrival<()> {
-    let mut arrival = Arrival::new(id, prompt, (), 50);
+fn bound(id: u64, prompt: Vec<u32>, path: &Arc<Path>, samples: u32) -> NewRequest<()> {
+    let mut arrival = NewRequest::new(id, prompt, (), 50);
     arrival.constraint = Some(Arc::new(Shared(Arc::clone(path))));
     arrival.ends.stop_tokens = vec![END];
     arrival.samples = samples;
@@ -435,7 +435,7 @@ fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
     world.scheduler.submit(bound(1, vec![1], &path, 1)).unwrap();
     world
         .scheduler
-        .submit(Arrival::new(2, vec![2], (), 5))
+        .submit(NewRequest::new(2, vec![2], (), 5))
         .unwrap();
     world.run();
     assert!(world.scheduler.awaits_constraint());
@@ -454,7 +454,7 @@ fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
 #[test]
 fn who_is_not_bound_does_not_wait_for_slow_masks() {
     let free = |world: &mut World| {
-        let arrival = Arrival::new(2, vec![2], (), 12);
+        let arrival = NewRequest::new(2, vec![2], (), 12);
         world.scheduler.submit(arrival).unwrap();
     };
     let choices = [SETS[2]; 6];
@@ -497,11 +497,11 @@ fn a_constraint_that_fails_ends_its_sequences_with_the_reason() {
         .unwrap();
     world
         .scheduler
-        .submit(Arrival::new(3, vec![3], (), 5))
+        .submit(NewRequest::new(3, vec![3], (), 5))
         .unwrap();
-    let busy = Arrival {
+    let busy = NewRequest {
         constraint: Some(Arc::new(Busy)),
-        ..Arrival::new(4, vec![4], (), 5)
+        ..NewRequest::new(4, vec![4], (), 5)
     };
     world.scheduler.submit(busy).unwrap();
     world.run();

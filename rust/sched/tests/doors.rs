@@ -2,7 +2,7 @@
 
 use allocation_counter::measure;
 use pie_sched::{
-    Answer, Arrival, Config, Finish, FrameBytes, Image, Limits, Logprobs, Outputs, Policy,
+    Answer, Config, Finish, FrameBytes, Image, Limits, Logprobs, NewRequest, Outputs, Policy,
     SchedError, Scheduler, StopStrings,
 };
 
@@ -24,7 +24,7 @@ fn scheduler(config: Config, limits: Limits) -> Scheduler<()> {
     Scheduler::new(config, limits, None).expect("valid settings")
 }
 
-fn refusal(scheduler: &mut Scheduler<()>, arrival: Arrival<()>) -> String {
+fn refusal(scheduler: &mut Scheduler<()>, arrival: NewRequest<()>) -> String {
     let refusal = scheduler.submit(arrival).expect_err("it must be refused");
     refusal.to_string()
 }
@@ -36,28 +36,28 @@ fn a_refusal_names_value_limit_and_remedy() {
         ..Config::default()
     };
     let mut scheduler = scheduler(config, LIMITS);
-    let arrival = |id| Arrival::new(id, vec![1; 10], (), 5);
+    let arrival = |id| NewRequest::new(id, vec![1; 10], (), 5);
     scheduler.submit(arrival(1)).expect("the first");
     let cases = [
         (arrival(1), "request 1 is there already"),
-        (Arrival::new(2, Vec::new(), (), 5), "the prompt is empty"),
+        (NewRequest::new(2, Vec::new(), (), 5), "the prompt is empty"),
         (
-            Arrival::new(2, vec![7, 1000], (), 5),
+            NewRequest::new(2, vec![7, 1000], (), 5),
             "token 1000 at 1 is not below the vocabulary's 1000",
         ),
         (
-            Arrival::new(2, vec![7; 4097], (), 5),
+            NewRequest::new(2, vec![7; 4097], (), 5),
             "the prompt has 4097 tokens, 4096 is the most (the model's length)",
         ),
         (
-            Arrival {
+            NewRequest {
                 samples: 0,
                 ..arrival(2)
             },
             "0 samples are asked for: it must be from 1 to 65536",
         ),
         (
-            Arrival {
+            NewRequest {
                 samples: 2,
                 ..arrival(2)
             },
@@ -85,7 +85,7 @@ fn a_refusal_names_value_limit_and_remedy() {
 #[test]
 fn stop_tokens_are_forbidden_for_as_many_tokens_as_any_number_says() {
     let mut scheduler = scheduler(Config::default(), LIMITS);
-    let mut arrival = Arrival::new(1, vec![1; 10], (), u32::MAX);
+    let mut arrival = NewRequest::new(1, vec![1; 10], (), u32::MAX);
     arrival.ends.min_tokens = u32::MAX;
     arrival.ends.stop_tokens = vec![7];
     scheduler
@@ -131,7 +131,7 @@ fn images_that_no_step_can_have_are_refused() {
         ),
     ];
     for (images, words) in cases {
-        let mut arrival = Arrival::new(1, vec![1_000_000; 60], (), 5);
+        let mut arrival = NewRequest::new(1, vec![1_000_000; 60], (), 5);
         arrival.images = images.into();
         arrival.logprobs = Some(Logprobs {
             words: 2,
@@ -141,7 +141,7 @@ fn images_that_no_step_can_have_are_refused() {
         assert!(text.starts_with(words), "{text}");
     }
     // Tokens of images are names of what they show; those around them are the model's.
-    let mut arrival = Arrival::new(1, vec![1_000_000; 60], (), 5);
+    let mut arrival = NewRequest::new(1, vec![1_000_000; 60], (), 5);
     arrival.prompt[40..].fill(1);
     arrival.prompt[..2].fill(1);
     arrival.images = [image(2, 38, 9)].into();
@@ -197,7 +197,7 @@ fn answers_must_fit_their_step() {
     let nothing = Answer::default();
     assert_eq!(scheduler.answer(1, &nothing), Err(SchedError::NoStep));
     scheduler
-        .submit(Arrival::new(1, vec![1; 10], (), 5))
+        .submit(NewRequest::new(1, vec![1; 10], (), 5))
         .expect("room");
     scheduler.step(1).expect("right books").expect("a prompt");
     let two = Answer {
@@ -232,7 +232,7 @@ fn a_prompt_alone_is_computed_and_kept() {
     let mut outputs = Outputs::default();
     for (id, cached) in [(1, 0), (2, 32)] {
         scheduler
-            .submit(Arrival::new(id, vec![5; 40], (), 0))
+            .submit(NewRequest::new(id, vec![5; 40], (), 0))
             .expect("room");
         let step = scheduler.step(1).expect("right books").expect("a prompt");
         assert!(step.rows().all(|row| row.sampling.is_none()));
@@ -257,7 +257,7 @@ fn decodes_allocate_nothing() {
     let mut scheduler = scheduler(Config::default(), LIMITS);
     for id in 0..64 {
         scheduler
-            .submit(Arrival::new(id, vec![id as u32; 100], (), 500))
+            .submit(NewRequest::new(id, vec![id as u32; 100], (), 500))
             .expect("room");
     }
     let mut outputs = Outputs::default();

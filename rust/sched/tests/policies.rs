@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use pie_sched::{Answer, Arrival, Config, FrameBytes, Limits, Outputs, Policy, Scheduler};
+use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Policy, Scheduler};
 use proptest::prelude::*;
 
 const SIZE: usize = 4;
@@ -155,7 +155,8 @@ impl Play {
     }
 
     fn submit(&mut self, request: &Waiting) {
-        let mut arrival = Arrival::new(request.id, request.prompt.clone(), (), request.max_tokens);
+        let mut arrival =
+            NewRequest::new(request.id, request.prompt.clone(), (), request.max_tokens);
         arrival.priority = request.priority;
         arrival.routing_key = request.key.map(|key| key.to_string().into());
         self.scheduler.submit(arrival).expect("it fits");

@@ -62,7 +62,7 @@ impl Stage {
 /// A planned forward request. Stage and run every pass, hand in the outputs of every slot group, then
 /// commit. Dropped without a commit it is answered by an abort.
 pub struct Batch {
-    /// `None` for a rehearsal, and once answered.
+    /// `None` for a warm-up, and once answered.
     lease: Option<Lease>,
     /// `Some` until answered.
     planner: Option<Box<Planner>>,

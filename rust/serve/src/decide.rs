@@ -3,7 +3,7 @@
 use std::mem;
 use std::time::{Duration, Instant};
 
-use pie_batch::{Plan, Planner, REHEARSAL_ADAPTER};
+use pie_batch::{Plan, Planner, WARM_UP_ADAPTER};
 use pie_ring::{Lease, LeaseError};
 use pie_wire::{
     AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedPayload, CopyDirection,
@@ -146,7 +146,7 @@ fn adapter(request: &ArchivedAdapterRequest, taken: bool) -> Action {
         }
     }
     let (id, path) = (request.adapter_id.to_native(), request.path.as_str());
-    let largest = REHEARSAL_ADAPTER - 1;
+    let largest = WARM_UP_ADAPTER - 1;
     let known = i64::try_from(id)
         .ok()
         .filter(|id| (1..=largest).contains(id));

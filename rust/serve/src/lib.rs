@@ -45,5 +45,5 @@ pub use lead::Lead;
 pub use load::Load;
 pub use media::Media;
 pub use note::Note;
-pub use responder::{Event, Job, RehearsalError, Responder, Step};
+pub use responder::{Event, Job, Responder, Step, WarmUpError};
 pub use timing::{DeviceTimes, Timing, monotonic_ns};

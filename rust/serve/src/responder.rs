@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_batch::{FrameError, Plan, Planner, REHEARSAL_ADAPTER};
+use pie_batch::{FrameError, Plan, Planner, WARM_UP_ADAPTER};
 use pie_ring::{Lease, Server, SystemError, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
@@ -61,9 +61,9 @@ pub enum Job {
     Load(Load),
 }
 
-/// A frame that cannot be rehearsed.
+/// A frame that the warm-up cannot use.
 #[derive(Debug, Error)]
-pub enum RehearsalError {
+pub enum WarmUpError {
     /// The bytes are not a frame.
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -71,7 +71,7 @@ pub enum RehearsalError {
     #[error(transparent)]
     Frame(#[from] FrameError),
     /// The frame is not a forward request.
-    #[error("only forward frames can be rehearsed")]
+    #[error("the warm-up takes forward frames only")]
     NotForward,
     /// The last batch is still open.
     #[error("another batch is open")]
@@ -247,9 +247,9 @@ impl Responder {
     /// the graph path took it.
     ///
     /// # Errors
-    /// [`RehearsalError`] as [`Responder::rehearse`], and when the graph path fails.
-    pub fn rehearse_graph_path(&self, frame: &[u8]) -> Result<bool, RehearsalError> {
-        let mut batch = self.rehearse(frame)?;
+    /// [`WarmUpError`] as [`Responder::warm_up`], and when the graph path fails.
+    pub fn warm_up_graph_path(&self, frame: &[u8]) -> Result<bool, WarmUpError> {
+        let mut batch = self.warm_up(frame)?;
         match self.run(&mut batch) {
             None => Ok(false),
             Some(result) => {
@@ -259,11 +259,11 @@ impl Responder {
         }
     }
 
-    /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere. It may bind [`REHEARSAL_ADAPTER`].
+    /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere. It may bind [`WARM_UP_ADAPTER`].
     ///
     /// # Errors
-    /// [`RehearsalError`] when the bytes are not a consistent forward frame, or a batch is open.
-    pub fn rehearse(&self, frame: &[u8]) -> Result<Batch, RehearsalError> {
+    /// [`WarmUpError`] when the bytes are not a consistent forward frame, or a batch is open.
+    pub fn warm_up(&self, frame: &[u8]) -> Result<Batch, WarmUpError> {
         // An archive is read in place and must start at a multiple of its alignment.
         let mut aligned = vec![0_u64; frame.len().div_ceil(size_of::<u64>())];
         let bytes = &mut bytemuck::cast_slice_mut(&mut aligned)[..frame.len()];
@@ -271,12 +271,12 @@ impl Responder {
         let (bytes, extension) = pie_wire::split_request(bytes).map_err(WireError::from)?;
         let frame = pie_wire::access_request(bytes)?;
         let ArchivedPayload::Forward(request) = &frame.payload else {
-            return Err(RehearsalError::NotForward);
+            return Err(WarmUpError::NotForward);
         };
-        let mut planner = self.shared.take().ok_or(RehearsalError::Busy)?;
-        planner.add_adapter(REHEARSAL_ADAPTER);
+        let mut planner = self.shared.take().ok_or(WarmUpError::Busy)?;
+        planner.add_adapter(WARM_UP_ADAPTER);
         let planned = planner.plan_extended(frame.driver_id.to_native(), request, &extension);
-        planner.remove_adapter(REHEARSAL_ADAPTER);
+        planner.remove_adapter(WARM_UP_ADAPTER);
         let plan = match planned {
             Ok(plan) => plan,
             Err(error) => {

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::UNIX_EPOCH;
 
-use pie_batch::{Layout, Limits, Outputs, Planner, REHEARSAL_ADAPTER, Vision};
+use pie_batch::{Layout, Limits, Outputs, Planner, Vision, WARM_UP_ADAPTER};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_serve::{
-    Batch, BatchError, Counts, DIRECTIONS, DeviceTimes, Event, Job, Media, Note, RehearsalError,
-    Responder, status,
+    Batch, BatchError, Counts, DIRECTIONS, DeviceTimes, Event, Job, Media, Note, Responder,
+    WarmUpError, status,
 };
 use pie_wire::{
     AdapterBinding, AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest,
@@ -486,17 +486,15 @@ fn adapter_operations_that_ask_for_nothing_are_refused() {
 
 /// Only warm-up may bind an adapter that was not loaded.
 #[test]
-fn rehearsals_have_an_adapter_of_their_own() {
+fn warm_ups_have_an_adapter_of_their_own() {
     let planner = Planner::new(LIMITS, 1).with_adapters(2.try_into().unwrap());
     let responder = Responder::new(planner, 0, Wait::Park);
-    let mut batch = responder
-        .rehearse(&bound(&[REHEARSAL_ADAPTER, -1]))
-        .unwrap();
-    assert_eq!(batch.next_adapters(), [REHEARSAL_ADAPTER]);
+    let mut batch = responder.warm_up(&bound(&[WARM_UP_ADAPTER, -1])).unwrap();
+    assert_eq!(batch.next_adapters(), [WARM_UP_ADAPTER]);
     let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
     let block = bytemuck::cast_slice_mut(&mut block);
     batch.stage(block).unwrap().expect("one pass");
-    assert_eq!(batch.pass_adapters(), Some(vec![REHEARSAL_ADAPTER, -1]));
+    assert_eq!(batch.pass_adapters(), Some(vec![WARM_UP_ADAPTER, -1]));
     sample(&mut batch, block);
     run(&mut batch);
     assert_eq!(batch.commit(DeviceTimes::default()), []);
@@ -657,34 +655,34 @@ fn one_bad_request_is_emptied_with_its_reason() {
 }
 
 #[test]
-fn rehearsals_plan_any_forward_frame_at_any_address() {
+fn warm_ups_plan_any_forward_frame_at_any_address() {
     let responder = Responder::new(Planner::new(LIMITS, 1), 0, Wait::Park);
     let bytes = [vec![0], encode(Payload::Forward(forward(&[3, 1])))].concat();
-    let mut batch = responder.rehearse(&bytes[1..]).unwrap();
+    let mut batch = responder.warm_up(&bytes[1..]).unwrap();
     assert!(matches!(
-        responder.rehearse(&bytes[1..]),
-        Err(RehearsalError::Busy)
+        responder.warm_up(&bytes[1..]),
+        Err(WarmUpError::Busy)
     ));
     run(&mut batch);
     assert_eq!(batch.commit(DeviceTimes::default()), []);
     let health = encode(Payload::Health);
     assert!(matches!(
-        responder.rehearse(&health),
-        Err(RehearsalError::NotForward)
+        responder.warm_up(&health),
+        Err(WarmUpError::NotForward)
     ));
     assert!(matches!(
-        responder.rehearse(b"short"),
-        Err(RehearsalError::Wire(_))
+        responder.warm_up(b"short"),
+        Err(WarmUpError::Wire(_))
     ));
     let mut broken = forward(&[1]);
     broken.kv_last_page_lens.clear();
     let broken = encode(Payload::Forward(broken));
     assert!(matches!(
-        responder.rehearse(&broken),
-        Err(RehearsalError::Frame(_))
+        responder.warm_up(&broken),
+        Err(WarmUpError::Frame(_))
     ));
-    drop(responder.rehearse(&bytes[1..]).unwrap());
-    assert!(responder.rehearse(&bytes[1..]).is_ok());
+    drop(responder.warm_up(&bytes[1..]).unwrap());
+    assert!(responder.warm_up(&bytes[1..]).is_ok());
 }
 
 #[test]
@@ -692,7 +690,7 @@ fn a_call_out_of_order_is_an_error_and_changes_nothing() {
     let responder = Responder::new(Planner::new(LIMITS, 1), 0, Wait::Park);
     // 33 tokens are two passes.
     let bytes = encode(Payload::Forward(forward(&[16, 16, 1])));
-    let mut batch = responder.rehearse(&bytes).unwrap();
+    let mut batch = responder.warm_up(&bytes).unwrap();
     let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
     let outputs = |tokens| Outputs {
@@ -802,11 +800,11 @@ fn pixels_stay_as_they_were_sent() {
 }
 
 #[test]
-fn rehearsals_have_images_too() {
+fn warm_ups_have_images_too() {
     let planner = Planner::new(LIMITS, 1).with_vision(VISION);
     let responder = Responder::new(planner, 0, Wait::Park);
     let bytes = encode(Payload::Forward(with_images(7)));
-    let mut batch = responder.rehearse(&bytes).unwrap();
+    let mut batch = responder.warm_up(&bytes).unwrap();
     let (seen, _) = pixels(&mut batch).expect("images");
     assert_eq!(seen.concat(), (7..39).collect::<Vec<u8>>());
 }

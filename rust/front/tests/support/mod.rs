@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
 use pie_ingress::{RequestLimits, RequestSpec};
-use pie_runtime::{Arrival, Constrain, Delta, Draw, End, Grammar, Rejected, Unbindable};
+use pie_runtime::{Constrain, Delta, Draw, End, Grammar, NewRequest, Rejected, Unbindable};
 use rmpv::Value;
 
 /// A runtime that keeps what it is given.
 #[derive(Default)]
 pub(crate) struct Kept {
-    pub(crate) arrivals: RefCell<Vec<Arrival<Draw>>>,
+    pub(crate) arrivals: RefCell<Vec<NewRequest<Draw>>>,
     pub(crate) aborted: RefCell<Vec<u64>>,
     pub(crate) bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
     pub(crate) ended_sessions: RefCell<Vec<u64>>,

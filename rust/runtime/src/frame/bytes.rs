@@ -58,7 +58,9 @@ pub(crate) fn params_bytes(draw: &Draw) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use pie_sched::{Answer, Arrival, Begun, Config, Constrain, Constraint, Limits, Mask, Outputs};
+    use pie_sched::{
+        Answer, Begun, Config, Constrain, Constraint, Limits, Mask, NewRequest, Outputs,
+    };
     use pie_sched::{Finish, Refusal, Scheduler};
     use pie_wire::{LogprobsAsked, Penalties};
 
@@ -135,7 +137,7 @@ mod tests {
             }
         }
 
-        fn submit(&mut self, mut arrival: Arrival<Draw>) -> Result<(), Refusal> {
+        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), Refusal> {
             arrival.params_bytes = params_bytes(&arrival.sampling);
             self.scheduler.submit(arrival)
         }
@@ -192,7 +194,7 @@ mod tests {
     fn a_grammar_for_each_of_256_requests_on_a_large_vocabulary() {
         let mut world = World::new();
         for id in 0..256 {
-            let mut arrival = Arrival::new(id, vec![id as u32 + 1; 20], greedy(), 4);
+            let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 4);
             arrival.constraint = Some(Arc::new(Changing(id as u32)));
             arrival.streams = false;
             world.submit(arrival).unwrap();
@@ -207,7 +209,7 @@ mod tests {
     fn requests_in_the_same_place_of_a_grammar_share_their_mask() {
         let mut world = World::new();
         for id in 0..400 {
-            let mut arrival = Arrival::new(id, vec![id as u32 + 1; 4], greedy(), 4);
+            let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 4], greedy(), 4);
             arrival.constraint = Some(Arc::new(Changing(0)));
             arrival.streams = false;
             world.submit(arrival).unwrap();
@@ -224,7 +226,7 @@ mod tests {
     fn requests_that_bias_the_whole_vocabulary_leave_their_neighbours_a_place_in_each_step() {
         let mut world = World::new();
         for id in 0..8 {
-            let arrival = Arrival::new(id, vec![id as u32 + 1; 20], greedy(), 16);
+            let arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 16);
             world.submit(arrival).unwrap();
         }
         world.step();
@@ -233,7 +235,7 @@ mod tests {
                 logit_bias: (0..VOCAB).map(|token| (token, 0.5)).collect(),
                 ..Sampling::default()
             };
-            let arrival = Arrival::new(id, vec![id as u32 + 1; 20], sampling.draw().unwrap(), 2);
+            let arrival = NewRequest::new(id, vec![id as u32 + 1; 20], sampling.draw().unwrap(), 2);
             world.submit(arrival).unwrap();
         }
         for _ in 1..16 {
@@ -256,14 +258,16 @@ mod tests {
             token_ids: ids,
             ..LogprobsAsked::default()
         });
-        let refusal = world.submit(Arrival::new(0, vec![1], draw, 4)).unwrap_err();
+        let refusal = world
+            .submit(NewRequest::new(0, vec![1], draw, 4))
+            .unwrap_err();
         let text = refusal.to_string();
         assert!(
             text.contains("token_ids_logprob") && text.contains("and a frame has 838"),
             "{text}"
         );
         // As many stop tokens as there are go as bits.
-        let mut arrival = Arrival::new(0, vec![1], greedy(), 2);
+        let mut arrival = NewRequest::new(0, vec![1], greedy(), 2);
         arrival.ends.min_tokens = 2;
         arrival.ends.stop_tokens = (0..VOCAB).rev().collect();
         world.submit(arrival).unwrap();
@@ -285,7 +289,7 @@ mod tests {
         });
         for forbidden in 0..100 {
             let forbidden: Vec<u32> = (0..forbidden).map(|at| 3 * at + 5).collect();
-            let row = crate::frame::Turn {
+            let row = crate::frame::FrameRow {
                 context_id: 3,
                 tokens: &[1, 2, 3],
                 drafts: &[4],
@@ -299,7 +303,7 @@ mod tests {
                     prompt_logprobs: (0, 0),
                     next: None,
                 }),
-                ..crate::frame::Turn::EMPTY
+                ..crate::frame::FrameRow::EMPTY
             };
             let rows = 50;
             builder.lay_out((0..rows).map(|_| row));

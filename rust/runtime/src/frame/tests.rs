@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn encoded(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<u8> {
+fn encoded(builder: &mut FrameBuilder, turns: &[FrameRow<'_>]) -> Vec<u8> {
     let mut buffer = vec![0; 1 << 16];
     builder.lay_out(turns.iter().copied());
     let length = builder.encode(&mut buffer).unwrap();
@@ -30,8 +30,8 @@ fn decoded(bytes: &[u8]) -> ForwardRequest {
 fn a_decode_frame_has_the_golden_bytes() {
     let golden = include_bytes!("../../../../tests/data/wire/forward_decode.bin");
     let body = decoded(golden);
-    let turns: Vec<Turn<'_>> = (0..body.context_ids.len())
-        .map(|request| Turn {
+    let turns: Vec<FrameRow<'_>> = (0..body.context_ids.len())
+        .map(|request| FrameRow {
             context_id: body.context_ids[request],
             tokens: &body.token_ids[request..=request],
             awaits: None,
@@ -40,11 +40,11 @@ fn a_decode_frame_has_the_golden_bytes() {
             wants_drafts: false,
             pages: &body.kv_page_indices[2 * request..2 * request + 2],
             sampler: Some(&body.samplers[request]),
-            ..Turn::EMPTY
+            ..FrameRow::EMPTY
         })
         .collect();
     let mut builder = FrameBuilder::as_pie(16);
-    let prompt = Turn {
+    let prompt = FrameRow {
         tokens: &[1; 40],
         start: 0,
         pages: &[9, 8, 7],
@@ -57,25 +57,25 @@ fn a_decode_frame_has_the_golden_bytes() {
 #[test]
 fn one_prompt_brings_the_mask_rows_back() {
     let sampler = Sampler::RawLogits;
-    let decode = Turn {
+    let decode = FrameRow {
         context_id: 5,
         tokens: &[30],
         start: 4,
         pages: &[2, 6],
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
-    let prompt = Turn {
+    let prompt = FrameRow {
         context_id: 6,
         tokens: &[10, 11, 12],
         start: 0,
         pages: &[3],
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
     let body = decoded(&encoded(
         &mut FrameBuilder::as_pie(4),
-        &[decode, prompt, Turn::EMPTY],
+        &[decode, prompt, FrameRow::EMPTY],
     ));
     let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
     assert_eq!(rows, [&[0, 5][..], &[0, 1], &[0, 2], &[0, 3]]);
@@ -90,7 +90,7 @@ fn one_prompt_brings_the_mask_rows_back() {
     assert_eq!(body.sampling_indptr, body.sampler_indptr);
     assert_eq!(body.context_ids, [5, 6, 0]);
 
-    let pair = Turn {
+    let pair = FrameRow {
         tokens: &[10, 11],
         ..prompt
     };
@@ -101,13 +101,13 @@ fn one_prompt_brings_the_mask_rows_back() {
 #[test]
 fn a_lean_frame_is_the_same_without_its_masks() {
     let sampler = Sampler::RawLogits;
-    let prompt = Turn {
+    let prompt = FrameRow {
         context_id: 6,
         tokens: &[10, 11, 12],
         start: 0,
         pages: &[3],
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
     let body = decoded(&encoded(&mut FrameBuilder::new(4), &[prompt, prompt]));
     assert!(body.masks.is_empty() && !body.has_user_mask);
@@ -136,15 +136,15 @@ fn forbidden_tokens_are_masked() {
         }
     }
     let sampler = Sampler::RawLogits;
-    let plain = Turn {
+    let plain = FrameRow {
         context_id: 5,
         tokens: &[30],
         start: 4,
         pages: &[2, 6],
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
-    let masked = Turn {
+    let masked = FrameRow {
         forbidden: &[2],
         ..plain
     };
@@ -161,15 +161,15 @@ fn forbidden_tokens_are_masked() {
 
 #[test]
 fn a_frame_is_made_before_its_tokens_are_known() {
-    let prompt = Turn {
+    let prompt = FrameRow {
         context_id: 5,
         tokens: &[10, 11, 12],
         start: 0,
         pages: &[3],
         sampler: Some(&Sampler::RawLogits),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
-    let decode = |token: &'static [u32], awaits| Turn {
+    let decode = |token: &'static [u32], awaits| FrameRow {
         tokens: token,
         awaits,
         start: 7,
@@ -179,13 +179,13 @@ fn a_frame_is_made_before_its_tokens_are_known() {
     let awaiting = [decode(&[0], Some(3)), prompt, decode(&[0], Some(1))];
     let mut builder = FrameBuilder::as_pie(4);
     let mut frame = encoded(&mut builder, &awaiting);
-    let Outline {
+    let FrameMeta {
         requests,
         sampled,
         tokens,
         gaps,
         ..
-    } = builder.lay_out(awaiting.into_iter().chain([Turn::EMPTY]));
+    } = builder.lay_out(awaiting.into_iter().chain([FrameRow::EMPTY]));
     assert_eq!((requests, sampled, tokens), (4, 3, 5));
     fill(&mut frame, &gaps, &[90, 92, 90, 91]);
     assert_eq!(frame, encoded(&mut builder, &known));
@@ -196,7 +196,7 @@ fn a_frame_is_made_before_its_tokens_are_known() {
 #[test]
 fn drafts_lie_behind_the_last_page_length() {
     let sampler = Sampler::RawLogits;
-    let verifies = Turn {
+    let verifies = FrameRow {
         context_id: 5,
         tokens: &[30],
         awaits: None,
@@ -205,9 +205,9 @@ fn drafts_lie_behind_the_last_page_length() {
         wants_drafts: true,
         pages: &[2, 6],
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
-    let plain = Turn {
+    let plain = FrameRow {
         context_id: 6,
         start: 15,
         drafts: &[],
@@ -244,7 +244,7 @@ fn drafts_lie_behind_the_last_page_length() {
 
 /// Rows of a frame with a vocabulary of 96 tokens, as the extension has them: the request, its own mask, and whether it has that of
 /// the row before.
-fn mask_rows(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<(u32, Vec<u32>, bool)> {
+fn mask_rows(builder: &mut FrameBuilder, turns: &[FrameRow<'_>]) -> Vec<(u32, Vec<u32>, bool)> {
     builder.lay_out(turns.iter().copied());
     let rows = builder.steps.iter();
     rows.map(|row| (row.request, row.mask.clone(), row.shares_mask))
@@ -254,8 +254,8 @@ fn mask_rows(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<(u32, Vec<u3
 /// Every other token.
 const DENSE: [u32; 3] = [0x5555_5555; 3];
 
-fn bound<'a>(mask: &'a [u32], forbidden: &'a [u32]) -> Turn<'a> {
-    Turn {
+fn bound<'a>(mask: &'a [u32], forbidden: &'a [u32]) -> FrameRow<'a> {
+    FrameRow {
         context_id: 5,
         tokens: &[30],
         start: 4,
@@ -263,7 +263,7 @@ fn bound<'a>(mask: &'a [u32], forbidden: &'a [u32]) -> Turn<'a> {
         sampler: Some(&Sampler::RawLogits),
         forbidden,
         mask: Some(mask),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     }
 }
 
@@ -271,7 +271,7 @@ fn bound<'a>(mask: &'a [u32], forbidden: &'a [u32]) -> Turn<'a> {
 fn a_mask_that_rows_share_is_sent_once() {
     let mut builder = FrameBuilder::new(4).with_bit_masks(96);
     let copy = DENSE;
-    let free = Turn {
+    let free = FrameRow {
         mask: None,
         ..bound(&DENSE, &[])
     };
@@ -379,11 +379,11 @@ fn a_mask_of_what_is_asked_does_not_count() {
         prompt_logprobs: (0, 0),
         next: None,
     };
-    let turn = Turn {
+    let turn = FrameRow {
         extension: Some(extension),
         ..bound(&DENSE, &[])
     };
-    let free = Turn { mask: None, ..turn };
+    let free = FrameRow { mask: None, ..turn };
     let mut builder = FrameBuilder::new(4).with_bit_masks(96);
     let rows = mask_rows(&mut builder, &[free, turn, free, turn]);
     let wanted = [
@@ -431,7 +431,7 @@ fn biased(id: u32, count: usize) -> Arc<RequestExtension> {
 
 fn frame_of(builder: &mut FrameBuilder, asked: &[Arc<RequestExtension>]) -> Vec<u8> {
     let sampler = Sampler::RawLogits;
-    let turn = |asked| Turn {
+    let turn = |asked| FrameRow {
         extension: Some(Extended {
             asked,
             history: &[],
@@ -441,7 +441,7 @@ fn frame_of(builder: &mut FrameBuilder, asked: &[Arc<RequestExtension>]) -> Vec<
         tokens: &[1],
         pages: &[1],
         sampler: Some(&sampler),
-        ..Turn::EMPTY
+        ..FrameRow::EMPTY
     };
     builder.lay_out(asked.iter().map(turn));
     let mut buffer = vec![0; 8 << 20];

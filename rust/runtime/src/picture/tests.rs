@@ -1,9 +1,9 @@
 //! Images of prompts against a list of every token's positions.
 
 use super::*;
-use crate::frame::{FrameBuilder, Turn};
+use crate::frame::{FrameBuilder, FrameRow};
 use crate::sampling::Draw;
-use pie_sched::Arrival;
+use pie_sched::NewRequest;
 use pie_wire::{ForwardRequest, Payload, Sampler};
 use proptest::prelude::*;
 
@@ -119,15 +119,15 @@ proptest! {
         let mut start = 0;
         let mut seen = 0;
         for end in ends {
-            let turn = Turn {
+            let turn = FrameRow {
                 tokens: &prompt[start as usize..end as usize],
                 start,
                 pages: &pages[..end.div_ceil(16) as usize],
                 sampler: Some(&sampler),
                 pictures: Some(&pictures),
-                ..Turn::EMPTY
+                ..FrameRow::EMPTY
             };
-            let text = Turn { pictures: None, tokens: &[3, 4], start: 5, pages: &[9], ..turn };
+            let text = FrameRow { pictures: None, tokens: &[3, 4], start: 5, pages: &[9], ..turn };
             let mut buffer = vec![0; 1 << 16];
             let outline = builder.lay_out([text, turn].into_iter());
             prop_assert_eq!(outline.asked().count(), 2);
@@ -219,7 +219,7 @@ fn images_that_cannot_be_are_refused() {
 #[test]
 fn a_request_takes_its_images_along() {
     let sampler = Sampler::RawLogits;
-    let mut arrival = Arrival::new(0, vec![5; 8], Draw::from(sampler), 1);
+    let mut arrival = NewRequest::new(0, vec![5; 8], Draw::from(sampler), 1);
     let pictures = Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])]).unwrap();
     assert_eq!(pictures.tokens(), 3);
     Draw::attach(pictures, &mut arrival);
@@ -232,7 +232,7 @@ fn a_request_takes_its_images_along() {
     assert_eq!((arrival.prompt[1], arrival.prompt[5]), (5, 5));
     assert!(arrival.prompt[2..5].iter().all(|&name| name >= FIRST_NAME));
     // A prompt that was cut keeps what it has.
-    let mut short = Arrival::new(0, vec![5; 4], Draw::from(Sampler::RawLogits), 1);
+    let mut short = NewRequest::new(0, vec![5; 4], Draw::from(Sampler::RawLogits), 1);
     let pictures = Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])]).unwrap();
     Draw::attach(pictures, &mut short);
     assert_eq!(short.prompt, [5; 4]);

@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Delta, Draw, DriverSettings, End, Ends, LogprobParams, Pause, Picture, Pictures,
-    Policy, Rejected, Sampler, Sampling, Service, ServiceSettings,
+    Delta, Draw, DriverSettings, End, LogprobParams, NewRequest, Pause, Picture, Pictures, Policy,
+    Rejected, Sampler, Sampling, Service, ServiceSettings, StopCriteria,
 };
 use tempfile::TempDir;
 
@@ -88,7 +88,7 @@ impl Bench {
     }
 
     fn submit(&self, prompt: &[u32], output: u32) -> u64 {
-        let arrival = Arrival::new(0, prompt.to_vec(), GREEDY, output);
+        let arrival = NewRequest::new(0, prompt.to_vec(), GREEDY, output);
         self.service.submit(arrival, None).unwrap()
     }
 
@@ -183,9 +183,9 @@ fn serve(bench: &Bench, prompts: &[(Vec<u32>, u32)]) -> Stories {
 fn requests_of_one_call_begin_in_one_step() {
     let bench = Bench::ready("serve");
     let prompts: Vec<Vec<u32>> = (0..4).map(|at| vec![at, at + 1, at * 3, 7, 8]).collect();
-    let arrivals = prompts.iter().map(|prompt| Arrival {
+    let arrivals = prompts.iter().map(|prompt| NewRequest {
         streams: false,
-        ..Arrival::new(0, prompt.clone(), GREEDY, 3)
+        ..NewRequest::new(0, prompt.clone(), GREEDY, 3)
     });
     let ids = bench
         .service
@@ -199,7 +199,7 @@ fn requests_of_one_call_begin_in_one_step() {
     bench.service.shutdown();
     let late = bench
         .service
-        .submit_all([(Arrival::new(0, vec![1], GREEDY, 1), None)]);
+        .submit_all([(NewRequest::new(0, vec![1], GREEDY, 1), None)]);
     assert!(matches!(late, Err(Rejected::Stopped)));
 }
 
@@ -272,7 +272,7 @@ fn requests_get_the_tokens_of_the_rule() {
     assert!(bench.service.poll(WATCHDOG).is_empty());
     let late = bench
         .service
-        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+        .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
     assert!(matches!(late, Err(Rejected::Stopped)));
 }
 
@@ -325,7 +325,7 @@ fn a_driver_that_is_killed_from_outside_is_replaced() {
 #[test]
 fn deadlines_pass_while_a_driver_is_being_started_again() {
     let bench = Bench::ready("die-at=2 waits");
-    let arrival = Arrival::new(0, vec![1, 2, 3], GREEDY, 60);
+    let arrival = NewRequest::new(0, vec![1, 2, 3], GREEDY, 60);
     let late = bench
         .service
         .submit(arrival, Some(Duration::from_secs(1)))
@@ -350,7 +350,7 @@ fn frames_of_small_slots_have_few_rows() {
     let bench = Bench::ready("slot-bytes=2048");
     let all: Vec<_> = (0..8).flat_map(|_| prompts(23)).collect();
     let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
-        let mut arrival = Arrival::new(0, prompt.clone(), GREEDY, *output);
+        let mut arrival = NewRequest::new(0, prompt.clone(), GREEDY, *output);
         if index % 8 == 7 {
             arrival.ends.min_tokens = *output;
             arrival.ends.stop_tokens = (200..600).rev().collect();
@@ -372,7 +372,7 @@ fn frames_of_small_slots_have_few_rows() {
         logit_bias: (0..300).map(|token| (token % 97, 1.0)).collect(),
         ..Sampling::default()
     };
-    let arrival = Arrival::new(0, vec![1, 2], sampling.draw().unwrap(), 3);
+    let arrival = NewRequest::new(0, vec![1, 2], sampling.draw().unwrap(), 3);
     let id = bench.service.submit(arrival, None).unwrap();
     let end = format!("{:?}", bench.collect(1)[&(id, 0)].end);
     assert!(end.contains("RowBytes"), "{end}");
@@ -387,7 +387,7 @@ fn a_frame_that_does_not_fit_its_slot_fails_the_request_that_is_too_large() {
     bench.wait_ready();
     let pixels = vec![1; 9000].into();
     let picture = Picture::new(1, 4, [1, 2, 2], pixels, [].into()).unwrap();
-    let mut arrival = Arrival::new(0, vec![1; 6], GREEDY.into(), 5);
+    let mut arrival = NewRequest::new(0, vec![1; 6], GREEDY.into(), 5);
     Draw::attach(Pictures::new(vec![picture]).unwrap(), &mut arrival);
     arrival.images[0].bytes = 1;
     let others = prompts(8);
@@ -457,7 +457,7 @@ fn fails_alone(bench: &Bench) {
     let texts: Vec<Vec<u32>> = (0..8).map(|first| vec![90 - first, 1, 2]).collect();
     let arrivals = texts
         .iter()
-        .map(|text| (Arrival::new(0, text.clone(), GREEDY, 9), None));
+        .map(|text| (NewRequest::new(0, text.clone(), GREEDY, 9), None));
     let ids = bench.service.submit_all(arrivals).unwrap();
     let stories = bench.collect(texts.len());
     for (id, text) in ids.iter().zip(&texts) {
@@ -527,7 +527,7 @@ fn deadlines_pass_during_a_pause() {
     for pause in [Pause::InPlace, Pause::Retract] {
         let bench = Bench::ready("");
         bench.service.pause(Some(pause));
-        let arrival = Arrival::new(0, vec![3, 1, 2], GREEDY, 40);
+        let arrival = NewRequest::new(0, vec![3, 1, 2], GREEDY, 40);
         let late = Some(Duration::from_millis(1));
         let request = bench.service.submit(arrival, late).unwrap();
         assert_eq!(bench.collect(1)[&(request, 0)].end, Some(End::Deadline));
@@ -542,7 +542,7 @@ fn requests_that_meet_the_shutdown_are_answered() {
     for _ in 0..20 {
         let bench = Bench::ready("");
         let submit = || {
-            let arrival = || Arrival::new(0, vec![3, 1, 2], GREEDY, 1);
+            let arrival = || NewRequest::new(0, vec![3, 1, 2], GREEDY, 1);
             let submitted = std::iter::from_fn(|| bench.service.submit(arrival(), None).ok());
             submitted.collect::<Vec<u64>>()
         };
@@ -575,7 +575,7 @@ fn a_driver_that_keeps_dying_is_given_up_with_its_reason() {
     assert_eq!(bench.starts().len(), 3);
     let late = bench
         .service
-        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+        .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
     assert!(matches!(late, Err(Rejected::Gone(_))));
 }
 
@@ -598,7 +598,7 @@ fn a_start_that_fails_is_not_repeated() {
     assert_eq!(bench.starts().len(), 1);
     let late = bench
         .service
-        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+        .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
     assert!(matches!(late, Err(Rejected::Gone(_))));
 }
 
@@ -612,9 +612,9 @@ fn a_bug_leaves_no_request_without_an_end() {
         });
     });
     bench.wait_ready();
-    let arrival = Arrival {
+    let arrival = NewRequest {
         samples: 3,
-        ..Arrival::new(0, vec![9, 8, 7], GREEDY, 40)
+        ..NewRequest::new(0, vec![9, 8, 7], GREEDY, 40)
     };
     bench.service.submit(arrival, None).unwrap();
     bench.submit(&[5, 6], 20);
@@ -626,7 +626,7 @@ fn a_bug_leaves_no_request_without_an_end() {
     assert!(!is_running(pid));
     let late = bench
         .service
-        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+        .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
     assert!(matches!(late, Err(Rejected::Gone(_))));
 }
 
@@ -671,7 +671,7 @@ fn an_interpreter_or_model_that_is_not_there_is_named() {
 fn requests_end_by_abort_deadline_and_shutdown() {
     let bench = Bench::ready("slow=5");
     let aborted = bench.submit(&[1, 2, 3], 120);
-    let arrival = Arrival::new(0, vec![4, 5, 6], GREEDY, 120);
+    let arrival = NewRequest::new(0, vec![4, 5, 6], GREEDY, 120);
     let late = bench
         .service
         .submit(arrival, Some(Duration::from_millis(40)))
@@ -722,15 +722,15 @@ fn stop_tokens_minimum_lengths_and_samples() {
     let whole = expected(&[9, 8, 7], 40);
     let stop = whole[12];
     let first = whole.iter().position(|&token| token == stop).unwrap();
-    let arrival = |min_tokens, samples| Arrival {
-        ends: Ends {
+    let arrival = |min_tokens, samples| NewRequest {
+        ends: StopCriteria {
             max_tokens: 40,
             min_tokens,
             stop_tokens: vec![stop],
-            ..Ends::default()
+            ..StopCriteria::default()
         },
         samples,
-        ..Arrival::new(0, vec![9, 8, 7], GREEDY, 40)
+        ..NewRequest::new(0, vec![9, 8, 7], GREEDY, 40)
     };
     let plain = bench.service.submit(arrival(0, 1), None).unwrap();
     let several = bench.service.submit(arrival(0, 3), None).unwrap();
@@ -761,9 +761,9 @@ fn stop_tokens_minimum_lengths_and_samples() {
 fn drafts_change_no_token() {
     let bench = Bench::ready("serve");
     let all = prompts(12);
-    let arrival = |prompt: &[u32], output| Arrival {
+    let arrival = |prompt: &[u32], output| NewRequest {
         drafts: true,
-        ..Arrival::new(0, prompt.to_vec(), GREEDY, output)
+        ..NewRequest::new(0, prompt.to_vec(), GREEDY, output)
     };
     let submit = |(prompt, output): &(Vec<u32>, u32)| {
         bench
@@ -796,10 +796,10 @@ fn log_probabilities_belong_to_their_tokens() {
         let bench = Bench::ready(behaviour);
         let given = [3, 40];
         let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
-            let mut arrival = Arrival {
+            let mut arrival = NewRequest {
                 drafts: index.is_multiple_of(3),
                 streams: !index.is_multiple_of(2),
-                ..Arrival::new(0, prompt.clone(), GREEDY.into(), *output)
+                ..NewRequest::new(0, prompt.clone(), GREEDY.into(), *output)
             };
             if index.is_multiple_of(5) {
                 arrival.ends.max_tokens = 0;
@@ -865,19 +865,19 @@ fn adapters_share_no_prefix_and_survive_a_driver() {
     let mut asked = Vec::new();
     for adapter in [-1, 3, 5] {
         for (index, (prompt, output)) in all.iter().enumerate() {
-            let arrival = Arrival {
+            let arrival = NewRequest {
                 adapter: u64::try_from(adapter).ok(),
                 namespace: named(adapter, index),
                 drafts: index % 2 == 0,
-                ..Arrival::new(0, prompt.clone(), GREEDY, *output)
+                ..NewRequest::new(0, prompt.clone(), GREEDY, *output)
             };
             let id = bench.service.submit(arrival, None).unwrap();
             asked.push((id, expected_by(adapter, prompt, *output)));
         }
     }
-    let lost = Arrival {
+    let lost = NewRequest {
         adapter: Some(6),
-        ..Arrival::new(0, vec![1, 2], GREEDY, 4)
+        ..NewRequest::new(0, vec![1, 2], GREEDY, 4)
     };
     let lost = bench.service.submit(lost, None).unwrap();
     let stories = bench.collect(asked.len() + 1);
@@ -914,9 +914,9 @@ fn replicas_share_the_requests() {
     let of = |replica: u64| stories.keys().filter(|(id, _)| id % 2 == replica).count();
     assert!(of(0) > 5 && of(1) > 5, "{} and {}", of(0), of(1));
     let keyed = |key: &str| {
-        let arrival = Arrival {
+        let arrival = NewRequest {
             routing_key: Some(key.into()),
-            ..Arrival::new(0, vec![1, 2], GREEDY, 2)
+            ..NewRequest::new(0, vec![1, 2], GREEDY, 2)
         };
         bench.service.submit(arrival, None).unwrap() % 2
     };

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
 use pie_sched::{
-    Answer, Arrival, Config, Copies, Finish, Image, Limits, Logprobs, Outputs, Refusal, Scheduler,
-    StopRegexes, StopStrings, TokenBytes,
+    Answer, Config, Copies, Finish, Image, Limits, Logprobs, NewRequest, Outputs, Refusal,
+    Scheduler, StopRegexes, StopStrings, TokenBytes,
 };
 use regex::Regex;
 use rule::{Mind, VOCAB};
@@ -108,9 +108,9 @@ impl Ask {
             .collect()
     }
 
-    fn arrival(&self, id: u64, now: u64) -> Arrival<u64> {
+    fn arrival(&self, id: u64, now: u64) -> NewRequest<u64> {
         let salt = u64::from(self.salt);
-        let mut arrival = Arrival::new(id, self.prompt(id), salt, self.max_tokens.into());
+        let mut arrival = NewRequest::new(id, self.prompt(id), salt, self.max_tokens.into());
         arrival.ends.min_tokens = self.min_tokens.into();
         if self.stops {
             arrival.ends.stop_tokens = vec![3, 17];
@@ -155,7 +155,7 @@ impl Ask {
 /// What a sequence must say.
 #[derive(Debug)]
 struct Expected {
-    arrival: Arrival<u64>,
+    arrival: NewRequest<u64>,
     mind: Mind,
     tokens: Vec<u32>,
     text: Vec<u8>,

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pie_batch::StepSize;
 use pie_launch::LaunchError;
 use pie_ring::Wait;
-use pie_serve::RehearsalError;
+use pie_serve::WarmUpError;
 
 use crate::devices::{
     Device, ROWS, Shared, converse, counting, forks, frame, graph_path, graph_path_of, responder,
@@ -16,7 +16,7 @@ use crate::devices::{
 fn the_smallest_graph_that_holds_the_rows_runs() {
     let (shared, launched) = (Shared::default(), Arc::default());
     let responder = responder(counting(&shared, &launched, Duration::from_micros(200)));
-    let taken = |tokens: &[u32]| responder.rehearse_graph_path(&frame(tokens)).unwrap();
+    let taken = |tokens: &[u32]| responder.warm_up_graph_path(&frame(tokens)).unwrap();
     assert!(taken(&[1]));
     assert!(taken(&[2]));
     assert!(taken(&[1, 1, 1]));
@@ -33,7 +33,7 @@ fn rows_that_read_the_same_kv_first_run_as_a_graph_that_knows_groups() {
     // Its graphs have 1, 2, 6, 3 and 6 rows.
     let plain = counting(&shared, &launched, Duration::ZERO);
     let responder = responder(plain.grouped(&[3, 6]));
-    let taken = |frame: &[u8]| responder.rehearse_graph_path(frame).unwrap();
+    let taken = |frame: &[u8]| responder.warm_up_graph_path(frame).unwrap();
     assert!(taken(&forks(3)));
     assert!(taken(&forks(4)));
     assert!(taken(&forks(2)), "two save less than they cost");
@@ -58,7 +58,7 @@ fn a_graph_of_fewer_slots_than_rows_answers_by_slot() {
     let sizes = [StepSize::from(2), StepSize { rows: 6, slots: 2 }];
     let device = Device(launch, || Ok(true));
     let responder = responder(graph_path_of(&sizes, &shared, device, Wait::Spin));
-    let taken = |tokens: &[u32]| responder.rehearse_graph_path(&frame(tokens)).unwrap();
+    let taken = |tokens: &[u32]| responder.warm_up_graph_path(&frame(tokens)).unwrap();
     assert!(taken(&[1, 1]));
     assert!(taken(&[4]));
     assert!(!taken(&[1, 1, 1]), "more samplers than slots");
@@ -177,9 +177,9 @@ fn a_device_that_dies_or_forgets_results_ends_the_wait() {
             };
             let graph_path = graph_path(&shared, launch, move || ended.clone(), wait);
             let error = responder(graph_path)
-                .rehearse_graph_path(&frame(&[1, 1]))
+                .warm_up_graph_path(&frame(&[1, 1]))
                 .unwrap_err();
-            assert!(matches!(error, RehearsalError::GraphPath(_)));
+            assert!(matches!(error, WarmUpError::GraphPath(_)));
             assert!(error.to_string().contains(expected), "{error}");
         }
     }

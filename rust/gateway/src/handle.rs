@@ -11,7 +11,7 @@ use tonic::metadata::MetadataMap;
 use crate::asked::Asked;
 use crate::core::{Core, Entered};
 use crate::logprobs::{Reader, Scores, Words};
-use crate::mailbox::{Counts, Part};
+use crate::queue::{Counts, Part};
 use crate::status::{self, Matched, Outcome, shut_down};
 
 /// What one message of an answer says.
@@ -38,7 +38,7 @@ pub(crate) enum Answer {
 
 /// A request that has not ended for its client. Dropped before that, as where the client has gone, it ends.
 #[derive(Debug)]
-pub(crate) struct Ticket {
+pub(crate) struct StreamHandle {
     core: Arc<Core>,
     request: Entered,
     /// Whether something has come of it.
@@ -47,7 +47,7 @@ pub(crate) struct Ticket {
     has_ended: bool,
 }
 
-impl Ticket {
+impl StreamHandle {
     /// Reads a request, whose call has this metadata, and hands it in. What takes its time, such as images and the names of what
     /// they show, is done on another thread than the one that sends tokens.
     pub(crate) async fn open(
@@ -61,7 +61,7 @@ impl Ticket {
         if !is_slow {
             return open();
         }
-        // A client that goes away drops the ticket, which ends its request.
+        // A client that goes away drops the handle, which ends its request.
         let opened = tokio::task::spawn_blocking(open).await;
         opened.map_err(|error| Status::internal(error.to_string()))?
     }
@@ -84,7 +84,7 @@ impl Ticket {
         if self.has_ended {
             return Poll::Ready(None);
         }
-        let part = match self.request.mailbox.take(context) {
+        let part = match self.request.queue.take(context) {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(part) => part,
         };
@@ -147,7 +147,7 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for StreamHandle {
     fn drop(&mut self) {
         self.begin();
         self.core
@@ -166,7 +166,7 @@ pub(crate) trait Wording: Send + 'static {
 /// The messages of an answer, as a contract has them.
 #[derive(Debug)]
 pub(crate) struct Answers<W> {
-    ticket: Ticket,
+    handle: StreamHandle,
     /// The first message, once it was waited for.
     first: Option<Answer>,
     wording: std::marker::PhantomData<fn() -> W>,
@@ -174,10 +174,10 @@ pub(crate) struct Answers<W> {
 
 impl<W: Wording> Answers<W> {
     /// Waits for the first message. What is refused has none: the call fails, before anything was answered.
-    pub(crate) async fn begin(mut ticket: Ticket) -> Result<Self, Status> {
-        let first = future::poll_fn(|context| ticket.poll(context)).await;
+    pub(crate) async fn begin(mut handle: StreamHandle) -> Result<Self, Status> {
+        let first = future::poll_fn(|context| handle.poll(context)).await;
         Ok(Self {
-            ticket,
+            handle,
             first: Some(first.unwrap_or_else(|| Err(shut_down()))?),
             wording: std::marker::PhantomData,
         })
@@ -192,11 +192,11 @@ impl<W: Wording> Stream for Answers<W> {
         context: &mut Context<'_>,
     ) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
-        let tokens = this.ticket.request.prompt_tokens;
+        let tokens = this.handle.request.prompt_tokens;
         if let Some(first) = this.first.take() {
             return Poll::Ready(Some(Ok(W::say(first, tokens))));
         }
-        let next = this.ticket.poll(context);
+        let next = this.handle.poll(context);
         next.map(|next| next.map(|answer| answer.map(|answer| W::say(answer, tokens))))
     }
 }

@@ -51,7 +51,7 @@ pub(crate) struct Counts {
 
 /// The parts of one request. It holds no more than the tokens of the request, however slow its client is.
 #[derive(Debug)]
-pub(crate) struct Mailbox(Mutex<State>);
+pub(crate) struct OutputQueue(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -80,7 +80,7 @@ struct Sample {
     is_due: bool,
 }
 
-impl Mailbox {
+impl OutputQueue {
     /// For a request of so many sequences.
     pub(crate) fn new(samples: u32, pace: Pace) -> Self {
         Self(Mutex::new(State {

@@ -9,7 +9,7 @@ use crate::stop_strings::StopStrings;
 
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Ends {
+pub struct StopCriteria {
     /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others. If
     /// log-probabilities are wanted, those of one token are given out then, and not the token.
     pub max_tokens: u32,
@@ -45,7 +45,7 @@ impl Image {
 /// A request: a prompt, and what to make of it. `S` is what the caller wants to find at the rows of a request that draw a token:
 /// the sampler. The scheduler does not look into it.
 #[derive(Debug, Clone)]
-pub struct Arrival<S> {
+pub struct NewRequest<S> {
     /// Names the request as long as it has not ended.
     pub id: u64,
     /// Tokens to begin with, at least one.
@@ -55,7 +55,7 @@ pub struct Arrival<S> {
     /// Handed on to [`Row::sampling`](crate::Row::sampling).
     pub sampling: S,
     /// When its sequences end.
-    pub ends: Ends,
+    pub ends: StopCriteria,
     /// Sequences that go on from the prompt, each with outputs of its own. Full pages of the prompt are shared.
     pub samples: u32,
     /// Sequences with different ones share no pages: `SGLang`'s `extra_key`, for adapters and cache salts.
@@ -87,7 +87,7 @@ pub struct Arrival<S> {
     pub streams: bool,
 }
 
-impl<S> Arrival<S> {
+impl<S> NewRequest<S> {
     /// A plain request for at most `max_tokens` tokens, which streams.
     pub fn new(id: u64, prompt: Vec<u32>, sampling: S, max_tokens: u32) -> Self {
         Self {
@@ -95,9 +95,9 @@ impl<S> Arrival<S> {
             prompt,
             images: Box::default(),
             sampling,
-            ends: Ends {
+            ends: StopCriteria {
                 max_tokens,
-                ..Ends::default()
+                ..StopCriteria::default()
             },
             samples: 1,
             namespace: None,
@@ -116,8 +116,8 @@ impl<S> Arrival<S> {
     }
 
     /// The same with something else for its rows.
-    pub fn map<T>(self, change: impl FnOnce(S) -> T) -> Arrival<T> {
-        Arrival {
+    pub fn map<T>(self, change: impl FnOnce(S) -> T) -> NewRequest<T> {
+        NewRequest {
             id: self.id,
             prompt: self.prompt,
             images: self.images,

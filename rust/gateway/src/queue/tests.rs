@@ -123,7 +123,7 @@ proptest! {
         interval in 1..5_u32,
     ) {
         let pace = Pace { streams, interval };
-        let mailbox = Mailbox::new(samples, pace);
+        let queue = OutputQueue::new(samples, pace);
         let mut models = vec![Model::default(); samples as usize];
         let bell = Arc::<Bell>::default();
         let waker = Waker::from(Arc::clone(&bell));
@@ -140,7 +140,7 @@ proptest! {
                     if !tokens.is_empty() && models.get(sample as usize).is_some_and(begins) {
                         said.prompt_logprobs = PROMPT_WORDS.to_vec();
                     }
-                    let woken = mailbox.put(said);
+                    let woken = queue.put(said);
                     // One that waits is woken once, and only if there is something.
                     prop_assert!(woken.is_none() || waits);
                     waits &= woken.is_none();
@@ -151,7 +151,7 @@ proptest! {
                         model.has_ended = ends;
                     }
                 }
-                Move::Take => match mailbox.take(&mut context) {
+                Move::Take => match queue.take(&mut context) {
                     Poll::Ready(Some(part)) => check(part, &mut models, pace),
                     Poll::Ready(None) => prop_assert!(models.iter().all(|model| model.got_end)),
                     Poll::Pending => {
@@ -162,7 +162,7 @@ proptest! {
             }
         }
         prop_assert!(models.iter().all(|model| model.got_end));
-        prop_assert_eq!(bell.0.load(Ordering::Relaxed), 0, "who puts wakes, not the mailbox");
+        prop_assert_eq!(bell.0.load(Ordering::Relaxed), 0, "who puts wakes, not the queue");
     }
 }
 
@@ -172,30 +172,30 @@ fn a_waiting_client_is_woken_by_what_it_gets() {
         streams: true,
         interval: 2,
     };
-    let mailbox = Mailbox::new(2, pace);
+    let queue = OutputQueue::new(2, pace);
     let mut context = Context::from_waker(Waker::noop());
-    assert!(mailbox.take(&mut context).is_pending());
-    assert!(mailbox.put(delta(0, vec![], None)).is_none(), "nothing");
+    assert!(queue.take(&mut context).is_pending());
+    assert!(queue.put(delta(0, vec![], None)).is_none(), "nothing");
     assert!(
-        mailbox.put(delta(0, vec![1], None)).is_some(),
+        queue.put(delta(0, vec![1], None)).is_some(),
         "the first token"
     );
-    assert!(mailbox.take(&mut context).is_ready());
-    assert!(mailbox.take(&mut context).is_pending());
+    assert!(queue.take(&mut context).is_ready());
+    assert!(queue.take(&mut context).is_pending());
     assert!(
-        mailbox.put(delta(0, vec![2], None)).is_none(),
+        queue.put(delta(0, vec![2], None)).is_none(),
         "the second waits for the third"
     );
-    assert!(mailbox.put(delta(1, vec![], Some(End::Length))).is_some());
+    assert!(queue.put(delta(1, vec![], Some(End::Length))).is_some());
     assert!(
-        mailbox.put(delta(0, vec![3], None)).is_none(),
+        queue.put(delta(0, vec![3], None)).is_none(),
         "the end has woken it"
     );
     // In the order in which they came to be.
-    let Poll::Ready(Some(Part::End { sample: 1, .. })) = mailbox.take(&mut context) else {
+    let Poll::Ready(Some(Part::End { sample: 1, .. })) = queue.take(&mut context) else {
         panic!("the other one ends");
     };
-    let Poll::Ready(Some(Part::Tokens { tokens, .. })) = mailbox.take(&mut context) else {
+    let Poll::Ready(Some(Part::Tokens { tokens, .. })) = queue.take(&mut context) else {
         panic!("tokens");
     };
     assert_eq!(tokens, [2, 3]);
