@@ -33,7 +33,7 @@
 //! step → A, send A;  step → B;  A is answered: patch B, send B;  answer(A), outputs;  step → C;  B is answered: …
 //! ```
 //!
-//! An arrival that comes after B was laid out is in C. A caller that has time left before A is answered may lay B out later.
+//! A request that comes after B was laid out is in C. A caller that has time left before A is answered may lay B out later.
 //!
 //! `answer` takes the steps in the order in which `step` gave them. A request that ends by A's tokens is still in B; what B
 //! says of it is ignored, so B is sent as it is. While drafts are out, whose number of tokens is not known before the
@@ -41,7 +41,7 @@
 //!
 //! ## Constraints
 //!
-//! An [`NewRequest`] may have a [`Constrain`], which binds what its sequences say. Before each row that draws a token the scheduler asks
+//! A [`NewRequest`] may have a [`Constrain`], which binds what its sequences say. Before each row that draws a token the scheduler asks
 //! the sequence's [`Constraint`] which tokens may come, and hands the answer on as [`Row::mask`]. Tokens without alternative are
 //! added to the input at once, and are given out. A constraint must know a token before it can say what comes after it: while a step
 //! that draws for a bound sequence is out, `step` gives nothing. A request whose constraint is not ready stays in the queue, and all
@@ -49,8 +49,8 @@
 //!
 //! ## Log-probabilities
 //!
-//! An [`NewRequest`] may want those of its tokens, and of its prompt's. They come with the [`Answer`], as many words for each token as the
-//! arrival says, and go out with the tokens. [`Row::prompt_logprobs`] says of which tokens of the prompt a row is to bring them: each
+//! A [`NewRequest`] may want those of its tokens, and of its prompt's. They come with the [`Answer`], as many words for each token as the
+//! request says, and go out with the tokens. [`Row::prompt_logprobs`] says of which tokens of the prompt a row is to bring them: each
 //! once, whatever is computed again. What must be computed for them is not taken from the cache.
 //!
 //! ## What the driver must do
@@ -63,7 +63,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | `scheduler`, `config` | what comes in, what is known, and how it is set up |
-//! | `arrival`, `check`, `entry` | a request: what it asks, whether it can be served at all, its place in the queue |
+//! | `new_request`, `check`, `entry` | a request: what it asks, whether it can be served at all, its place in the queue |
 //! | `order`, `admit`, `ratio` | the order of those that wait, which of them begin, and how much output is expected |
 //! | `layout`, `step`, `pace` | the next step, from what steps cost |
 //! | `constraint`, `follow` | what binds the tokens of a sequence, asked before a row is laid out |
