@@ -170,7 +170,7 @@ def test_safetensors_come_before_other_formats() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("front", ["sglang", "gateway"])
-def test_both_doors_serve_a_model_by_its_name(
+def test_both_frontends_serve_a_model_by_its_name(
     front: str,
     hub: Hub,
     tmp_path_factory: pytest.TempPathFactory,
