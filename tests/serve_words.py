@@ -17,12 +17,14 @@ from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.gateway.flags import parse_words
 from pie_driver_sglang.offline.arguments import OWN, READ, SCHEDULER
 from pie_driver_sglang.server import launch, program
+from pie_driver_sglang.server.flags import refuse_other_engines_flags
 from pie_driver_sglang.server.seams import environment
 
 
 def find_fault(launching: Any, given: Sequence[str]) -> str | None:
     """What is wrong with a command line; None if nothing is."""
     try:
+        refuse_other_engines_flags(given)
         front, words = program._take_front(program.normalized(given))
         if not any(word.partition("=")[0] in ("--model-path", "--config") for word in words):
             # A command that is named without its arguments.

@@ -30,7 +30,7 @@ def refusal(*words: str) -> str:
 def test_words_are_read_by_the_types_of_sglang() -> None:
     found = parse_words(
         [
-            *("--model", "m", "--tokenizer", "t", "--tp=2", "--dp-size", "3"),
+            *("--model", "m", "--tokenizer-path", "t", "--tp=2", "--dp-size", "3"),
             *("--schedule-conservativeness", "0.5"),
             *("--disable-radix-cache", "--served-model-name", "x", "--watchdog-timeout=9"),
             *("--option", "max_restarts=1", "--grpc-port=5001", "--grpc-contract", "sglang"),

@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 
+from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
+from pie_driver_sglang.offline.arguments import other_engines_flag
 from pie_driver_sglang.server import flags, launch, program
 from pie_driver_sglang.server.seams import environment
 from pie_driver_sglang.srt import version
@@ -205,6 +207,9 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
             "`--mem-fraction-static`",
         ),
         (["--max-num-seqs=9", "--enforce-eager"], "`--enforce-eager`", "`--disable-cuda-graph`"),
+        # SGLang's parser would read it as an abbreviation of several others.
+        (["--tokenizer", "t"], "there is no flag `--tokenizer`", "`--tokenizer-path`"),
+        (["--swap-space", "4"], "`--swap-space`", "`--option cpu_mem_budget_in_gb=VALUE`"),
         (["--tp-size", "x"], "invalid int value: 'x'", ""),
         (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
         (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
@@ -241,8 +246,38 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
             ["--model-path", "m", "--allow-private-media-hosts"],
         ),
         (["--api-key-file=f", "m"], ["--model-path", "m", "--api-key-file=f"]),
-        # A list takes all words, as in SGLang's parser; so may a flag that is not known here.
-        (["--lora-paths", "a=1", "m"], ["--lora-paths", "a=1", "m"]),
+        (
+            ["--tensor-parallel-size", "2", "m"],
+            ["--model-path", "m", "--tensor-parallel-size", "2"],
+        ),
+        (["--data-parallel-size=2", "m"], ["--model-path", "m", "--data-parallel-size=2"]),
+        # An abbreviation, as SGLang's parser takes it.
+        (["--mem-fraction", "0.5", "m"], ["--model-path", "m", "--mem-fraction", "0.5"]),
+        (["--grpc-port", "1", "m"], ["--model-path", "m", "--grpc-port", "1"]),
+        (["--no-gateway", "m"], ["--model-path", "m", "--no-gateway"]),
+        (["--gateway-arg", "x", "m"], ["--model-path", "m", "--gateway-arg", "x"]),
+        # A list takes all words, as in SGLang's parser, but for a last one of another form.
+        (["--lora-paths", "a=1", "m"], ["--model-path", "m", "--lora-paths", "a=1"]),
+        (
+            ["--lora-paths", "a=1", "b=2", "m", "--port", "1"],
+            ["--model-path", "m", "--lora-paths", "a=1", "b=2", "--port", "1"],
+        ),
+        (["m", "--lora-paths", "a=1", "b"], ["--model-path", "m", "--lora-paths", "a=1", "b"]),
+        (["--lora-paths", "/a", "/b"], ["--lora-paths", "/a", "/b"]),
+        (["--lora-paths", "a=1"], ["--lora-paths", "a=1"]),
+        (
+            ["--cuda-graph-bs", "1", "2", "m"],
+            ["--model-path", "m", "--cuda-graph-bs", "1", "2"],
+        ),
+        (
+            ["--lora-target-modules", "q_proj", "k_proj", "org/m-1.5"],
+            ["--model-path", "org/m-1.5", "--lora-target-modules", "q_proj", "k_proj"],
+        ),
+        (
+            ["--lora-target-modules", "q_proj", "k_proj"],
+            ["--lora-target-modules", "q_proj", "k_proj"],
+        ),
+        # A flag that is not known may take all words.
         (["--bogus", "m"], ["--bogus", "m"]),
         # The second model belongs to no flag, and the parser says so.
         (["m", "--model-path", "n"], ["m", "--model-path", "n"]),
@@ -251,6 +286,70 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
 )
 def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
     assert program.normalized(words) == expected
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
+    with mock.patch.dict(os.environ):
+        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with environment.importing_server():
+            from pie_driver_sglang.server.seams import launching
+    most = {"0": 0, "None": 1, "?": 1}
+    actions = launching._flag_parser()._option_string_actions
+    flags_of_sglang = {name: act for name, act in actions.items() if name not in ("-h", "--help")}
+    found = {name: min(program._most_values(name), 2) for name in flags_of_sglang}
+    assert found == {name: most.get(str(act.nargs), 2) for name, act in flags_of_sglang.items()}
+    # The words that are checked before that parser are no flags of it.
+    assert flags_of_sglang.keys() <= flag_names.FLAGS
+    shared = {name for name in flags_of_sglang if other_engines_flag(name)}
+    assert shared == {"--model", "--tensor-parallel-size", "--data-parallel-size"}
+
+
+@pytest.mark.parametrize("front", ["sglang", "gateway"])
+@pytest.mark.parametrize(
+    ("words", "flag", "hint"),
+    [
+        (["m", "--tokenizer", "t"], "--tokenizer", "SGLang calls `--tokenizer` `--tokenizer-path`"),
+        (["--swap-space", "4", "m"], "--swap-space", "set `--option cpu_mem_budget_in_gb=VALUE`"),
+        (
+            ["m", "--scheduling-policy=priority"],
+            "--scheduling-policy",
+            "set `--enable-priority-scheduling`, and, as in vLLM, "
+            "`--schedule-low-priority-values-first`",
+        ),
+        (["m", "--enable-auto-tool-choice"], "--enable-auto-tool-choice", "remove it"),
+        (["m", "--speculative-config", "{}"], "--speculative-config", "`--speculative-algorithm`"),
+        # The hint is more than that no model was found.
+        (["--bogus", "m"], "--bogus", "`pie-sglang serve --help` lists all flags"),
+        (["--schedular", "pie", "m"], "--schedular", "did you mean `--scheduler`"),
+    ],
+)
+def test_flags_of_vllm_are_answered_before_anything_is_imported(
+    front: str, words: list[str], flag: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        program.main(["--front", front, *words])
+    assert str(error.value) == f"there is no flag `{flag}`"
+    assert hint in error.value.hint
+    assert len(error.value.hint.splitlines()) == 1
+
+
+def test_flags_that_exist_are_no_flags_of_vllm() -> None:
+    flags.refuse_other_engines_flags(["--model", "m", "--tensor-parallel-size", "2"])
+    # It is one of smg.
+    flags.refuse_other_engines_flags(["--gateway-arg", "--seed"])
+
+
+def test_the_migration_page_names_no_flag_that_lacks_a_hint() -> None:
+    """Of vLLM's flags that do not exist here."""
+    page = (REPOSITORY / "docs/start/from-vllm.md").read_text()
+    table = page.partition("## Flags")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    named = {flag for cell in cells for flag in re.findall(r"(?<!\S)`?(--[\w-]+)", cell)}
+    assert len(named) > 25
+    known = flag_names.FLAGS
+    assert [flag for flag in named if flag not in known and not other_engines_flag(flag)] == []
 
 
 def test_the_help_has_every_flag_of_sglang() -> None:

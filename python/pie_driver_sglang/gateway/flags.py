@@ -9,24 +9,18 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.cli.plan import parse_option
+from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.edge import EDGE_FLAGS, EdgeSettings, take_edge_flags
 from pie_driver_sglang.config.keys import ApiKeys, take_keys
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
-from pie_driver_sglang.offline.arguments import sglang_flag
+from pie_driver_sglang.offline.arguments import other_engines_flag
 
 CONTRACTS: Final = ("vllm", "sglang")
 
-#: Other names of SGLang's command line.
+#: Other names of SGLang's command line, and the short ones of this package's commands.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "data_parallel_size": "dp_size",
-        "model": "model_path",
-        "tensor_parallel_size": "tp_size",
-        "tokenizer": "tokenizer_path",
-        "tp": "tp_size",
-        "dp": "dp_size",
-    }
+    {**flag_names.ALIASES, "tp": "tp_size", "dp": "dp_size"}
 )
 #: Flags that are the gateway's, or say something to this command.
 FRONT: Final = frozenset(
@@ -118,7 +112,7 @@ class GatewayArguments(NamedTuple):
 
 
 #: Flags of this command: name, reader, default. A reader of None takes no value.
-_OWN: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = MappingProxyType(
+OWN: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = MappingProxyType(
     {
         "grpc_contract": (str, "vllm"),
         "grpc_host": (str, "127.0.0.1"),
@@ -137,7 +131,7 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
         ConfigError: A flag is unknown, wrong, or not supported by this frontend.
     """
     given: dict[str, Any] = {}
-    own = {name: default for name, (_, default) in _OWN.items()}
+    own = {name: default for name, (_, default) in OWN.items()}
     options: dict[str, Any] = {}
     passed: list[str] = []
     keys, queue = take_keys(words)
@@ -149,7 +143,7 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
             options[key] = parsed
         elif name == "gateway_arg":
             passed.append(_value(name, value, queue))
-        elif name in _OWN:
+        elif name in OWN:
             own[name] = _read_own(name, value, queue)
         else:
             given[name] = _read(name, value, queue)
@@ -230,7 +224,7 @@ def _value(name: str, value: str | None, queue: list[str]) -> str:
 
 
 def _read_own(name: str, value: str | None, queue: list[str]) -> Any:
-    reader, _ = _OWN[name]
+    reader, _ = OWN[name]
     if reader is None:
         if value is not None:
             raise ConfigError(f"{_flag(name)} takes no value", f"write {_flag(name)} alone")
@@ -247,11 +241,11 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
                 "`--config` is not read by this frontend", "name the flags themselves"
             )
         names = (
-            _bare(known) for known in {*SERVER_ARGS, *_OWN, *EDGE_FLAGS, "option", "gateway_arg"}
+            _bare(known) for known in {*SERVER_ARGS, *OWN, *EDGE_FLAGS, "option", "gateway_arg"}
         )
         raise ConfigError(
             f"there is no flag {_flag(name)}",
-            sglang_flag(_bare(name))
+            other_engines_flag(_bare(name))
             or nearest(_bare(name), names)
             or "the names are those of SGLang's server",
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -77,13 +78,15 @@ OWN: Final = (
     "ready_timeout_s",
     "request_limits",
 )
-#: Names that SGLang's command line and other engines have for the same.
+#: What SGLang's command line and vLLM call one of SGLang's arguments.
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "block_size": "page_size",
         "data_parallel_size": "dp_size",
         "enforce_eager": "disable_cuda_graph",
         "gpu_memory_utilization": "mem_fraction_static",
         "lora_modules": "lora_paths",
+        "max_loras": "max_loras_per_batch",
         "max_model_len": "context_length",
         "max_num_batched_tokens": "chunked_prefill_size",
         "max_num_seqs": "max_running_requests",
@@ -94,12 +97,35 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "tokenizer": "tokenizer_path",
     }
 )
+#: What to do about arguments of vLLM that are not one of SGLang's; names of ours are in braces.
+_ADVICE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "enable_auto_tool_choice": "remove it; {tool_call_parser} enables tool calls by itself",
+        "enable_chunked_prefill": "remove it; prefill is chunked, by {chunked_prefill_size} tokens",
+        "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
+        "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
+        "{schedule_low_priority_values_first}",
+        "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts",
+        "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
+    }
+)
 
 
-def sglang_flag(flag: str) -> str:
-    """A hint with SGLang's name of another engine's flag; empty for one that is in no table."""
-    name = OTHER_NAMES.get(flag.removeprefix("--").replace("-", "_"))
-    return f"SGLang calls `{flag}` `--{name.replace('_', '-')}`." if name else ""
+def other_engines_flag(flag: str) -> str:
+    """A hint on a flag of another engine that SGLang lacks; empty for any other flag."""
+    argument = flag.removeprefix("--").replace("-", "_")
+    if name := OTHER_NAMES.get(argument):
+        return f"SGLang calls `{flag}` `{_flag(name)}`."
+    return f"{_advice(argument, _flag)}." if argument in _ADVICE else ""
+
+
+def _flag(name: str) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if name in SERVER_ARGS else f"--option {name}=VALUE"
+
+
+def _advice(argument: str, shown: Callable[[str], str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: f"`{shown(found[1])}`", _ADVICE[argument])
 
 
 #: Why an argument of SGLang is refused, by who decides it in this engine.
@@ -252,6 +278,8 @@ def _unknown(name: str, known: set[str]) -> ConfigError:
     hint = nearest(name, known)
     if name in OTHER_NAMES:
         hint = f"SGLang calls it `{OTHER_NAMES[name]}`"
+    elif name in _ADVICE:
+        hint = _advice(name, str)
     return ConfigError(
         f"there is no argument {quoted(name)}", hint or "the names are those of SGLang's ServerArgs"
     )

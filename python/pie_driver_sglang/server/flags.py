@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.offline.arguments import READ, SCHEDULER
+from pie_driver_sglang.errors import ConfigError, nearest
+from pie_driver_sglang.offline.arguments import READ, SCHEDULER, other_engines_flag
 
 OWN_FLAGS: Final = """\
   --scheduler NAME     pie, sglang, or auto (default): ours, and SGLang's own for what ours does not
@@ -18,7 +20,7 @@ OWN_FLAGS: Final = """\
 """
 #: The names of these, and of the one that chooses the front end.
 OWN_NAMES: Final = ("--scheduler", "--option", "--front")
-FLAG_LIST: Final = "`python -m sglang.launch_server --help` lists SGLang's flags"
+FLAG_LIST: Final = "`pie-sglang serve --help` lists all flags"
 
 #: The flag that says how long a step may take.
 WATCHDOG: Final = "watchdog_timeout"
@@ -137,3 +139,34 @@ def unserved_flag(given: Mapping[str, Any]) -> str | None:
             reason = _REASONS_OF_OWNERS.get(owner or "", "the driver does not know it")
         return f"--{name.replace('_', '-')}: {reason}"
     return None
+
+
+def refuse_other_engines_flags(words: Sequence[str]) -> None:
+    """Refuses flags of vLLM. SGLang's parser reads some as an abbreviation of another flag.
+
+    Raises:
+        ConfigError: There are some; the hint has SGLang's names.
+    """
+    # What follows `--gateway-arg` is a flag of smg.
+    pairs = zip(["", *words], words, strict=False)
+    flags = [word.partition("=")[0] for before, word in pairs if before != "--gateway-arg"]
+    found = [
+        flag
+        for flag in flags
+        if flag.startswith("--") and flag not in flag_names.FLAGS and other_engines_flag(flag)
+    ]
+    if found:
+        raise unknown_flags(found, ())
+
+
+def unknown_flags(names: Sequence[str], known: Iterable[str]) -> ConfigError:
+    """The error for flags that do not exist.
+
+    Args:
+        names: The flags.
+        known: Those that exist, of which the hint names the nearest.
+    """
+    listed = ", ".join(f"`{name}`" for name in names)
+    known = list(known)
+    hints = dict.fromkeys(other_engines_flag(name) or nearest(name, known) for name in names)
+    return ConfigError(f"there is no flag {listed}", " ".join([*filter(None, hints), FLAG_LIST]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,20 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final
 
+from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.edge import EDGE_FLAGS, edge_help
 from pie_driver_sglang.config.keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
-from pie_driver_sglang.server.flags import OWN_FLAGS, OWN_NAMES, unserved_flag
+from pie_driver_sglang.gateway.flags import OWN
+from pie_driver_sglang.server.flags import (
+    OWN_FLAGS,
+    OWN_NAMES,
+    refuse_other_engines_flags,
+    unknown_flags,
+    unserved_flag,
+)
 from pie_driver_sglang.server_guard import Session, die_with_this_process, guarded_server
 
 HELP: Final = f"""\
@@ -40,6 +49,8 @@ NGRAM and `--grammar-backend` other than llguidance.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
+_ONE_WORD: Final = (*OWN_NAMES, "--gateway-arg")
+"""Flags of this command that take one value and are in no table."""
 FRONTS: Final = ("sglang", "gateway")
 
 
@@ -49,8 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     if not words or "-h" in words or "--help" in words:
         sys.stdout.write(HELP + sglang_flags())
         raise SystemExit(0 if words else 2)
+    refuse_other_engines_flags(words)
     words = normalized(words)
     if not any(word.split("=")[0] in ("--model-path", "--config") for word in words):
+        # A flag that is not known may have taken the model's word.
+        if unknown := _unknown(words):
+            raise unknown_flags(unknown, _known_flags())
         raise ConfigError(
             "no model is named", "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`"
         )
@@ -88,24 +103,65 @@ def normalized(words: Sequence[str]) -> list[str]:
         else:
             most -= 1
             found.append(word)
+    is_named = any(word.partition("=")[0] == "--model-path" for word in found)
+    if model is None and not is_named:
+        place = _model_in_list(found)
+        model = None if place is None else found.pop(place)
     if model is None:
         return found
     # Of two models one would be ignored: as a flag's surplus value it is an error.
-    is_named = any(word.partition("=")[0] == "--model-path" for word in found)
     return [model, *found] if is_named else ["--model-path", model, *found]
+
+
+def _model_in_list(words: Sequence[str]) -> int | None:
+    """Where the last value of a flag with a list is a model instead; None if none is."""
+    flag, values = "", 0
+    for place, word in enumerate([*words, "-"]):
+        if not word.startswith("-"):
+            values += 1
+            continue
+        if values > 1 and _most_values(flag) > 1:
+            *others, last = words[place - values : place]
+            if _is_no_value(flag_names.field_of(flag), others, last):
+                return place - 1
+        flag, values = word, 0
+    return None
+
+
+def _is_no_value(field: str, others: Sequence[str], last: str) -> bool:
+    """Whether the last value of a list has another form than the others and than its type says."""
+    if field == "lora_paths":
+        return all("=" in each for each in others) and not re.search(r"[={]", last)
+    if field and re.search("int|float", SERVER_ARGS[field].type):
+        return not re.fullmatch(r"[\d.e+-]+", last)
+    return bool(field) and re.fullmatch(r"[\w.-]+/[\w.-]+", last) is not None
 
 
 def _most_values(flag: str) -> int:
     """How many of the following words a flag takes at most; of one that is not known: all."""
     name = flag.removeprefix("--")
-    if flag in OWN_NAMES or name.removesuffix("-file") in KEY_VARIABLES:
+    if flag in _ONE_WORD or name.removesuffix("-file") in KEY_VARIABLES:
         return 1
     if name in EDGE_FLAGS:
         return int(EDGE_FLAGS[name].read is not None)
-    field = SERVER_ARGS.get(name.replace("-", "_"))
-    if field is None or field.type.startswith("list"):
-        return sys.maxsize
-    return int(field.type != "bool")
+    own = OWN.get(name.replace("-", "_"))
+    if own is not None:
+        return int(own[0] is not None)
+    return flag_names.most_values(flag)
+
+
+def _known_flags() -> set[str]:
+    """All flags of this command."""
+    names = [*OWN, *EDGE_FLAGS, *KEY_VARIABLES, *(f"{name}-file" for name in KEY_VARIABLES)]
+    own = {f"--{name.replace('_', '-')}" for name in names}
+    return {*flag_names.FLAGS, *_ONE_WORD, *own}
+
+
+def _unknown(words: Sequence[str]) -> list[str]:
+    """The flags among words that are neither known nor an abbreviation."""
+    known = _known_flags()
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return [name for name in names if name not in known and not flag_names.starting_with(name)]
 
 
 def sglang_flags() -> str:

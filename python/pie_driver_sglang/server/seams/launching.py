@@ -20,10 +20,14 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.observe.active import SGLANG, Active, active_line
-from pie_driver_sglang.offline.arguments import sglang_flag
-from pie_driver_sglang.server.flags import FLAG_LIST, OWN_NAMES
+from pie_driver_sglang.server.flags import (
+    FLAG_LIST,
+    OWN_NAMES,
+    refuse_other_engines_flags,
+    unknown_flags,
+)
 from pie_driver_sglang.server.flow import Acknowledger
 from pie_driver_sglang.server.seams import edge, forking, loads, replicas, workers
 from pie_driver_sglang.server.seams.managers import PieManager, StatusManager
@@ -42,6 +46,7 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     merged = list(words)
     if "--config" in merged:
         merged = ConfigArgumentMerger(parser).merge_config_with_args(merged)
+    refuse_other_engines_flags(merged)
     values = vars(parser.parse_args(merged))
     return {
         name: value
@@ -61,10 +66,7 @@ class _FlagParser(argparse.ArgumentParser):
         names = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
         if not names:
             raise ConfigError(f"{quoted(unknown)} belongs to no flag", FLAG_LIST)
-        listed = ", ".join(f"`{name}`" for name in names)
-        known = [*self._option_string_actions, *OWN_NAMES]
-        hints = dict.fromkeys(sglang_flag(name) or nearest(name, known) for name in names)
-        raise ConfigError(f"there is no flag {listed}", " ".join([*filter(None, hints), FLAG_LIST]))
+        raise unknown_flags(names, [*self._option_string_actions, *OWN_NAMES])
 
 
 @functools.cache

@@ -1,0 +1,102 @@
+"""The flags of SGLang's server by all of their names, and how many values each takes.
+
+SGLang's parser is not imported for that: it takes seconds. `tests/test_serve_flags.py` compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+
+#: Flags that are named otherwise than their field: the name, and the field.
+ALIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "attention_context_parallel_size": "attn_cp_size",
+        "cuda_graph_bs": "cuda_graph_bs_decode",
+        "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+        "data_parallel_size": "dp_size",
+        "decode_context_parallel_size": "dcp_size",
+        "elastic_ep_join_mode": "ep_join_mode",
+        "elastic_ep_join_rank_offset": "ep_join_rank_offset",
+        "ep": "ep_size",
+        "expert_parallel_size": "ep_size",
+        "fp4_gemm_backend": "fp4_gemm_runner_backend",
+        "fp8_gemm_backend": "fp8_gemm_runner_backend",
+        "grpc_http_sidecar_port": "smg_http_sidecar_port",
+        "hierarchical_sparse_attention_extra_config": "hisparse_config",
+        "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
+        "model": "model_path",
+        "moe_data_parallel_size": "moe_dp_size",
+        "nccl_init_addr": "dist_init_addr",
+        "nsa_decode_backend": "dsa_decode_backend",
+        "nsa_prefill_backend": "dsa_prefill_backend",
+        "nsa_prefill_cp_mode": "dsa_prefill_cp_mode",
+        "piecewise_cuda_graph_compiler": "cuda_graph_tc_compiler",
+        "piecewise_cuda_graph_max_tokens": "cuda_graph_max_bs_prefill",
+        "piecewise_cuda_graph_tokens": "cuda_graph_bs_prefill",
+        "pipeline_parallel_size": "pp_size",
+        "speculative_dflash_draft_window_size": "speculative_draft_window_size",
+        "speculative_draft_model": "speculative_draft_model_path",
+        "tensor_parallel_size": "tp_size",
+    }
+)
+#: Flags without a value whose field has another name or type, or that have no field any more.
+_SWITCHES: Final = frozenset(
+    {
+        "collect_tokens_histogram",
+        "disable_piecewise_cuda_graph",
+        "enable_breakable_cuda_graph",
+        "enable_gdn_replayssm_spec",
+        "enable_nsa_prefill_context_parallel",
+        "enforce_piecewise_cuda_graph",
+        "no_dcp_replicate_q_proj",
+        "no_dllm_fdfo",
+        "no_experts_shared_outer_loras",
+        "no_lora_strict_loading",
+        "prefill_round_robin_balance",
+        "stream_output",
+    }
+)
+#: Fields that are a list or a table, and are given as one word.
+_ONE_WORD: Final = frozenset(
+    {
+        "config",
+        "decoupled_spec_connect_endpoints",
+        "forward_hooks",
+        "remote_instance_weight_loader_send_weights_group_ports",
+        "sidecar_args",
+    }
+)
+_NAMES: Final = frozenset({*SERVER_ARGS, *ALIASES, *_SWITCHES, *_ONE_WORD})
+FLAGS: Final = frozenset(f"--{name.replace('_', '-')}" for name in _NAMES)
+
+
+def starting_with(flag: str) -> list[str]:
+    """SGLang's flags that a word may stand for: the flag itself, or those that it abbreviates."""
+    if flag in FLAGS:
+        return [flag]
+    return sorted(each for each in FLAGS if each.startswith(flag)) if len(flag) > 2 else []
+
+
+def field_of(flag: str) -> str:
+    """The field that a flag sets, also if the flag is abbreviated; empty for an unknown flag."""
+    found = starting_with(flag)
+    fields = {ALIASES.get(name, name) for name in (each[2:].replace("-", "_") for each in found)}
+    return fields.pop() if len(fields) == 1 else ""
+
+
+def most_values(flag: str) -> int:
+    """How many of the following words a flag of SGLang's takes at most; an unknown one: all."""
+    name = field_of(flag)
+    if name in _SWITCHES:
+        return 0
+    if name in _ONE_WORD:
+        return 1
+    field = SERVER_ARGS.get(name)
+    if field is None or field.type.startswith("list"):
+        return sys.maxsize
+    return int(field.type != "bool")
