@@ -296,7 +296,8 @@ def test_versions_agree() -> None:
     version = PYPROJECT["project"]["version"]
     assert version == CARGO["workspace"]["package"]["version"] == pie_driver_sglang.__version__
     changes = (REPOSITORY / "CHANGELOG.md").read_text()
-    newest, *_ = re.findall(r"^## (\S+) \(\d{4}-\d{2}-\d{2}\)$", changes, re.MULTILINE)
+    heading = r"^## (\S+) \((?:unreleased|\d{4}-\d{2}-\d{2})\)$"
+    newest, *_ = re.findall(heading, changes, re.MULTILINE)
     assert newest == version
     spec = importlib.util.spec_from_file_location(
         "set_version", REPOSITORY / "tools" / "set_version.py"

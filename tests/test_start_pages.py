@@ -212,12 +212,14 @@ def check_make(words: list[str], _: pytest.MonkeyPatch) -> None:
     assert re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE), words
 
 
-def check_docker(words: list[str], _: pytest.MonkeyPatch) -> None:
+def check_docker(words: list[str], patch: pytest.MonkeyPatch) -> None:
     """An image is built of this repository's file, whose entry point is our command."""
     if words[1] == "compose":
         assert words[2] == "--file"
         assert (REPOSITORY / words[3]).is_file()
         return
+    if words[1] == "run":
+        return check_ours(["pie-sglang", *words[words.index("pie-driver-sglang") + 1 :]], patch)
     assert words == ["docker", "build", "--tag", "pie-driver-sglang", "."]
     assert 'ENTRYPOINT ["pie-sglang"]' in (REPOSITORY / "Dockerfile").read_text()
 
@@ -238,8 +240,13 @@ def check_uv(words: list[str], _: pytest.MonkeyPatch) -> None:
 
 
 def check_kubectl(words: list[str], _: pytest.MonkeyPatch) -> None:
-    assert words[:3] == ["kubectl", "apply", "--filename"]
-    assert (REPOSITORY / words[3]).is_file()
+    manifest = REPOSITORY / "examples/kubernetes/server.yaml"
+    if words[1] == "create":
+        assert words[2:4] == ["secret", "generic"]
+        key = words[4].removeprefix("--from-literal=").partition("=")[0]
+        assert f"{{name: {words[5]}, key: {key}," in manifest.read_text()
+        return
+    assert words == ["kubectl", "apply", "--filename", str(manifest.relative_to(REPOSITORY))]
 
 
 def check_git(words: list[str], _: pytest.MonkeyPatch) -> None:
@@ -270,6 +277,7 @@ CHECKS: Final = {
     "git": check_git,
     "export": check_shell,
     "kubectl": check_kubectl,
+    "hf": check_shell,
     "pie": check_pie,
     "curl": check_curl,
 }
