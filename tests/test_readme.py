@@ -1,4 +1,4 @@
-"""README.md and docs/start: their configuration, programs and figures."""
+"""README.md, SECURITY.md and docs/start: their configuration, programs and figures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import tomllib
 from typing import Any, Final
 
+import hostile
 import pie_driver_sglang
 from pie_driver_sglang.cli.pie_config import driver_tables
 from pie_driver_sglang.config.file import parse_config
@@ -54,6 +55,15 @@ def test_the_examples_of_index_and_drafter_run() -> None:
     [program] = blocks(TEXT, "python")
     imports, _, *parts = program.split("\n\n")
     exec(compile("\n".join([imports, *parts]), "README.md", "exec"), {})
+
+
+def test_the_security_page_counts_the_hostile_requests() -> None:
+    page = (REPOSITORY / "SECURITY.md").read_text()
+    rows = [row for kind in hostile.ROWS.values() for row in kind]
+    engine, gateway = (sum(k in row.at for row in rows) for k in (hostile.ENGINE, hostile.GATEWAY))
+    assert all(hostile.SGLANG in row.at for row in rows)
+    assert f"a table of {len(rows)} " in page
+    assert f"`Engine` {engine}, the gateway the {gateway} " in page
 
 
 def test_the_table_has_the_figures_of_its_record() -> None:

@@ -219,7 +219,8 @@ def check_docker(words: list[str], patch: pytest.MonkeyPatch) -> None:
         assert (REPOSITORY / words[3]).is_file()
         return
     if words[1] == "run":
-        return check_ours(["pie-sglang", *words[words.index("pie-driver-sglang") + 1 :]], patch)
+        check_ours(["pie-sglang", *words[words.index("pie-driver-sglang") + 1 :]], patch)
+        return
     assert words == ["docker", "build", "--tag", "pie-driver-sglang", "."]
     assert 'ENTRYPOINT ["pie-sglang"]' in (REPOSITORY / "Dockerfile").read_text()
 
