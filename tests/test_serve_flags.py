@@ -16,7 +16,7 @@ import pytest
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
-from pie_driver_sglang.offline.arguments import other_engines_flag
+from pie_driver_sglang.offline.arguments import other_engines_flag, parse_arguments
 from pie_driver_sglang.server import flags, launch, program
 from pie_driver_sglang.server.seams import environment
 from pie_driver_sglang.srt import version
@@ -333,6 +333,17 @@ def test_flags_of_vllm_are_answered_before_anything_is_imported(
     assert str(error.value) == f"there is no flag `{flag}`"
     assert hint in error.value.hint
     assert len(error.value.hint.splitlines()) == 1
+
+
+def test_the_engine_answers_the_same_names_with_its_arguments() -> None:
+    for name, hint in (
+        ("swap_space", "`cpu_mem_budget_in_gb`"),
+        ("max_loras", "`max_loras_per_batch`"),
+    ):
+        with pytest.raises(ConfigError, match="there is no argument") as error:
+            parse_arguments({"model_path": str(POCKET), name: 1})
+        assert hint in error.value.hint
+        assert "--" not in error.value.hint
 
 
 def test_flags_that_exist_are_no_flags_of_vllm() -> None:
