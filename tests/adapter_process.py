@@ -149,8 +149,8 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
 
     from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.srt import adapters
+    from pie_driver_sglang.srt.compat.lora import slot_tensors
     from pie_driver_sglang.srt.load import load_engine
-    from pie_driver_sglang.srt.seams.lora import slot_tensors
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -358,7 +358,7 @@ def pin_on_threads(connection: Connection, stderr: str) -> None:
     """
     import torch
 
-    from pie_driver_sglang.srt.seams import lora
+    from pie_driver_sglang.srt.compat import lora
 
     drivers.redirect_output(stderr)
 

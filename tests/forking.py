@@ -156,10 +156,10 @@ class _Forks:
 
 def _import_server() -> None:
     """Imports SGLang's server, for all that are forked from here on."""
-    from pie_driver_sglang.server.seams import environment
+    from pie_driver_sglang.server.compat import environment
 
     with environment.importing_server():
-        from pie_driver_sglang.server.seams import launching  # noqa: F401
+        from pie_driver_sglang.server.compat import launching  # noqa: F401
 
 
 def _join(pid: int, group: int) -> None:

@@ -97,8 +97,8 @@ def decode(
 
 def found_layers(runner: Any) -> Any:
     """The fused layers of a model; None where there are none."""
+    from pie_driver_sglang.srt.compat.layers import UnknownLayer
     from pie_driver_sglang.srt.fused import fuse_layers
-    from pie_driver_sglang.srt.seams.layers import UnknownLayer
 
     try:
         return fuse_layers(runner)
@@ -229,7 +229,7 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
     import torch
 
     from pie_driver_sglang.kernels import cluster_attend, lone_attend
-    from pie_driver_sglang.srt.seams.attention import decode_backend
+    from pie_driver_sglang.srt.compat.attention import decode_backend
 
     def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
         # What a kernel in CUDA C++ takes, which knows no types of its arguments.

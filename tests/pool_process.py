@@ -42,7 +42,7 @@ def states_in_pool(connection: Connection, stderr: str) -> None:
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from pie_driver_sglang.srt.seams.pools import widen
+    from pie_driver_sglang.srt.compat.pools import widen
     from pie_driver_sglang.srt.state import StatePool
 
     drivers.redirect_output(stderr)

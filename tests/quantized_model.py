@@ -34,7 +34,7 @@ def quantize_layers(runner: Any, kind: str) -> None:
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 
-    from pie_driver_sglang.srt.seams.attention import attention_layers
+    from pie_driver_sglang.srt.compat.attention import attention_layers
 
     blocks = [BLOCK, BLOCK] if kind == "block" else None
     config = Fp8Config(

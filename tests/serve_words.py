@@ -17,8 +17,8 @@ from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.gateway.flags import parse_words
 from pie_driver_sglang.offline.arguments import OWN, READ, SCHEDULER
 from pie_driver_sglang.server import launch, program
+from pie_driver_sglang.server.compat import environment
 from pie_driver_sglang.server.flags import refuse_other_engines_flags
-from pie_driver_sglang.server.seams import environment
 
 
 def find_fault(launching: Any, given: Sequence[str]) -> str | None:
@@ -44,7 +44,7 @@ def main() -> None:
     """Prints the faults."""
     environment.prepare_server((), on_cpu=True)
     with environment.importing_server():
-        from pie_driver_sglang.server.seams import launching
+        from pie_driver_sglang.server.compat import launching
     print(json.dumps([find_fault(launching, words) for words in json.load(sys.stdin)]))
 
 

@@ -36,14 +36,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def seams() -> Iterator[Any]:
-    """The messages' seam, whose import is SGLang's; the process keeps none of its variables."""
-    from pie_driver_sglang.server.seams import environment
+def compat() -> Iterator[Any]:
+    """The compat module of messages, which imports SGLang; no variable of it is kept."""
+    from pie_driver_sglang.server.compat import environment
 
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.seams import messages
+            from pie_driver_sglang.server.compat import messages
         yield messages
 
 
@@ -58,12 +58,12 @@ def gone() -> Iterator[_core.Runtime]:
 
 
 @pytest.fixture(scope="module")
-def front(gone: _core.Runtime, seams: Any) -> _core.Front:
+def front(gone: _core.Runtime, compat: Any) -> _core.Front:
     """Its requests: every one is answered with an error."""
-    return make(gone, seams)
+    return make(gone, compat)
 
 
-def make(runtime: _core.Runtime, seams: Any, **changed: Any) -> _core.Front:
+def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.Front:
     values: dict[str, Any] = {
         "eos_token_ids": [1],
         "think_end_ids": [],
@@ -74,9 +74,9 @@ def make(runtime: _core.Runtime, seams: Any, **changed: Any) -> _core.Front:
         "truncate": False,
         "vocab_size": 1000,
         "speculate": False,
-        "probe_prefix": seams.PROBE_PREFIX,
+        "probe_prefix": compat.PROBE_PREFIX,
     }
-    return _core.Front(runtime, seams.message_table(), **{**values, **changed})
+    return _core.Front(runtime, compat.message_table(), **{**values, **changed})
 
 
 def request(**changed: Any) -> Any:
@@ -105,10 +105,10 @@ def request(**changed: Any) -> Any:
     return made
 
 
-def answer(front: _core.Front, seams: Any, *messages: Any) -> Any:
+def answer(front: _core.Front, compat: Any, *messages: Any) -> Any:
     """What SGLang's detokenizer decodes of the one message that comes back."""
-    [data], _, _, _ = front.receive([seams.encode_message(message) for message in messages])
-    return seams.decode_message(data)
+    [data], _, _, _ = front.receive([compat.encode_message(message) for message in messages])
+    return compat.decode_message(data)
 
 
 TEXTS = st.text(max_size=20)
@@ -123,7 +123,7 @@ TEXTS = st.text(max_size=20)
 )
 def test_outputs_are_messages_of_sglang(
     front: _core.Front,
-    seams: Any,
+    compat: Any,
     rid: str,
     worker: str | None,
     prompt: list[int],
@@ -138,7 +138,7 @@ def test_outputs_are_messages_of_sglang(
     fields = {"input_ids": array("q", prompt)}
     sent = request(rid=rid, worker=worker, params=params, fields=fields)
     sent.sampling_params.stop_strs = ["a", "b"]
-    found = answer(front, seams, sent)
+    found = answer(front, compat, sent)
     assert type(found).__name__ == "BatchTokenIDOutput"
     assert (found.rids, found.http_worker_ipcs) == ([rid], [worker])
     assert found.decode_ids == [array("q", prompt[-5:])]
@@ -175,26 +175,26 @@ def test_outputs_are_messages_of_sglang(
         ({"fields": {"input_ids": array("q", range(101))}}, "101 tokens"),
     ],
 )
-def test_refusals(front: _core.Front, seams: Any, changed: dict[str, Any], words: str) -> None:
-    [reason] = answer(front, seams, request(**changed)).finished_reasons
+def test_refusals(front: _core.Front, compat: Any, changed: dict[str, Any], words: str) -> None:
+    [reason] = answer(front, compat, request(**changed)).finished_reasons
     assert (reason["status_code"], reason["err_type"]) == (400, "BadRequestError")
     assert words in reason["message"]
 
 
-def test_one_message_answers_a_batch(front: _core.Front, seams: Any) -> None:
+def test_one_message_answers_a_batch(front: _core.Front, compat: Any) -> None:
     from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
     batch = BatchTokenizedGenerateReqInput(batch=[request(rid="a"), request(rid="b", worker="w")])
-    found = answer(front, seams, batch, request(rid="c"))
+    found = answer(front, compat, batch, request(rid="c"))
     assert (found.rids, found.http_worker_ipcs) == (["a", "b", "c"], [None, "w", None])
 
 
 def test_times_are_objects_of_sglang(
-    gone: _core.Runtime, seams: Any, monkeypatch: pytest.MonkeyPatch
+    gone: _core.Runtime, compat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.observability import req_time_stats
 
-    from pie_driver_sglang.server.seams.metrics import clock_s, times_template
+    from pie_driver_sglang.server.compat.metrics import clock_s, times_template
 
     req_time_stats.calibrate_time_diff()
     with monkeypatch.context() as patch:
@@ -203,8 +203,8 @@ def test_times_are_objects_of_sglang(
         patch.setattr(req_time_stats, "global_diff_realtime_monotonic", lead + 60)
         template, places = times_template()
     began = clock_s()
-    timed = make(gone, seams, times=(began, template, places))
-    found = answer(timed, seams, request(rid="a"), request(rid="b", params={"min_p": 2.0}))
+    timed = make(gone, compat, times=(began, template, places))
+    found = answer(timed, compat, request(rid="a"), request(rid="b", params={"min_p": 2.0}))
     stats = pickle.loads(found.time_stats.data)
     assert [type(each).__name__ for each in stats] == ["SchedulerReqTimeStats"] * 2
     for each in stats:
@@ -214,17 +214,17 @@ def test_times_are_objects_of_sglang(
         assert "prefill_finished_time" not in each.convert_to_output_meta_info()
     assert timed.take_waits() == []
     with pytest.raises(ValueError, match="not all inside of the pickle"):
-        make(gone, seams, times=(began, template, (0, 0, 0, len(template) - 7)))
+        make(gone, compat, times=(began, template, (0, 0, 0, len(template) - 7)))
 
 
-def test_messages_about_other_things_come_back(front: _core.Front, seams: Any) -> None:
+def test_messages_about_other_things_come_back(front: _core.Front, compat: Any) -> None:
     from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, GetInternalStateReq
 
     others = [
-        seams.encode_message(FlushCacheReqInput()),
-        seams.encode_message(GetInternalStateReq()),
+        compat.encode_message(FlushCacheReqInput()),
+        compat.encode_message(GetInternalStateReq()),
     ]
-    abort = seams.encode_message(AbortReq(rid="unknown"))
+    abort = compat.encode_message(AbortReq(rid="unknown"))
     assert front.receive([others[0], abort, others[1]]) == ([], [], others, [])
     # What cannot be read is for the log, and fails nothing that came with it.
     *taken, [line] = front.receive([b"\xdc", others[0]])
@@ -232,10 +232,10 @@ def test_messages_about_other_things_come_back(front: _core.Front, seams: Any) -
     assert line.startswith("a message of 1 bytes cannot be read")
 
 
-def test_classes_of_another_version_are_refused(front: _core.Front, seams: Any) -> None:
+def test_classes_of_another_version_are_refused(front: _core.Front, compat: Any) -> None:
     runtime = _core.Runtime(str(POCKET), python=sys.executable, devices=["cpu"])
     try:
-        table = [entry for entry in seams.message_table() if entry[0] != "AbortReq"]
+        table = [entry for entry in compat.message_table() if entry[0] != "AbortReq"]
         with pytest.raises(FrontEndError, match="no message class `AbortReq`"):
             _core.Front(
                 runtime,
@@ -272,7 +272,7 @@ SERVED = {
 }
 
 
-def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
+def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     """SGLang waits for answers without a limit."""
     from sglang.srt.managers import io_struct
 
@@ -289,7 +289,7 @@ def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
     asked = set()
     for cls in io_struct.BaseReq.__subclasses__():
         name = cls.__name__
-        wanted = seams._answer_class(name)
+        wanted = compat._answer_class(name)
         if wanted is None or name.endswith("Output"):
             continue
         asked.add(name)
@@ -301,7 +301,7 @@ def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
             time.sleep(0.01)
             answers = control.due()
         [data] = answers
-        found = seams.decode_message(data)
+        found = compat.decode_message(data)
         assert type(found) is wanted, name
         if name in SERVED:
             assert name not in MESSAGES
@@ -313,7 +313,7 @@ def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
     assert asked | {"RpcReqInput"} >= {*MESSAGES, *SERVED}
 
 
-def test_a_request_for_embeddings_is_refused(seams: Any) -> None:
+def test_a_request_for_embeddings_is_refused(compat: Any) -> None:
     from sglang.srt.managers.io_struct import (
         BatchTokenizedEmbeddingReqInput,
         TokenizedEmbeddingReqInput,
@@ -334,7 +334,7 @@ def test_a_request_for_embeddings_is_refused(seams: Any) -> None:
     request.rid, request.http_worker_ipc = "r", "w"
     batch = BatchTokenizedEmbeddingReqInput(batch=[request, request])
     for message, count in ((request, 1), (batch, 2)):
-        ends = [seams.decode_message(data) for data in control.answer(message)]
+        ends = [compat.decode_message(data) for data in control.answer(message)]
         assert [(end.rid, end.http_worker_ipc) for end in ends] == [("r", "w")] * count
         assert ends[0].finished_reason["status_code"] == 400
         assert "no embeddings" in ends[0].finished_reason["message"]
@@ -366,10 +366,10 @@ class Idle:
 class TestProcesses:
     """The processes that SGLang's server starts."""
 
-    def test_they_are_forked_on_the_cpu(self, seams: Any) -> None:
+    def test_they_are_forked_on_the_cpu(self, compat: Any) -> None:
         from sglang.srt.entrypoints import engine
 
-        from pie_driver_sglang.server.seams import forking
+        from pie_driver_sglang.server.compat import forking
 
         own = multiprocessing.get_start_method()
         with forking.forks("cuda"):
@@ -389,8 +389,8 @@ class TestProcesses:
         multiprocessing.set_start_method(own, force=True)
         assert engine.mp is multiprocessing
 
-    def test_they_have_signals_of_their_own(self, seams: Any) -> None:
-        from pie_driver_sglang.server.seams import forking
+    def test_they_have_signals_of_their_own(self, compat: Any) -> None:
+        from pie_driver_sglang.server.compat import forking
 
         numbers = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT)
         before = {number: signal.getsignal(number) for number in numbers}
@@ -404,12 +404,12 @@ class TestProcesses:
                 signal.signal(number, handler)
         assert found == [signal.SIG_DFL] * 3 + [signal.default_int_handler]
 
-    def test_sigterm_is_seen_soon(self, seams: Any) -> None:
+    def test_sigterm_is_seen_soon(self, compat: Any) -> None:
         """And the rest of an end is SGLang's."""
-        from pie_driver_sglang.server.seams import environment
+        from pie_driver_sglang.server.compat import environment
 
         with mock.patch.dict(os.environ), environment.importing_server():
-            from pie_driver_sglang.server.seams import managers
+            from pie_driver_sglang.server.compat import managers
         manager = object.__new__(managers.StatusManager)
         manager.gracefully_exit = False
         waits: list[float] = []
@@ -436,7 +436,7 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.entrypoints.openai.utils import to_openai_style_logprobs
 
-    from pie_driver_sglang.server.seams.chats import correct_top_logprobs
+    from pie_driver_sglang.server.compat.chats import correct_top_logprobs
 
     tokens = [(-0.5, 7, "a"), (-0.25, 8, "b")]
     chunk = to_openai_style_logprobs(
@@ -452,7 +452,7 @@ def test_a_model_may_name_an_adapter_alone() -> None:
     """As vLLM's clients do; SGLang itself would answer by the base model."""
     from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-    from pie_driver_sglang.server.seams import chats
+    from pie_driver_sglang.server.compat import chats
 
     serving = object.__new__(OpenAIServingCompletion)
     serving.tokenizer_manager = SimpleNamespace(
@@ -476,7 +476,7 @@ def test_the_call_of_a_named_tool_is_an_object(parameters: dict[str, Any] | None
     from sglang.srt.entrypoints.openai.protocol import Tool, ToolChoice
     from sglang.srt.function_call.utils import get_json_schema_constraint
 
-    from pie_driver_sglang.server.seams.chats import correct_tool_schemas
+    from pie_driver_sglang.server.compat.chats import correct_tool_schemas
 
     function = {"name": "f", "parameters": parameters}
     tool = Tool.model_validate({"type": "function", "function": function})

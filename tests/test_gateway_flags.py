@@ -55,13 +55,13 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_sglang_reads_the_same_words_alike() -> None:
     """Of every flag that this frontend takes: a value that SGLang's own parser accepts."""
-    from pie_driver_sglang.server.seams import environment
+    from pie_driver_sglang.server.compat import environment
 
     # The process keeps none of the server's variables.
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.seams import launching
+            from pie_driver_sglang.server.compat import launching
     tried = 0
     for name, field in SERVER_ARGS.items():
         if "table" in field.type or field.type == "any":

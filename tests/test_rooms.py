@@ -134,7 +134,7 @@ def test_a_room_imports_what_it_may(room: str) -> None:
 def test_sglang_is_imported_in_its_rooms_alone() -> None:
     for module, tree in TREES.items():
         names = {name.partition(".")[0] for name in imports(tree, lazy=True)}
-        rooms = (f"{PACKAGE}.srt.", f"{PACKAGE}.server.seams.")
+        rooms = (f"{PACKAGE}.srt.", f"{PACKAGE}.server.compat.")
         assert "sglang" not in names or module.startswith(rooms), module
 
 

@@ -18,7 +18,7 @@ from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
 from pie_driver_sglang.offline.arguments import other_engines_flag, parse_arguments
 from pie_driver_sglang.server import flags, launch, program
-from pie_driver_sglang.server.seams import environment
+from pie_driver_sglang.server.compat import environment
 from pie_driver_sglang.srt import version
 from tiny_models import POCKET, REPOSITORY
 
@@ -219,7 +219,7 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.seams import launching
+            from pie_driver_sglang.server.compat import launching
     with pytest.raises(ConfigError) as error:
         launching.given_flags(["--model-path", "m", *words])
     assert names in str(error.value)
@@ -294,14 +294,14 @@ def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.seams import launching
+            from pie_driver_sglang.server.compat import launching
     most = {"0": 0, "None": 1, "?": 1}
     actions = launching._flag_parser()._option_string_actions
     flags_of_sglang = {name: act for name, act in actions.items() if name not in ("-h", "--help")}
     found = {name: min(program._most_values(name), 2) for name in flags_of_sglang}
     assert found == {name: most.get(str(act.nargs), 2) for name, act in flags_of_sglang.items()}
     # The words that are checked before that parser are no flags of it.
-    assert flags_of_sglang.keys() <= flag_names.FLAGS
+    assert flags_of_sglang.keys() <= flag_names.SGLANG_FLAGS
     shared = {name for name in flags_of_sglang if other_engines_flag(name)}
     assert shared == {"--model", "--tensor-parallel-size", "--data-parallel-size"}
 
@@ -359,7 +359,7 @@ def test_the_migration_page_names_no_flag_that_lacks_a_hint() -> None:
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
     named = {flag for cell in cells for flag in re.findall(r"(?<!\S)`?(--[\w-]+)", cell)}
     assert len(named) > 25
-    known = flag_names.FLAGS
+    known = flag_names.SGLANG_FLAGS
     assert [flag for flag in named if flag not in known and not other_engines_flag(flag)] == []
 
 
@@ -415,7 +415,7 @@ def test_another_version_of_sglang_is_refused(
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 def test_the_plugins_refuse_another_version_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pie_driver_sglang.srt.seams import hooks
+    from pie_driver_sglang.srt.compat import hooks
 
     monkeypatch.setattr(version, "pins", lambda: {"sglang": "9.9.9"})
     monkeypatch.delenv(version.OVERRIDE, raising=False)

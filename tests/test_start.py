@@ -17,7 +17,7 @@ import pytest
 import drivers
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.srt import device, environment
-from pie_driver_sglang.srt.seams import process
+from pie_driver_sglang.srt.compat import process
 
 LIMIT_S = 180.0
 

@@ -202,7 +202,7 @@ def pie(step: Step, how: SplitTuning | None = None) -> Call:
 
 def with_fa3(step: Step) -> Call:
     """The same with prompts left to FlashAttention-3."""
-    from pie_driver_sglang.srt.seams.attention import attend_prompts
+    from pie_driver_sglang.srt.compat.attention import attend_prompts
 
     shape, device = step.work.shape, step.queries.device
     # The first row of a block table is of padding.

@@ -74,7 +74,7 @@ class Prefill:
     """Prompts in scattered pages, as one pass."""
 
     def __init__(self, engine: Any, lengths: list[int]) -> None:
-        from pie_driver_sglang.srt.seams.passes import Extends, PassInputs
+        from pie_driver_sglang.srt.compat.passes import Extends, PassInputs
 
         runner, device = engine.runner, "cuda"
         table = runner.req_to_token_pool.req_to_token
@@ -109,7 +109,7 @@ class Prefill:
 
     def run(self, layers: Any) -> torch.Tensor:
         """Runs it by the driver's layers, or by SGLang's (None); ``[tokens, width]`` states."""
-        from pie_driver_sglang.srt.seams.passes import make_batch
+        from pie_driver_sglang.srt.compat.passes import make_batch
 
         batch = make_batch(self._inputs, self._extends)
         with contextlib.nullcontext() if layers is None else layers.prefilling():

@@ -59,7 +59,7 @@ class Steps:
         import pie_driver_sglang.srt.load as load
 
         # The graph path's own graphs would only take time.
-        from pie_driver_sglang.srt.seams.pools import storage
+        from pie_driver_sglang.srt.compat.pools import storage
 
         with mock.patch.object(load, "_steps", lambda *_: None):
             _, self.engine = load.load_engine(config)

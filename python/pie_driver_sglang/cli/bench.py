@@ -64,7 +64,7 @@ def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     if options.side == DRIVER_SIDE:
         with started(options) as engine:
             return _play(engine, workload, options.repeats)
-    from pie_driver_sglang.srt.seams.offline_peer import peer_engine
+    from pie_driver_sglang.srt.compat.offline_peer import peer_engine
 
     engine = peer_engine(
         options.model,

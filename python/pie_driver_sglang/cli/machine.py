@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.srt.seams.process import KERNELS
+from pie_driver_sglang.srt.compat.process import KERNELS
 
 REGION_PREFIX: Final = "pie_shmem_g"
 """How the names of the drivers' regions begin in `/dev/shm`."""

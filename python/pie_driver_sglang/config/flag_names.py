@@ -13,7 +13,7 @@ from typing import Final
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 
 #: Flags that are named otherwise than their field: the name, and the field.
-ALIASES: Final[Mapping[str, str]] = MappingProxyType(
+SGLANG_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "attention_context_parallel_size": "attn_cp_size",
         "cuda_graph_bs": "cuda_graph_bs_decode",
@@ -71,21 +71,23 @@ _ONE_WORD: Final = frozenset(
         "sidecar_args",
     }
 )
-_NAMES: Final = frozenset({*SERVER_ARGS, *ALIASES, *_SWITCHES, *_ONE_WORD})
-FLAGS: Final = frozenset(f"--{name.replace('_', '-')}" for name in _NAMES)
+_NAMES: Final = frozenset({*SERVER_ARGS, *SGLANG_ALIASES, *_SWITCHES, *_ONE_WORD})
+SGLANG_FLAGS: Final = frozenset(f"--{name.replace('_', '-')}" for name in _NAMES)
 
 
 def starting_with(flag: str) -> list[str]:
     """SGLang's flags that a word may stand for: the flag itself, or those that it abbreviates."""
-    if flag in FLAGS:
+    if flag in SGLANG_FLAGS:
         return [flag]
-    return sorted(each for each in FLAGS if each.startswith(flag)) if len(flag) > 2 else []
+    return sorted(each for each in SGLANG_FLAGS if each.startswith(flag)) if len(flag) > 2 else []
 
 
 def field_of(flag: str) -> str:
     """The field that a flag sets, also if the flag is abbreviated; empty for an unknown flag."""
     found = starting_with(flag)
-    fields = {ALIASES.get(name, name) for name in (each[2:].replace("-", "_") for each in found)}
+    fields = {
+        SGLANG_ALIASES.get(name, name) for name in (each[2:].replace("-", "_") for each in found)
+    }
     return fields.pop() if len(fields) == 1 else ""
 
 

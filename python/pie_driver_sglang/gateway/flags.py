@@ -20,7 +20,7 @@ CONTRACTS: Final = ("vllm", "sglang")
 
 #: Other names of SGLang's command line, and the short ones of this package's commands.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
-    {**flag_names.ALIASES, "tp": "tp_size", "dp": "dp_size"}
+    {**flag_names.SGLANG_ALIASES, "tp": "tp_size", "dp": "dp_size"}
 )
 #: Flags that are the gateway's, or say something to this command.
 FRONT: Final = frozenset(
@@ -112,7 +112,7 @@ class GatewayArguments(NamedTuple):
 
 
 #: Flags of this command: name, reader, default. A reader of None takes no value.
-OWN: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = MappingProxyType(
+GATEWAY_FLAGS: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = MappingProxyType(
     {
         "grpc_contract": (str, "vllm"),
         "grpc_host": (str, "127.0.0.1"),
@@ -131,7 +131,7 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
         ConfigError: A flag is unknown, wrong, or not supported by this frontend.
     """
     given: dict[str, Any] = {}
-    own = {name: default for name, (_, default) in OWN.items()}
+    own = {name: default for name, (_, default) in GATEWAY_FLAGS.items()}
     options: dict[str, Any] = {}
     passed: list[str] = []
     keys, queue = take_keys(words)
@@ -143,7 +143,7 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
             options[key] = parsed
         elif name == "gateway_arg":
             passed.append(_value(name, value, queue))
-        elif name in OWN:
+        elif name in GATEWAY_FLAGS:
             own[name] = _read_own(name, value, queue)
         else:
             given[name] = _read(name, value, queue)
@@ -224,7 +224,7 @@ def _value(name: str, value: str | None, queue: list[str]) -> str:
 
 
 def _read_own(name: str, value: str | None, queue: list[str]) -> Any:
-    reader, _ = OWN[name]
+    reader, _ = GATEWAY_FLAGS[name]
     if reader is None:
         if value is not None:
             raise ConfigError(f"{_flag(name)} takes no value", f"write {_flag(name)} alone")
@@ -241,7 +241,8 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
                 "`--config` is not read by this frontend", "name the flags themselves"
             )
         names = (
-            _bare(known) for known in {*SERVER_ARGS, *OWN, *EDGE_FLAGS, "option", "gateway_arg"}
+            _bare(known)
+            for known in {*SERVER_ARGS, *GATEWAY_FLAGS, *EDGE_FLAGS, "option", "gateway_arg"}
         )
         raise ConfigError(
             f"there is no flag {_flag(name)}",

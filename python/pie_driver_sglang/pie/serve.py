@@ -57,9 +57,7 @@ def warm_up(server: _core.Server, engine: ModelEngine) -> None:
         _warm_up_paths(server, engine, WARM_UP_ADAPTER)
         engine.drop_warm_up_adapter()
     for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
-        server.warm_up_graph_path(
-            _core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])])
-        )
+        server.warm_up_graph_path(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
 
 class Times(NamedTuple):

@@ -17,6 +17,6 @@ them in Rust, and answers the few that are not about requests. It never schedule
 ``access``    which key each route needs; ``connections`` limits connections and their bodies
 ``stores``    bounds what is kept for clients; ``answers`` the errors that they get
 ``media``     images and other media that requests name by URL
-``seams``     all that is imported of SGLang
+``compat``     all that is imported of SGLang
 ============  ======================================================================================
 """

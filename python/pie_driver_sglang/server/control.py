@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server.adapters import ServerAdapters
+from pie_driver_sglang.server.compat import messages, tensors
 from pie_driver_sglang.server.flow import Window
 from pie_driver_sglang.server.profile import Profiler
 from pie_driver_sglang.server.refusals import EMBEDDING, INSTEAD, why_not_served
-from pie_driver_sglang.server.seams import messages, tensors
 
 logger = logging.getLogger(__name__)
 

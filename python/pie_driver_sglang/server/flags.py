@@ -153,7 +153,9 @@ def refuse_other_engines_flags(words: Sequence[str]) -> None:
     found = [
         flag
         for flag in flags
-        if flag.startswith("--") and flag not in flag_names.FLAGS and other_engines_flag(flag)
+        if flag.startswith("--")
+        and flag not in flag_names.SGLANG_FLAGS
+        and other_engines_flag(flag)
     ]
     if found:
         raise unknown_flags(found, ())

@@ -19,8 +19,8 @@ from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.observe.spans import check_tracing
 from pie_driver_sglang.offline.arguments import has_gpu, model_folder, parse_arguments
 from pie_driver_sglang.offline.types import EngineArguments
+from pie_driver_sglang.server.compat import environment
 from pie_driver_sglang.server.flags import TRANSPORT, WATCHDOG, served_arguments, unserved_flag
-from pie_driver_sglang.server.seams import environment
 from pie_driver_sglang.srt.version import check_versions
 
 SCHEDULERS: Final = ("auto", "pie", "sglang")
@@ -135,7 +135,7 @@ def _serve(own: OwnArguments) -> None:
     check_versions()
     environment.prepare_server(architectures, on_cpu=on_cpu)
     with environment.importing_server():
-        from pie_driver_sglang.server.seams import edge, launching
+        from pie_driver_sglang.server.compat import edge, launching
 
     given = launching.given_flags(own.words)
     sees = takes_images({"architectures": architectures})

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.observe.backoff import Backoff
-from pie_driver_sglang.server.seams.metrics import FIGURE_PREFIX, SchedulerMetrics
+from pie_driver_sglang.server.compat.metrics import FIGURE_PREFIX, SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pie_driver_sglang.server.adapters import ServerAdapters
+    from pie_driver_sglang.server.compat.images import ReadImage
     from pie_driver_sglang.server.metrics import MetricsThread
-    from pie_driver_sglang.server.seams.images import ReadImage
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Parts:
     @property
     def context_length(self) -> int:
         """Positions of a sequence."""
-        from pie_driver_sglang.server.seams.scheduling import front_context_length
+        from pie_driver_sglang.server.compat.scheduling import front_context_length
 
         longest = (front_context_length(self._settings), int(self.able["max_model_len"]))
         return min(*longest, self.tokens)
@@ -100,8 +100,8 @@ class Parts:
 
     def front(self) -> _core.Front:
         """The requests."""
-        from pie_driver_sglang.server.seams import messages
-        from pie_driver_sglang.server.seams.scheduling import refuses_priority
+        from pie_driver_sglang.server.compat import messages
+        from pie_driver_sglang.server.compat.scheduling import refuses_priority
 
         tokenizer, settings = self._tokenizer, self._settings
         return _core.Front(
@@ -130,7 +130,7 @@ class Parts:
         """What reads the images of requests; None for a model without them."""
         if not self._takes_images:
             return None
-        from pie_driver_sglang.server.seams.images import read_images
+        from pie_driver_sglang.server.compat.images import read_images
 
         return read_images
 
@@ -153,8 +153,8 @@ class Parts:
         """What writes metrics; None without `--enable-metrics`."""
         if not self._settings.enable_metrics:
             return None
+        from pie_driver_sglang.server.compat.metrics import SchedulerMetrics
         from pie_driver_sglang.server.metrics import MetricsThread
-        from pie_driver_sglang.server.seams.metrics import SchedulerMetrics
 
         given = self._given
         metrics = SchedulerMetrics(given.settings, rank=given.rank, replica=given.replica)
@@ -202,7 +202,7 @@ def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | No
     """What writes the times of requests, where the front end makes metrics of them."""
     if not settings.enable_metrics:
         return None
-    from pie_driver_sglang.server.seams import metrics
+    from pie_driver_sglang.server.compat import metrics
 
     pickle, places = metrics.times_template()
     return metrics.clock_s(), pickle, places
@@ -218,6 +218,6 @@ def _end_of_thinking(settings: Any, tokenizer: ModelTokenizer | None) -> list[in
     parser = settings.reasoning_parser
     if tokenizer is None or parser in (None, "auto"):
         return []
-    from pie_driver_sglang.server.seams.messages import end_of_thinking
+    from pie_driver_sglang.server.compat.messages import end_of_thinking
 
     return tokenizer.encode_plain(end_of_thinking(parser))

@@ -40,7 +40,7 @@ def run_scheduler(
     """
     # transformers would import it, for what is not needed here: 700 modules.
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
-    from pie_driver_sglang.server.seams import scheduling
+    from pie_driver_sglang.server.compat import scheduling
 
     given = scheduling.SchedulerArguments(arguments)
     leads = given.rank == 0
@@ -72,9 +72,9 @@ class SchedulerProcess:
         """
         self._window = window
         parts = Parts(plan, given)
+        from pie_driver_sglang.server.compat import loads, scheduling
         from pie_driver_sglang.server.control import Control
         from pie_driver_sglang.server.profile import Profiler
-        from pie_driver_sglang.server.seams import loads, scheduling
 
         # Kept, because drivers that are started again write into a file of theirs.
         self._parts = parts

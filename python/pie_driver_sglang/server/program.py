@@ -154,7 +154,7 @@ def _known_flags() -> set[str]:
     """All flags of this command."""
     names = [*OWN, *EDGE_FLAGS, *KEY_VARIABLES, *(f"{name}-file" for name in KEY_VARIABLES)]
     own = {f"--{name.replace('_', '-')}" for name in names}
-    return {*flag_names.FLAGS, *_ONE_WORD, *own}
+    return {*flag_names.SGLANG_FLAGS, *_ONE_WORD, *own}
 
 
 def _unknown(words: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The SGLang adapter. What of SGLang it reaches is in `seams`, and nothing else imports SGLang.
+"""The SGLang adapter. What of SGLang it reaches is in `compat`, and nothing else imports SGLang.
 
 A start goes through these modules in this order:
 

@@ -27,15 +27,15 @@ from pie_driver_sglang.srt.adapter_files import (
     read,
 )
 from pie_driver_sglang.srt.adapter_loader import Loader
-from pie_driver_sglang.srt.seams import lora
-from pie_driver_sglang.srt.seams.lora import LoRAManager, WrappedLinear, WrappedTable
-from pie_driver_sglang.srt.seams.model import uses_latent_attention
-from pie_driver_sglang.srt.seams.settings import lora_targets, lora_targets_changed
+from pie_driver_sglang.srt.compat import lora
+from pie_driver_sglang.srt.compat.lora import LoRAManager, WrappedLinear, WrappedTable
+from pie_driver_sglang.srt.compat.model import uses_latent_attention
+from pie_driver_sglang.srt.compat.settings import lora_targets, lora_targets_changed
 
 if TYPE_CHECKING:
     from pie_driver_sglang.config.options import DriverOptions
-    from pie_driver_sglang.srt.seams.model import ModelRunner
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
+    from pie_driver_sglang.srt.compat.model import ModelRunner
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from pie_driver_sglang.srt import (
     process_groups,
     support,
 )
-from pie_driver_sglang.srt.seams import corrections, texts
-from pie_driver_sglang.srt.seams.model import (
+from pie_driver_sglang.srt.compat import corrections, texts
+from pie_driver_sglang.srt.compat.model import (
     ModelConfig,
     ModelRunner,
     load_model_config,
@@ -35,9 +35,9 @@ from pie_driver_sglang.srt.seams.model import (
     take_cpu_for_one,
     unpadded,
 )
-from pie_driver_sglang.srt.seams.pools import replace_block_table
-from pie_driver_sglang.srt.seams.ranks import Place
-from pie_driver_sglang.srt.seams.settings import (
+from pie_driver_sglang.srt.compat.pools import replace_block_table
+from pie_driver_sglang.srt.compat.ranks import Place
+from pie_driver_sglang.srt.compat.settings import (
     Resolved,
     ServerArgs,
     change_settings,

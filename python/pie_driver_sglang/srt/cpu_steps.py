@@ -12,8 +12,8 @@ from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.sampling.places import Places, place_words
+from pie_driver_sglang.srt.compat.attention import attending
 from pie_driver_sglang.srt.rank_slots import RankSlots, rank_slots
-from pie_driver_sglang.srt.seams.attention import attending
 from pie_driver_sglang.srt.steps import (
     CPU_ROWS_PER_REQUEST,
     GraphRunner,

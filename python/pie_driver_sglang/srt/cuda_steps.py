@@ -14,10 +14,10 @@ import torch
 from pie_driver_sglang._core import STEP_TOP, GraphPath
 from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
+from pie_driver_sglang.srt.compat.passes import ForwardBatch, capturing
+from pie_driver_sglang.srt.compat.ranks import place_of
 from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.rank_slots import RankSlots, rank_slots
-from pie_driver_sglang.srt.seams.passes import ForwardBatch, capturing
-from pie_driver_sglang.srt.seams.ranks import place_of
 from pie_driver_sglang.srt.steps import (
     GraphRunner,
     StagedDecode,

@@ -16,13 +16,13 @@ import torch
 from pie_driver_sglang.kernels import dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
+from pie_driver_sglang.srt.compat.layers import Layer
+from pie_driver_sglang.srt.compat.passes import is_decode, run_instead
 from pie_driver_sglang.srt.few_rows import NARROW, FewRows, attend_unscaled, gate_unscaled
 from pie_driver_sglang.srt.paged_attention import PagedDecode
-from pie_driver_sglang.srt.seams.layers import Layer
-from pie_driver_sglang.srt.seams.passes import is_decode, run_instead
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
 
 _FEW_ROWS, _NARROW_FEW_ROWS = 256, 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay; the

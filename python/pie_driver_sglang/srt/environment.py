@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Final, cast
 
 from pie_driver_sglang.checkpoint.packaged import kept_folder
-from pie_driver_sglang.srt.seams import process
+from pie_driver_sglang.srt.compat import process
 
 _UNNEEDED: Final = ("sklearn",)
 """Optional packages of libraries, for what the driver never does.

@@ -27,12 +27,12 @@ from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream
 from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.kernels.row_products import ProductKind
-from pie_driver_sglang.srt.seams.layers import ExpertLayer, Layer, QuantizedLayer
-from pie_driver_sglang.srt.seams.passes import run_instead
+from pie_driver_sglang.srt.compat.layers import ExpertLayer, Layer, QuantizedLayer
+from pie_driver_sglang.srt.compat.passes import run_instead
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
     from pie_driver_sglang.srt.paged_attention import PagedDecode
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 NARROW, _WIDEST = 2048, 4096
 """Widths of hidden states between which the kernels are the fastest up to 32 rows, not 16."""

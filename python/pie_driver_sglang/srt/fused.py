@@ -15,12 +15,8 @@ from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
 from pie_driver_sglang.srt import process_groups
-from pie_driver_sglang.srt.dense import DenseLayers
-from pie_driver_sglang.srt.few_rows import ExpertLayers, FewRows
-from pie_driver_sglang.srt.paged_attention import PagedDecode
-from pie_driver_sglang.srt.quantized import QuantizedLayers
-from pie_driver_sglang.srt.seams.attention import decode_backend
-from pie_driver_sglang.srt.seams.layers import (
+from pie_driver_sglang.srt.compat.attention import decode_backend
+from pie_driver_sglang.srt.compat.layers import (
     ExpertLayer,
     Layer,
     QuantizedLayer,
@@ -30,13 +26,17 @@ from pie_driver_sglang.srt.seams.layers import (
     read_layers,
     read_norm,
 )
-from pie_driver_sglang.srt.seams.loading import refuse_updates
-from pie_driver_sglang.srt.seams.model import resolved
-from pie_driver_sglang.srt.seams.pools import keeps_heads
-from pie_driver_sglang.srt.seams.ranks import place_of, shares_memory, tensor_group
+from pie_driver_sglang.srt.compat.loading import refuse_updates
+from pie_driver_sglang.srt.compat.model import resolved
+from pie_driver_sglang.srt.compat.pools import keeps_heads
+from pie_driver_sglang.srt.compat.ranks import place_of, shares_memory, tensor_group
+from pie_driver_sglang.srt.dense import DenseLayers
+from pie_driver_sglang.srt.few_rows import ExpertLayers, FewRows
+from pie_driver_sglang.srt.paged_attention import PagedDecode
+from pie_driver_sglang.srt.quantized import QuantizedLayers
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.compat.model import ModelRunner
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""

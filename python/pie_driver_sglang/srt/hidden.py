@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from pie_driver_sglang.srt.seams.logits import (
+from pie_driver_sglang.srt.compat.logits import (
     LogitsMetadata,
     LogitsProcessor,
     applies_adapters,
@@ -16,10 +16,10 @@ from pie_driver_sglang.srt.seams.logits import (
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Facts
     from pie_driver_sglang.sampling.history import TokenHistory
+    from pie_driver_sglang.srt.compat.model import ModelRunner
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
+    from pie_driver_sglang.srt.compat.ranks import GroupCoordinator
     from pie_driver_sglang.srt.fused import FusedLayers
-    from pie_driver_sglang.srt.seams.model import ModelRunner
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
-    from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
 
 
 class Hidden(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.srt.seams.passes import (
+from pie_driver_sglang.srt.compat.passes import (
     MultimodalDataItem,
     MultimodalInputs,
     image_embeddings,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang._core import ImageSpan, Pass, PassImages
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.ranks.types import Images, Span
-    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.compat.model import ModelRunner
 
 
 class Vision(NamedTuple):

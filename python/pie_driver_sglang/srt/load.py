@@ -18,16 +18,16 @@ from pie_driver_sglang.ranks.types import ALONE, Rank
 from pie_driver_sglang.srt import process_groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
+from pie_driver_sglang.srt.compat.layers import UnknownLayer, expect
+from pie_driver_sglang.srt.compat.lora import manager_of
+from pie_driver_sglang.srt.compat.model import ModelRunner, resolved
+from pie_driver_sglang.srt.compat.pools import paged
 from pie_driver_sglang.srt.cpu_steps import CpuSteps
 from pie_driver_sglang.srt.cuda_steps import CudaSteps
 from pie_driver_sglang.srt.fused import FusedLayers, fuse_layers, known_layers
 from pie_driver_sglang.srt.images import find_vision
 from pie_driver_sglang.srt.measure import chosen_experts
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
-from pie_driver_sglang.srt.seams.layers import UnknownLayer, expect
-from pie_driver_sglang.srt.seams.lora import manager_of
-from pie_driver_sglang.srt.seams.model import ModelRunner, resolved
-from pie_driver_sglang.srt.seams.pools import paged
 from pie_driver_sglang.srt.sglang_engine import SglangEngine
 from pie_driver_sglang.srt.state import StatePool
 from pie_driver_sglang.srt.steps import GraphRunner

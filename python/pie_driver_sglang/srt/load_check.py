@@ -28,9 +28,7 @@ from pie_driver_sglang.checkpoint.weights import have_equal_bytes, read_places, 
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.srt import process_groups
-from pie_driver_sglang.srt.load_trace import LoadTrace, Read, Unwritten, find_region
-from pie_driver_sglang.srt.progress import progress_type
-from pie_driver_sglang.srt.seams.loading import (
+from pie_driver_sglang.srt.compat.loading import (
     Initialize,
     LoadConfig,
     ReadFile,
@@ -39,9 +37,11 @@ from pie_driver_sglang.srt.seams.loading import (
     loads_as_stored,
     watched_loader,
 )
+from pie_driver_sglang.srt.load_trace import LoadTrace, Read, Unwritten, find_region
+from pie_driver_sglang.srt.progress import progress_type
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.model import ModelConfig
+    from pie_driver_sglang.srt.compat.model import ModelConfig
 
 _MOST_NAMED: Final = 3
 """Tensors of a message."""

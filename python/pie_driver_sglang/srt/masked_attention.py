@@ -14,16 +14,16 @@ import torch
 
 from pie_driver_sglang.kernels import masked_attend, masked_torch
 from pie_driver_sglang.kernels.masked_torch import Requests, Rule
-from pie_driver_sglang.srt.seams.attention import AttentionBackend, attending
-from pie_driver_sglang.srt.seams.passes import skip_planning
-from pie_driver_sglang.srt.seams.pools import store_kv, stored_kv
+from pie_driver_sglang.srt.compat.attention import AttentionBackend, attending
+from pie_driver_sglang.srt.compat.passes import skip_planning
+from pie_driver_sglang.srt.compat.pools import store_kv, stored_kv
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.ranks.types import Mask
-    from pie_driver_sglang.srt.seams.attention import RadixAttention
-    from pie_driver_sglang.srt.seams.model import ModelRunner
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
+    from pie_driver_sglang.srt.compat.attention import RadixAttention
+    from pie_driver_sglang.srt.compat.model import ModelRunner
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
 
 
 class MaskedAttention(AttentionBackend):

@@ -16,18 +16,18 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
 from pie_driver_sglang.memory.types import Device, MemorySettings, ModelSizes, Part
-from pie_driver_sglang.srt.seams.model import (
+from pie_driver_sglang.srt.compat.model import (
     attention_layer_count,
     kv_dtype,
     recurrent_config,
     state_bytes,
     uses_latent_attention,
 )
-from pie_driver_sglang.srt.seams.settings import Resolved
+from pie_driver_sglang.srt.compat.settings import Resolved
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.model import ModelConfig, ModelRunner
-    from pie_driver_sglang.srt.seams.settings import ServerArgs
+    from pie_driver_sglang.srt.compat.model import ModelConfig, ModelRunner
+    from pie_driver_sglang.srt.compat.settings import ServerArgs
 
 logger = logging.getLogger(__name__)
 

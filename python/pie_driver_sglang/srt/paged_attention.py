@@ -20,21 +20,21 @@ from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_splits import DecodeRows, Prefixes, SplitPlan, WorkPlan
 from pie_driver_sglang.kernels.prompt_rows import Prompts, find_prompts
 from pie_driver_sglang.srt import support
-from pie_driver_sglang.srt.seams.attention import (
+from pie_driver_sglang.srt.compat.attention import (
     AttentionBackend,
     attend_prompts,
     attention_layers,
     register_backend,
 )
-from pie_driver_sglang.srt.seams.model import resolved
-from pie_driver_sglang.srt.seams.pools import paged, store_kv, stored_kv
-from pie_driver_sglang.srt.seams.settings import change_settings, publish_settings
+from pie_driver_sglang.srt.compat.model import resolved
+from pie_driver_sglang.srt.compat.pools import paged, store_kv, stored_kv
+from pie_driver_sglang.srt.compat.settings import change_settings, publish_settings
 
 if TYPE_CHECKING:
     from pie_driver_sglang.kernels.dense_layers import Heads
-    from pie_driver_sglang.srt.seams.attention import RadixAttention
-    from pie_driver_sglang.srt.seams.model import ModelRunner
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
+    from pie_driver_sglang.srt.compat.attention import RadixAttention
+    from pie_driver_sglang.srt.compat.model import ModelRunner
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
 
 _LEAST_HEADS = 1 << 14
 """Query heads of all rows of a step from which on prompts attend by a kernel of prefills."""

@@ -11,7 +11,7 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.page_copy import BufferRows, move
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.pools import KVCache
+    from pie_driver_sglang.srt.compat.pools import KVCache
 
 STAGING_BYTES = 64 << 20
 """Device memory through which pages go to and from the host."""
@@ -23,7 +23,7 @@ def page_buffers(pool: KVCache) -> list[torch.Tensor]:
     A row is what one page has in one layer, keys or values; row 0 is the runtime's page 0, which is
     the pool's page 1.
     """
-    from pie_driver_sglang.srt.seams.pools import storage
+    from pie_driver_sglang.srt.compat.pools import storage
 
     buffers, count = storage(pool)
     rows = [buffer.view(count, -1).view(torch.uint8) for buffer in buffers]

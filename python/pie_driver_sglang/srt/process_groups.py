@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from pie_driver_sglang.ranks.types import Rank
-from pie_driver_sglang.srt.seams.ranks import on_one_host, without_device_communicators
+from pie_driver_sglang.srt.compat.ranks import on_one_host, without_device_communicators
 
 T = TypeVar("T")
 

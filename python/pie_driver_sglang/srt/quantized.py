@@ -25,14 +25,14 @@ from pie_driver_sglang.kernels.quantize import (
     quantize,
 )
 from pie_driver_sglang.kernels.row_products import ProductKind, RowProduct
+from pie_driver_sglang.srt.compat.passes import is_decode, run_instead
+from pie_driver_sglang.srt.compat.quantized import QuantizedLinear
 from pie_driver_sglang.srt.few_rows import attend
-from pie_driver_sglang.srt.seams.passes import is_decode, run_instead
-from pie_driver_sglang.srt.seams.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.srt.compat.layers import QuantizedLayer
+    from pie_driver_sglang.srt.compat.passes import ForwardBatch
     from pie_driver_sglang.srt.paged_attention import PagedDecode
-    from pie_driver_sglang.srt.seams.layers import QuantizedLayer
-    from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 _MOST_TILED = 128
 """Rows up to which products may go by tiles."""

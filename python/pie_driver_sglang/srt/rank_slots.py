@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang.kernels import sampler
-from pie_driver_sglang.srt.seams.ranks import exchange
+from pie_driver_sglang.srt.compat.ranks import exchange
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
+    from pie_driver_sglang.srt.compat.ranks import GroupCoordinator
 
 FEWEST_DIVIDED = 64
 """Fewest slots of a step that ranks divide. Sharing the results is one more collective

@@ -20,25 +20,25 @@ from pie_driver_sglang.sampling.history import RECORD_WORDS, Records, TokenHisto
 from pie_driver_sglang.sampling.places import PLACE_WORDS, Places, place_words
 from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views
-from pie_driver_sglang.srt.device import find_loss
-from pie_driver_sglang.srt.hidden import Hidden, RowLogits
-from pie_driver_sglang.srt.images import ImageInputs
-from pie_driver_sglang.srt.masked_attention import MaskedAttention
-from pie_driver_sglang.srt.measure import free_bytes, weight_bytes
-from pie_driver_sglang.srt.seams.logits import (
+from pie_driver_sglang.srt.compat.logits import (
     LogitsMetadata,
     LogitsProcessor,
     compute_logits,
     compute_part,
     divert,
 )
-from pie_driver_sglang.srt.seams.passes import (
+from pie_driver_sglang.srt.compat.passes import (
     Extends,
     ForwardBatch,
     PassInputs,
     is_prefill,
     make_batch,
 )
+from pie_driver_sglang.srt.device import find_loss
+from pie_driver_sglang.srt.hidden import Hidden, RowLogits
+from pie_driver_sglang.srt.images import ImageInputs
+from pie_driver_sglang.srt.masked_attention import MaskedAttention
+from pie_driver_sglang.srt.measure import free_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pie_driver_sglang.srt.seams.pools import (
+from pie_driver_sglang.srt.compat.pools import (
     HybridReqToTokenPool,
     ReqToTokenPool,
     clear_states,

@@ -25,8 +25,8 @@ from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 from pie_driver_sglang.sampling.history import RECORD_WORDS, Records
 from pie_driver_sglang.srt.block import views
-from pie_driver_sglang.srt.seams.attention import decode_backend
-from pie_driver_sglang.srt.seams.passes import ForwardBatch, PassInputs, make_batch
+from pie_driver_sglang.srt.compat.attention import decode_backend
+from pie_driver_sglang.srt.compat.passes import ForwardBatch, PassInputs, make_batch
 
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.hidden import Hidden, StepModel

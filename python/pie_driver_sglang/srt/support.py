@@ -10,26 +10,26 @@ from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.limits import GRAPH_BACKENDS
-from pie_driver_sglang.srt.seams.attention import (
+from pie_driver_sglang.srt.compat.attention import (
     attention_layers,
     decode_backend,
     has_fa3,
     is_plain,
 )
-from pie_driver_sglang.srt.seams.model import is_from_transformers, resolved, uses_latent_attention
-from pie_driver_sglang.srt.seams.pools import (
+from pie_driver_sglang.srt.compat.model import is_from_transformers, resolved, uses_latent_attention
+from pie_driver_sglang.srt.compat.pools import (
     has_known_pages,
     keeps_heads,
     keeps_state,
     lies_by_token,
     paged,
 )
-from pie_driver_sglang.srt.seams.ranks import place_of
-from pie_driver_sglang.srt.seams.settings import Resolved, change_settings
+from pie_driver_sglang.srt.compat.ranks import place_of
+from pie_driver_sglang.srt.compat.settings import Resolved, change_settings
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.model import ModelConfig, ModelRunner
-    from pie_driver_sglang.srt.seams.settings import ServerArgs
+    from pie_driver_sglang.srt.compat.model import ModelConfig, ModelRunner
+    from pie_driver_sglang.srt.compat.settings import ServerArgs
 
 QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""

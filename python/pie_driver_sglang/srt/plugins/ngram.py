@@ -211,7 +211,7 @@ def _hear_batch(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
 
 def register() -> None:
     """Hooks the corpus in, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
-    from pie_driver_sglang.srt.seams import hooks
+    from pie_driver_sglang.srt.compat import hooks
 
     if hooks.is_named(NAME):
         hooks.replace_corpus(NgramCorpus, made=_know_worker, stepped=_hear_batch)

@@ -105,7 +105,7 @@ def _check_server_args(_: None, settings: Any) -> None:
 
 def register() -> None:
     """Registers the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
-    from pie_driver_sglang.srt.seams import hooks
+    from pie_driver_sglang.srt.compat import hooks
 
     if hooks.is_named(NAME):
         hooks.register_prefix_cache(BACKEND, make, _check_server_args)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pie_driver_sglang._core import CacheEvent, PagePool, RadixIndex
-from pie_driver_sglang.srt.seams.prefix_cache import (
+from pie_driver_sglang.srt.compat.prefix_cache import (
     AllBlocksCleared,
     BasePrefixCache,
     BlockRemoved,

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.entrypoints import http_server
 
 from pie_driver_sglang.server.access import AccessKeys
-from pie_driver_sglang.server.seams.edge import edge_of, guarded, limit_json, send_warm_up
+from pie_driver_sglang.server.compat.edge import edge_of, guarded, limit_json, send_warm_up
 from pie_driver_sglang.shared_names import take_token
 
 _WAIT = http_server._wait_and_warmup

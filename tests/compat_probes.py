@@ -1,6 +1,6 @@
 """Loads a model without the driver's corrections of SGLang; prints what it has as JSON.
 
-python tests/seam_probes.py CONFIG
+python tests/compat_probes.py CONFIG
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sglang.srt.layers.rotary_embedding import base as rotary_base
 
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.srt import boot
+from pie_driver_sglang.srt.compat import corrections
+from pie_driver_sglang.srt.compat.attention import attention_layers
 from pie_driver_sglang.srt.load import load_engine
-from pie_driver_sglang.srt.seams import corrections
-from pie_driver_sglang.srt.seams.attention import attention_layers
 
 
 def main(path: str) -> None:

@@ -22,7 +22,7 @@ import scripts
 import tiny_models
 
 PACKAGE: Final = tiny_models.REPOSITORY / "python" / "pie_driver_sglang"
-SEAMS: Final = PACKAGE / "srt" / "seams", PACKAGE / "server" / "seams"
+COMPAT: Final = PACKAGE / "srt" / "compat", PACKAGE / "server" / "compat"
 """Of the driver, and of the server."""
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
@@ -37,9 +37,9 @@ OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
 
 
 def trees(*, inside: bool) -> Iterator[tuple[Path, ast.Module]]:
-    """The files of the seams, or all others."""
+    """The files of the compat modules, or all others."""
     for path in FILES:
-        if any(path.is_relative_to(seams) for seams in SEAMS) == inside:
+        if any(path.is_relative_to(compat) for compat in COMPAT) == inside:
             yield path.relative_to(PACKAGE), ast.parse(path.read_text())
 
 
@@ -58,7 +58,7 @@ def test_one_folder_imports_sglang() -> None:
         for path in FILES
         if any(name.partition(".")[0] in ("sglang", "sgl_kernel") for name in imported(path))
     }
-    assert importers == set(SEAMS)
+    assert importers == set(COMPAT)
 
 
 def test_one_folder_names_modules_of_sglang() -> None:
@@ -90,7 +90,7 @@ def test_one_folder_patches() -> None:
     assert patching == {"srt/process_groups.py", "srt/load_trace.py"}
 
 
-def test_every_seam_is_used() -> None:
+def test_every_compat_module_is_used() -> None:
     used: set[str] = set()
     for _, tree in trees(inside=False):
         used |= uses(tree)
@@ -116,7 +116,7 @@ def test_every_seam_is_used() -> None:
 
 
 def defined(node: ast.stmt) -> Iterator[str]:
-    """The public names of a seam: functions, classes, and the properties of these."""
+    """The public names of a compat module: functions, classes, and the properties of these."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
         yield node.name
     if isinstance(node, ast.ClassDef):
@@ -135,8 +135,8 @@ def uses(tree: ast.Module) -> set[str]:
 
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
-    path = tiny_models.REPOSITORY / "tools" / "check_seams.py"
-    spec = importlib.util.spec_from_file_location("check_seams", path)
+    path = tiny_models.REPOSITORY / "tools" / "check_compat.py"
+    spec = importlib.util.spec_from_file_location("check_compat", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -150,7 +150,7 @@ def test_the_installed_sglang_has_all_that_is_reached(checker: ModuleType) -> No
     assert not missing, "\n".join(missing)
 
 
-SEAM: Final = """
+COMPAT_MODULE: Final = """
 from unittest import mock
 from sglang.gone import Gone
 from sglang.kept import Kept, Moved, module_of
@@ -177,7 +177,7 @@ class Mine(Made):
         super().no_method()
 """
 OTHER: Final = """
-from pie_driver_sglang.srt.seams.model import Made
+from pie_driver_sglang.srt.compat.model import Made
 
 class Kept:
     def __init__(self, made: Made) -> None:
@@ -221,13 +221,12 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     folder = tmp_path / "pie_driver_sglang" / "srt"
-    (folder / "seams").mkdir(parents=True)
-    (folder / "seams" / "model.py").write_text(SEAM)
+    (folder / "compat").mkdir(parents=True)
+    (folder / "compat" / "model.py").write_text(COMPAT_MODULE)
     (folder / "engine.py").write_text(OTHER)
     found = checker.find_missing(tmp_path / "sglang", tmp_path)
-    where = "pie_driver_sglang/srt/seams/model.py"
+    where = "pie_driver_sglang/srt/compat/model.py"
     assert found == [
-        "pie_driver_sglang/srt/engine.py:9: no Made.outer",
         f"{where}:3: no module sglang.gone",
         f"{where}:4: no Moved in sglang.kept",
         f"{where}:11: no kept._is_cpu",
@@ -241,6 +240,7 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         f"{where}:20: Made() wants first",
         f"{where}:24: method() takes no named",
         f"{where}:25: no Made.no_method",
+        "pie_driver_sglang/srt/engine.py:9: no Made.outer",
     ]
 
 
@@ -266,13 +266,13 @@ def uncorrected(name: str, folder: Path, **options: Any) -> dict[str, Any]:
         snapshot = architectures.build("probe", folder)
     config = drivers.write_config(folder, snapshot)
     found: dict[str, Any] = json.loads(
-        scripts.run("tests/seam_probes.py", str(config)).splitlines()[-1]
+        scripts.run("tests/compat_probes.py", str(config)).splitlines()[-1]
     )
     return found
 
 
 def test_exaone_4_does_not_look_for_rope_parameters() -> None:
-    """`srt/seams/corrections.py: correct_rope`. No backend of a CPU takes the model itself."""
+    """`srt/compat/corrections.py: correct_rope`. No backend of a CPU takes the model itself."""
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     source = Path(root, "srt", "models", "exaone4.py").read_text()
     assert 'getattr(config, "rope_theta"' in source
@@ -282,12 +282,12 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 @pytest.mark.engine
 class TestProbes:
     def test_the_windows_of_cohere_2_count_a_rows_own_token(self, tmp_path: Path) -> None:
-        """`srt/seams/corrections.py: correct_windows`."""
+        """`srt/compat/corrections.py: correct_windows`."""
         found = uncorrected("Cohere 2", tmp_path)
         assert architectures.WINDOW in found["windows"]
 
     def test_experts_are_padded_on_a_cpu(self, tmp_path: Path) -> None:
-        """`srt/seams/model.py: unpadded`. And a CPU is not taken for one: `take_cpu_for_one`."""
+        """`srt/compat/model.py: unpadded`. And a CPU is not taken for one: `take_cpu_for_one`."""
         found = uncorrected("Mixtral", tmp_path, intermediate_size=80)
         assert found["intermediate_size"] != 80
         assert found["cpu_known"] == [False, False]

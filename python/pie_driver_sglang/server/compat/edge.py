@@ -24,8 +24,8 @@ from pie_driver_sglang.server.access import (
     is_local,
 )
 from pie_driver_sglang.server.answers import error_body, short
+from pie_driver_sglang.server.compat.chats import OF_INPUT, not_taken
 from pie_driver_sglang.server.connections import LimitedProtocol, ServerUsage
-from pie_driver_sglang.server.seams.chats import OF_INPUT, not_taken
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _MOST_DEPTH: Final = 256
 _MOST_NESTED: Final = 1 << 20
 """Lists and maps in a JSON body."""
 EDGE_ATTRIBUTE: Final = "pie_edge"
-_WORKER_APP: Final = "pie_driver_sglang.server.seams.worker_app:app"
+_WORKER_APP: Final = "pie_driver_sglang.server.compat.worker_app:app"
 
 
 class Edge(NamedTuple):

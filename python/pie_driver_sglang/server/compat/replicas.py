@@ -16,7 +16,7 @@ from sglang.srt.managers import data_parallel_controller
 from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.managers.io_struct import sock_recv
 
-from pie_driver_sglang.server.seams import forking
+from pie_driver_sglang.server.compat import forking
 
 _LOOK_MS: Final = 500
 """How often SGLang's watchdog learns that the loop goes on."""

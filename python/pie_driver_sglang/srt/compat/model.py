@@ -1,7 +1,7 @@
 """A model's configuration, its runner, and what SGLang does to either on a CPU.
 
 `ModelConfig` and `ModelRunner` are passed on for annotations. Their public fields and methods are
-used everywhere in the adapter, and `tools/check_seams.py` looks for each of them.
+used everywhere in the adapter, and `tools/check_compat.py` looks for each of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.utils import get_resolved_model_impl
 
-from pie_driver_sglang.srt.seams import settings
-from pie_driver_sglang.srt.seams.ranks import Place, parallel_state
-from pie_driver_sglang.srt.seams.settings import Resolved, ServerArgs
+from pie_driver_sglang.srt.compat import settings
+from pie_driver_sglang.srt.compat.ranks import Place, parallel_state
+from pie_driver_sglang.srt.compat.settings import Resolved, ServerArgs
 
 __all__ = ["ModelConfig", "ModelRunner"]
 

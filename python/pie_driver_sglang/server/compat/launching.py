@@ -22,6 +22,8 @@ from sglang.srt.utils import kill_process_tree
 
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.observe.active import SGLANG, Active, active_line
+from pie_driver_sglang.server.compat import edge, forking, loads, replicas, workers
+from pie_driver_sglang.server.compat.managers import PieManager, StatusManager
 from pie_driver_sglang.server.flags import (
     FLAG_LIST,
     OWN_NAMES,
@@ -29,8 +31,6 @@ from pie_driver_sglang.server.flags import (
     unknown_flags,
 )
 from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.seams import edge, forking, loads, replicas, workers
-from pie_driver_sglang.server.seams.managers import PieManager, StatusManager
 
 Scheduler = Callable[..., None]
 """What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
@@ -151,7 +151,7 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
 
     own_info = SglangScheduler.get_init_info
     if on_cpu:
-        from pie_driver_sglang.srt.seams.model import take_cpu_for_one
+        from pie_driver_sglang.srt.compat.model import take_cpu_for_one
 
         take_cpu_for_one()
     with mock.patch.object(SglangScheduler, "get_init_info", init_info):

@@ -24,10 +24,8 @@ from pie_driver_sglang import errors
 from pie_driver_sglang._core import MAX_SAMPLES
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.server import refusals
-from pie_driver_sglang.server.flow import Acknowledger
-from pie_driver_sglang.server.media import MediaFetcher
-from pie_driver_sglang.server.seams import tensors
-from pie_driver_sglang.server.seams.chats import (
+from pie_driver_sglang.server.compat import tensors
+from pie_driver_sglang.server.compat.chats import (
     accept_adapter_names,
     correct_errors,
     correct_template_arguments,
@@ -35,9 +33,11 @@ from pie_driver_sglang.server.seams.chats import (
     correct_top_logprobs,
     limit_stored_responses,
 )
-from pie_driver_sglang.server.seams.edge import EDGE_ATTRIBUTE, edge_of
-from pie_driver_sglang.server.seams.ollama import correct_ollama
-from pie_driver_sglang.server.seams.tokens import correct_detokenize
+from pie_driver_sglang.server.compat.edge import EDGE_ATTRIBUTE, edge_of
+from pie_driver_sglang.server.compat.ollama import correct_ollama
+from pie_driver_sglang.server.compat.tokens import correct_detokenize
+from pie_driver_sglang.server.flow import Acknowledger
+from pie_driver_sglang.server.media import MediaFetcher
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Where the adapter reaches into SGLang: imports, private attributes, patches, resolved settings.
 
-A port to another version of SGLang is work in this folder. `tools/check_seams.py` lists what that
+A port to another version of SGLang is work in this folder. `tools/check_compat.py` lists what that
 version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in which order to go.
 
 ======================  ===========================================================================

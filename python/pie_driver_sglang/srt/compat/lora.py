@@ -40,7 +40,7 @@ from sglang.srt.lora.utils import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch.overrides import TorchFunctionMode
 
-from pie_driver_sglang.srt.seams.passes import ForwardBatch, make_row_batch
+from pie_driver_sglang.srt.compat.passes import ForwardBatch, make_row_batch
 
 __all__ = ["LoRAManager"]
 

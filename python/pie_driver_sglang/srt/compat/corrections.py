@@ -1,7 +1,7 @@
 """What SGLang gets wrong without an error, corrected on its objects.
 
-Each has a probe in `tests/test_seams.py` that fails once SGLang is right; by then the correction is
-wrong by as much, also without an error. What SGLang does on a CPU is in `model.py`.
+Each has a probe in `tests/test_compat.py` that fails once SGLang is right; by then the correction
+is wrong by as much, also without an error. What SGLang does on a CPU is in `model.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from pie_driver_sglang.srt.seams.attention import attention_layers
+from pie_driver_sglang.srt.compat.attention import attention_layers
 
 
 def correct_rope(model_config: ModelConfig) -> None:

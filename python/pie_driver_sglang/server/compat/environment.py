@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from pie_driver_sglang.srt import environment as adapter
+from pie_driver_sglang.srt.compat.process import skip_model_modules
 from pie_driver_sglang.srt.plugins import radix
-from pie_driver_sglang.srt.seams.process import skip_model_modules
 
 _VARIABLES: Final = {
     # Messages in msgpack, which needs no Python to read.

@@ -19,8 +19,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
-from pie_driver_sglang.srt.seams.attention import AttentionBackend, attending
-from pie_driver_sglang.srt.seams.ranks import capturing_collectives
+from pie_driver_sglang.srt.compat.attention import AttentionBackend, attending
+from pie_driver_sglang.srt.compat.ranks import capturing_collectives
 
 __all__ = ["ForwardBatch", "MultimodalDataItem", "MultimodalInputs"]
 

@@ -18,10 +18,10 @@ from sglang.srt.layers.logits_processor import (
 from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from pie_driver_sglang.srt.seams.ranks import tensor_group
+from pie_driver_sglang.srt.compat.ranks import tensor_group
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
+    from pie_driver_sglang.srt.compat.ranks import GroupCoordinator
 
 __all__ = ["LogitsMetadata", "LogitsProcessor"]
 

@@ -25,7 +25,7 @@ class PieSettings(ServerArgs):
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that refuses what our scheduler does not serve."""
-        from pie_driver_sglang.server.seams import managers
+        from pie_driver_sglang.server.compat import managers
 
         return managers.PieWorker
 
@@ -35,7 +35,7 @@ class StatusSettings(ServerArgs):
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that reads statuses from msgpack."""
-        from pie_driver_sglang.server.seams import managers
+        from pie_driver_sglang.server.compat import managers
 
         return managers.StatusWorker
 

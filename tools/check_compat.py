@@ -1,7 +1,7 @@
 """Lists what the adapter reaches in SGLang and a version of SGLang does not have.
 
-    .venv/bin/python tools/check_seams.py            # the installed version
-    .venv/bin/python tools/check_seams.py FOLDER     # the folder `sglang` of an unpacked wheel
+    .venv/bin/python tools/check_compat.py            # the installed version
+    .venv/bin/python tools/check_compat.py FOLDER     # the folder `sglang` of an unpacked wheel
 
 Sources are read and nothing of SGLang is imported, so the list is complete: imports, attributes of
 what is known to be of one of SGLang's classes, arguments of calls, and names in strings. Known is
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parent.parent / "python"
 ADAPTER: Final = "pie_driver_sglang/srt"
-SEAMS: Final = "pie_driver_sglang.srt.seams"
+COMPAT: Final = "pie_driver_sglang.srt.compat"
 
 
 class Thing(NamedTuple):
@@ -307,7 +307,7 @@ class Uses(ast.NodeVisitor):
 
     def _import(self, node: ast.ImportFrom) -> None:
         source = node.module or ""
-        if not source.startswith(("sglang", SEAMS)):
+        if not source.startswith(("sglang", COMPAT)):
             return
         if source.startswith("sglang") and self._sources.module(source) is None:
             self.missing.append((node.lineno, f"no module {source}"))

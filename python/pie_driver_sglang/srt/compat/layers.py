@@ -25,8 +25,8 @@ from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.experts import Experts
 from pie_driver_sglang.kernels.routing import Router
-from pie_driver_sglang.srt.seams.pools import MHATokenToKVPool, stored_kv
-from pie_driver_sglang.srt.seams.quantized import (
+from pie_driver_sglang.srt.compat.pools import MHATokenToKVPool, stored_kv
+from pie_driver_sglang.srt.compat.quantized import (
     QuantizedLinear,
     UnknownQuantization,
     read_quantized,
