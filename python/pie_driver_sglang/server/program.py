@@ -22,7 +22,7 @@ from pie_driver_sglang.config.keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, t
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.gateway import program as gateway
-from pie_driver_sglang.gateway.flags import OWN
+from pie_driver_sglang.gateway.flags import GATEWAY_FLAGS
 from pie_driver_sglang.server.flags import (
     OWN_FLAGS,
     OWN_NAMES,
@@ -144,7 +144,7 @@ def _most_values(flag: str) -> int:
         return 1
     if name in EDGE_FLAGS:
         return int(EDGE_FLAGS[name].read is not None)
-    own = OWN.get(name.replace("-", "_"))
+    own = GATEWAY_FLAGS.get(name.replace("-", "_"))
     if own is not None:
         return int(own[0] is not None)
     return flag_names.most_values(flag)
@@ -152,7 +152,12 @@ def _most_values(flag: str) -> int:
 
 def _known_flags() -> set[str]:
     """All flags of this command."""
-    names = [*OWN, *EDGE_FLAGS, *KEY_VARIABLES, *(f"{name}-file" for name in KEY_VARIABLES)]
+    names = [
+        *GATEWAY_FLAGS,
+        *EDGE_FLAGS,
+        *KEY_VARIABLES,
+        *(f"{name}-file" for name in KEY_VARIABLES),
+    ]
     own = {f"--{name.replace('_', '-')}" for name in names}
     return {*flag_names.SGLANG_FLAGS, *_ONE_WORD, *own}
 
