@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["MAX_SAMPLES", "WARM_UP_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
+__all__ = ["MAX_SAMPLES", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "WARM_UP_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
 
 MAX_SAMPLES: Final = 1024
 """
 Most sequences (`n`) of one request to SGLang's server, which makes a request of each.
-"""
-
-WARM_UP_ADAPTER: Final[int]
-"""
-The adapter that a warm-up may bind without loading one.
 """
 
 STEP_EXTRA_WORDS: Final[int]
@@ -34,6 +29,11 @@ Words of log-probabilities that an extended graph writes at most.
 STEP_TOP: Final[int]
 """
 Most probable tokens that such a graph finds for a slot.
+"""
+
+WARM_UP_ADAPTER: Final[int]
+"""
+The adapter that a warm-up may bind without loading one.
 """
 
 @final
@@ -2123,25 +2123,6 @@ class Server:
         """
         Name of the region.
         """
-    def warm_up(self, /, frame: bytes) -> Batch:
-        """
-        Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `WARM_UP_ADAPTER`.
-
-        Raises:
-            RuntimeError: `serve` was not called, or a batch is open.
-            WireError: The bytes are not a forward frame, or its arrays contradict each other.
-        """
-    def warm_up_graph_path(self, /, frame: bytes) -> bool:
-        """
-        Runs a request frame of the caller's own on the graph path, for warm-up: its answer goes nowhere.
-
-        Returns:
-            Whether the graph path took it.
-
-        Raises:
-            RuntimeError: As `warm_up`, or the graph path failed.
-            WireError: As `warm_up`.
-        """
     @property
     def request_capacity(self, /) -> int:
         """
@@ -2181,6 +2162,25 @@ class Server:
         """
         Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
         give one. After a `Wake` a request that waits comes before the next one.
+        """
+    def warm_up(self, /, frame: bytes) -> Batch:
+        """
+        Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `WARM_UP_ADAPTER`.
+
+        Raises:
+            RuntimeError: `serve` was not called, or a batch is open.
+            WireError: The bytes are not a forward frame, or its arrays contradict each other.
+        """
+    def warm_up_graph_path(self, /, frame: bytes) -> bool:
+        """
+        Runs a request frame of the caller's own on the graph path, for warm-up: its answer goes nowhere.
+
+        Returns:
+            Whether the graph path took it.
+
+        Raises:
+            RuntimeError: As `warm_up`, or the graph path failed.
+            WireError: As `warm_up`.
         """
 
 @final
