@@ -167,7 +167,7 @@ fn a_driver_that_dies_clears_what_is_known() {
 fn only_the_last_batches_are_kept() {
     run(async {
         let bench = Bench::with("serve", Contract::Vllm, &|_, server| {
-            server.event_history = 3
+            server.event_history = 3;
         });
         let mut client = bench.vllm().await;
         let mut live = subscribe(&mut client, 0).await;

@@ -10,7 +10,7 @@ const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
 fn bench(behaviour: &str, traces: bool) -> Bench {
     Bench::with(behaviour, Contract::Vllm, &|_, server| {
-        server.traces = traces
+        server.traces = traces;
     })
 }
 
