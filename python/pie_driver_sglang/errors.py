@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import reprlib
 import shlex
 import sys
 from collections.abc import Iterable
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,19 @@ def install_command(*requirements: str, again: bool = False) -> str:
         requirements: What to install, as pip names it.
         again: Whether a package that is there is replaced, even if its version fits.
     """
-    if find_spec("pip") is not None:
+    if has_pip():
         words = [sys.executable, "-m", "pip", "install", *(["--force-reinstall"] * again)]
     else:
-        # Environments of `uv venv` have no pip.
         words = ["uv", "pip", "install", "--python", sys.executable, *(["--reinstall"] * again)]
     return shlex.join([*words, *requirements])
+
+
+def has_pip() -> bool:
+    """Whether this interpreter's environment has pip; one of `uv venv` has none."""
+    # `find_spec("pip")` would have the import hook of setuptools replace distutils.
+    with contextlib.suppress(PackageNotFoundError):
+        return bool(distribution("pip"))
+    return False
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

