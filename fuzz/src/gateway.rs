@@ -278,7 +278,7 @@ static READERS: LazyLock<[RequestReader; 2]> = LazyLock::new(|| {
         eos_tokens: vec![2],
         ..ModelFacts::default()
     };
-    // A door reads both alike.
+    // A server reads both alike.
     let mut settings = GatewaySettings::new(Contract::Vllm, model);
     let text = RequestReader::new(&settings, VOCABULARY);
     settings.images = Some(ImageFacts { merge: MERGE });
