@@ -8,7 +8,7 @@ use pie_benches::report::Unit;
 use pie_benches::sched::Decodes;
 use pie_benches::timing::{self, Race, Samples};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Stop, Wait};
-use pie_runtime::{FrameBuilder, Link, RuntimeError, Sampler, FrameRow};
+use pie_runtime::{FrameBuilder, FrameRow, Link, RuntimeError, Sampler};
 
 const CONTEXT: u32 = 2048;
 const REQUESTS: [u32; 2] = [256, 1024];
