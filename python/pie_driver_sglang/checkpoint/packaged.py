@@ -126,7 +126,7 @@ def cache_folder() -> Path:
 
 
 def kept_folder(name: Path) -> Path:
-    """A folder of this package that stays, for whoever may write it again."""
+    """The path of a folder of this package that persists; nothing is created."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "pie-sglang" / name
 

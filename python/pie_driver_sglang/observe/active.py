@@ -81,7 +81,7 @@ class ActiveFile:
     """
 
     def __init__(self) -> None:
-        """Makes it, empty; it is closed when nobody refers to it any more."""
+        """Creates it, empty. It is closed when this object is garbage-collected."""
         self._file = os.memfd_create("active", os.MFD_CLOEXEC)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         weakref.finalize(self, os.close, self._file)
