@@ -314,7 +314,7 @@ def test_versions_agree() -> None:
     assert "pie-py" in names
     assert all(tool.replace_locked(lock, names, version) == lock for lock in locks)
     changed = tool.replace_locked(locks[1], names, "7.7.7")
-    assert {tool.local_packages(changed)[name] for name in ("pie-ring", "pie-batch")} == {"7.7.7"}
+    assert {tool.local_packages(changed)[name] for name in ("pie-ring", "pie-planner")} == {"7.7.7"}
 
 
 def test_constraints_name_what_is_pinned() -> None:

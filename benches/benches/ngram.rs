@@ -10,7 +10,7 @@ use pie_benches::python::{self, PythonPeer};
 use pie_benches::report::{self, Summary, Unit};
 use pie_benches::text::text;
 use pie_benches::timing::{self, Race, Samples};
-use pie_ngram::{Config, Drafter, Drafts, Step};
+use pie_speculation::{Config, Drafter, Drafts, Step};
 use serde_json::json;
 
 const MILLION: usize = 1_000_000;

@@ -7,8 +7,8 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use pie_benches::report::Unit;
 use pie_benches::sched::Decodes;
 use pie_benches::timing::{self, Race, Samples};
+use pie_engine::{FrameBuilder, FrameRow, Link, RuntimeError, Sampler};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Stop, Wait};
-use pie_runtime::{FrameBuilder, FrameRow, Link, RuntimeError, Sampler};
 
 const CONTEXT: u32 = 2048;
 const REQUESTS: [u32; 2] = [256, 1024];
@@ -116,7 +116,7 @@ fn play<'c>(client: &'c Client, requests: u32, operations: u64, samples: &mut Sa
             None
         })
     };
-    let done = |exchange: &pie_runtime::Exchange| {
+    let done = |exchange: &pie_engine::Exchange| {
         let took = Duration::from_nanos(exchange.client_ns);
         samples.record(took);
         total += took;

@@ -11,7 +11,7 @@ pub mod text;
 #[cfg(feature = "timing")]
 pub mod timing;
 
-use pie_batch::{
+use pie_planner::{
     Computed, FieldId, Layout, Limits, Outputs, Plan, Planner, Probes, SlotClass, Staged,
     StagedSlots,
 };

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use pie_batch::FieldId;
+use pie_planner::FieldId;
 use serde_json::{Value, json};
 
 use crate::conditions::involuntary_switches;

@@ -1,6 +1,6 @@
 //! A scheduler in the middle of its work.
 
-use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
 
 const PAGE_SIZE: u32 = 16;
 /// Tokens that a request produces. Its prompt is shorter than the context by half of them.

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_runtime::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
-use pie_sched::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
+use pie_engine::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
+use pie_scheduler::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
 use pie_wire::{
     AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
     ResponsePayload, Sampler, StatusResponse,

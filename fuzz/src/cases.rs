@@ -1,7 +1,7 @@
 //! Consistent frames, built from any bytes, and what is done to them.
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_batch::Limits;
+use pie_planner::Limits;
 use pie_wire::{Brle, ForwardRequest, Sampler};
 use rkyv::util::AlignedVec;
 

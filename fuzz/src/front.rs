@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
 use arbitrary::{Arbitrary, Unstructured};
+use pie_engine::{Constrain, Delta, End, Grammar, Rejected, Unbindable};
 use pie_front::{Backend, Front, Outgoing};
 use pie_ingress::{LogprobRows, RequestSpec};
-use pie_runtime::{Constrain, Delta, End, Grammar, Rejected, Unbindable};
 use rmpv::Value;
 
 use crate::front_messages::{self as messages, ABORT, PARAMS, REQUEST, SESSION};

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_grammar::{Grammar, Vocabulary};
-use pie_sched::{StopRegexes, StopStrings};
+use pie_scheduler::{StopRegexes, StopStrings};
 
 use crate::memory;
 

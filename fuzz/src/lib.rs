@@ -18,7 +18,7 @@ mod staged;
 mod step;
 mod wire;
 
-#[path = "../../rust/batch/tests/common/mod.rs"]
+#[path = "../../rust/planner/tests/common/mod.rs"]
 #[allow(
     unreachable_pub,
     clippy::pedantic,

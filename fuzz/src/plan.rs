@@ -1,7 +1,7 @@
 //! Frames from bytes to reply: staged values in range, replies well-formed, memory in proportion, and all of it equal
 //! to what a naive planner says.
 
-use pie_batch::{Computed, Limits, Planner, Probes, StagedPass, Vision};
+use pie_planner::{Computed, Limits, Planner, Probes, StagedPass, Vision};
 use pie_wire::{ArchivedForwardRequest, ArchivedPayload, Payload, RESPONSE_ROOT_LEN};
 use rkyv::util::AlignedVec;
 
@@ -219,7 +219,7 @@ impl Trial {
     }
 
     /// Stages every pass and group; returns the rows.
-    fn stage_all(&mut self, mut plan: pie_batch::Plan) -> (usize, Computed) {
+    fn stage_all(&mut self, mut plan: pie_planner::Plan) -> (usize, Computed) {
         let mut rows = 0;
         loop {
             let memory = bytemuck::cast_slice_mut(&mut self.block);

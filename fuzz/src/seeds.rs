@@ -1,6 +1,6 @@
 //! First inputs for the fuzzer: payloads of every kind and random frames.
 
-use pie_batch::Limits;
+use pie_planner::Limits;
 use pie_ring::RegionLayout;
 use pie_wire::{
     AnswerRows, ForwardRequest, LogprobsAsked, PlaceShape, PromptLogprobs, RequestExtension,

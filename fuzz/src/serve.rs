@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pie_batch::{Layout, Limits, Planner};
+use pie_planner::{Layout, Limits, Planner};
 use pie_ring::{
     ExitGuard, HEADER_BYTES, RegionLayout, SLOT_HEADER_BYTES, Server, ServerConfig, Wait,
 };

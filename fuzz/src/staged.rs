@@ -1,7 +1,7 @@
 //! What is staged for a pass, held to what any engine relies on, and outputs to match.
 
 use bytemuck::Pod;
-use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, Place, SlotClass, SlotGroup};
+use pie_planner::{FieldId, Layout, Limits, Outputs, Pass, Place, SlotClass, SlotGroup};
 
 use crate::common::generate::VOCAB;
 

@@ -1,7 +1,7 @@
 //! The graph path's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
-use pie_batch::{Computed, Layout, Limits, Plan, Planner, Probes, StepMemory, StepSize};
+use pie_planner::{Computed, Layout, Limits, Plan, Planner, Probes, StepMemory, StepSize};
 use pie_wire::ArchivedForwardRequest;
 
 use crate::common::device::DRIVER;

@@ -8,8 +8,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pie_engine::{DriverSettings, Service, ServiceSettings};
 use pie_gateway::{Contract, Gateway, GatewaySettings, ModelFacts};
-use pie_runtime::{DriverSettings, Service, ServiceSettings};
 use serde_json::json;
 
 use crate::ROLE;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use pie_runtime::DriverSettings;
+use pie_engine::DriverSettings;
 use serde::Serialize;
 use toml::{Table, Value};
 

@@ -1,6 +1,6 @@
 //! A context: a sequence of tokens and the pages that hold their KV.
 
-use pie_runtime::FrameRow;
+use pie_engine::FrameRow;
 use pie_wire::Sampler;
 
 use crate::error::LoadError;

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use pie_runtime::{Capabilities, Link};
+use pie_engine::{Capabilities, Link};
 use serde::Serialize;
 
 use crate::args::DraftsArgs;

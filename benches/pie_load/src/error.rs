@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use pie_runtime::RuntimeError;
+use pie_engine::RuntimeError;
 
 /// Why a run ended early.
 #[derive(Debug, thiserror::Error)]

@@ -1,5 +1,5 @@
 //! Plays the Pie runtime against a real driver process: spawns it as the runtime does, and sends the frames that the
-//! runtime would send. The process, the frames and the relay are those of `pie-runtime`; here are workloads and reports.
+//! runtime would send. The process, the frames and the relay are those of `pie-engine`; here are workloads and reports.
 //!
 //! | module | what it is |
 //! |---|---|
@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
-use pie_runtime::{Capabilities, Driver, FrameBuilder, Link, LogSink};
+use pie_engine::{Capabilities, Driver, FrameBuilder, Link, LogSink};
 
 use crate::args::{Args, Workload};
 use crate::error::LoadError;

@@ -3,8 +3,8 @@
 
 use std::collections::VecDeque;
 
-use pie_runtime::Capabilities;
-use pie_sched::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_engine::Capabilities;
+use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
 
 use crate::context::prompt;
 use crate::sampler::SamplerMix;

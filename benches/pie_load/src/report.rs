@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use pie_runtime::{Capabilities, Exit};
+use pie_engine::{Capabilities, Exit};
 use serde::Serialize;
 
 use crate::args::{Args, DraftsArgs, DriverArgs, StepsArgs, ThroughputArgs};

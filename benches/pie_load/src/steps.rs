@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use pie_runtime::{Capabilities, Exchange, FrameRow, Link, Prepared, Probes, Room};
+use pie_engine::{Capabilities, Exchange, FrameRow, Link, Prepared, Probes, Room};
 use serde::Serialize;
 
 use crate::args::StepsArgs;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use pie_runtime::{Capabilities, Exchange, FrameRow, Link, Prepared, Room};
+use pie_engine::{Capabilities, Exchange, FrameRow, Link, Prepared, Room};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ThroughputArgs;
@@ -283,7 +283,7 @@ impl<'a> Scheduler<'a> {
 
 #[cfg(test)]
 mod tests {
-    use pie_runtime::{FrameBuilder, FrameMeta, fill};
+    use pie_engine::{FrameBuilder, FrameMeta, fill};
 
     use super::*;
 

@@ -14,8 +14,8 @@ use pie_benches::text::text;
 use pie_benches::{
     Asked, Bytes, HostPath, asking_frame, decode_frame, forked_frame, mixed_frame, prefill_frame,
 };
-use pie_ngram::{Config, Drafter, Drafts, Step};
 use pie_radix::{Evicted, Insertion, Key, RadixIndex};
+use pie_speculation::{Config, Drafter, Drafts, Step};
 use pie_wire::{
     ForwardResponse, Frame, Penalties, RequestExtension, ResponseFrame, ResponsePayload,
 };

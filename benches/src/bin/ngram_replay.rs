@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use std::{env, fs, io};
 
-use pie_ngram::{Config, Drafter, Drafts, ROOT, Step, Tree};
+use pie_speculation::{Config, Drafter, Drafts, ROOT, Step, Tree};
 use serde::{Deserialize, Serialize};
 
 #[derive(Deserialize)]

@@ -70,7 +70,7 @@ def split_tuning(
 
 
 class Prefixes(NamedTuple):
-    """Groups of rows with a common prefix, as `rust/batch/src/prefix.rs` finds them."""
+    """Groups of rows with a common prefix, as `rust/planner/src/prefix.rs` finds them."""
 
     lens: torch.Tensor
     """``[rows]`` int32: tokens of the group's prefix, fewer than the row reads; multiples of every

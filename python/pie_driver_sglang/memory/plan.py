@@ -42,7 +42,7 @@ PAGE_STAGING_BYTES: Final = 64 << 20
 INPUT_BYTES: Final = 48
 """SGLang's eager input buffers, per token of the pool: six int64 values."""
 ATTENTION_MASK_WORDS: Final = 1 << 20
-"""Words of attention masks that a pass of any size may have; see `rust/batch/src/limits.rs`."""
+"""Words of attention masks that a pass of any size may have; see `rust/planner/src/limits.rs`."""
 PAGE_ID_BYTES: Final = 16
 """Bytes per page of SGLang's free list and of its copy."""
 NOTED_TOKEN_BYTES: Final = 4
@@ -273,7 +273,7 @@ def _block_table(settings: MemorySettings) -> int:
 
 
 def attention_mask_bytes(settings: MemorySettings) -> int:
-    """Most bytes of a pass's attention masks; see `Limits::attention_words` in `rust/batch`."""
+    """Most bytes of a pass's attention masks; see `Limits::attention_words` in `rust/planner`."""
     chunk = settings.chunk_tokens
     tokens = row_pages(settings.context_length, settings.page_size) * settings.page_size
     row = -(-tokens // 32)
@@ -282,7 +282,7 @@ def attention_mask_bytes(settings: MemorySettings) -> int:
 
 
 def _tables(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
-    """Bytes that do not depend on the pool; `rust/batch/src/block/layout.rs` has the staging."""
+    """Bytes that do not depend on the pool; `rust/planner/src/block/layout.rs` has the staging."""
     rows = row_pages(settings.context_length, settings.page_size)
     staged = 16 * settings.requests * rows + 24 * settings.chunk_tokens
     masks = (settings.slots + settings.requests) * model.vocabulary // 8

@@ -15,7 +15,7 @@ from pie_driver_sglang._core import STEP_TOP
 from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
 
 PLACE_WORDS = 4
-"""Numbers of a place in a staged group, as `rust/batch/src/slot/group.rs` writes them."""
+"""Numbers of a place in a staged group, as `rust/planner/src/slot/group.rs` writes them."""
 LEAST = torch.finfo(torch.float32).min
 """In place of -inf, as SGLang has it."""
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use pie_engine::{Constrain, Grammar, Pictures, Rejected, Service, Unbindable};
 use pie_ingress::RequestSpec;
-use pie_runtime::{Constrain, Grammar, Pictures, Rejected, Service, Unbindable};
 
 /// Why a backend that reads no media takes none.
 const NOT_SERVED: &str = "the parameter `mm_inputs` is not served by this server's scheduler: it takes images, of models with \

@@ -6,11 +6,11 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use pie_engine::{Delta, End, Pictures, Timelines, TracedRequest};
 use pie_ingress::{
     Failure, Ingress, ModelFacts, Outcome, RawRequest, Refusal, RequestLimits, RequestSpec,
     one_line, outcome,
 };
-use pie_runtime::{Delta, End, Pictures, Timelines, TracedRequest};
 
 use crate::backend::Backend;
 use crate::error::FrontError;

@@ -1,7 +1,7 @@
 //! Log-probabilities, from what the runtime brings to the columns of a message.
 
+use pie_engine::{Delta, LogprobParams, PlaceShape};
 use pie_ingress::LogprobRows;
-use pie_runtime::{Delta, LogprobParams, PlaceShape};
 
 use crate::table::{array, float, nil, uint};
 

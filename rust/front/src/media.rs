@@ -1,7 +1,7 @@
 //! What a request brings besides tokens.
 
+use pie_engine::Pictures;
 use pie_ingress::{Refusal, one_line};
-use pie_runtime::Pictures;
 
 use crate::backend::Backend;
 use crate::request::GenerateRequest;

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
+use pie_engine::{Delta, End, Timeline};
 use pie_ingress::StopTexts;
-use pie_runtime::{Delta, End, Timeline};
 
 use crate::logprobs::OpenLogprobs;
 use crate::request::{GenerateRequest, TextParams};

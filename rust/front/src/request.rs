@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use pie_engine::{Grammar, Sampling, TraceParent};
 use pie_ingress::{Ingress, RawLogprobs, RawRequest, Refusal};
-use pie_runtime::{Grammar, Sampling, TraceParent};
 
 use crate::error::FrontError;
 use crate::msgpack::Value;

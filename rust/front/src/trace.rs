@@ -1,7 +1,7 @@
 //! The span of a request in the `time_stats` that `SGLang`'s front end sends: a pickled `ReqTimeStatsBase`, whose `trace_ctx` has the
 //! headers by which W3C's Trace Context passes spans on.
 
-use pie_runtime::TraceParent;
+use pie_engine::TraceParent;
 
 /// The header's name as the pickle has it, up to the value: the end of a short text, the opcode that memoizes it, and the opcode of
 /// a text of 55 bytes. No text of a client can have these bytes: they are not UTF-8.

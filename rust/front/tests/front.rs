@@ -6,12 +6,12 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Instant;
 
-use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing};
-use pie_ingress::RequestSpec;
-use pie_runtime::{
+use pie_engine::{
     Constrain, Delta, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler, TraceParent,
     Unbindable,
 };
+use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing};
+use pie_ingress::RequestSpec;
 use proptest::prelude::*;
 use rmpv::Value;
 

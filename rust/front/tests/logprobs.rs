@@ -2,7 +2,7 @@
 
 mod support;
 
-use pie_runtime::End;
+use pie_engine::End;
 use proptest::prelude::*;
 use rmpv::Value;
 

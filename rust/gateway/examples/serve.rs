@@ -6,8 +6,8 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pie_engine::{DriverSettings, Service, ServiceSettings};
 use pie_gateway::{Contract, Gateway, GatewaySettings, ModelFacts};
-use pie_runtime::{DriverSettings, Service, ServiceSettings};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = env::args().skip(1);

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_ingress::{StopTexts, one_line};
-use pie_runtime::{
+use pie_engine::{
     Batch, Capabilities, Delta, End, Service, Timeline, Timelines, TraceParent, TracedRequest,
 };
+use pie_ingress::{StopTexts, one_line};
 use rustc_hash::FxHashMap;
 use tonic::Status;
 use tonic::metadata::MetadataMap;

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use futures_core::Stream;
-use pie_runtime::{KvEvent, KvMedium};
+use pie_engine::{KvEvent, KvMedium};
 use prost::Message;
 use tonic::Status;
 

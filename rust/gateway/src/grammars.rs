@@ -1,6 +1,6 @@
 //! Grammars that the contracts name and [`Grammar`] does not.
 
-use pie_runtime::Grammar;
+use pie_engine::Grammar;
 
 /// Any JSON object.
 pub(crate) fn any_object() -> Grammar {

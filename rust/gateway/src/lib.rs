@@ -1,4 +1,4 @@
-//! The gRPC services that the gateway `smg` calls, over a [`Service`](pie_runtime::Service): requests as tokens in, tokens out, and
+//! The gRPC services that the gateway `smg` calls, over a [`Service`](pie_engine::Service): requests as tokens in, tokens out, and
 //! no Python between them.
 //!
 //! | module | what it is |

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use pie_runtime::{Capabilities, ReplicaStats};
+use pie_engine::{Capabilities, ReplicaStats};
 
 /// Of one replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -107,7 +107,7 @@ impl Throughput {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pie_runtime::Stats;
+    use pie_engine::Stats;
 
     #[test]
     fn evictable_pages_count_as_free() {

@@ -113,7 +113,7 @@ impl Reader {
 
 #[cfg(test)]
 mod tests {
-    use pie_runtime::LogprobParams;
+    use pie_engine::LogprobParams;
 
     use super::*;
 

@@ -1,7 +1,7 @@
 //! The images of a request, which the gateway has made tensors of.
 
+use pie_engine::{Picture, PictureError, Pictures};
 use pie_ingress::shown;
-use pie_runtime::{Picture, PictureError, Pictures};
 use tonic::Status;
 
 use crate::settings::ImageFacts;

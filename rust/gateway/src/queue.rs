@@ -5,7 +5,7 @@ use std::mem;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use pie_runtime::{Delta, End};
+use pie_engine::{Delta, End};
 
 use crate::logprobs::Words;
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use pie_engine::{Constrain, Grammar, Unbindable};
 use pie_ingress::{Ingress, ModelFacts, RawRequest, Refusal, RequestSpec};
-use pie_runtime::{Constrain, Grammar, Unbindable};
 use tonic::Status;
 
 use crate::encoded::decode;

@@ -13,7 +13,7 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
-use pie_runtime::{Service, TracedRequest};
+use pie_engine::{Service, TracedRequest};
 use tokio::runtime::{self, Runtime};
 use tokio::sync::watch;
 use tonic::body::Body;

@@ -1,7 +1,7 @@
 //! From the ends of sequences to finish reasons and statuses.
 
+use pie_engine::{End, Rejected};
 use pie_ingress::{Failure, Outcome as Ended, Refusal, StopTexts, one_line};
-use pie_runtime::{End, Rejected};
 use tonic::Status;
 
 /// How a sequence ended for its client.

@@ -1,6 +1,6 @@
 //! What the log-probabilities of a request are of.
 
-use pie_runtime::LogprobParams;
+use pie_engine::LogprobParams;
 
 /// The log-probabilities that an open request wants: what is asked at each place, and the tokens of its prompt that have places.
 #[derive(Clone, Debug, PartialEq, Eq)]

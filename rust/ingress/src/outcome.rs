@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_runtime::{End, Refusal as Unserved, StopRegexes, StopStrings};
+use pie_engine::{End, Refusal as Unserved, StopRegexes, StopStrings};
 
 /// The texts that end the sequences of a request, by which their ends are named.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pie_runtime::{Grammar, Pictures, Sampling};
+use pie_engine::{Grammar, Pictures, Sampling};
 
 /// What a client asks for. Numbers are as wide as clients may send them, and nothing has been checked.
 #[derive(Clone, Debug)]

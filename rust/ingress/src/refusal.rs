@@ -1,6 +1,6 @@
 //! Why a request is not served.
 
-use pie_runtime::{SamplingError, StopRegexError, StopStringError, Unbindable};
+use pie_engine::{SamplingError, StopRegexError, StopStringError, Unbindable};
 use thiserror::Error;
 
 use crate::outcome::one_line;
@@ -49,7 +49,7 @@ pub enum Refusal {
     },
     /// What the scheduler would refuse, too.
     #[error("{}", one_line(&.0.to_string()))]
-    Scheduler(#[from] pie_runtime::Refusal),
+    Scheduler(#[from] pie_engine::Refusal),
     /// A sampling parameter, or a wish for log-probabilities, that has no meaning.
     #[error(transparent)]
     Sampling(#[from] SamplingError),

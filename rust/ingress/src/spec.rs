@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_runtime::{
+use pie_engine::{
     Constrain, Draw, Grammar, LogprobParams, MAX_SAMPLES, NewRequest, Pictures,
     Refusal as Unserved, Sampling, StopCriteria, StopRegexes, StopStrings, Unbindable,
 };

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pie_engine::{Constrain, Grammar, Unbindable};
 use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits};
-use pie_runtime::{Constrain, Grammar, Unbindable};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 1000;

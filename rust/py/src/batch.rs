@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_batch::Outputs;
+use pie_planner::Outputs;
 use pie_serve::DeviceTimes;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::PyRuntimeError;
@@ -26,7 +26,7 @@ impl Batch {
         Self { inner, shared }
     }
 
-    fn plan(&self) -> PyResult<&pie_batch::Plan> {
+    fn plan(&self) -> PyResult<&pie_planner::Plan> {
         self.inner
             .plan()
             .ok_or_else(|| PyRuntimeError::new_err("the batch was already answered"))

@@ -1,6 +1,6 @@
 //! The n-gram drafter by itself, for engines other than the driver's.
 
-use pie_ngram::{Config, Drafts, Step, Tree};
+use pie_speculation::{Config, Drafts, Step, Tree};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
@@ -8,7 +8,7 @@ use pyo3::types::PyByteArray;
 /// Remembers what contexts said, and drafts what they will say next as trees of one size.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Drafter {
-    inner: pie_ngram::Drafter,
+    inner: pie_speculation::Drafter,
     nodes: usize,
     branches: bool,
     drafts: Drafts,
@@ -48,7 +48,7 @@ impl Drafter {
             context_bytes,
             ..Config::default()
         };
-        let inner = pie_ngram::Drafter::new(config)
+        let inner = pie_speculation::Drafter::new(config)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(Self {
             inner,

@@ -43,7 +43,7 @@ fn with_hint(text: &str, hint: &str) -> String {
 }
 
 /// Errors of the runtime end with their remedy, where they have one.
-pub(crate) fn from_runtime(error: &pie_runtime::RuntimeError) -> PyErr {
+pub(crate) fn from_runtime(error: &pie_engine::RuntimeError) -> PyErr {
     let text = error.to_string();
     match text.split_once("\n\nhint: ") {
         Some((message, hint)) => StartError::new_err((message.to_owned(), hint.to_owned())),

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
-use pie_batch::{Layout, STEP_PLACE_WORDS, StepMemory, StepSize};
 use pie_launch::{CudaGraphs, Launch, LaunchError};
+use pie_planner::{Layout, STEP_PLACE_WORDS, StepMemory, StepSize};
 use pie_ring::Wait;
 use pie_serve::Lead;
 use pyo3::buffer::{Element, PyBuffer};

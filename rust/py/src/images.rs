@@ -19,7 +19,7 @@ pub(crate) struct PassImages {
 impl PassImages {
     pub(crate) fn new(
         py: Python<'_>,
-        images: pie_batch::PassImages,
+        images: pie_planner::PassImages,
         media: &Arc<Media>,
     ) -> PyResult<Py<Self>> {
         let spans = images.spans.into_iter().map(|inner| {
@@ -39,7 +39,7 @@ impl PassImages {
 /// address.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct ImageSpan {
-    inner: pie_batch::ImageSpan,
+    inner: pie_planner::ImageSpan,
     media: Arc<Media>,
 }
 

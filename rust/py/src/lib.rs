@@ -58,16 +58,16 @@ mod _core {
     const MAX_SAMPLES: u32 = 1024;
     /// The adapter that a warm-up may bind without loading one.
     #[pymodule_export]
-    const WARM_UP_ADAPTER: i64 = pie_batch::WARM_UP_ADAPTER;
+    const WARM_UP_ADAPTER: i64 = pie_planner::WARM_UP_ADAPTER;
     /// Words outside of the block of a step that its extension may take.
     #[pymodule_export]
-    const STEP_EXTRA_WORDS: usize = pie_batch::STEP_EXTRA_WORDS;
+    const STEP_EXTRA_WORDS: usize = pie_planner::STEP_EXTRA_WORDS;
     /// Words of log-probabilities that an extended graph writes at most.
     #[pymodule_export]
-    const STEP_PLACE_WORDS: usize = pie_batch::STEP_PLACE_WORDS;
+    const STEP_PLACE_WORDS: usize = pie_planner::STEP_PLACE_WORDS;
     /// Most probable tokens that such a graph finds for a slot.
     #[pymodule_export]
-    const STEP_TOP: u32 = pie_batch::STEP_TOP;
+    const STEP_TOP: u32 = pie_planner::STEP_TOP;
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]

@@ -39,7 +39,7 @@ impl Pass {
     /// The staged pass of a batch.
     pub(crate) fn new(
         py: Python<'_>,
-        pass: pie_batch::Pass,
+        pass: pie_planner::Pass,
         batch: &pie_serve::Batch,
     ) -> PyResult<Self> {
         let mask = batch.attention_mask();
@@ -80,7 +80,7 @@ pub(crate) struct AttentionMask {
 }
 
 impl AttentionMask {
-    fn new(py: Python<'_>, mask: &pie_batch::AttentionMask<'_>) -> PyResult<Self> {
+    fn new(py: Python<'_>, mask: &pie_planner::AttentionMask<'_>) -> PyResult<Self> {
         let mut offsets: Vec<i64> = mask.offsets().map(|offset| offset as i64).collect();
         let bytes = size_of::<i32>() * offsets.pop().unwrap_or(0) as usize;
         let words = PyByteArray::new_with(py, bytes, |bytes| {

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use pie_engine::{Constrain, Grammar, Picture, Pictures, Rejected, Service, Unbindable};
 use pie_front::Backend;
 use pie_ingress::RequestSpec;
-use pie_runtime::{Constrain, Grammar, Picture, Pictures, Rejected, Service, Unbindable};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use pie_batch::{DraftOptions, LimitError, Limits, NgramConfig, Vision};
+use pie_planner::{DraftOptions, LimitError, Limits, NgramConfig, Vision};
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 /// Turns frames into passes over a staging block. Give it to `Server.serve`.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Planner {
-    pub(crate) inner: Option<pie_batch::Planner>,
-    layout: pie_batch::Layout,
+    pub(crate) inner: Option<pie_planner::Planner>,
+    layout: pie_planner::Layout,
     attention_mask_bytes: usize,
 }
 
@@ -71,7 +71,7 @@ impl Planner {
         };
         let refuse = |error: LimitError| PyValueError::new_err(error.to_string());
         limits.check().map_err(refuse)?;
-        let mut inner = pie_batch::Planner::new(limits, random_seed).with_states(states);
+        let mut inner = pie_planner::Planner::new(limits, random_seed).with_states(states);
         if !masks {
             inner = inner.without_masks();
         }
@@ -177,11 +177,11 @@ impl Planner {
 #[pyo3(signature = (rows, slots, grouped = false, extended = false))]
 pub(crate) fn graph_layout(rows: usize, slots: usize, grouped: bool, extended: bool) -> Vec<Field> {
     fields(&if extended {
-        pie_batch::Layout::extended_graph(rows)
+        pie_planner::Layout::extended_graph(rows)
     } else if grouped {
-        pie_batch::Layout::grouped_graph(rows)
+        pie_planner::Layout::grouped_graph(rows)
     } else {
-        pie_batch::Layout::graph(pie_batch::StepSize {
+        pie_planner::Layout::graph(pie_planner::StepSize {
             rows,
             slots: slots.min(rows),
         })
@@ -191,8 +191,8 @@ pub(crate) fn graph_layout(rows: usize, slots: usize, grouped: bool, extended: b
 /// Name, and dtype, byte offset and capacity in elements.
 type Field = (&'static str, (&'static str, usize, usize));
 
-fn fields(layout: &pie_batch::Layout) -> Vec<Field> {
-    let entry = |field: &pie_batch::Field| {
+fn fields(layout: &pie_planner::Layout) -> Vec<Field> {
+    let entry = |field: &pie_planner::Field| {
         (
             field.name,
             (field.dtype.name(), field.offset, field.capacity),

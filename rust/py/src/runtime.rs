@@ -11,11 +11,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
-use pie_runtime::{
+use pie_engine::{
     CompilerSettings, Config, DriverSettings, FigureReader, GrammarLimits, GrammarSettings,
     JsonSpace, Pause, Rejected, Sampling, Service, ServiceSettings, TraceEnd, TraceSettings,
 };
+use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

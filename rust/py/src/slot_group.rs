@@ -1,13 +1,13 @@
 //! A staged slot group.
 
-use pie_batch::{Place, RECORD_WORDS, SlotClass};
+use pie_planner::{Place, RECORD_WORDS, SlotClass};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 /// Staged slots, class by class in the order of the attributes.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct SlotGroup {
-    inner: pie_batch::SlotGroup,
+    inner: pie_planner::SlotGroup,
     labels: Vec<[i64; 2]>,
     records: Vec<[i32; RECORD_WORDS]>,
     bias_words: Vec<i32>,
@@ -17,7 +17,7 @@ pub(crate) struct SlotGroup {
 
 impl SlotGroup {
     /// The staged group of a batch.
-    pub(crate) fn of(inner: pie_batch::SlotGroup, batch: &pie_serve::Batch) -> Self {
+    pub(crate) fn of(inner: pie_planner::SlotGroup, batch: &pie_serve::Batch) -> Self {
         let labels = batch.group_labels().to_vec();
         let (records, bias_words) = batch.group_records();
         let (places, given) = batch.group_places();
@@ -51,9 +51,9 @@ impl SlotGroup {
         let counts = [
             greedy, plain, filtered, dists, logits, logprobs, entropies, prompts,
         ];
-        let inner = pie_batch::SlotGroup {
+        let inner = pie_planner::SlotGroup {
             counts,
-            ..pie_batch::SlotGroup::default()
+            ..pie_planner::SlotGroup::default()
         };
         Self {
             inner,

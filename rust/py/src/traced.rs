@@ -1,6 +1,6 @@
 //! Requests that were traced.
 
-use pie_runtime::TraceParent;
+use pie_engine::TraceParent;
 use pyo3::prelude::*;
 
 /// A request that was traced and has ended. Times are in ns since 1970, and none comes before the one that it follows.
@@ -39,15 +39,15 @@ pub(crate) struct TracedRequest {
 /// Requests, and how many more there were than were kept.
 pub(crate) type Traced = (Vec<TracedRequest>, u64);
 
-pub(crate) fn traced((requests, lost): (Vec<pie_runtime::TracedRequest>, u64)) -> Traced {
+pub(crate) fn traced((requests, lost): (Vec<pie_engine::TracedRequest>, u64)) -> Traced {
     (
         requests.into_iter().map(TracedRequest::from).collect(),
         lost,
     )
 }
 
-impl From<pie_runtime::TracedRequest> for TracedRequest {
-    fn from(request: pie_runtime::TracedRequest) -> Self {
+impl From<pie_engine::TracedRequest> for TracedRequest {
+    fn from(request: pie_engine::TracedRequest) -> Self {
         let ids = |parent: TraceParent| (parent.trace_id, parent.span_id);
         Self {
             name: request.name,

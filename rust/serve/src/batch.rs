@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use pie_batch::{
+use pie_planner::{
     AttentionMask, Computed, Outputs, Pass, PassImages, Place, Plan, Planner, RECORD_WORDS,
     SlotGroup, StageError, Staged, StagedGroup, StagedPass, StagedSlots,
 };

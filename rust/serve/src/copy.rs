@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_batch::{PagePool, Planner};
+use pie_planner::{PagePool, Planner};
 use pie_ring::Lease;
 use pie_wire::CopyDirection;
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pie_batch::{Answered, Plan};
+use pie_planner::{Answered, Plan};
 use pie_wire::CopyDirection;
 
 use crate::histogram::{Durations, Histogram, load, raise};

@@ -3,7 +3,7 @@
 use std::mem;
 use std::time::{Duration, Instant};
 
-use pie_batch::{Plan, Planner, WARM_UP_ADAPTER};
+use pie_planner::{Plan, Planner, WARM_UP_ADAPTER};
 use pie_ring::{Lease, LeaseError};
 use pie_wire::{
     AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedPayload, CopyDirection,

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pie_batch::{Computed, Layout, Plan, Planner, StageError, StagedStep, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
+use pie_planner::{Computed, Layout, Plan, Planner, StageError, StagedStep, StepMemory, StepSize};
 use pie_ring::{Message, Wait};
 use thiserror::Error;
 

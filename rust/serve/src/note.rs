@@ -1,6 +1,6 @@
 //! What is worth a log line.
 
-use pie_batch::Plan;
+use pie_planner::Plan;
 use pie_ring::Publish;
 
 /// Emptied requests of one kind and frame that get a line each. The log shows as many before it limits the kind's rate.

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_batch::{FrameError, Plan, Planner, WARM_UP_ADAPTER};
+use pie_planner::{FrameError, Plan, Planner, WARM_UP_ADAPTER};
 use pie_ring::{Lease, Server, SystemError, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;

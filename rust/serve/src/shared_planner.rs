@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pie_batch::Planner;
+use pie_planner::Planner;
 
 use crate::counters::Counters;
 use crate::timing::monotonic_ns;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pie_batch::Probes;
+use pie_planner::Probes;
 use rustix::time::{ClockId, clock_gettime};
 
 /// Nanoseconds of the monotonic clock, which is also Python's `time.perf_counter_ns`.

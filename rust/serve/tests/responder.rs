@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::UNIX_EPOCH;
 
-use pie_batch::{Layout, Limits, Outputs, Planner, Vision, WARM_UP_ADAPTER};
+use pie_planner::{Layout, Limits, Outputs, Planner, Vision, WARM_UP_ADAPTER};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_serve::{
     Batch, BatchError, Counts, DIRECTIONS, DeviceTimes, Event, Job, Media, Note, Responder,

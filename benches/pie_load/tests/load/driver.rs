@@ -8,7 +8,7 @@ use std::process;
 use std::thread;
 use std::time::Duration;
 
-use pie_batch::{Limits, Planner};
+use pie_planner::{Limits, Planner};
 use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_wire::{
     ArchivedPayload, ForwardRequest, ForwardResponse, Payload, ResponseFrame, ResponsePayload,

@@ -4,9 +4,9 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use pie_engine::{Constrain, Delta, Draw, End, Grammar, NewRequest, Rejected, Unbindable};
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
 use pie_ingress::{RequestLimits, RequestSpec};
-use pie_runtime::{Constrain, Delta, Draw, End, Grammar, NewRequest, Rejected, Unbindable};
 use rmpv::Value;
 
 /// A runtime that keeps what it is given.

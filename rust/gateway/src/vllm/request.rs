@@ -1,7 +1,7 @@
 //! From a message to what it asks for.
 
+use pie_engine::{Grammar, Pictures, Sampling};
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
-use pie_runtime::{Grammar, Pictures, Sampling};
 use tonic::Status;
 
 use crate::asked::Asked;

@@ -5,12 +5,12 @@ use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use pie_engine::{CompilerSettings, DriverSettings, GrammarSettings, Service, ServiceSettings};
 use pie_gateway::contract::vllm as proto;
 use pie_gateway::contract::vllm::generate_request::Input;
 use pie_gateway::contract::vllm::generate_response::Response;
 use pie_gateway::contract::vllm::vllm_engine_client::VllmEngineClient;
 use pie_gateway::{Contract, Gateway, GatewaySettings, ModelFacts};
-use pie_runtime::{CompilerSettings, DriverSettings, GrammarSettings, Service, ServiceSettings};
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Status, Streaming};
@@ -116,7 +116,7 @@ impl Bench {
     /// Nothing of any request is left.
     pub(crate) async fn until_idle(&self) {
         self.until("idle", |bench| {
-            let idle = |stats: &pie_runtime::ReplicaStats| {
+            let idle = |stats: &pie_engine::ReplicaStats| {
                 (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
             };
             bench.gateway.open_requests() == 0 && bench.service.stats().iter().all(idle)

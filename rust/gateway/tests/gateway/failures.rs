@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use pie_engine::{CompilerCommand, CompilerSettings};
 use pie_gateway::Contract;
 use pie_gateway::contract::common::SubscribeKvEventsRequest;
 use pie_gateway::contract::vllm as proto;
 use pie_gateway::contract::vllm::sampling_params::Constraint;
-use pie_runtime::{CompilerCommand, CompilerSettings};
 use tonic::Code;
 
 use crate::bench::{Bench, WATCHDOG, collect, collect_one, expected, prompt, request, run};

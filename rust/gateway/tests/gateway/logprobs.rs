@@ -1,9 +1,9 @@
 //! Log-probabilities by both contracts: every row is what the driver has said of it.
 
+use pie_engine::PlaceShape;
 use pie_gateway::Contract;
 use pie_gateway::contract::sglang;
 use pie_gateway::contract::sglang::generate_response::Response;
-use pie_runtime::PlaceShape;
 
 use crate::bench::{self, Bench, collect_one, expected, prompt, run};
 use crate::{driver, sglang as by_sglang};

@@ -3,7 +3,7 @@
 mod any;
 mod bench;
 mod crowd;
-#[path = "../../../runtime/tests/service/driver.rs"]
+#[path = "../../../engine/tests/service/driver.rs"]
 mod driver;
 mod events;
 mod facts;

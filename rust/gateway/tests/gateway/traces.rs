@@ -1,7 +1,7 @@
 //! What a trace gets of requests.
 
+use pie_engine::{TraceParent, TracedRequest};
 use pie_gateway::Contract;
-use pie_runtime::{TraceParent, TracedRequest};
 use tonic::Request;
 
 use crate::bench::{Bench, collect, prompt, request, run};

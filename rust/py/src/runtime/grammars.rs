@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use pie_runtime::{CompilerCommand, Grammar};
+use pie_engine::{CompilerCommand, Grammar};
 use pyo3::prelude::*;
 
 use super::settings::value_error;
@@ -54,5 +54,5 @@ pub(super) fn compiler_command(py: Python<'_>, python: &Path) -> PyResult<Compil
 ///     OSError: The standard input is no socket of such a process.
 #[pyfunction]
 pub(crate) fn run_grammar_compiler(py: Python<'_>) -> PyResult<()> {
-    Ok(py.detach(pie_runtime::compiler_process)?)
+    Ok(py.detach(pie_engine::compiler_process)?)
 }

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use pie_runtime::{Delta, End, Figure, FigureKind, PlaceShape, ReplicaStats};
+use pie_engine::{Delta, End, Figure, FigureKind, PlaceShape, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;

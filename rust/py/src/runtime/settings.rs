@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use pie_engine::{DriverSettings, ServiceLog};
 use pie_ingress::RequestLimits;
-use pie_runtime::{DriverSettings, ServiceLog};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_batch::StepSize;
 use pie_launch::LaunchError;
+use pie_planner::StepSize;
 use pie_ring::Wait;
 use pie_serve::WarmUpError;
 

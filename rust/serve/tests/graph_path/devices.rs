@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use pie_batch::{Layout, Limits, Planner, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
+use pie_planner::{Layout, Limits, Planner, StepMemory, StepSize};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_serve::{Event, GraphPath, Memory, Responder};
 use pie_wire::{

@@ -7,8 +7,8 @@ use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-use pie_batch::{Layout, StepMemory};
 use pie_launch::LaunchError;
+use pie_planner::{Layout, StepMemory};
 use pie_ring::{Broadcast, Wait};
 use pie_serve::{Follow, FollowError, GraphPath, Lead, Memory};
 

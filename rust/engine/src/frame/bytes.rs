@@ -1,0 +1,319 @@
+//! How many bytes the rows of a step take in a frame, for the scheduler's budget.
+
+use std::sync::Arc;
+
+use pie_scheduler::FrameBytes;
+use pie_wire::{
+    ArchivedAdapterBinding, ArchivedBrle, ArchivedSampler, MAX_KEPT_WORDS, REQUEST_ROOT_LEN,
+    RequestExtension, params_len,
+};
+
+use super::params::{LARGE, MAX_FREED};
+use crate::sampling::Draw;
+
+const WORD: u32 = size_of::<u32>() as u32;
+
+/// What a frame has besides its rows: the root, the gaps between its arrays, their first offsets, the extension's end, and
+/// the handles that it frees.
+const FRAME: u32 = REQUEST_ROOT_LEN as u32 + 256 + MAX_FREED as u32 * PARAMS;
+/// Parameters without lists; they have 17 words.
+const PARAMS: u32 = 17 * WORD;
+
+/// Most bytes of the parts of a frame that has so many in all, of which images may have `image_bytes`.
+pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) -> FrameBytes {
+    let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
+    // Lengths of runs have one word more than bits.
+    let mask = WORD * (vocab_size.div_ceil(32) + 1);
+    // Ten offsets, the last page's length, the sampled row; its context; a flag.
+    let own = (10 + 2) * WORD + 8 + 1;
+    let parts = size_of::<ArchivedSampler>()
+        + size_of::<ArchivedAdapterBinding>()
+        + size_of::<ArchivedBrle>();
+    // Three lengths of runs that forbid nothing.
+    let row = own + parts as u32 + 4 * WORD + EXTENSION;
+    FrameBytes {
+        max: capacity.saturating_sub(FRAME).saturating_sub(image_bytes),
+        row,
+        // Its id and position, and of an image three positions more.
+        token: 5 * WORD,
+        draft: 2 * WORD,
+        page: WORD,
+        listed: WORD,
+        mask,
+        // As much again may be of contexts that have ended, until they are replaced.
+        params: (size_of::<u32>() * MAX_KEPT_WORDS / 2) as u64,
+    }
+}
+
+/// A row of the extension without lists; it has 8 words.
+const EXTENSION: u32 = 8 * WORD;
+
+/// Bytes of the parameters that a request brings to its first row, and of the handles that are freed to make room for them.
+pub(crate) fn params_bytes(draw: &Draw) -> u32 {
+    let bytes = |asked: &Arc<RequestExtension>| params_len(asked);
+    let bytes = draw.extension.as_ref().map_or(0, bytes);
+    let bytes = bytes + bytes / LARGE * PARAMS as usize;
+    u32::try_from(bytes).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use pie_scheduler::{
+        Answer, Begun, Config, Constrain, Constraint, Limits, Mask, NewRequest, Outputs,
+    };
+    use pie_scheduler::{Finish, Refusal, Scheduler};
+    use pie_wire::{LogprobsAsked, Penalties};
+
+    use super::*;
+    use crate::frame::FrameBuilder;
+    use crate::relay::turn;
+    use crate::sampling::Sampling;
+
+    const VOCAB: u32 = 262_144;
+    const CAPACITY: usize = 8 << 20;
+
+    /// Every mask is another one, and shorter as bits.
+    #[derive(Debug)]
+    struct Changing(u32);
+
+    impl Constrain for Changing {
+        fn begin(&self, _: u32, _: bool) -> Begun {
+            Begun::Ready(Box::new(Self(self.0)))
+        }
+
+        fn is_waiting(&self) -> bool {
+            false
+        }
+    }
+
+    impl Constraint for Changing {
+        fn take(&mut self, _: u32, _: u32) -> bool {
+            self.0 += 1000;
+            false
+        }
+
+        fn next(&mut self, _: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+            let words = (0..VOCAB / 32).map(|word| word.wrapping_mul(self.0 + 1) | 0x5555_0001);
+            Ok(Some(Arc::new(words.collect())))
+        }
+    }
+
+    /// A scheduler whose steps are encoded into slots of [`CAPACITY`] bytes, and answered with token 7.
+    struct World {
+        scheduler: Scheduler<Draw>,
+        builder: FrameBuilder,
+        frame: Vec<u8>,
+        now: u64,
+        ends: Vec<(u64, Finish)>,
+        steps: usize,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let limits = Limits {
+                total_pages: 10_000,
+                host_pages: 0,
+                page_size: 16,
+                max_forward_tokens: 16_384,
+                max_forward_requests: 512,
+                max_page_refs: 100_000,
+                max_image_bytes: 0,
+                max_model_len: 4096,
+                vocab_size: VOCAB,
+                max_logprob_words: 1 << 16,
+                frame: frame_bytes(VOCAB, CAPACITY, 0),
+            };
+            let config = Config {
+                max_running: 512,
+                ..Config::default()
+            };
+            Self {
+                scheduler: Scheduler::new(config, limits, None).unwrap(),
+                builder: FrameBuilder::new(16).with_bit_masks(VOCAB),
+                frame: vec![0; CAPACITY],
+                now: 0,
+                ends: Vec::new(),
+                steps: 0,
+            }
+        }
+
+        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), Refusal> {
+            arrival.params_bytes = params_bytes(&arrival.sampling);
+            self.scheduler.submit(arrival)
+        }
+
+        /// One step. Returns the requests of its rows that draw.
+        fn step(&mut self) -> Vec<u64> {
+            self.now += 1000;
+            let step = self.scheduler.step(self.now).unwrap().unwrap();
+            let rows: Vec<_> = step.rows().collect();
+            self.builder.lay_out(rows.iter().map(turn));
+            let max = frame_bytes(VOCAB, CAPACITY, 0).max;
+            let length = self.builder.encode(&mut self.frame).expect("it fits");
+            assert!(length <= max as usize + FRAME as usize);
+            let draws = rows.iter().filter(|row| row.sampling.is_some());
+            let drawn: Vec<u64> = draws.map(|row| row.id).collect();
+            let ends: Vec<u32> = (0..=rows.len())
+                .map(|row| row.min(drawn.len()) as u32)
+                .collect();
+            let answer = Answer {
+                tokens: &vec![7; drawn.len()],
+                token_ends: &ends,
+                ..Answer::default()
+            };
+            self.scheduler.answer(self.now, &answer).unwrap();
+            let mut outputs = Outputs::default();
+            self.scheduler.outputs(&mut outputs);
+            let ends = outputs.iter().filter_map(|it| Some((it.id, it.finish?)));
+            self.ends.extend(ends);
+            self.steps += 1;
+            drawn
+        }
+
+        fn run(&mut self) {
+            while !self.scheduler.is_idle() {
+                self.step();
+            }
+            let all_ended = self
+                .ends
+                .iter()
+                .all(|(_, finish)| *finish == Finish::Length);
+            assert!(all_ended, "{:?}", self.ends);
+        }
+    }
+
+    fn greedy() -> Draw {
+        let greedy = Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        };
+        greedy.draw().unwrap()
+    }
+
+    #[test]
+    fn a_grammar_for_each_of_256_requests_on_a_large_vocabulary() {
+        let mut world = World::new();
+        for id in 0..256 {
+            let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 4);
+            arrival.constraint = Some(Arc::new(Changing(id as u32)));
+            arrival.streams = false;
+            world.submit(arrival).unwrap();
+        }
+        world.run();
+        assert_eq!(world.ends.len(), 256);
+        // All masks are 8 MiB, a little more than a frame takes.
+        assert!((5..=12).contains(&world.steps), "{} steps", world.steps);
+    }
+
+    #[test]
+    fn requests_in_the_same_place_of_a_grammar_share_their_mask() {
+        let mut world = World::new();
+        for id in 0..400 {
+            let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 4], greedy(), 4);
+            arrival.constraint = Some(Arc::new(Changing(0)));
+            arrival.streams = false;
+            world.submit(arrival).unwrap();
+        }
+        let mut most = 0;
+        while !world.scheduler.is_idle() {
+            most = most.max(world.step().len());
+        }
+        // Masks of their own would take 13 MiB.
+        assert!(most > 390, "{most} rows");
+    }
+
+    #[test]
+    fn requests_that_bias_the_whole_vocabulary_leave_their_neighbours_a_place_in_each_step() {
+        let mut world = World::new();
+        for id in 0..8 {
+            let arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 16);
+            world.submit(arrival).unwrap();
+        }
+        world.step();
+        for id in 8..72 {
+            let sampling = Sampling {
+                logit_bias: (0..VOCAB).map(|token| (token, 0.5)).collect(),
+                ..Sampling::default()
+            };
+            let arrival = NewRequest::new(id, vec![id as u32 + 1; 20], sampling.draw().unwrap(), 2);
+            world.submit(arrival).unwrap();
+        }
+        for _ in 1..16 {
+            let drawn = world.step();
+            assert_eq!(drawn.iter().filter(|&&id| id < 8).count(), 8, "{drawn:?}");
+        }
+        world.run();
+        assert_eq!(world.ends.len(), 72);
+        // Three at once.
+        assert!(world.steps <= 64 * 2 / 3 + 24, "{} steps", world.steps);
+    }
+
+    #[test]
+    fn a_request_that_no_frame_has_room_for_is_refused() {
+        let mut world = World::new();
+        let mut draw = greedy();
+        let ids = vec![5; CAPACITY / 4];
+        let extension = Arc::make_mut(draw.extension.get_or_insert_default());
+        extension.logprobs = Some(LogprobsAsked {
+            token_ids: ids,
+            ..LogprobsAsked::default()
+        });
+        let refusal = world
+            .submit(NewRequest::new(0, vec![1], draw, 4))
+            .unwrap_err();
+        let text = refusal.to_string();
+        assert!(
+            text.contains("token_ids_logprob") && text.contains("and a frame has 838"),
+            "{text}"
+        );
+        // As many stop tokens as there are go as bits.
+        let mut arrival = NewRequest::new(0, vec![1], greedy(), 2);
+        arrival.ends.min_tokens = 2;
+        arrival.ends.stop_tokens = (0..VOCAB).rev().collect();
+        world.submit(arrival).unwrap();
+        world.run();
+    }
+
+    #[test]
+    fn rows_take_no_more_than_is_budgeted() {
+        let frame = frame_bytes(VOCAB, CAPACITY, 0);
+        let mut builder = FrameBuilder::new(16).with_bit_masks(VOCAB);
+        let mut buffer = vec![0; CAPACITY];
+        let sampler = pie_wire::Sampler::RawLogits;
+        let asked = Arc::new(RequestExtension {
+            penalties: Penalties {
+                frequency: 0.5,
+                ..Penalties::NONE
+            },
+            ..RequestExtension::default()
+        });
+        for forbidden in 0..100 {
+            let forbidden: Vec<u32> = (0..forbidden).map(|at| 3 * at + 5).collect();
+            let row = crate::frame::FrameRow {
+                context_id: 3,
+                tokens: &[1, 2, 3],
+                drafts: &[4],
+                start: 0,
+                pages: &[1],
+                sampler: Some(&sampler),
+                forbidden: &forbidden,
+                extension: Some(crate::frame::Extended {
+                    asked: &asked,
+                    history: &[],
+                    prompt_logprobs: (0, 0),
+                    next: None,
+                }),
+                ..crate::frame::FrameRow::EMPTY
+            };
+            let rows = 50;
+            builder.lay_out((0..rows).map(|_| row));
+            let length = builder.encode(&mut buffer).unwrap();
+            let listed = (2 * frame.listed * forbidden.len() as u32).min(frame.mask);
+            let each = frame.row + 3 * frame.token + frame.draft + frame.page + listed;
+            assert!(
+                length <= (FRAME + rows * each) as usize,
+                "{length}, {each} each"
+            );
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Log-probabilities that a frame's extension asks for: what of them is staged, and answered.
+
+use std::collections::{BTreeMap, HashMap};
+
+use pie_planner::{Place, SlotClass, StagedGroup};
+use pie_wire::{
+    AnswerExtension, ForwardRequest, LogprobsAsked, PlaceShape, RequestExtension, append_extension,
+    extension_len,
+};
+
+use crate::common::builder::Encoded;
+use crate::common::device::{DRIVER, Noise};
+use crate::common::naive::{Plan, Slot};
+
+/// The log-probabilities of one request: places of the prompt, and of tokens, each as its words.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Answered {
+    pub(crate) prompt: Vec<Vec<u32>>,
+    pub(crate) tokens: Vec<Vec<u32>>,
+}
+
+/// What a device knows of places.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    /// What the requests of the next frame ask for.
+    pub(crate) asked: HashMap<usize, LogprobsAsked>,
+    /// The words that places were given.
+    given: HashMap<(usize, bool, usize), Vec<u32>>,
+    noise: Noise,
+}
+
+/// A frame, and after it what its requests ask for.
+pub(crate) fn encode(frame: &ForwardRequest, asked: &HashMap<usize, LogprobsAsked>) -> Vec<u8> {
+    let mut rows: Vec<_> = asked
+        .iter()
+        .map(|(&request, asked)| {
+            let row = RequestExtension {
+                logprobs: Some(asked.clone()),
+                ..RequestExtension::default()
+            };
+            (request as u32, row)
+        })
+        .collect();
+    rows.sort_unstable_by_key(|row| row.0);
+    let listed = rows.iter().map(|(request, row)| (*request, row));
+    let mut bytes = Encoded::new(DRIVER, frame).bytes().to_vec();
+    let length = bytes.len();
+    bytes.resize(length + extension_len(listed.clone()), 0);
+    append_extension(listed, &mut bytes, length).expect("there is room");
+    bytes
+}
+
+impl Places {
+    /// Begins a frame.
+    pub(crate) fn clear(&mut self) {
+        self.given.clear();
+    }
+
+    /// Compares what is staged of a group, and gives each of its places any words.
+    pub(crate) fn give(
+        &mut self,
+        open: &StagedGroup,
+        plan: &Plan,
+        group: &[(usize, Slot)],
+    ) -> Vec<i32> {
+        let (mut places, mut tokens) = (Vec::<Place>::new(), Vec::new());
+        let mut all = Vec::new();
+        for (entry, (_, slot)) in group.iter().enumerate() {
+            let Some(asked) = plan.asked_of(slot) else {
+                continue;
+            };
+            let is_prompt = slot.class == SlotClass::Prompt;
+            let given = asked.token_ids.iter();
+            tokens.extend(given.map(|&token| [places.len() as i64, i64::from(token)]));
+            places.push([
+                entry as i64,
+                if is_prompt {
+                    i64::from(slot.labels[0])
+                } else {
+                    -1
+                },
+                i64::from(asked.top),
+                i64::from(asked.scaled && !is_prompt),
+            ]);
+            let count = 1 + 2 * asked.top as usize + asked.token_ids.len();
+            let words: Vec<u32> = (0..count).map(|_| self.noise.next()).collect();
+            all.extend(words.iter().map(|word| word.cast_signed()));
+            self.given.insert(key(slot), words);
+        }
+        assert_eq!(open.places(), (&places[..], &tokens[..]));
+        all
+    }
+
+    /// What the answer must have, by request; `tokens` are those that each returns.
+    pub(crate) fn expected(&self, plan: &Plan, tokens: &[Vec<u32>]) -> BTreeMap<u32, Answered> {
+        let mut expected = BTreeMap::new();
+        for (index, (request, tokens)) in plan.requests.iter().zip(tokens).enumerate() {
+            let of = |prompt: bool| {
+                let slots = request.slots.iter().filter(move |slot| {
+                    plan.asked_of(slot).is_some() && (slot.class == SlotClass::Prompt) == prompt
+                });
+                slots.map(|slot| self.given[&key(slot)].clone())
+            };
+            let answered = Answered {
+                prompt: of(true).collect(),
+                tokens: of(false).take(tokens.len()).collect(),
+            };
+            if answered != Answered::default() {
+                expected.insert(index as u32, answered);
+            }
+        }
+        expected
+    }
+}
+
+/// What an answer has, by request; and that all of its places are of the shape that was asked for.
+pub(crate) fn read(extension: &AnswerExtension<'_>, plan: &Plan) -> BTreeMap<u32, Answered> {
+    let rows = extension.rows();
+    rows.map(|row| {
+        let asked = plan.requests[row.request() as usize].asked.as_ref();
+        let asked = asked.expect("a request that asks for log-probabilities");
+        let shape = PlaceShape {
+            top: asked.top,
+            given: asked.token_ids.len() as u32,
+        };
+        assert_eq!(row.shape(), shape);
+        let words: Vec<u32> = row.words().collect();
+        let places = words.chunks_exact(shape.words()).map(<[u32]>::to_vec);
+        let (prompt, tokens) = row.places();
+        let prompt_places = places.clone().take(prompt as usize).collect();
+        let others: Vec<_> = places.skip(prompt as usize).collect();
+        assert_eq!(others.len(), tokens as usize);
+        let answered = Answered {
+            prompt: prompt_places,
+            tokens: others,
+        };
+        (row.request(), answered)
+    })
+    .collect()
+}
+
+/// Places of a prompt are numbered apart from those of tokens.
+fn key(slot: &Slot) -> (usize, bool, usize) {
+    (slot.request, slot.class == SlotClass::Prompt, slot.number)
+}
