@@ -150,7 +150,7 @@ docs: $(VENV)/.dependencies ## Generate docs/options.md from the options; docs/b
 
 fetch: ## Fetch the crates, for builds without a network
 	cargo fetch --locked
-	cargo fetch --locked --manifest-path rust/gateway/definitions/Cargo.toml
+	cargo fetch --locked --manifest-path rust/frontends/definitions/Cargo.toml
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 

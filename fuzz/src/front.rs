@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_engine::{Constrain, Delta, End, Grammar, Rejected, Unbindable};
-use pie_front::{Backend, Front, Outgoing};
+use pie_frontends::sglang_zmq::{Backend, Front, Outgoing};
 use pie_ingress::{LogprobRows, RequestSpec};
 use rmpv::Value;
 
@@ -288,7 +288,7 @@ pub(crate) fn check(data: &[u8]) {
     let Ok(case) = Case::arbitrary(&mut Unstructured::new(data)) else {
         return;
     };
-    let settings = pie_front::FrontSettings {
+    let settings = pie_frontends::sglang_zmq::FrontSettings {
         truncates: case.truncates,
         ..messages::settings()
     };

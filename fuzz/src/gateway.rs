@@ -4,8 +4,8 @@ use std::sync::LazyLock;
 
 use arbitrary::{Arbitrary, Unstructured};
 use pie_engine::Unbindable;
-use pie_gateway::contract::{sglang, vllm};
-use pie_gateway::{Contract, GatewaySettings, ImageFacts, ModelFacts, RequestReader};
+use pie_frontends::grpc::contract::{sglang, vllm};
+use pie_frontends::grpc::{Contract, GatewaySettings, ImageFacts, ModelFacts, RequestReader};
 use prost::Message as _;
 use prost::encoding::{WireType, encode_key, encode_varint};
 

@@ -25,20 +25,20 @@ mod wire;
     reason = "checked where it is at home"
 )]
 mod common;
-#[path = "../../rust/front/tests/support/mod.rs"]
+#[path = "../../rust/frontends/tests/sglang_zmq/support/mod.rs"]
 #[allow(clippy::pedantic, reason = "checked where it is at home")]
 mod front_messages;
 #[path = "../../rust/wire/tests/wire/message.rs"]
 #[allow(dead_code, reason = "a part is used")]
 mod message;
-#[path = "../../rust/pages/tests/model/mod.rs"]
+#[path = "../../rust/kv-cache/tests/pages/model/mod.rs"]
 #[allow(
     unreachable_pub,
     clippy::pedantic,
     reason = "checked where it is at home"
 )]
 mod pool_model;
-#[path = "../../rust/radix/tests/model/mod.rs"]
+#[path = "../../rust/kv-cache/tests/radix/model/mod.rs"]
 #[allow(
     unreachable_pub,
     clippy::pedantic,

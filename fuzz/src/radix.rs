@@ -1,8 +1,8 @@
 //! The prefix index and the page pool: whatever is done to them, they agree with their models.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
-use pie_pages::Order;
-use pie_radix::{Config, Insertion, Policy};
+use pie_kv_cache::pages::Order;
+use pie_kv_cache::radix::{Config, Insertion, Policy};
 
 use crate::pool_model::{Both, Step as PoolStep};
 use crate::radix_model::{Model, Step, Text};

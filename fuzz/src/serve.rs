@@ -8,11 +8,11 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pie_driver::{Batch, DeviceTimes, Event, Job, Responder, status};
 use pie_planner::{Layout, Limits, Planner};
 use pie_ring::{
     ExitGuard, HEADER_BYTES, RegionLayout, SLOT_HEADER_BYTES, Server, ServerConfig, Wait,
 };
-use pie_serve::{Batch, DeviceTimes, Event, Job, Responder, status};
 use pie_wire::{CopyDirection, SCHEMA_HASH};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::thread::futex;

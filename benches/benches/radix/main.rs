@@ -12,7 +12,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use peers::{Index, Make, Ours, PEERS};
 use pie_benches::report::{self, Summary, Unit};
 use pie_benches::timing::{self, Race, Samples};
-use pie_radix::{Config, Evicted, Insertion, Key, RadixIndex};
+use pie_kv_cache::radix::{Config, Evicted, Insertion, Key, RadixIndex};
 
 /// Qwen 3's; tokens take three bytes.
 const VOCABULARY: u64 = 151_936;

@@ -8,7 +8,7 @@ use kv_index::{
     ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock, TokenTree,
     chain_prefix_hash, compute_content_hash,
 };
-use pie_radix::{Config, Insertion, Key, NodeId, RadixIndex};
+use pie_kv_cache::radix::{Config, Insertion, Key, NodeId, RadixIndex};
 use radix_tree::{HolderId, Overlap, OverlapScratch};
 
 /// The worker that holds everything, for peers that ask.

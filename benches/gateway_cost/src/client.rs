@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Instant;
 
-use pie_gateway::contract::{sglang, vllm};
+use pie_frontends::grpc::contract::{sglang, vllm};
 use serde_json::{Value, json};
 use tonic::transport::{Channel, Endpoint};
 

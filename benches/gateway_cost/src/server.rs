@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{DriverSettings, Service, ServiceSettings};
-use pie_gateway::{Contract, Gateway, GatewaySettings, ModelFacts};
+use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ModelFacts};
 use serde_json::json;
 
 use crate::ROLE;

@@ -14,7 +14,7 @@ use pie_benches::text::text;
 use pie_benches::{
     Asked, Bytes, HostPath, asking_frame, decode_frame, forked_frame, mixed_frame, prefill_frame,
 };
-use pie_radix::{Evicted, Insertion, Key, RadixIndex};
+use pie_kv_cache::radix::{Evicted, Insertion, Key, RadixIndex};
 use pie_speculation::{Config, Drafter, Drafts, Step};
 use pie_wire::{
     ForwardResponse, Frame, Penalties, RequestExtension, ResponseFrame, ResponsePayload,
@@ -169,7 +169,7 @@ fn evict() {
 /// 20,000 leaves of one page each, used in another order than they were inserted in.
 fn leaves() -> RadixIndex {
     const LEAVES: u32 = 20_000;
-    let mut index = RadixIndex::new(pie_radix::Config::default()).expect("a valid config");
+    let mut index = RadixIndex::new(pie_kv_cache::radix::Config::default()).expect("a valid config");
     let key = |leaf| [leaf / 100, leaf];
     for leaf in 0..LEAVES {
         let pages = [2 * leaf, 2 * leaf + 1];
@@ -187,7 +187,7 @@ fn leaves() -> RadixIndex {
 
 /// The eighth turn of a conversation, one of 100: 300 tokens more, with pages of 16.
 fn turn() {
-    let config = pie_radix::Config {
+    let config = pie_kv_cache::radix::Config {
         page_size: 16,
         ..Default::default()
     };

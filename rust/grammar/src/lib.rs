@@ -22,6 +22,7 @@
 //! | `threads` | threads that survive panics |
 //! | `grammar`, `gbnf`, `tags`, `json` | the forms of grammars |
 //! | `matcher`, `follower` | one sequence and its grammar |
+//! | [`patterns`] | the layer patterns of a PEFT adapter, as automata |
 //! | `vocabulary`, `tokenizer` | the tokens of a model, and how it writes a text |
 
 mod budget;
@@ -35,6 +36,7 @@ mod limits;
 mod matcher;
 mod model;
 mod parser;
+pub mod patterns;
 mod pending;
 mod process;
 mod shared;

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use pie_radix::NodeId;
+use pie_kv_cache::radix::NodeId;
 use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::inspect::PyStaticExpr;

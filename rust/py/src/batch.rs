@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use pie_driver::DeviceTimes;
 use pie_planner::Outputs;
-use pie_serve::DeviceTimes;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -17,12 +17,12 @@ use crate::slot_group::SlotGroup;
 /// without a commit it is answered by an abort.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Batch {
-    inner: pie_serve::Batch,
+    inner: pie_driver::Batch,
     shared: Arc<Shared>,
 }
 
 impl Batch {
-    pub(crate) const fn new(inner: pie_serve::Batch, shared: Arc<Shared>) -> Self {
+    pub(crate) const fn new(inner: pie_driver::Batch, shared: Arc<Shared>) -> Self {
         Self { inner, shared }
     }
 

@@ -2,7 +2,7 @@
 
 use std::os::fd::RawFd;
 
-use pie_serve::Lead;
+use pie_driver::Lead;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

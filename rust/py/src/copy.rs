@@ -10,12 +10,12 @@ use crate::shared::Shared;
 /// by an abort.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Copy {
-    inner: pie_serve::Copy,
+    inner: pie_driver::Copy,
     shared: Arc<Shared>,
 }
 
 impl Copy {
-    pub(crate) const fn new(inner: pie_serve::Copy, shared: Arc<Shared>) -> Self {
+    pub(crate) const fn new(inner: pie_driver::Copy, shared: Arc<Shared>) -> Self {
         Self { inner, shared }
     }
 }

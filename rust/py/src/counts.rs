@@ -1,6 +1,6 @@
 //! What was served so far.
 
-use pie_serve::{DIRECTIONS, Histogram};
+use pie_driver::{DIRECTIONS, Histogram};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -12,11 +12,11 @@ const LAST: u32 = 34;
 /// What a server has served, as it was when it was read; or what came between two readings.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Counts {
-    inner: pie_serve::Counts,
+    inner: pie_driver::Counts,
 }
 
 impl Counts {
-    pub(crate) const fn new(inner: pie_serve::Counts) -> Self {
+    pub(crate) const fn new(inner: pie_driver::Counts) -> Self {
         Self { inner }
     }
 

@@ -51,7 +51,7 @@ pub(crate) fn from_runtime(error: &pie_engine::RuntimeError) -> PyErr {
     }
 }
 
-pub(crate) fn from_front(error: &pie_front::FrontError) -> PyErr {
+pub(crate) fn from_front(error: &pie_frontends::sglang_zmq::FrontError) -> PyErr {
     FrontEndError::new_err(error.to_string())
 }
 
@@ -59,28 +59,28 @@ pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {
     WireError::new_err(error.to_string())
 }
 
-pub(crate) fn from_batch(error: pie_serve::BatchError) -> PyErr {
+pub(crate) fn from_batch(error: pie_driver::BatchError) -> PyErr {
     StageError::new_err(error.to_string())
 }
 
-pub(crate) fn from_loss(error: &pie_serve::GraphPathError) -> PyErr {
+pub(crate) fn from_loss(error: &pie_driver::GraphPathError) -> PyErr {
     LostError::new_err(error.to_string())
 }
 
-pub(crate) fn from_warm_up(error: &pie_serve::WarmUpError) -> PyErr {
+pub(crate) fn from_warm_up(error: &pie_driver::WarmUpError) -> PyErr {
     let text = error.to_string();
     match error {
-        pie_serve::WarmUpError::Busy | pie_serve::WarmUpError::GraphPath(_) => {
+        pie_driver::WarmUpError::Busy | pie_driver::WarmUpError::GraphPath(_) => {
             PyRuntimeError::new_err(text)
         }
         _ => WireError::new_err(text),
     }
 }
 
-pub(crate) fn from_pages(error: pie_pages::PoolError) -> PyErr {
+pub(crate) fn from_pages(error: pie_kv_cache::pages::PoolError) -> PyErr {
     PagesError::new_err(error.to_string())
 }
 
-pub(crate) fn from_radix(error: &pie_radix::RadixError) -> PyErr {
+pub(crate) fn from_radix(error: &pie_kv_cache::radix::RadixError) -> PyErr {
     RadixError::new_err(error.to_string())
 }

@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use pie_front::{FrontSettings, MessageClass, MessageField, Outgoing, TimeStats, TimesTemplate};
+use pie_frontends::sglang_zmq::{
+    FrontSettings, MessageClass, MessageField, Outgoing, TimeStats, TimesTemplate,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -36,7 +38,7 @@ type Messages<'py> = (
 /// `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Front {
-    inner: pie_front::Front,
+    inner: pie_frontends::sglang_zmq::Front,
     runtime: Py<Runtime>,
     read_images: Option<Py<PyAny>>,
 }
@@ -133,7 +135,8 @@ impl Front {
                 .transpose()?,
             traces: traces.then(|| runtime.get().service.began()),
         };
-        let inner = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
+        let inner = pie_frontends::sglang_zmq::Front::new(&classes, settings)
+            .map_err(|e| from_front(&e))?;
         Ok(Self {
             inner,
             runtime,

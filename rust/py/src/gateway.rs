@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use pie_gateway::{Contract, GatewayError, GatewaySettings, ImageFacts, ModelFacts};
+use pie_frontends::grpc::{Contract, GatewayError, GatewaySettings, ImageFacts, ModelFacts};
 use pyo3::exceptions::{PyOSError, PyRuntimeError};
 use pyo3::prelude::*;
 
@@ -15,7 +15,7 @@ use crate::traced::{Traced, traced};
 /// Nothing else may call `poll` of the runtime. Use it as a context manager, or call `close`, before the runtime is shut down.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Gateway {
-    inner: pie_gateway::Gateway,
+    inner: pie_frontends::grpc::Gateway,
     /// It must outlive the server.
     _runtime: Py<Runtime>,
 }
@@ -128,7 +128,7 @@ impl Gateway {
             )
         };
         let service = Arc::clone(&runtime.get().service);
-        let opened = py.detach(|| pie_gateway::Gateway::open(service, settings));
+        let opened = py.detach(|| pie_frontends::grpc::Gateway::open(service, settings));
         let inner = opened.map_err(|error| {
             let text = error.to_string();
             match error {

@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
-use pie_launch::{CudaGraphs, Launch, LaunchError};
+use pie_driver::Lead;
+use pie_driver::launch::{CudaGraphs, Launch, LaunchError};
 use pie_planner::{Layout, STEP_PLACE_WORDS, StepMemory, StepSize};
 use pie_ring::Wait;
-use pie_serve::Lead;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -205,7 +205,7 @@ impl GraphPath {
     }
 
     /// The graph path for a responder, once.
-    pub(crate) fn take(&self, wait: Wait) -> PyResult<pie_serve::GraphPath> {
+    pub(crate) fn take(&self, wait: Wait) -> PyResult<pie_driver::GraphPath> {
         let parts = self.parts.lock();
         let parts = parts.unwrap_or_else(PoisonError::into_inner).take();
         let Parts {
@@ -217,7 +217,7 @@ impl GraphPath {
             most,
             lead,
         } = parts.ok_or_else(already_serves)?;
-        let graph_path = pie_serve::GraphPath::new(device, Box::new(memory), &sizes, most, wait);
+        let graph_path = pie_driver::GraphPath::new(device, Box::new(memory), &sizes, most, wait);
         let graph_path = graph_path.grouped(&grouped).extended(&extended);
         Ok(match lead {
             Some(lead) => graph_path.leading(lead),
@@ -249,7 +249,7 @@ struct Buffers {
 }
 
 #[expect(unsafe_code, reason = "views over the engine's memory")]
-impl pie_serve::Memory for Buffers {
+impl pie_driver::Memory for Buffers {
     fn step(&mut self) -> StepMemory<'_> {
         // SAFETY: `GraphPath::new` accepted the buffers as writable and contiguous, and they keep their memory alive. By the
         // contract of `GraphPath.cuda` and `GraphPath.call` nothing else writes to them, and the graphs read them only between a

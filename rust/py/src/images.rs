@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_serve::Media;
+use pie_driver::Media;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyMemoryView};

@@ -10,12 +10,12 @@ use crate::shared::Shared;
 /// abort, and requests find what they found before.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Load {
-    inner: pie_serve::Load,
+    inner: pie_driver::Load,
     shared: Arc<Shared>,
 }
 
 impl Load {
-    pub(crate) const fn new(inner: pie_serve::Load, shared: Arc<Shared>) -> Self {
+    pub(crate) const fn new(inner: pie_driver::Load, shared: Arc<Shared>) -> Self {
         Self { inner, shared }
     }
 }

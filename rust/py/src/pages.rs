@@ -1,6 +1,6 @@
 //! The page pool by itself, for engines other than the driver's.
 
-use pie_pages::{Order, Pool, Unique};
+use pie_kv_cache::pages::{Order, Pool, Unique};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

@@ -40,7 +40,7 @@ impl Pass {
     pub(crate) fn new(
         py: Python<'_>,
         pass: pie_planner::Pass,
-        batch: &pie_serve::Batch,
+        batch: &pie_driver::Batch,
     ) -> PyResult<Self> {
         let mask = batch.attention_mask();
         let mask = mask.map(|mask| Py::new(py, AttentionMask::new(py, &mask)?));

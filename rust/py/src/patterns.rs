@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 /// The keys of a PEFT `rank_pattern` or `alpha_pattern`, matched in linear time whatever they are.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
-pub(crate) struct LayerPatterns(pie_patterns::LayerPatterns);
+pub(crate) struct LayerPatterns(pie_grammar::patterns::LayerPatterns);
 
 #[pymethods]
 impl LayerPatterns {
@@ -19,7 +19,7 @@ impl LayerPatterns {
         reason = "arguments from Python are owned"
     )]
     fn new(py: Python<'_>, patterns: Vec<String>) -> PyResult<Self> {
-        py.detach(|| pie_patterns::LayerPatterns::new(&patterns))
+        py.detach(|| pie_grammar::patterns::LayerPatterns::new(&patterns))
             .map(Self)
             .map_err(|error| PyValueError::new_err(error.to_string()))
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pie_engine::{Constrain, Grammar, Picture, Pictures, Rejected, Service, Unbindable};
-use pie_front::Backend;
+use pie_frontends::sglang_zmq::Backend;
 use pie_ingress::RequestSpec;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

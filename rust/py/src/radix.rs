@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pie_radix::{Config, Insertion, Key, Policy};
+use pie_kv_cache::radix::{Config, Insertion, Key, Policy};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -20,11 +20,11 @@ use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo, moved};
 /// Every call counts as one unit of time, which is what eviction goes by.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct RadixIndex {
-    inner: pie_radix::RadixIndex,
+    inner: pie_kv_cache::radix::RadixIndex,
     now: u64,
     tokens: Vec<u32>,
     pages: Vec<u32>,
-    evicted: pie_radix::Evicted,
+    evicted: pie_kv_cache::radix::Evicted,
 }
 
 #[pymethods]
@@ -50,11 +50,12 @@ impl RadixIndex {
             events,
         };
         Ok(Self {
-            inner: pie_radix::RadixIndex::new(config).map_err(|error| from_radix(&error))?,
+            inner: pie_kv_cache::radix::RadixIndex::new(config)
+                .map_err(|error| from_radix(&error))?,
             now: 0,
             tokens: Vec::new(),
             pages: Vec::new(),
-            evicted: pie_radix::Evicted::default(),
+            evicted: pie_kv_cache::radix::Evicted::default(),
         })
     }
 
@@ -476,7 +477,7 @@ fn key<'a>(tokens: &'a [u32], namespace: Option<&'a str>) -> Key<'a> {
 pub(crate) struct Match {
     /// Pages of the prefix on the device, int32.
     pages: Array,
-    found: pie_radix::Match,
+    found: pie_kv_cache::radix::Match,
     /// The index in which a lock is held.
     index: Option<Py<RadixIndex>>,
     held: AtomicBool,
@@ -486,7 +487,7 @@ impl Match {
     /// A match, with a lock in `index`.
     pub(crate) fn new(
         pages: Array,
-        found: pie_radix::Match,
+        found: pie_kv_cache::radix::Match,
         index: Option<Py<RadixIndex>>,
     ) -> Self {
         let held = AtomicBool::new(index.is_some());
@@ -498,7 +499,7 @@ impl Match {
         }
     }
 
-    pub(crate) fn found(&self) -> &pie_radix::Match {
+    pub(crate) fn found(&self) -> &pie_kv_cache::radix::Match {
         &self.found
     }
 }

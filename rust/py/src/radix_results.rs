@@ -1,6 +1,6 @@
 //! What the prefix index answers.
 
-use pie_radix::Event;
+use pie_kv_cache::radix::Event;
 use pyo3::prelude::*;
 
 use crate::arrays::Array;
@@ -16,8 +16,8 @@ pub(crate) struct Inserted {
     node: u64,
 }
 
-impl From<pie_radix::Inserted> for Inserted {
-    fn from(inserted: pie_radix::Inserted) -> Self {
+impl From<pie_kv_cache::radix::Inserted> for Inserted {
+    fn from(inserted: pie_kv_cache::radix::Inserted) -> Self {
         Self {
             existing: inserted.existing,
             pages: inserted.pages,
@@ -47,7 +47,7 @@ pub(crate) struct Evicted {
 }
 
 impl Evicted {
-    pub(crate) fn new(py: Python<'_>, evicted: &pie_radix::Evicted) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, evicted: &pie_kv_cache::radix::Evicted) -> PyResult<Self> {
         Ok(Self {
             device: Array::new(py, &evicted.device)?,
             moves: moved(py, &evicted.moves)?,
@@ -109,8 +109,8 @@ pub(crate) struct NodeInfo {
     children: usize,
 }
 
-impl From<pie_radix::NodeInfo> for NodeInfo {
-    fn from(info: pie_radix::NodeInfo) -> Self {
+impl From<pie_kv_cache::radix::NodeInfo> for NodeInfo {
+    fn from(info: pie_kv_cache::radix::NodeInfo) -> Self {
         Self {
             parent: info.parent.to_bits(),
             pages: info.pages,
@@ -189,7 +189,7 @@ impl From<Event> for CacheEvent {
 }
 
 /// Copies as pairs of pages, `(n, 2)`.
-pub(crate) fn moved(py: Python<'_>, moves: &[pie_radix::Move]) -> PyResult<Array> {
+pub(crate) fn moved(py: Python<'_>, moves: &[pie_kv_cache::radix::Move]) -> PyResult<Array> {
     let ids: Vec<_> = moves.iter().map(|it| [it.from, it.to]).collect();
     Array::pairs(py, &ids)
 }

@@ -3,8 +3,8 @@
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 
+use pie_driver::{Follow, FollowError};
 use pie_ring::Wait;
-use pie_serve::{Follow, FollowError};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use pie_driver::{Event, Responder};
 use pie_ring::{LayoutError, RegionLayout, ServerConfig, Wait};
-use pie_serve::{Event, Responder};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -177,13 +177,13 @@ impl Server {
                     shared.report(py, &step.notes)?;
                     Job::Step(Py::new(py, Step::new(&step))?)
                 }
-                Event::Job(pie_serve::Job::Batch(batch)) => {
+                Event::Job(pie_driver::Job::Batch(batch)) => {
                     Job::Batch(Py::new(py, Batch::new(batch, Arc::clone(shared)))?)
                 }
-                Event::Job(pie_serve::Job::Copy(copy)) => {
+                Event::Job(pie_driver::Job::Copy(copy)) => {
                     Job::Copy(Py::new(py, Copy::new(copy, Arc::clone(shared)))?)
                 }
-                Event::Job(pie_serve::Job::Load(load)) => {
+                Event::Job(pie_driver::Job::Load(load)) => {
                     Job::Load(Py::new(py, Load::new(load, Arc::clone(shared)))?)
                 }
             };

@@ -1,6 +1,6 @@
 //! What the server and its jobs share.
 
-use pie_serve::Note;
+use pie_driver::Note;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

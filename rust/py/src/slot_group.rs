@@ -17,7 +17,7 @@ pub(crate) struct SlotGroup {
 
 impl SlotGroup {
     /// The staged group of a batch.
-    pub(crate) fn of(inner: pie_planner::SlotGroup, batch: &pie_serve::Batch) -> Self {
+    pub(crate) fn of(inner: pie_planner::SlotGroup, batch: &pie_driver::Batch) -> Self {
         let labels = batch.group_labels().to_vec();
         let (records, bias_words) = batch.group_records();
         let (places, given) = batch.group_places();

@@ -24,7 +24,7 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    pub(crate) fn new(step: &pie_serve::Step) -> Self {
+    pub(crate) fn new(step: &pie_driver::Step) -> Self {
         let nanos = |duration: std::time::Duration| duration.as_nanos() as u64;
         Self {
             requests: step.requests,

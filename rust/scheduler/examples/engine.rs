@@ -1,6 +1,6 @@
 //! A serving engine in one file, without a GPU: prompts go in, steps are computed over pages of KV, text comes out.
 //!
-//! The scheduler owns the page pool (`pie-pages`) and the prefix index (`pie-radix`). What an engine adds is here: a device
+//! The scheduler owns the page pool (`pie_kv_cache::pages`) and the prefix index (`pie_kv_cache::radix`). What an engine adds is here: a device
 //! with its KV, and the loop between both. Tokens are bytes. The model is an induction head: it continues a text as it went
 //! on at the place that reads most like its end, and knows the text by KV alone. So a wrong page is a wrong answer.
 //!

@@ -76,7 +76,7 @@ pub struct Config {
     /// Not `disable_radix_cache`: whether what was computed is kept for requests that begin alike.
     pub prefix_cache: bool,
     /// `radix_eviction_policy`.
-    pub eviction: pie_radix::Policy,
+    pub eviction: pie_kv_cache::radix::Policy,
     /// Whether changes of what is cached are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They
     /// cost a SHA-256 per page.
     pub kv_events: bool,
@@ -109,7 +109,7 @@ impl Default for Config {
             gap_us: 6000,
             gap_growth: 8,
             prefix_cache: true,
-            eviction: pie_radix::Policy::Lru,
+            eviction: pie_kv_cache::radix::Policy::Lru,
             kv_events: false,
             priority: false,
             low_priority_first: false,

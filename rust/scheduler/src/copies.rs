@@ -1,6 +1,6 @@
 //! Pages to copy between device and host.
 
-use pie_radix::Move;
+use pie_kv_cache::radix::Move;
 
 /// Pages to copy before a step, in the order of the fields, each list as one copy frame or several.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use pie_radix::Insertion;
+use pie_kv_cache::radix::Insertion;
 
 use crate::flight::Flight;
 use crate::output::{Entry, Finish};

@@ -116,7 +116,7 @@ pub use error::{Refusal, SchedError};
 pub use logprobs::Logprobs;
 pub use new_request::{Image, NewRequest, StopCriteria};
 pub use output::{Finish, Output, Outputs};
-pub use pie_radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
+pub use pie_kv_cache::radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
 pub use regex::{StopRegexError, StopRegexes};
 pub use scheduler::Scheduler;
 pub use stats::Stats;

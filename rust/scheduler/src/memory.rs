@@ -2,8 +2,10 @@
 
 use std::fmt::Display;
 
-use pie_pages::{Order, Pool};
-use pie_radix::{Config as IndexConfig, Event, Evicted, Insertion, Key, NodeId, RadixIndex};
+use pie_kv_cache::pages::{Order, Pool};
+use pie_kv_cache::radix::{
+    Config as IndexConfig, Event, Evicted, Insertion, Key, NodeId, RadixIndex,
+};
 
 use crate::config::{Config, Limits};
 use crate::copies::Copies;

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use pie_radix::NodeId;
+use pie_kv_cache::radix::NodeId;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::admit::WORTH_WAITING;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use pie_radix::Event as KvEvent;
+use pie_kv_cache::radix::Event as KvEvent;
 use rustc_hash::FxHashMap;
 use slab::Slab;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pie_radix::Key;
+use pie_kv_cache::radix::Key;
 
 use crate::config::RowExtras;
 use crate::constraint::ConstraintState;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use pie_radix::NodeId;
+use pie_kv_cache::radix::NodeId;
 use rustc_hash::FxHashMap;
 
 /// Most sessions that are kept. Those whose tokens fill no page would otherwise stay for ever: no lack of pages makes them go.

@@ -8,7 +8,7 @@ mod sim;
 
 use std::cell::{Cell, RefCell};
 
-use pie_radix::Policy as Eviction;
+use pie_kv_cache::radix::Policy as Eviction;
 use pie_scheduler::{Config, FrameBytes, Limits, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;

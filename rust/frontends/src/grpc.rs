@@ -1,0 +1,43 @@
+//! The gRPC services that the gateway `smg` calls, over a [`Service`](pie_engine::Service): requests as tokens in, tokens out, and
+//! no Python between them.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`contract`] | messages and services, generated from the published definitions |
+//! | `settings` | settings of a server, and the facts that it reports of its model |
+//! | `asked`, `core`, `handle` | requests, whichever contract they came by, and those that have not ended |
+//! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
+//! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
+//! | `queue` | what a request has brought forth and its client has not fetched |
+//! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
+//! | `vllm`, `sglang` | the two contracts |
+//! | `loads`, `events` | how busy the runtime is, and what its prefix index holds, for the gateway's routing |
+//! | `tokenizer` | its files, for a gateway on another machine |
+//! | `server` | the thread, the socket, the connections |
+
+mod asked;
+pub mod contract;
+mod core;
+mod encoded;
+mod error;
+mod events;
+mod grammars;
+mod handle;
+mod loads;
+mod logprobs;
+mod media;
+mod queue;
+mod reader;
+mod server;
+mod settings;
+mod sglang;
+mod status;
+mod times;
+mod tokenizer;
+mod unserved;
+mod vllm;
+
+pub use error::GatewayError;
+pub use reader::RequestReader;
+pub use server::Gateway;
+pub use settings::{Contract, GatewaySettings, ImageFacts, ModelFacts};

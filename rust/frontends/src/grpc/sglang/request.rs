@@ -1,0 +1,171 @@
+//! From a message to what it asks for.
+
+use pie_engine::{Grammar, Pictures, Sampling};
+use pie_ingress::{Ingress, RawLogprobs, RawRequest, Refusal};
+use tonic::Status;
+
+use crate::grpc::asked::Asked;
+use crate::grpc::contract::sglang::sampling_params::Constraint;
+use crate::grpc::contract::sglang::{
+    GenerateRequest, MultimodalInputs, SamplingParams, TensorData,
+};
+use crate::grpc::logprobs::Sides;
+use crate::grpc::media::{self, Media, Tensor};
+use crate::grpc::queue::Pace;
+use crate::grpc::settings::ImageFacts;
+use crate::grpc::status::refused;
+use crate::grpc::unserved::{SPLIT, or_one, refuse};
+
+pub(crate) fn asked(
+    mut request: GenerateRequest,
+    images: Option<ImageFacts>,
+    ingress: &Ingress,
+) -> Result<Asked, Status> {
+    let params = request.sampling_params.take().unwrap_or_default();
+    refuse(&[
+        (
+            "input_embeds",
+            !request.input_embeds.is_empty(),
+            "it takes tokens and pictures",
+        ),
+        (
+            "disaggregated_params",
+            request.disaggregated_params.is_some(),
+            SPLIT,
+        ),
+        (
+            "custom_logit_processor",
+            !request.custom_logit_processor.is_empty(),
+            "it is a Python object",
+        ),
+        (
+            "custom_params",
+            params.custom_params.iter().any(|bytes| !bytes.is_empty()),
+            "they are for a custom logit processor",
+        ),
+        (
+            "lora_id",
+            !request.lora_id.is_empty(),
+            "this server loads no adapters",
+        ),
+        (
+            "data_parallel_rank",
+            request.data_parallel_rank > 0,
+            "each replica has a port of its own",
+        ),
+        (
+            "return_hidden_states",
+            request.return_hidden_states,
+            "hidden states stay in the driver",
+        ),
+    ])?;
+    let interval = params.stream_interval.unwrap_or(1);
+    let interval = u32::try_from(interval)
+        .ok()
+        .filter(|&interval| interval > 0);
+    let interval = interval.ok_or_else(|| {
+        Status::invalid_argument("`stream_interval` must be 1 or more: leave it out for 1")
+    })?;
+    let bias = |(token, &bias): (&String, &f32)| {
+        let token = ingress.token_of_text("logit_bias", token)?;
+        Ok((token, bias))
+    };
+    let logit_bias: Result<Vec<_>, Refusal> = params.logit_bias.iter().map(bias).collect();
+    let logit_bias = logit_bias.map_err(|refusal| refused(&refusal))?;
+    let logprobs = logprobs(&request);
+    let prompt = request.tokenized.take().unwrap_or_default().input_ids;
+    let inputs = request.mm_inputs.as_ref();
+    let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
+    let raw = RawRequest {
+        sampling: sampling(&params),
+        logit_bias,
+        logprobs,
+        pictures: pictures.transpose()?,
+        max_new_tokens: params.max_new_tokens.map(i64::from),
+        min_new_tokens: params.min_new_tokens.into(),
+        n: params.n.max(1).into(),
+        stop_token_ids: params.stop_token_ids.into_iter().map(i64::from).collect(),
+        stop: params.stop,
+        ignore_eos: params.ignore_eos,
+        grammar: params.constraint.map(grammar),
+        streams: request.stream,
+        ..RawRequest::new(request.request_id, prompt)
+    };
+    let pace = Pace {
+        streams: request.stream,
+        interval,
+    };
+    let sides = Sides::default();
+    Ok(Asked { raw, pace, sides })
+}
+
+fn pictures(
+    inputs: &MultimodalInputs,
+    images: Option<ImageFacts>,
+    prompt: usize,
+) -> Result<Pictures, Status> {
+    // Media that no gateway has made tensors of.
+    let urls = [&inputs.image_urls, &inputs.video_urls, &inputs.audio_urls];
+    let data = [&inputs.image_data, &inputs.video_data, &inputs.audio_data];
+    let is_raw = urls.iter().any(|urls| !urls.is_empty());
+    let has_others = [data[1], data[2]].iter().any(|data| !data.is_empty());
+    if is_raw || has_others || inputs.pixel_values.is_none() {
+        return Err(media::refusal(images));
+    }
+    let grids = Media::grids(inputs.model_specific_tensors.iter());
+    let places = inputs.mm_placeholders.iter();
+    let media = Media {
+        pixels: inputs.pixel_values.as_ref().map(tensor),
+        grids: grids.map(tensor),
+        places: places.map(|place| (place.offset, place.length)).collect(),
+    };
+    media::pictures(&media, images, prompt)
+}
+
+fn tensor(data: &TensorData) -> Tensor<'_> {
+    Tensor {
+        shape: &data.shape,
+        dtype: &data.dtype,
+        data: &data.data,
+    }
+}
+
+fn logprobs(request: &GenerateRequest) -> Option<RawLogprobs> {
+    let is_wanted = request.return_logprob || !request.token_ids_logprob.is_empty();
+    is_wanted.then(|| RawLogprobs {
+        top_logprobs_num: request.top_logprobs_num.into(),
+        token_ids_logprob: request
+            .token_ids_logprob
+            .iter()
+            .copied()
+            .map(i64::from)
+            .collect(),
+        logprob_start_len: request.logprob_start_len.into(),
+        original: false,
+    })
+}
+
+/// The contract asks for explicit values. A `top_p` or `top_k` of 0 stands for the neutral one. A repetition penalty of 0 is
+/// refused.
+fn sampling(params: &SamplingParams) -> Sampling {
+    Sampling {
+        temperature: params.temperature,
+        top_k: params.top_k.into(),
+        top_p: or_one(params.top_p),
+        min_p: params.min_p,
+        seed: None,
+        frequency_penalty: params.frequency_penalty,
+        presence_penalty: params.presence_penalty,
+        repetition_penalty: params.repetition_penalty,
+        logit_bias: Vec::new(),
+    }
+}
+
+fn grammar(constraint: Constraint) -> Grammar {
+    match constraint {
+        Constraint::JsonSchema(text) => Grammar::JsonSchema(text.into()),
+        Constraint::Regex(text) => Grammar::Regex(text.into()),
+        Constraint::EbnfGrammar(text) => Grammar::Ebnf(text.into()),
+        Constraint::StructuralTag(text) => Grammar::StructuralTag(text.into()),
+    }
+}

@@ -1,0 +1,27 @@
+//! What a request brings besides tokens.
+
+use pie_engine::Pictures;
+use pie_ingress::{Refusal, one_line};
+
+use crate::sglang_zmq::backend::Backend;
+use crate::sglang_zmq::request::GenerateRequest;
+
+const IN_SESSION: &str = "images in a session are not served by this server's scheduler: send the whole conversation in one request, or \
+     start the server with `--scheduler sglang`";
+
+/// The images of a request, or what is wrong with them.
+pub(crate) fn open(
+    backend: &impl Backend,
+    request: &mut GenerateRequest,
+) -> Result<Option<Pictures>, Refusal> {
+    let Some(media) = request.media.take() else {
+        return Ok(None);
+    };
+    // Also of a request that is refused: reading them frees the shared memory that they came in.
+    match backend.pictures(&media) {
+        Ok(pictures) if pictures.is_empty() => Ok(None),
+        Ok(_) if request.session.is_some() => Err(Refusal::Other(IN_SESSION.to_owned())),
+        Ok(pictures) => Ok(Some(pictures)),
+        Err(reason) => Err(Refusal::Other(one_line(&reason))),
+    }
+}

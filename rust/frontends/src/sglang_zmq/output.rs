@@ -1,0 +1,282 @@
+//! `BatchTokenIDOutput`: what is new of all requests that are due, as one message.
+
+use crate::sglang_zmq::error::FrontError;
+use crate::sglang_zmq::logprobs::COLUMNS;
+use crate::sglang_zmq::open::Open;
+use crate::sglang_zmq::table::{
+    MessageClass, Template, array, binary, boolean, map, nil, optional_text, text, tokens, uint,
+};
+use crate::sglang_zmq::times::TimeStats;
+
+/// Why a request ended, in `SGLang`'s words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Finish {
+    /// It has as many tokens.
+    Length(u32),
+    /// This token ended it.
+    StopToken(u32),
+    /// This text ended it.
+    StopText(String),
+    /// It was ended; with an HTTP status where it failed.
+    Abort(String, Option<u16>),
+}
+
+/// A request in a message.
+#[derive(Debug)]
+pub(crate) struct Entry<'a> {
+    pub(crate) open: &'a Open,
+    pub(crate) finish: Option<Finish>,
+}
+
+/// Writes the messages.
+#[derive(Debug, Clone)]
+pub(crate) struct OutputEncoder {
+    template: Template,
+    dp_rank: Option<u32>,
+    /// With drafts the front end wants lists in their fields.
+    speculates: bool,
+    /// Writes the times of requests, where the front end makes metrics of them.
+    times: Option<TimeStats>,
+}
+
+/// Fields that the front end cannot do without.
+const LISTS: [&str; 15] = [
+    "rids",
+    "http_worker_ipcs",
+    "finished_reasons",
+    "decoded_texts",
+    "decode_ids",
+    "read_offsets",
+    "output_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "prompt_tokens",
+    "reasoning_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "retraction_counts",
+];
+/// Fields without a default that are nothing, for they say what is not served.
+const NOTHING: [&str; 8] = [
+    "output_token_entropy_val",
+    "output_token_sampling_mask",
+    "output_token_sampling_logprobs",
+    "output_hidden_states",
+    "routed_experts",
+    "indexer_topk",
+    "placeholder_tokens_idx",
+    "placeholder_tokens_val",
+];
+/// Fields that must be lists where drafts are on. Which drafts of a request came true is not counted per request.
+const SPECULATION: [&str; 6] = [
+    "spec_verify_ct",
+    "spec_num_correct_drafts",
+    "spec_num_block_accept_tokens",
+    "spec_num_cap_tokens",
+    "spec_correct_drafts_histogram",
+    "spec_cap_lens_histogram",
+];
+
+impl OutputEncoder {
+    pub(crate) fn new(
+        classes: &[MessageClass],
+        dp_rank: Option<u32>,
+        speculates: bool,
+        times: Option<TimeStats>,
+    ) -> Result<Self, FrontError> {
+        let set: Vec<&'static str> = LISTS
+            .iter()
+            .chain(&COLUMNS)
+            .chain(&NOTHING)
+            .copied()
+            .collect();
+        Ok(Self {
+            template: Template::new(classes, "BatchTokenIDOutput", &set)?,
+            dp_rank,
+            speculates,
+            times,
+        })
+    }
+
+    /// One message for all entries.
+    pub(crate) fn encode(&self, entries: &[Entry<'_>]) -> Vec<u8> {
+        self.template
+            .encode(|field, bytes| self.write(field, entries, bytes))
+    }
+
+    fn write(&self, field: &str, entries: &[Entry<'_>], bytes: &mut Vec<u8>) -> bool {
+        let mut list = |write: &dyn Fn(&Entry<'_>, &mut Vec<u8>)| {
+            array(bytes, entries.len());
+            for entry in entries {
+                write(entry, bytes);
+            }
+        };
+        match field {
+            "rids" => list(&|entry, bytes| text(bytes, &entry.open.rid)),
+            "http_worker_ipcs" => {
+                list(&|entry, bytes| optional_text(bytes, entry.open.worker.as_deref()));
+            }
+            "finished_reasons" => list(&|entry, bytes| finish(bytes, entry.finish.as_ref())),
+            "decoded_texts" => list(&|_, bytes| text(bytes, "")),
+            "decode_ids" => list(&|entry, bytes| {
+                let open = entry.open;
+                let all: Vec<u32> = [&open.window[..], &open.pending[..]].concat();
+                tokens(bytes, all.iter());
+            }),
+            "read_offsets" => list(&|entry, bytes| uint(bytes, entry.open.surrounding.into())),
+            "output_ids" => list(&|entry, bytes| tokens(bytes, entry.open.pending.iter())),
+            "skip_special_tokens" => {
+                list(&|entry, bytes| boolean(bytes, entry.open.text.skip_special_tokens));
+            }
+            "spaces_between_special_tokens" => list(&|entry, bytes| {
+                boolean(bytes, entry.open.text.spaces_between_special_tokens);
+            }),
+            "no_stop_trim" => {
+                list(&|entry, bytes| boolean(bytes, entry.open.text.no_stop_trim));
+            }
+            "prompt_tokens" => list(&|entry, bytes| uint(bytes, entry.open.prompt_tokens.into())),
+            "reasoning_tokens" => {
+                list(&|entry, bytes| uint(bytes, entry.open.reasoning_tokens().into()));
+            }
+            "completion_tokens" => list(&|entry, bytes| uint(bytes, entry.open.tokens.into())),
+            "cached_tokens" => list(&|entry, bytes| uint(bytes, entry.open.cached_tokens.into())),
+            "retraction_counts" => list(&|entry, bytes| uint(bytes, entry.open.retractions.into())),
+            "dp_ranks" => list(&|_, bytes| match self.dp_rank {
+                Some(rank) => uint(bytes, rank.into()),
+                None => nil(bytes),
+            }),
+            "cached_tokens_details" => list(&|entry, bytes| {
+                // For the first and the last answer: the others would say the same.
+                let told = entry.finish.is_none() && entry.open.window.is_empty();
+                if told {
+                    nil(bytes);
+                } else {
+                    tiers(bytes, entry.open);
+                }
+            }),
+            "image_tokens" if entries.iter().any(|entry| entry.open.image_tokens > 0) => {
+                list(&|entry, bytes| uint(bytes, entry.open.image_tokens.into()));
+            }
+            "time_stats" => match &self.times {
+                Some(times) => {
+                    array(bytes, 2);
+                    text(bytes, "PickleWrapper");
+                    binary(bytes, &times.encode(entries.iter().map(|entry| entry.open)));
+                }
+                None => return false,
+            },
+            field if self.speculates && SPECULATION.contains(&field) => {
+                let histogram = field.ends_with("histogram");
+                list(&|_, bytes| {
+                    if histogram {
+                        array(bytes, 0);
+                    } else {
+                        uint(bytes, 0);
+                    }
+                });
+            }
+            field if COLUMNS.contains(&field) => {
+                if entries.iter().any(|entry| entry.open.logprobs.is_some()) {
+                    list(&|entry, bytes| match &entry.open.logprobs {
+                        Some(logprobs) => logprobs.write(field, &entry.open.pending, bytes),
+                        None => array(bytes, 0),
+                    });
+                } else {
+                    nil(bytes);
+                }
+            }
+            field if NOTHING.contains(&field) => nil(bytes),
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// Writes the ends of requests that were given up while they waited: to the tokenizer manager, because the detokenizer never knew
+/// them. It takes these for late where it has forgotten the request, and outputs for an error.
+#[derive(Debug, Clone)]
+pub(crate) struct AbortEncoder(Template);
+
+impl AbortEncoder {
+    pub(crate) fn new(classes: &[MessageClass]) -> Result<Self, FrontError> {
+        Template::new(classes, "AbortReq", &["rid", "http_worker_ipc"]).map(Self)
+    }
+
+    pub(crate) fn encode(&self, open: &Open) -> Vec<u8> {
+        self.0.encode(|field, bytes| {
+            match field {
+                "rid" => text(bytes, &open.rid),
+                "http_worker_ipc" => optional_text(bytes, open.worker.as_deref()),
+                _ => return false,
+            }
+            true
+        })
+    }
+}
+
+fn finish(bytes: &mut Vec<u8>, finish: Option<&Finish>) {
+    match finish {
+        None => nil(bytes),
+        Some(Finish::Length(length)) => {
+            map(bytes, 2);
+            entry(bytes, "type", "length");
+            text(bytes, "length");
+            uint(bytes, (*length).into());
+        }
+        Some(Finish::StopToken(token)) => {
+            map(bytes, 2);
+            entry(bytes, "type", "stop");
+            text(bytes, "matched");
+            uint(bytes, (*token).into());
+        }
+        Some(Finish::StopText(matched)) => {
+            map(bytes, 2);
+            entry(bytes, "type", "stop");
+            entry(bytes, "matched", matched);
+        }
+        Some(Finish::Abort(message, status)) => {
+            map(bytes, 4);
+            entry(bytes, "type", "abort");
+            entry(bytes, "message", message);
+            text(bytes, "status_code");
+            match status {
+                Some(status) => uint(bytes, (*status).into()),
+                None => nil(bytes),
+            }
+            text(bytes, "err_type");
+            optional_text(bytes, status.map(error_type));
+        }
+    }
+}
+
+/// Where the cached tokens of a prompt were; nothing where there were none.
+fn tiers(bytes: &mut Vec<u8>, open: &Open) {
+    if open.cached_tokens == 0 {
+        return nil(bytes);
+    }
+    map(bytes, 2);
+    for (tier, tokens) in [
+        (
+            "device",
+            open.cached_tokens.saturating_sub(open.loaded_tokens),
+        ),
+        ("host", open.loaded_tokens),
+    ] {
+        text(bytes, tier);
+        uint(bytes, tokens.into());
+    }
+}
+
+fn entry(bytes: &mut Vec<u8>, key: &str, value: &str) {
+    text(bytes, key);
+    text(bytes, value);
+}
+
+const fn error_type(status: u16) -> &'static str {
+    match status {
+        400 => "BadRequestError",
+        503 => "ServiceUnavailable",
+        _ => "InternalServerError",
+    }
+}
