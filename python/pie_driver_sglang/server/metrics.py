@@ -1,4 +1,4 @@
-"""The scheduler's metrics for Prometheus: SGLang's names, and `pie_engine:` for what it has not.
+"""The scheduler's metrics for Prometheus: SGLang's names, and `pie_runtime:` for what it has not.
 
 The front end's `/metrics` merges them with its own, by files in ``PROMETHEUS_MULTIPROC_DIR``.
 """
