@@ -65,8 +65,8 @@ def load_broken(
             weights are copied into their slot.
         stderr: Where to log.
     """
+    from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -107,8 +107,8 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
         connection: Sends how many adapters SGLang's manager has after each step.
         stderr: Where to log.
     """
+    from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -147,10 +147,10 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
     """
     import torch
 
+    from pie_driver_sglang.backends.sglang.compat.lora import slot_tensors
+    from pie_driver_sglang.backends.sglang.load import load_engine
+    from pie_driver_sglang.backends.sglang.lora import adapters
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.srt import adapters
-    from pie_driver_sglang.srt.compat.lora import slot_tensors
-    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -226,8 +226,8 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     import torch
     from sglang.srt.lora.lora import LoRAAdapter
 
+    from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -329,10 +329,10 @@ def run_on_ranks(
 def _steps_of(
     number: int, config_path: str, steps: Sequence[Load | Fetch], rendezvous: int
 ) -> list[tuple[str, Any]]:
+    from pie_driver_sglang.backends.sglang.start import load_rank
     from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.errors import AdapterError
     from pie_driver_sglang.ranks.types import Rank
-    from pie_driver_sglang.srt.start import load_rank
 
     _, engine = load_rank(load_config(Path(config_path)), Rank(number, 2, rendezvous))
     manager = engine.runner.lora_manager
@@ -358,7 +358,7 @@ def pin_on_threads(connection: Connection, stderr: str) -> None:
     """
     import torch
 
-    from pie_driver_sglang.srt.compat import lora
+    from pie_driver_sglang.backends.sglang.compat import lora
 
     drivers.redirect_output(stderr)
 

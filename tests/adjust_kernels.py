@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from pie_driver_sglang.kernels.adjust import adjust, note, widened
-from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
-from pie_driver_sglang.sampling.history import Records, TokenHistory
+from pie_driver_sglang.kernels.sampling.penalties import adjust, note, widened
+from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
+from pie_driver_sglang.kernels.sampling.token_history import Records, TokenHistory
 
 VOCAB = 1500
 CONTEXT = 2600

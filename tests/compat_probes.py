@@ -16,11 +16,11 @@ from sglang.srt.layers import logits_processor
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding import base as rotary_base
 
+from pie_driver_sglang.backends.sglang import boot
+from pie_driver_sglang.backends.sglang.compat import corrections
+from pie_driver_sglang.backends.sglang.compat.attention import attention_layers
+from pie_driver_sglang.backends.sglang.load import load_engine
 from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.srt import boot
-from pie_driver_sglang.srt.compat import corrections
-from pie_driver_sglang.srt.compat.attention import attention_layers
-from pie_driver_sglang.srt.load import load_engine
 
 
 def main(path: str) -> None:

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from pie_driver_sglang.kernels.dense_layers import (
+from pie_driver_sglang.kernels.gemm.dense_layers import (
     Heads,
     LinearWeights,
     Norm,

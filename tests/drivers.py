@@ -308,7 +308,7 @@ def _checked(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object]) -> None:
     """Runs in the fork: the driver's own main function, with its descriptors in place."""
-    from pie_driver_sglang.pie import launch
+    from pie_driver_sglang.driver import launch
 
     prepare()
     redirect_output(stderr)

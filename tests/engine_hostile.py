@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError
-from pie_driver_sglang.offline.engine import Engine
+from pie_driver_sglang.frontends.offline.engine import Engine
 
 SHORT = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 4}
 LONG = {**SHORT, "max_new_tokens": 900}

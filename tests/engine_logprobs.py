@@ -11,8 +11,8 @@ import pytest
 from logprob_answers import Asked, check_answer
 from pie_driver_sglang.cli import generate
 from pie_driver_sglang.cli.generate import Prompt
-from pie_driver_sglang.offline.engine import Engine
-from pie_driver_sglang.offline.logprobs import ORIGINAL
+from pie_driver_sglang.frontends.offline.engine import Engine
+from pie_driver_sglang.frontends.offline.logprobs import ORIGINAL
 from reference import Reference, random_tokens
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

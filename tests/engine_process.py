@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import drivers
-from pie_driver_sglang.pie.serve import run_batch
+from pie_driver_sglang.driver.serving_loop import run_batch
 
 
 def serve_logits(config_path: str, connection: Connection, stderr: str) -> None:
@@ -94,7 +94,7 @@ def stage_graphs(config_path: str, connection: Connection, stderr: str) -> None:
         connection: Sends for each of both the refusals, by rows of the graph that is asked for.
         stderr: Where to log.
     """
-    from pie_driver_sglang.srt import steps
+    from pie_driver_sglang.backends.sglang import graph_runner
 
     _, engine = _start(config_path, stderr)
     small, large = (
@@ -110,7 +110,7 @@ def stage_graphs(config_path: str, connection: Connection, stderr: str) -> None:
 
     found = []
     for staged in (small, large):
-        steps.stage_blank(staged)
+        graph_runner.stage_blank(staged)
         found.append({graph.rows: refusal(graph) for graph in (small, large)})
     with connection:
         connection.send(found)
@@ -119,8 +119,8 @@ def stage_graphs(config_path: str, connection: Connection, stderr: str) -> None:
 def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
     """A server without a region, and its engine."""
     from pie_driver_sglang import _core
+    from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     config = load_config(Path(config_path))

@@ -9,23 +9,16 @@ import itertools
 
 import torch
 
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
-from pie_driver_sglang.kernels.experts import (
+from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm
+from pie_driver_sglang.kernels.gemm.small_m import Cut, Scratch, Stream, begin, find_cut, product
+from pie_driver_sglang.kernels.moe.experts import (
     Experts,
     add_chosen,
     expert_product,
     find_cuts,
     most_rows,
 )
-from pie_driver_sglang.kernels.few_rows import (
-    Cut,
-    Scratch,
-    Stream,
-    begin,
-    find_cut,
-    product,
-)
-from pie_driver_sglang.kernels.routing import FEWEST, Router, Routing, route, routing_scratch
+from pie_driver_sglang.kernels.moe.routing import FEWEST, Router, Routing, route, routing_scratch
 
 ROWS = (1, 5, 16, 20)
 TOLERANCE = 1e-5

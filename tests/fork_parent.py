@@ -13,7 +13,7 @@ import sys
 sys.dont_write_bytecode = False
 
 import architectures  # noqa: E402
-from pie_driver_sglang.srt import environment  # noqa: E402
+from pie_driver_sglang.backends.sglang import environment  # noqa: E402
 
 ARCHITECTURES = (
     # What SGLang makes of an architecture that it lacks.
@@ -35,8 +35,6 @@ from sglang.srt import plugins  # noqa: E402
 from sglang.srt.arg_groups import arg_utils  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import common  # noqa: E402
-
-from pie_driver_sglang.srt import load  # noqa: E402, F401
 
 del os.environ["SGLANG_USE_PICKLE_IPC"]
 

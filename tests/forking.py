@@ -37,7 +37,7 @@ _CLIENT: Final = Path(__file__).with_name("forked_python.py")
 _MOST_DESCRIPTORS: Final = 64
 _START_S: Final = 120.0
 _END_S: Final = 10.0
-_SERVER: Final = "pie_driver_sglang.server"
+_SERVER: Final = "pie_driver_sglang.frontends.sglang_server"
 _WORKER: Final = "pie_driver_sglang.ranks.worker"
 
 
@@ -156,10 +156,10 @@ class _Forks:
 
 def _import_server() -> None:
     """Imports SGLang's server, for all that are forked from here on."""
-    from pie_driver_sglang.server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import environment
 
     with environment.importing_server():
-        from pie_driver_sglang.server.compat import launching  # noqa: F401
+        pass
 
 
 def _join(pid: int, group: int) -> None:

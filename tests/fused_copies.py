@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from pie_driver_sglang.kernels.page_copy import COPY_BLOCK, BufferRows, move
-from pie_driver_sglang.srt import pool as pool_module
-from pie_driver_sglang.srt.pool import PagePools, page_bytes
+from pie_driver_sglang.backends.sglang import page_pools as pool_module
+from pie_driver_sglang.backends.sglang.page_pools import PagePools, page_bytes
+from pie_driver_sglang.kernels.attention.page_copy import COPY_BLOCK, BufferRows, move
 
 PAGES = 9
 WIDTHS = (3, 1, COPY_BLOCK + 5, 2)

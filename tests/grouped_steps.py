@@ -17,10 +17,10 @@ from unittest import mock
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, plain_specs
-from pie_driver_sglang.srt import environment
 
 PAGE = 16
 COUNT = 6
@@ -70,7 +70,7 @@ class Recorder:
     """Steps whose logits and graphs are kept."""
 
     def __init__(self, engine: Any, rows: list[int], grouped: list[int]) -> None:
-        from pie_driver_sglang.srt.cpu_steps import CpuSteps
+        from pie_driver_sglang.backends.sglang.eager_steps import CpuSteps
 
         self.graphs: list[int] = []
         self.logits: list[Any] = []
@@ -108,15 +108,15 @@ def store(server: Any, engine: Any, frame: bytes) -> None:
 
 def load_paged(config: DriverConfig) -> tuple[Any, Any, Any]:
     """A server without a client, a planner, and an engine that decodes by pages."""
-    from pie_driver_sglang.srt import paged_attention
-    from pie_driver_sglang.srt.load import load_engine
+    from pie_driver_sglang.backends.sglang.attention import paged
+    from pie_driver_sglang.backends.sglang.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
     # The region has no client: only its planner is used.
     server.unlink()
     planner, engine = load_engine(config)
-    paged_attention.install(engine.runner)
+    paged.install(engine.runner)
     # There is no device to ask on the CPU.
     device = SimpleNamespace(multi_processor_count=4)
     with mock.patch("torch.cuda.get_device_properties", return_value=device):

@@ -24,38 +24,28 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pie_driver_sglang.kernels import (
-    adjust,
-    all_reduce_norm,
-    dense_layers,
-    experts,
-    few_rows,
-    lone_attend,
-    many_rows,
-    paged_attend,
-    paged_splits,
-    places,
-    quantize,
-    routing,
-    sampler,
-)
-from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
-from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale
-from pie_driver_sglang.kernels.experts import Experts
-from pie_driver_sglang.kernels.few_rows import Scratch, Stream
-from pie_driver_sglang.kernels.logit_rows import LogitRows
-from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_attend import attend_paged
-from pie_driver_sglang.kernels.paged_splits import (
+from pie_driver_sglang.kernels.attention import paged_decode, single_decode, split_plan
+from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
+from pie_driver_sglang.kernels.attention.split_plan import (
     DecodeRows,
     Prefixes,
     SplitPlan,
     plan_splits,
     split_tuning,
 )
-from pie_driver_sglang.kernels.quantize import FP8, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.kernels.routing import Router
-from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS, SlotParams
+from pie_driver_sglang.kernels.comm import all_reduce_norm
+from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
+from pie_driver_sglang.kernels.gemm import dense_layers, fp8_rows, small_m, tiled
+from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm, Scale
+from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, QuantizedRows, QuantizedWeights
+from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream
+from pie_driver_sglang.kernels.moe import experts, routing
+from pie_driver_sglang.kernels.moe.experts import Experts
+from pie_driver_sglang.kernels.moe.routing import Router
+from pie_driver_sglang.kernels.sampling import penalties, sampler, token_logprobs
+from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
+from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS, SlotParams
 
 FEW = 3
 """Rows of a step."""
@@ -112,8 +102,16 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        modules = (paged_splits, paged_attend, dense_layers, few_rows, many_rows, quantize)
-        modules += (lone_attend, experts, routing, all_reduce_norm, sampler, adjust, places)
+        modules = (split_plan, paged_decode, dense_layers, small_m, tiled, fp8_rows)
+        modules += (
+            single_decode,
+            experts,
+            routing,
+            all_reduce_norm,
+            sampler,
+            penalties,
+            token_logprobs,
+        )
         for module in modules:
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
@@ -174,7 +172,7 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     assert [kernel.name for kernel in kernels] == ["_plan_splits", "_attend"]
     page, block = case[4], split_tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
-    slots = paged_attend._pages(block, page)
+    slots = paged_decode._pages(block, page)
     loads = 16 + slots if slots and not grouped else None
     for kernel, early in zip(kernels, (0, loads), strict=True):
         check_order(kernel, early)
@@ -203,11 +201,11 @@ def check_lone() -> None:
         storage = torch.zeros(64, kv_heads, dim, dtype=torch.bfloat16)
         norm, one = Norm(storage[0, 0], 1e-6), torch.zeros(1, dtype=torch.int64)
         heads = Heads(queries, norm, norm, torch.zeros(512, dim), True, storage, storage)
-        row = lone_attend.LoneRow(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
+        row = single_decode.LoneRow(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
         qkv = torch.zeros(1, (queries + 2 * kv_heads) * dim, dtype=torch.bfloat16)
         arrived = torch.zeros(kv_heads, 33, dtype=torch.int32)
         attend = functools.partial(
-            lone_attend.attend_lone, qkv, heads, row, arrived, 0.1, lone_attend.tuning_of(heads)
+            single_decode.attend_lone, qkv, heads, row, arrived, 0.1, single_decode.tuning_of(heads)
         )
         [kernel] = recorded(attend)
         check_order(kernel, early=None, leads=True)
@@ -261,7 +259,12 @@ def check_dense(dtype: torch.dtype) -> None:
     places = torch.zeros(40, dtype=torch.int64)
     for scale in (None, Scale(zeros(40, 1024), 1e-6)):
         prepare = functools.partial(
-            dense_layers.norm_rope_store, zeros(40, width), heads, places, places, scale=scale
+            dense_layers.norm_rope_store,
+            zeros(40, width),
+            heads,
+            places,
+            places,
+            scale=scale,
         )
         [kernel] = recorded(prepare)
         # A slot, a position, and its cosines and sines.
@@ -297,7 +300,7 @@ def check_few_rows(dtype: torch.dtype) -> None:
         (1, 16, 32),
         ((6144, 4096, False, False), (4096, 4096, True, False), (14336, 4096, False, True)),
     ):
-        cut = few_rows.find_cut(count, outputs, inputs, adds=adds, gated=gated)
+        cut = small_m.find_cut(count, outputs, inputs, adds=adds, gated=gated)
         assert cut is not None
         rows = zeros(count, inputs)
         stream = Stream(rows, zeros(count, 256, dtype=torch.float32))
@@ -307,7 +310,7 @@ def check_few_rows(dtype: torch.dtype) -> None:
         matrix = LinearWeights(zeros(1).expand((1 + gated) * outputs, inputs))
         [kernel] = recorded(
             functools.partial(
-                few_rows.product, rows, matrix, cut, scratch, stream=None if adds else stream,
+                small_m.product, rows, matrix, cut, scratch, stream=None if adds else stream,
                 into=into, gated=gated,
             )
         )  # fmt: skip
@@ -320,7 +323,7 @@ def check_few_rows(dtype: torch.dtype) -> None:
             _, arrival, after = kernel.asm["ptx"].partition("atom.global.gpu.acq_rel.add")
             assert arrival
             assert "ld.global.cg" in after
-    [kernel] = recorded(lambda: few_rows.begin(zeros(3, 4096), 512))
+    [kernel] = recorded(lambda: small_m.begin(zeros(3, 4096), 512))
     check_order(kernel, leads=True)
 
 
@@ -328,7 +331,7 @@ def check_tiles() -> None:
     """Tiles come by the copy engine, and every one that may be chosen fits shared memory."""
     floats = torch.zeros(64)
     scratch = Scratch(floats, torch.zeros(64, dtype=torch.int32))
-    for (kind, itemsize, count), tiles in many_rows._TILES.items():
+    for (kind, itemsize, count), tiles in tiled._TILES.items():
         dtype = FP8 if itemsize == 1 else torch.bfloat16
         for tile, grouped in itertools.product(tiles, (False, True)):
             if grouped and itemsize > 1:
@@ -351,7 +354,7 @@ def check_tiles() -> None:
                 into = out if itemsize == 1 else Stream(out, squares)
             [kernel] = recorded(
                 functools.partial(
-                    many_rows.tiled_product, given, matrix, tile, scratch, stream=stream,
+                    tiled.tiled_product, given, matrix, tile, scratch, stream=stream,
                     into=into, gated=gated, dtype=torch.bfloat16,
                 )
             )  # fmt: skip
@@ -359,7 +362,7 @@ def check_tiles() -> None:
             code = kernel.asm["ptx"]
             assert "cp.async.bulk.tensor" in code, tile
             assert "wgmma.mma_async" in code, tile
-            assert kernel.metadata.shared <= many_rows._SHARED_BYTES, (tile, kernel.metadata.shared)
+            assert kernel.metadata.shared <= tiled._SHARED_BYTES, (tile, kernel.metadata.shared)
 
 
 def check_quantized() -> None:
@@ -372,15 +375,15 @@ def check_quantized() -> None:
         ({"grouped": True}, 0),
         ({"gated": True, "scale": torch.ones(1)}, 0),
     ):
-        make = functools.partial(quantize.quantize, rows, **named)
+        make = functools.partial(fp8_rows.quantize, rows, **named)
         [kernel] = recorded(make)
         check_order(kernel, early=early, leads=True)
         assert "cvt.rn.satfinite.e4m3x2" in kernel.asm["ptx"]
     products = torch.zeros(3, 4096, dtype=torch.bfloat16)
-    unscaled = quantize.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
+    unscaled = fp8_rows.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
     for named in ({"gated": True}, {"norm": norm}):
         residual = None if "gated" in named else rows.clone()
-        make = functools.partial(quantize.quantize, unscaled, residual=residual, **named)
+        make = functools.partial(fp8_rows.quantize, unscaled, residual=residual, **named)
         [kernel] = recorded(make)
         check_order(kernel, early=None, leads=True)
 
@@ -480,18 +483,18 @@ def check_sampling(dtype: torch.dtype) -> None:
         assert [kernel.name for kernel in kernels] == names
         masked = torch.zeros(40, 2, dtype=torch.int32)
         kernels += recorded(functools.partial(sampler.mask_logits, rows, masked, words))
-        kernels += recorded(functools.partial(adjust.widened, logits, records, asked, cap))
+        kernels += recorded(functools.partial(penalties.widened, logits, records, asked, cap))
         assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_widen"]
         for kernel in kernels:
             check_order(kernel)
     slots, ids, pairs = results.clone(), results.clone(), words[:2]
-    kernels = recorded(lambda: adjust.note(tokens, slots, ids, words, pairs))
+    kernels = recorded(lambda: penalties.note(tokens, slots, ids, words, pairs))
     counts = torch.zeros(64, 151_936, dtype=torch.int32)
     kernels += recorded(
-        lambda: adjust.adjust(wide, tokens.view(4, 128), tokens, records, words, counts)
+        lambda: penalties.adjust(wide, tokens.view(4, 128), tokens, records, words, counts)
     )
     kernels += recorded(
-        functools.partial(places.find, wide, results, asked, words, words.clone(), 32)
+        functools.partial(token_logprobs.find, wide, results, asked, words, words.clone(), 32)
     )
     with mock.patch.object(torch.Tensor, "is_cuda", True):
         kernels += recorded(lambda: sampler.publish(results, results.clone()))

@@ -11,8 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.kernels.dense_layers import Heads, Norm
-from pie_driver_sglang.kernels.lone_attend import LoneRow, LoneTuning, attend_lone, takes
+from pie_driver_sglang.kernels.attention.single_decode import (
+    LoneRow,
+    LoneTuning,
+    attend_lone,
+    takes,
+)
+from pie_driver_sglang.kernels.gemm.dense_layers import Heads, Norm
 
 EPSILON = 1e-6
 SCALE = 0.2

@@ -32,9 +32,9 @@ def load(
         lost: Bytes of the GPU that others take while the model is loaded.
     """
     drivers.redirect_output(stderr)
+    from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.errors import StartError
-    from pie_driver_sglang.srt.load import load_engine
 
     with ExitStack() as stack:
         if free is not None:
@@ -54,7 +54,7 @@ def load(
 def send_sizes(snapshots: list[str], connection: Connection, stderr: str) -> None:
     """Sends the sizes of each model on one rank, as a start finds them."""
     drivers.redirect_output(stderr)
-    from pie_driver_sglang.srt import measure
+    from pie_driver_sglang.backends.sglang import measure
 
     found = []
     for snapshot in snapshots:
@@ -81,8 +81,8 @@ def _pretended(free: int, lost: int) -> Iterator[None]:
     from sglang.srt.distributed import bootstrap
     from sglang.srt.mem_cache import kv_cache_configurator
 
+    from pie_driver_sglang.backends.sglang import measure
     from pie_driver_sglang.memory.types import Device
-    from pie_driver_sglang.srt import measure
 
     with (
         mock.patch.object(measure, "measure", lambda *_: Device("cuda:0", free, free)),
@@ -134,7 +134,7 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
     from sglang.srt.runtime_context import get_parallel
 
-    from pie_driver_sglang.srt import measure
+    from pie_driver_sglang.backends.sglang import measure
 
     args, model_config = _configured(snapshot, ranks)
     recurrent = mambaish_config(model_config)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_attend import attend_paged
-from pie_driver_sglang.kernels.paged_splits import (
+from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
+from pie_driver_sglang.kernels.attention.prompt_rows import find_prompts
+from pie_driver_sglang.kernels.attention.split_plan import (
     ELSEWHERE,
     DecodeRows,
     Prefixes,
@@ -25,7 +26,6 @@ from pie_driver_sglang.kernels.paged_splits import (
     SplitTuning,
     plan_splits,
 )
-from pie_driver_sglang.kernels.prompt_rows import find_prompts
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""

@@ -23,9 +23,9 @@ import pytest
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.config.types import DriverConfig
-from pie_driver_sglang.srt import environment
 
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 2
@@ -97,8 +97,8 @@ def decode(
 
 def found_layers(runner: Any) -> Any:
     """The fused layers of a model; None where there are none."""
-    from pie_driver_sglang.srt.compat.layers import UnknownLayer
-    from pie_driver_sglang.srt.fused import fuse_layers
+    from pie_driver_sglang.backends.sglang.compat.layers import UnknownLayer
+    from pie_driver_sglang.backends.sglang.layers.selection import fuse_layers
 
     try:
         return fuse_layers(runner)
@@ -108,11 +108,11 @@ def found_layers(runner: Any) -> Any:
 
 def differences(config: DriverConfig) -> list[float]:
     """The largest difference of a logit, of each way but SGLang's."""
-    from pie_driver_sglang.kernels import dense_layers
-    from pie_driver_sglang.srt import dense as dense_module
-    from pie_driver_sglang.srt import paged_attention
-    from pie_driver_sglang.srt.few_rows import ExpertLayers
-    from pie_driver_sglang.srt.load import load_engine
+    from pie_driver_sglang.backends.sglang.attention import paged
+    from pie_driver_sglang.backends.sglang.layers import dense as dense_module
+    from pie_driver_sglang.backends.sglang.layers.small_batch import ExpertLayers
+    from pie_driver_sglang.backends.sglang.load import load_engine
+    from pie_driver_sglang.kernels.gemm import dense_layers
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
@@ -123,13 +123,13 @@ def differences(config: DriverConfig) -> list[float]:
     page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
     expected = decode(server, engine, Contexts(0, page_size, vocab))
     runner = engine.runner
-    paged_attention.install(runner)
+    paged.install(runner)
     # There is no device to ask on the CPU.
     device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with mock.patch("torch.cuda.get_device_properties", return_value=device):
         runner.init_attention_backends()
     backend = runner.attn_backend.decode_backend
-    assert isinstance(backend, paged_attention.PagedDecode)
+    assert isinstance(backend, paged.PagedDecode)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
     dense = found_layers(runner)
@@ -199,16 +199,16 @@ def differences(config: DriverConfig) -> list[float]:
 
 def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context as it is decoded alone."""
-    from pie_driver_sglang.kernels import lone_attend
+    from pie_driver_sglang.kernels.attention import single_decode
 
     last, facts = len(LENGTHS) - 1, engine.facts
     contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
-    kernel = mock.Mock(wraps=lone_attend.attend_lone)
+    kernel = mock.Mock(wraps=single_decode.attend_lone)
     with (
         # Halves of such heads are too small for a GPU.
-        mock.patch.object(lone_attend, "_DIMS", (8, 16, 32, 64, 128)),
-        mock.patch.object(lone_attend, "_MOST_KV_HEADS", 64),
-        mock.patch.object(lone_attend, "attend_lone", kernel),
+        mock.patch.object(single_decode, "_DIMS", (8, 16, 32, 64, 128)),
+        mock.patch.object(single_decode, "_MOST_KV_HEADS", 64),
+        mock.patch.object(single_decode, "attend_lone", kernel),
     ):
         found = expected.clone()
         found[:, last:] = decode(server, engine, contexts, dense.applied)
@@ -228,8 +228,8 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
     """Within, rows alone are attended to as by clusters, which take a GPU: by Triton's kernel."""
     import torch
 
-    from pie_driver_sglang.kernels import cluster_attend, lone_attend
-    from pie_driver_sglang.srt.compat.attention import decode_backend
+    from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
+    from pie_driver_sglang.kernels.attention import cluster_decode, single_decode
 
     def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
         # What a kernel in CUDA C++ takes, which knows no types of its arguments.
@@ -237,22 +237,22 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
         assert heads.rotations.dtype is torch.float32
         assert heads.rotations.stride(1) == heads.keys.stride(2) == heads.values.stride(2) == 1
         arrived = torch.zeros(heads.keys.shape[1], 1, dtype=torch.int32)
-        tuning = lone_attend.LoneTuning(16, 4, 1, 128, 256)
-        return lone_attend.attend_lone(qkv, heads, row, arrived, scale, tuning)
+        tuning = single_decode.LoneTuning(16, 4, 1, 128, 256)
+        return single_decode.attend_lone(qkv, heads, row, arrived, scale, tuning)
 
     kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
     found: Any = decode_backend(runner) or runner.attn_backend
     # No kernel was found for its heads, as they are on no GPU.
     assert set(found._clustered_heads.values()) == {None}
     found._clustered_heads.clear()
-    with mock.patch.object(cluster_attend, "find_clusters", lambda *_: kernel):
+    with mock.patch.object(cluster_decode, "find_clusters", lambda *_: kernel):
         yield kernel.attend
     found._clustered_heads.clear()
 
 
 def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
     """Logits of steps whose products go by tiles, all of them or two of a layer."""
-    from pie_driver_sglang.kernels import many_rows
+    from pie_driver_sglang.kernels.gemm import tiled
 
     page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
     layers = len(engine.runner.model.model.layers)
@@ -265,13 +265,13 @@ def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
         ) -> Any:  # fmt: skip
             # Of those that add, that of attention.
             own = whole or gated or (adds and inputs != middle)
-            return many_rows.Tile(16, 16, 16, parts=1 if gated else 2) if own else None
+            return tiled.Tile(16, 16, 16, parts=1 if gated else 2) if own else None
 
-        product = mock.Mock(wraps=many_rows.tiled_product)
+        product = mock.Mock(wraps=tiled.tiled_product)
         with (
             mock.patch.object(few, "_most_cut", 0),
-            mock.patch.object(many_rows, "find_tile", small),
-            mock.patch.object(many_rows, "tiled_product", product),
+            mock.patch.object(tiled, "find_tile", small),
+            mock.patch.object(tiled, "tiled_product", product),
         ):
             yield decode(server, engine, Contexts(384, page_size, vocab), dense.applied)
         assert product.call_count == STEPS * layers * (4 if whole else 2)
@@ -290,9 +290,9 @@ class TorchBatches:
     ) -> Any:  # fmt: skip
         import torch
 
-        from pie_driver_sglang.kernels.few_rows import Stream
-        from pie_driver_sglang.kernels.quantize import QuantizedRows
-        from pie_driver_sglang.kernels.row_products import ProductKind
+        from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
+        from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedRows
+        from pie_driver_sglang.kernels.gemm.small_m import Stream
 
         self.kinds.append(kind)
         rows = given.rows if isinstance(given, QuantizedRows) else given
@@ -328,11 +328,11 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     Args:
         name: The attribute of `dense` that has the kernels of few rows.
     """
-    from pie_driver_sglang.kernels import batch_products
-    from pie_driver_sglang.kernels.batch_products import BatchCut
-    from pie_driver_sglang.kernels.few_rows import Cut
-    from pie_driver_sglang.kernels.row_products import ProductKind
-    from pie_driver_sglang.srt import few_rows
+    from pie_driver_sglang.backends.sglang.layers import small_batch
+    from pie_driver_sglang.kernels.gemm import wgmma
+    from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
+    from pie_driver_sglang.kernels.gemm.small_m import Cut
+    from pie_driver_sglang.kernels.gemm.wgmma import BatchCut
 
     def small(rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind) -> Any:
         return BatchCut(8, 2 if kind == ProductKind.JOINS else 1, 2) if rows <= 8 else None
@@ -344,17 +344,17 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     layers = few._layers
     products = TorchBatches()
     with (
-        mock.patch.object(batch_products, "_GROUP_OUTPUTS", 16),
-        mock.patch.object(batch_products, "find_batch_cut", small),
-        mock.patch.object(batch_products, "runs_on", lambda _: True),
-        mock.patch.object(few_rows, "BatchProducts", lambda *_: products),
+        mock.patch.object(wgmma, "_GROUP_OUTPUTS", 16),
+        mock.patch.object(wgmma, "find_batch_cut", small),
+        mock.patch.object(wgmma, "runs_on", lambda _: True),
+        mock.patch.object(small_batch, "BatchProducts", lambda *_: products),
     ):
-        batches = few_rows.FewRows.of(layers, few._norm, few._attention)
+        batches = small_batch.FewRows.of(layers, few._norm, few._attention)
         assert batches is not None
         assert batches.batches
-        with mock.patch.object(batch_products, "find_batch_cut", lambda *_: None):
+        with mock.patch.object(wgmma, "find_batch_cut", lambda *_: None):
             # Matrices of other shapes have what GPUs without the kernel have.
-            others = few_rows.FewRows.of(layers, few._norm, few._attention)
+            others = small_batch.FewRows.of(layers, few._norm, few._attention)
             assert others is not None
             assert others._batch is None
         # One row, and more than all products take in batches.
@@ -374,17 +374,17 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 @contextlib.contextmanager
 def ranked(runner: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
-    from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
-    from pie_driver_sglang.srt import fused
+    from pie_driver_sglang.backends.sglang.layers import selection
+    from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 
     def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
         assert turn == sums.add_norm.call_count % 2 ^ 1
-        return fused.dense_layers.add_norm(part[None], residual, norm)
+        return selection.dense_layers.add_norm(part[None], residual, norm)
 
     sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
     sums.add_norm.side_effect = add_norm
-    with mock.patch.object(fused, "_all_reduce", lambda *_: sums):
-        dense = fused.fuse_layers(runner)
+    with mock.patch.object(selection, "_all_reduce", lambda *_: sums):
+        dense = selection.fuse_layers(runner)
     assert dense is not None
     assert dense.takes(256)
     assert not dense.takes(257)
@@ -400,20 +400,20 @@ def check_ranks(runner: Any) -> None:
     import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
-    from pie_driver_sglang.kernels.all_reduce_norm import PeerMemory
-    from pie_driver_sglang.srt import fused
+    from pie_driver_sglang.backends.sglang.layers import selection
+    from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
     disabled = mock.Mock(spec=CustomAllReduceV2, disabled=True)
     fails = mock.patch.object(
-        fused.all_reduce_norm, "map_peer_memory", side_effect=RuntimeError("no")
+        selection.all_reduce_norm, "map_peer_memory", side_effect=RuntimeError("no")
     )
     cases = ((3, reaches), (2, None), (2, object()), (2, disabled), (2, reaches), (4, reaches))
     for ranks, reach in cases:
         group = mock.Mock(ca_comm=reach)
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
-            mock.patch.object(fused, "tensor_group", return_value=group),
+            mock.patch.object(selection, "tensor_group", return_value=group),
             fails as share,
         ):
             assert found_layers(runner) is None
@@ -425,10 +425,10 @@ def check_ranks(runner: Any) -> None:
 
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
-            mock.patch.object(fused, "tensor_group", return_value=mock.Mock(ca_comm=reaches)),
-            mock.patch.object(fused.all_reduce_norm, "map_peer_memory", memory),
+            mock.patch.object(selection, "tensor_group", return_value=mock.Mock(ca_comm=reaches)),
+            mock.patch.object(selection.all_reduce_norm, "map_peer_memory", memory),
         ):
-            layers = fused.fuse_layers(runner)
+            layers = selection.fuse_layers(runner)
         assert layers is not None
         assert layers.takes(256)
         assert not layers.takes(257)
@@ -478,12 +478,14 @@ def check_weights(runner: Any) -> None:
 @contextlib.contextmanager
 def by_libraries() -> Iterator[mock.Mock]:
     """Within, a library multiplies in mixtures of experts, as it does in steps of many rows."""
-    from pie_driver_sglang.kernels import few_rows as kernels
-    from pie_driver_sglang.srt import few_rows
+    from pie_driver_sglang.backends.sglang.layers import small_batch
+    from pie_driver_sglang.kernels.gemm import small_m as kernels
 
     with (
         mock.patch.object(kernels, "MOST_ROWS", 2),
-        mock.patch.object(few_rows, "attend_unscaled", wraps=few_rows.attend_unscaled) as unscaled,
+        mock.patch.object(
+            small_batch, "attend_unscaled", wraps=small_batch.attend_unscaled
+        ) as unscaled,
     ):
         yield unscaled
 
@@ -513,7 +515,7 @@ def small_tiling(
     rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
 ) -> Any:
     """Takes the kernels where the matrix allows; a library those of the MLPs' gates, say."""
-    from pie_driver_sglang.kernels.dense_layers import Tiling
+    from pie_driver_sglang.kernels.gemm.dense_layers import Tiling
 
     cut = Tiling(16, 16, 16, parts=min(2, most_parts))
     return cut if cut.fits(outputs, inputs) else None
@@ -524,8 +526,8 @@ def check_choice(runner: Any) -> None:
     import torch
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 
+    from pie_driver_sglang.backends.sglang import support
     from pie_driver_sglang.errors import StartError
-    from pie_driver_sglang.srt import support
 
     def choices() -> tuple[str, bool]:
         """What asking for it says, and what is chosen otherwise."""
@@ -564,7 +566,7 @@ def check_choice(runner: Any) -> None:
 
 def check_fa3() -> None:
     """Its library may be absent, broken or there."""
-    from pie_driver_sglang.srt import support
+    from pie_driver_sglang.backends.sglang import support
 
     contents = ((None, False), ("flash_ops.abi3.so", False), ("flash_ops.py", True))
     for name, found in contents:
@@ -582,7 +584,7 @@ def check_vision() -> None:
     """Images are encoded by triton where SGLang's own choice is not installed."""
     import torch
 
-    from pie_driver_sglang.srt import support
+    from pie_driver_sglang.backends.sglang import support
 
     def chosen(device: str, image: bool, named: str | None, hopper: bool, there: bool) -> object:
         args = SimpleNamespace(device=device, mm_attention_backend=named)
@@ -611,7 +613,7 @@ def check_prefills(runner: Any) -> None:
     """Where FlashAttention-3 computes prefills, and where steps may have prompts in them."""
     import torch
 
-    from pie_driver_sglang.srt import support
+    from pie_driver_sglang.backends.sglang import support
 
     assert support.takes_prompts(runner)
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.kernels import places as kernels
-from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS
-from pie_driver_sglang.sampling.places import LEAST, Places, place_words
+from pie_driver_sglang.kernels.sampling import token_logprobs as kernels
+from pie_driver_sglang.kernels.sampling.logprobs_reference import LEAST, Places, place_words
+from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 
 SLOTS = 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -86,7 +86,7 @@ def attend_dense(
 
 def difference(config: DriverConfig) -> float:
     """The largest of a logit."""
-    from pie_driver_sglang.srt import paged_attention
+    from pie_driver_sglang.backends.sglang.attention import paged
 
     server, planner, engine = load_paged(config)
     recorder = Recorder(engine, [4, 8, 64], [])
@@ -94,8 +94,8 @@ def difference(config: DriverConfig) -> float:
     backend = engine.runner.attn_backend.decode_backend
     other = mock.Mock(wraps=attend_dense)
     with (
-        mock.patch.object(paged_attention, "attend_prompts", other),
-        mock.patch.object(paged_attention, "_LEAST_HEADS", 1),
+        mock.patch.object(paged, "attend_prompts", other),
+        mock.patch.object(paged, "_LEAST_HEADS", 1),
     ):
         found = []
         for number, by_other in enumerate((False, True)):

@@ -10,10 +10,8 @@ import itertools
 import torch
 
 import fp8_rounding
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, add_norm
-from pie_driver_sglang.kernels.few_rows import Scratch, Stream, begin
-from pie_driver_sglang.kernels.many_rows import Tile, tiled_product
-from pie_driver_sglang.kernels.quantize import (
+from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm, add_norm
+from pie_driver_sglang.kernels.gemm.fp8_rows import (
     FP8,
     GROUP,
     LARGEST,
@@ -22,6 +20,8 @@ from pie_driver_sglang.kernels.quantize import (
     multiply_unscaled,
     quantize,
 )
+from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream, begin
+from pie_driver_sglang.kernels.gemm.tiled import Tile, tiled_product
 
 EPSILON = 1e-6
 TOLERANCE = 1e-5

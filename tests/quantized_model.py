@@ -19,8 +19,8 @@ from unittest import mock
 import fp8_rounding
 from paged_model import MULTIPROCESSORS, STEPS, Contexts, TorchBatches, alone, decode
 from pie_driver_sglang import _core
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.srt import environment
 
 TOLERANCE = 0.02
 """Of the largest logit: a number that float32 rounds to the other side is an FP8 step off."""
@@ -34,7 +34,7 @@ def quantize_layers(runner: Any, kind: str) -> None:
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 
-    from pie_driver_sglang.srt.compat.attention import attention_layers
+    from pie_driver_sglang.backends.sglang.compat.attention import attention_layers
 
     blocks = [BLOCK, BLOCK] if kind == "block" else None
     config = Fp8Config(
@@ -96,7 +96,7 @@ def apply_by_torch(method: Any, module: Any, rows: Any, bias: Any = None) -> Any
 
 def small_tile(rows: int, outputs: int, inputs: int, *_: int, **__: bool) -> Any:
     """A tile for every product of up to eight rows, whose prompts have more."""
-    from pie_driver_sglang.kernels.many_rows import Tile
+    from pie_driver_sglang.kernels.gemm.tiled import Tile
 
     return Tile(16, 64, 128, parts=2 if inputs % 256 == 0 else 1) if rows <= 8 else None
 
@@ -118,8 +118,8 @@ class TorchProduct:
     def multiply(self, row: Any, weights: Any, *, norm: Any = None, into: Any = None) -> Any:
         import torch
 
-        from pie_driver_sglang.kernels.quantize import quantize
-        from pie_driver_sglang.kernels.row_products import ProductKind
+        from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
+        from pie_driver_sglang.kernels.gemm.fp8_rows import quantize
 
         grouped = weights.grouped
         assert self._what == (norm is not None, weights.row_scale is not None, grouped)
@@ -140,8 +140,8 @@ class TorchProduct:
 
 def by_rows(server: Any, engine: Any, layers: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context by the products of one row."""
-    from pie_driver_sglang.srt import quantized
-    from pie_driver_sglang.srt.quantized import LoneRows
+    from pie_driver_sglang.backends.sglang.layers import fp8
+    from pie_driver_sglang.backends.sglang.layers.fp8 import LoneRows
 
     # On a CPU no model has any.
     assert layers._lone is None
@@ -149,7 +149,7 @@ def by_rows(server: Any, engine: Any, layers: Any, expected: Any) -> Any:
     lone = LoneRows(layers._layers, layers._norm, layers._attention)
     with (
         mock.patch.object(layers, "_lone", lone),
-        mock.patch.object(quantized, "RowProduct", TorchProduct),
+        mock.patch.object(fp8, "RowProduct", TorchProduct),
     ):
         found = alone(server, engine, layers, expected)
     # One for each of four kinds of matrices, of which two are alike in some models.
@@ -162,14 +162,14 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
 
     Blocks with scales have no such products.
     """
-    from pie_driver_sglang.kernels import batch_products
-    from pie_driver_sglang.kernels.row_products import ProductKind
-    from pie_driver_sglang.srt import quantized
+    from pie_driver_sglang.backends.sglang.layers import fp8
+    from pie_driver_sglang.kernels.gemm import wgmma
+    from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
 
     # On a CPU no model has any.
     assert layers._batch is None
     grouped = layers._layers[0].qkv.weights.grouped
-    usual = batch_products.find_batch_cut
+    usual = wgmma.find_batch_cut
     layer = [ProductKind.STORES, ProductKind.ADDS, ProductKind.JOINS, ProductKind.ADDS]
     for whole in (True,) if grouped else (True, False):
 
@@ -185,11 +185,11 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
         with (
             mock.patch.object(layers, "_batch", products),
             mock.patch.object(layers, "_prefills", whole),
-            mock.patch.object(quantized, "_multiplies", lambda _: not grouped),
-            mock.patch.object(batch_products, "find_batch_cut", finder),
+            mock.patch.object(fp8, "_multiplies", lambda _: not grouped),
+            mock.patch.object(wgmma, "find_batch_cut", finder),
             # Else so few inputs are a library's where prompts have many rows.
-            mock.patch.object(batch_products, "_NARROW", 0),
-            mock.patch.object(batch_products, "_BOUND_BY_MEMORY", 512),
+            mock.patch.object(wgmma, "_NARROW", 0),
+            mock.patch.object(wgmma, "_BOUND_BY_MEMORY", 512),
         ):
             engine.fused = layers
             contexts = Contexts(256, facts.page_size, facts.vocab_size)
@@ -208,11 +208,12 @@ def main() -> None:
     environment.prepare("cpu", config.model.hf_config["architectures"], spins=False)
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
-    from pie_driver_sglang.kernels import many_rows
-    from pie_driver_sglang.srt import paged_attention, quantized
-    from pie_driver_sglang.srt.fused import FROZEN_SCALES, fuse_layers
-    from pie_driver_sglang.srt.load import load_engine
-    from pie_driver_sglang.srt.quantized import QuantizedLayers
+    from pie_driver_sglang.backends.sglang.attention import paged
+    from pie_driver_sglang.backends.sglang.layers import fp8
+    from pie_driver_sglang.backends.sglang.layers.fp8 import QuantizedLayers
+    from pie_driver_sglang.backends.sglang.layers.selection import FROZEN_SCALES, fuse_layers
+    from pie_driver_sglang.backends.sglang.load import load_engine
+    from pie_driver_sglang.kernels.gemm import tiled
 
     fp8_rounding.correct()
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -226,7 +227,7 @@ def main() -> None:
     page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
     with mock.patch.object(Fp8LinearMethod, "apply", apply_by_torch):
         expected = decode(server, engine, Contexts(0, page_size, vocab))
-        paged_attention.install(runner)
+        paged.install(runner)
         device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         with mock.patch("torch.cuda.get_device_properties", return_value=device):
             runner.init_attention_backends()
@@ -240,24 +241,24 @@ def main() -> None:
         ways.append(alone(server, engine, layers, expected))
         ways.append(by_rows(server, engine, layers, expected))
         ways += by_batches(server, engine, layers)
-        unscaled = mock.Mock(wraps=quantized.multiply_unscaled)
+        unscaled = mock.Mock(wraps=fp8.multiply_unscaled)
         with (
-            mock.patch.object(quantized, "_multiplies", lambda linear: kind != "block"),
-            mock.patch.object(quantized, "multiply_unscaled", unscaled),
+            mock.patch.object(fp8, "_multiplies", lambda linear: kind != "block"),
+            mock.patch.object(fp8, "multiply_unscaled", unscaled),
         ):
             ways.append(decode(server, engine, Contexts(192, page_size, vocab), layers.applied))
         matrices = 4 * len(runner.model.model.layers)
         assert unscaled.call_count == (STEPS * matrices if kind != "block" else 0)
-        tiled = mock.Mock(wraps=many_rows.tiled_product)
+        product = mock.Mock(wraps=tiled.tiled_product)
         with (
-            mock.patch.object(many_rows, "find_tile", small_tile),
-            mock.patch.object(many_rows, "tiled_product", tiled),
+            mock.patch.object(tiled, "find_tile", small_tile),
+            mock.patch.object(tiled, "tiled_product", product),
             mock.patch.object(layers, "_prefills", True),
         ):
             engine.fused = layers
             ways.append(decode(server, engine, Contexts(128, page_size, vocab), layers.applied))
             engine.fused = None
-        assert tiled.call_count == STEPS * matrices
+        assert product.call_count == STEPS * matrices
     for found in ways:
         error = float((found - expected).abs().max() / expected.abs().max())
         print(f"{kind}: off by {error:.1e}")

@@ -18,7 +18,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from pie_driver_sglang.srt.plugins.radix_cache import RadixCache as Ours
+from pie_driver_sglang.sglang_plugins.radix_cache import RadixCache as Ours
 from radix_worlds import DifferentError, Moves, Setting, World, hash_in_python, play
 
 POLICIES = ("lru", "lfu", "fifo", "filo", "mru", "slru", "priority")

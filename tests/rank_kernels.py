@@ -17,14 +17,14 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.kernels.all_reduce_norm import (
+from pie_driver_sglang.kernels.comm.all_reduce_norm import (
     SENTINEL_BYTE,
     TURNS,
     AllReduceTuning,
     LamportAllReduceNorm,
     PeerMemory,
 )
-from pie_driver_sglang.kernels.dense_layers import Norm
+from pie_driver_sglang.kernels.gemm.dense_layers import Norm
 
 MOST_ROWS, WIDTH = 6, 40
 EPSILON = 1e-6

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from pie_driver_sglang.srt.compat import corrections
+from pie_driver_sglang.backends.sglang.compat import corrections
 
 
 def corrected(snapshot: str) -> Any:

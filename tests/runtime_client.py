@@ -407,7 +407,7 @@ def drive(
     by: str = "",
 ) -> None:
     """Runs in the fork: the driver's main function, with stdout and stderr apart."""
-    from pie_driver_sglang.pie import launch
+    from pie_driver_sglang.driver import launch
 
     drivers.redirect_output(stderr)
     out = os.open(stdout, os.O_WRONLY)

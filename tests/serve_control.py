@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.cli import program
+from pie_driver_sglang.cli import main
 from pie_server import generate, refusal, state
 from sglang_server import Server
 
@@ -135,12 +135,12 @@ def test_a_running_server_is_measured(
 ) -> None:
     monkeypatch.setenv("PIE_API_KEY", str(server.key))
     words = ["bench", "--serve", server.url, "--concurrency", "3", "--requests", "6"]
-    assert program.main([*words, "--input-len", "48", "--output-len", "12"]) == 0
+    assert main.main([*words, "--input-len", "48", "--output-len", "12"]) == 0
     head, line = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["streams", "requests", "output", "tok/s"]
     assert line.split()[:2] == ["3", "6"]
     assert all(float(cell.replace(",", "")) > 0 for cell in line.split())
-    assert program.main([*words, "--input-len", "5000"]) == 1
+    assert main.main([*words, "--input-len", "5000"]) == 1
     assert "longer than the model's context length" in capsys.readouterr().err
 
 

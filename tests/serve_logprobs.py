@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from logprob_answers import Asked, check_answer
-from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 from pie_server import PROMPT
 from reference import Reference, random_tokens
 from sglang_server import Server

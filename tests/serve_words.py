@@ -14,18 +14,18 @@ from typing import Any
 
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.errors import DriverError
-from pie_driver_sglang.gateway.flags import parse_words
-from pie_driver_sglang.offline.arguments import OWN, READ, SCHEDULER
-from pie_driver_sglang.server import launch, program
-from pie_driver_sglang.server.compat import environment
-from pie_driver_sglang.server.flags import refuse_other_engines_flags
+from pie_driver_sglang.frontends.common.arguments import OWN, READ, SCHEDULER
+from pie_driver_sglang.frontends.gateway.flags import parse_words
+from pie_driver_sglang.frontends.sglang_server import launch, serve
+from pie_driver_sglang.frontends.sglang_server.compat import environment
+from pie_driver_sglang.frontends.sglang_server.flags import refuse_other_engines_flags
 
 
 def find_fault(launching: Any, given: Sequence[str]) -> str | None:
     """What is wrong with a command line; None if nothing is."""
     try:
         refuse_other_engines_flags(given)
-        front, words = program._take_front(program.normalized(given))
+        front, words = serve._take_front(serve.normalized(given))
         if not any(word.partition("=")[0] in ("--model-path", "--config") for word in words):
             # A command that is named without its arguments.
             words += ["--model-path", "model"]
@@ -44,7 +44,7 @@ def main() -> None:
     """Prints the faults."""
     environment.prepare_server((), on_cpu=True)
     with environment.importing_server():
-        from pie_driver_sglang.server.compat import launching
+        from pie_driver_sglang.frontends.sglang_server.compat import launching
     print(json.dumps([find_fault(launching, words) for words in json.load(sys.stdin)]))
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import psutil
 
-from pie_driver_sglang.srt.compat.process import other_model_modules
+from pie_driver_sglang.backends.sglang.compat.process import other_model_modules
 from tiny_models import REPOSITORY
 
 START_S: Final = 200.0

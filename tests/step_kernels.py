@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 import triton.language as tl
 
-from pie_driver_sglang.kernels import few_kept, sampler
-from pie_driver_sglang.kernels.logit_rows import LogitRows
-from pie_driver_sglang.kernels.sampler import (
+from pie_driver_sglang.kernels.sampling import sampler, small_filters
+from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
+from pie_driver_sglang.kernels.sampling.reference import SlotParams
+from pie_driver_sglang.kernels.sampling.sampler import (
     fetch,
     fetch_programs,
     mask_logits,
@@ -25,7 +26,6 @@ from pie_driver_sglang.kernels.sampler import (
     sample_step,
     update_table,
 )
-from pie_driver_sglang.sampling.groups import SlotParams
 
 ROWS = 8
 CAPS = (None, 30.0, 3.0)
@@ -118,7 +118,7 @@ def check_sampler(spans: int | None = None) -> int:
     With few `spans` most rows are left to the search, and some rows lie in another place.
     """
     with contextlib.ExitStack() as stack:
-        for module in (sampler, few_kept) if spans else ():
+        for module in (sampler, small_filters) if spans else ():
             stack.enter_context(mock.patch.object(module, "MOST_SPANS", tl.constexpr(spans)))
         return _check_sampler(parted=spans is not None)
 

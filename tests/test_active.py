@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pie_driver_sglang.observe.active import Active, ActiveFile, active_line, write_active
+from pie_driver_sglang.observability.active import Active, ActiveFile, active_line, write_active
 
 
 def parts() -> Active:

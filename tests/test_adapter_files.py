@@ -19,11 +19,7 @@ import safetensors.torch
 import torch
 
 from pie_driver_sglang._core import LayerPatterns
-from pie_driver_sglang.checkpoint.regular_file import CHUNK_BYTES, RegularFile
-from pie_driver_sglang.errors import AdapterError
-from pie_driver_sglang.memory import host
-from pie_driver_sglang.memory.host import Budget
-from pie_driver_sglang.srt.adapter_files import (
+from pie_driver_sglang.backends.sglang.lora.files import (
     CONFIG,
     MOST_CONFIG_BYTES,
     MOST_HEADER_BYTES,
@@ -33,6 +29,10 @@ from pie_driver_sglang.srt.adapter_files import (
     Source,
     read,
 )
+from pie_driver_sglang.checkpoint.regular_file import CHUNK_BYTES, RegularFile
+from pie_driver_sglang.errors import AdapterError
+from pie_driver_sglang.memory import host
+from pie_driver_sglang.memory.host import Budget
 
 SIZE, RANK = 64, 4
 Q, K = "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj"

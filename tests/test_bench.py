@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.cli import bench, program, replay
+from pie_driver_sglang.cli import bench, main, replay
 from pie_driver_sglang.cli.workloads import WORKLOADS, make_workload, quantiles
 from pie_driver_sglang.errors import ConfigError, DriverError
 from tiny_models import POCKET, REPOSITORY
@@ -162,7 +162,7 @@ def test_wrong_arguments_end_before_an_engine_starts(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(POCKET)] if words[0] == "bench" else []
-    assert program.main([*words, *model]) == 1
+    assert main.main([*words, *model]) == 1
     assert expected in capsys.readouterr().err
 
 
@@ -177,7 +177,7 @@ def test_a_bench_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "record.json"
     words = ["--model", str(POCKET), "--device", "cpu", "--requests", "3", "--longest", "20"]
     words += ["--repeats", "2", "--json", str(path)]
-    assert program.main(["bench", *words]) == 0
+    assert main.main(["bench", *words]) == 0
     record = json.loads(path.read_text())
     expected = make_workload("standard", requests=3, longest=20, vocabulary=10**6)
     assert record["workload"]["prompt_tokens"] == sum(map(len, expected.prompts))
@@ -202,7 +202,7 @@ def test_a_replay_keeps_the_times_and_the_answers(tmp_path: Path) -> None:
     out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
     words = ["replay", trace(tmp_path, *lines), "--model", str(POCKET), "--device", "cpu"]
     words += ["--temperature", "0", "--max-new-tokens", "3", "--speed", "2"]
-    assert program.main([*words, "--json", str(summary), "--output", str(out)]) == 0
+    assert main.main([*words, "--json", str(summary), "--output", str(out)]) == 0
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == ["a", "b", "c"]
     assert [len(answer["output_ids"]) for answer in answers] == [5, 5, 3]
@@ -294,7 +294,7 @@ class Terminal:
 SHELL = """
 import sys
 sys.executable = sys.argv.pop(1)
-from pie_driver_sglang.cli.program import main
+from pie_driver_sglang.cli.main import main
 raise SystemExit(main())
 """
 
@@ -358,7 +358,7 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
 def test_servers_that_cannot_be_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.main(["bench", *words]) == 1
+    assert main.main(["bench", *words]) == 1
     error = capsys.readouterr().err
     assert said in error
     assert "hint:" in error

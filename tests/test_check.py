@@ -12,7 +12,7 @@ import pytest
 
 import drivers
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli import check, pie_config, program
+from pie_driver_sglang.cli import check, main, pie_config
 from pie_driver_sglang.cli.machine import Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
 from pie_driver_sglang.config.file import read_table
@@ -196,7 +196,7 @@ class TestServerFile:
     def test_every_model_of_this_driver_is_checked(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert program.main(["check", str(server_file(tmp_path)), "--json"]) == 0
+        assert main.main(["check", str(server_file(tmp_path)), "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         names = [finding["name"] for finding in document["findings"]]
         assert names == [
@@ -223,7 +223,7 @@ class TestServerFile:
     def test_what_is_wrong_in_it_is_found(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert program.main(["check", str(server_file(tmp_path, page=0))]) == 1
+        assert main.main(["check", str(server_file(tmp_path, page=0))]) == 1
         printed = capsys.readouterr().out
         assert "option `page_size` is 0, outside 1 to 1024" in printed
         assert "hint: set `page_size`" in printed
@@ -265,7 +265,7 @@ def test_a_file_that_is_none_is_one_line(
 ) -> None:
     path = tmp_path / "driver.toml"
     path.write_text(text)
-    assert program.main(["check", str(path)]) == 1
+    assert main.main(["check", str(path)]) == 1
     printed = capsys.readouterr().out
     assert "fail  configuration  " in printed
     assert "Traceback" not in printed

@@ -18,7 +18,8 @@ import pytest
 
 import pie_driver_sglang
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli import engine_options, generate, plan, program, version
+from pie_driver_sglang.cli import engine_options, generate, main, plan, version
+from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
 from pie_driver_sglang.memory.types import Device
@@ -58,37 +59,37 @@ class TestProgram:
     def test_help_names_every_command(
         self, words: Sequence[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert program.main(words) == 0
+        assert main.main(words) == 0
         printed = capsys.readouterr().out
-        for name, command in program.COMMANDS.items():
+        for name, command in main.COMMANDS.items():
             assert f"  {name}" in printed
             assert command.summary in printed
 
     def test_without_a_command_the_help_is_an_error(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert program.main([]) == program.USAGE
+        assert main.main([]) == main.USAGE
         printed = capsys.readouterr()
         assert not printed.out
-        assert printed.err == program.usage()
+        assert printed.err == main.usage()
 
     def test_a_misspelt_command_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert program.main(["docter"]) == program.USAGE
+        assert main.main(["docter"]) == main.USAGE
         printed = capsys.readouterr().err
         assert "there is no command 'docter'" in printed
         assert "did you mean `doctor`?" in printed
 
-    @pytest.mark.parametrize("name", program.COMMANDS)
+    @pytest.mark.parametrize("name", main.COMMANDS)
     def test_every_command_explains_itself(
         self, name: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as ended:
-            program.main([name, "--help"])
+            main.main([name, "--help"])
         assert ended.value.code == 0
         assert f"pie-sglang {name}" in capsys.readouterr().out
 
     def test_an_error_is_a_line_and_a_hint(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert program.main(["plan", "--model", "/nowhere", "--device-gib", "8"]) == 1
+        assert main.main(["plan", "--model", "/nowhere", "--device-gib", "8"]) == 1
         lines = capsys.readouterr().err.splitlines()
         assert lines[0].startswith("pie-sglang: the model '/nowhere' is neither a folder nor")
         assert lines[1:2] == [""]
@@ -106,8 +107,8 @@ class TestProgram:
 
         monkeypatch.setattr(plan, "main", fail)
         monkeypatch.setattr("os.dup2", lambda *_: 0)
-        status = program.main(["plan"])
-        assert status == (program.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        status = main.main(["plan"])
+        assert status == (main.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def test_a_closed_pipe_is_no_traceback(self) -> None:
         command = f"{sys.executable} -m pie_driver_sglang doctor --json | true"
@@ -121,7 +122,7 @@ class TestModule:
         result = run("--version")
         assert result.returncode == 0
         assert result.stdout.strip() == version.version_line()
-        assert run("doctro").returncode == program.USAGE
+        assert run("doctro").returncode == main.USAGE
 
     def test_the_runtimes_call_is_the_driver(self, tmp_path: Path) -> None:
         result = run("--config", str(tmp_path / "none.toml"), "--handshake-fd", "1")
@@ -149,7 +150,7 @@ class TestModule:
 def test_neither_torch_nor_sglang_is_imported(words: list[str]) -> None:
     text = (
         "import sys\n"
-        "from pie_driver_sglang.cli.program import main\n"
+        "from pie_driver_sglang.cli.main import main\n"
         f"main({words!r})\n"
         "names = {name.partition('.')[0] for name in sys.modules}\n"
         "sys.exit(','.join(names & {'torch', 'sglang', 'triton', 'transformers'}) or 0)\n"
@@ -229,17 +230,17 @@ class TestPlan:
     ) -> None:
         folder = write_model(tmp_path / "model")
         words = ["plan", "--model", str(folder), "--device-gib", "28"]
-        assert program.main(words) == 1
+        assert main.main(words) == 1
         printed = capsys.readouterr().out
         assert "does not fit: the model needs more than" in printed
         length = int(printed.partition("hint: set `context_length = ")[2].partition("`")[0])
-        assert program.main([*words, "--max-model-len", str(length)]) == 0
+        assert main.main([*words, "--max-model-len", str(length)]) == 0
         assert f"contexts of {length:,} tokens" in capsys.readouterr().out
-        assert program.main([*words, "--option", f"context_length={length + 16}"]) == 1
+        assert main.main([*words, "--option", f"context_length={length + 16}"]) == 1
 
     def test_json_has_the_plan_in_bytes(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ["plan", "--model", str(POCKET), "--device-gib", "8", "--json"]
-        assert program.main(words) == 0
+        assert main.main(words) == 0
         document = json.loads(capsys.readouterr().out)
         parts = ("weights", "activations", "graphs", "tables", "reserve", "kv")
         assert sum(document["plan"][part] for part in parts) == document["device"]["free"]
@@ -264,7 +265,7 @@ class TestPlan:
         folder = str(write_model(tmp_path / "model"))
 
         def settings(*words: str) -> Any:
-            program.main(["plan", *words, "--device-gib", "80", "--json"])
+            main.main(["plan", *words, "--device-gib", "80", "--json"])
             return json.loads(capsys.readouterr().out)
 
         words = ["--quantization", "fp8", "--kv-cache-dtype=fp8_e4m3", "--context-length", "4096"]
@@ -276,11 +277,11 @@ class TestPlan:
         assert settings(folder, *words) == settings(*words, folder) == planned
         assert planned["plan"] != settings(folder)["plan"]
         with pytest.raises(SystemExit):
-            program.main(["plan", "--device-gib", "80"])
+            main.main(["plan", "--device-gib", "80"])
         assert "no model is named" in capsys.readouterr().err
 
     def test_this_host_can_be_planned_for(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert program.main(["plan", "--model", str(POCKET), "--cpu", "--dtype", "float32"]) == 0
+        assert main.main(["plan", "--model", str(POCKET), "--cpu", "--dtype", "float32"]) == 0
         assert "memory planned for cpu" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -313,15 +314,15 @@ class TestPlan:
         self, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = ["plan", "--model", str(POCKET), "--device-gib", "8", *words]
-        assert program.main(given) == 1
+        assert main.main(given) == 1
         assert text in capsys.readouterr().err
 
     def test_values_of_options_are_toml_or_text(self) -> None:
-        assert plan.parse_option("a=3") == ("a", 3)
-        assert plan.parse_option("a = true") == ("a", True)
-        assert plan.parse_option('a=["x", "y"]') == ("a", ["x", "y"])
-        assert plan.parse_option("a=triton,pie") == ("a", "triton,pie")
-        assert plan.parse_option("a=b=c") == ("a", "b=c")
+        assert option_checks.parse_option("a=3") == ("a", 3)
+        assert option_checks.parse_option("a = true") == ("a", True)
+        assert option_checks.parse_option('a=["x", "y"]') == ("a", ["x", "y"])
+        assert option_checks.parse_option("a=triton,pie") == ("a", "triton,pie")
+        assert option_checks.parse_option("a=b=c") == ("a", "b=c")
 
 
 class TestDocument:
@@ -329,12 +330,12 @@ class TestDocument:
 
     def test_it_lists_every_command(self) -> None:
         listed = set(re.findall(r"^\| `pie-sglang ([a-z]+)\b", self.TEXT, re.MULTILINE))
-        assert listed == set(program.COMMANDS)
+        assert listed == set(main.COMMANDS)
 
-    @pytest.mark.parametrize("name", program.COMMANDS)
+    @pytest.mark.parametrize("name", main.COMMANDS)
     def test_it_has_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            program.main([name, "--help"])
+            main.main([name, "--help"])
         _, _, section = self.TEXT.partition(f"\n## `{name}`\n")
         section, _, _ = section.partition("\n## ")
         # `serve --help` ends with SGLang's flags, which its documentation explains.
@@ -426,7 +427,7 @@ class TestPrompts:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "stdin", Terminal())
-        assert program.main(["generate"]) == 1
+        assert main.main(["generate"]) == 1
         assert "there are no prompts" in capsys.readouterr().err
 
 

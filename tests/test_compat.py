@@ -22,15 +22,17 @@ import scripts
 import tiny_models
 
 PACKAGE: Final = tiny_models.REPOSITORY / "python" / "pie_driver_sglang"
-COMPAT: Final = PACKAGE / "srt" / "compat", PACKAGE / "server" / "compat"
+COMPAT: Final = tuple(
+    PACKAGE / folder / "compat" for folder in ("backends/sglang", "frontends/sglang_server")
+)
 """Of the driver, and of the server."""
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
     # Of torch and the standard library, not of SGLang.
-    "srt/load_trace.py": {"_schema", "_cdata"},
+    "backends/sglang/load_trace.py": {"_schema", "_cdata"},
     # Of `multiprocessing.shared_memory`, which has no other way to reserve room.
     "shared_names.py": {"_fd"},
-    "kernels/quantize.py": {"_scaled_mm"},
+    "kernels/gemm/fp8_rows.py": {"_scaled_mm"},
 }
 """Private attributes of others, by file."""
 OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
@@ -87,7 +89,7 @@ def test_private_attributes_of_sglang_are_touched_in_one_folder() -> None:
 def test_one_folder_patches() -> None:
     """Others patch torch and Python for a time, not SGLang."""
     patching = {str(path) for path, tree in trees(inside=False) if "unittest" in ast.unparse(tree)}
-    assert patching == {"srt/process_groups.py", "srt/load_trace.py"}
+    assert patching == {"backends/sglang/process_groups.py", "backends/sglang/load_trace.py"}
 
 
 def test_every_compat_module_is_used() -> None:
@@ -177,7 +179,7 @@ class Mine(Made):
         super().no_method()
 """
 OTHER: Final = """
-from pie_driver_sglang.srt.compat.model import Made
+from pie_driver_sglang.backends.sglang.compat.model import Made
 
 class Kept:
     def __init__(self, made: Made) -> None:
@@ -220,12 +222,12 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         path = tmp_path / "sglang" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    folder = tmp_path / "pie_driver_sglang" / "srt"
+    folder = tmp_path / "pie_driver_sglang" / "backends" / "sglang"
     (folder / "compat").mkdir(parents=True)
     (folder / "compat" / "model.py").write_text(COMPAT_MODULE)
-    (folder / "engine.py").write_text(OTHER)
+    (folder / "executor.py").write_text(OTHER)
     found = checker.find_missing(tmp_path / "sglang", tmp_path)
-    where = "pie_driver_sglang/srt/compat/model.py"
+    where = "pie_driver_sglang/backends/sglang/compat/model.py"
     assert found == [
         f"{where}:3: no module sglang.gone",
         f"{where}:4: no Moved in sglang.kept",
@@ -240,7 +242,7 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         f"{where}:20: Made() wants first",
         f"{where}:24: method() takes no named",
         f"{where}:25: no Made.no_method",
-        "pie_driver_sglang/srt/engine.py:9: no Made.outer",
+        "pie_driver_sglang/backends/sglang/executor.py:9: no Made.outer",
     ]
 
 
@@ -272,7 +274,7 @@ def uncorrected(name: str, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_exaone_4_does_not_look_for_rope_parameters() -> None:
-    """`srt/compat/corrections.py: correct_rope`. No backend of a CPU takes the model itself."""
+    """`compat/corrections.py: correct_rope`. No backend of a CPU takes the model itself."""
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     source = Path(root, "srt", "models", "exaone4.py").read_text()
     assert 'getattr(config, "rope_theta"' in source
@@ -282,12 +284,12 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 @pytest.mark.engine
 class TestProbes:
     def test_the_windows_of_cohere_2_count_a_rows_own_token(self, tmp_path: Path) -> None:
-        """`srt/compat/corrections.py: correct_windows`."""
+        """`backends/sglang/compat/corrections.py: correct_windows`."""
         found = uncorrected("Cohere 2", tmp_path)
         assert architectures.WINDOW in found["windows"]
 
     def test_experts_are_padded_on_a_cpu(self, tmp_path: Path) -> None:
-        """`srt/compat/model.py: unpadded`. And a CPU is not taken for one: `take_cpu_for_one`."""
+        """`compat/model.py: unpadded`. And a CPU is not taken for one: `take_cpu_for_one`."""
         found = uncorrected("Mixtral", tmp_path, intermediate_size=80)
         assert found["intermediate_size"] != 80
         assert found["cpu_known"] == [False, False]

@@ -15,15 +15,16 @@ from cuda.bindings import nvrtc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang.kernels import batch_products, cluster_attend, row_products
-from pie_driver_sglang.kernels.batch_products import BatchCut, BatchProducts, find_batch_cut
+from pie_driver_sglang.kernels.attention import cluster_decode
+from pie_driver_sglang.kernels.attention.single_decode import LoneRow
 from pie_driver_sglang.kernels.cuda import compiled
 from pie_driver_sglang.kernels.cuda.compiled import compile_source, read_source
-from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
-from pie_driver_sglang.kernels.few_rows import Stream
-from pie_driver_sglang.kernels.lone_attend import LoneRow
-from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.kernels.row_products import ROW_CUTS, ProductKind, find_row_cut
+from pie_driver_sglang.kernels.gemm import fp8_gemv, wgmma
+from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.gemm.fp8_gemv import ROW_CUTS, ProductKind, find_row_cut
+from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedRows, QuantizedWeights
+from pie_driver_sglang.kernels.gemm.small_m import Stream
+from pie_driver_sglang.kernels.gemm.wgmma import BatchCut, BatchProducts, find_batch_cut
 
 ARCH = "sm_90a"
 STORES, JOINS, ADDS = ProductKind
@@ -96,7 +97,7 @@ def batch(
     kind, *_ = LAYERS[name][number]
     cut = batch_cut(name, number, rows, fp8=fp8)
     normed = not fp8 and kind != ADDS
-    return batch_products.constants(cut, kind, dtype, fp8=fp8, normed=normed)
+    return wgmma.constants(cut, kind, dtype, fp8=fp8, normed=normed)
 
 
 def unstaged_bytes(cut: BatchCut) -> int:
@@ -115,7 +116,7 @@ def unstaged_bytes(cut: BatchCut) -> int:
     ],
 )  # fmt: skip
 def test_attention_by_clusters_compiles_and_loads_early(changed: dict[str, int]) -> None:
-    code = ptx("lone_attend.cu", attention(**changed))
+    code = ptx("single_decode.cu", attention(**changed))
     before, wait, behind = code.partition("griddepcontrol.wait")
     assert wait
     assert "griddepcontrol.launch_dependents" in before
@@ -142,7 +143,7 @@ def test_products_of_a_row_compile_and_load_early(
         KIND=kind, GROUPED=grouped, INPUTS=inputs, THREADS=cut.threads, BATCH=cut.batch,
         RESIDENT=cut.resident, NORMED=int(kind != ProductKind.ADDS),
     )  # fmt: skip
-    code = ptx("row_product.cu", constants)
+    code = ptx("fp8_gemv.cu", constants)
     before, wait, behind = code.partition("griddepcontrol.wait")
     assert wait
     # The two outputs' pieces of a batch.
@@ -166,7 +167,7 @@ def test_products_of_a_batch_compile_and_load_early(
     name: str, number: int, rows: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     cut = batch_cut(name, number, rows, fp8=fp8)
-    code = ptx("batch_product.cu", batch(name, number, rows, dtype, fp8=fp8))
+    code = ptx("wgmma_gemm.cu", batch(name, number, rows, dtype, fp8=fp8))
     before, wait, after = code.partition("griddepcontrol.wait")
     assert wait
     assert "griddepcontrol.launch_dependents" in before
@@ -188,9 +189,9 @@ def test_products_of_a_batch_compile_and_load_early(
 @pytest.mark.parametrize(
     ("file", "constants"),
     [
-        ("lone_attend.cu", attention(GROUP=8, CLUSTER=16)),
+        ("single_decode.cu", attention(GROUP=8, CLUSTER=16)),
         *(
-            ("row_product.cu", product(KIND=kind, THREADS=cut.threads, BATCH=cut.batch,
+            ("fp8_gemv.cu", product(KIND=kind, THREADS=cut.threads, BATCH=cut.batch,
                                        RESIDENT=cut.resident))
             for kind, cut in zip((1, 2), ROW_CUTS[:2], strict=True)
         ),
@@ -210,7 +211,7 @@ def test_products_of_a_batch_keep_their_sums_in_registers(
     number: int, rows: int, fp8: bool
 ) -> None:
     cut = batch_cut("8B", number, rows, fp8=fp8)
-    _, log = nvrtc_makes("batch_product.cu", batch("8B", number, rows, fp8=fp8), ARCH)
+    _, log = nvrtc_makes("wgmma_gemm.cu", batch("8B", number, rows, fp8=fp8), ARCH)
     assert " 0 bytes spill stores" in log
     # The compiler waits for each instruction where it cannot prove that nothing uses the sums.
     assert "serialized" not in log
@@ -227,24 +228,24 @@ def test_products_of_a_batch_keep_their_sums_in_registers(
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
-    assert compile_source("row_product.cu", product(), ARCH).code
+    assert compile_source("fp8_gemv.cu", product(), ARCH).code
 
 
 def test_a_mistake_in_a_source_is_quoted() -> None:
     with pytest.raises(Exception, match="identifier"):
-        compile_source("lone_attend.cu", {"DIM": 128}, ARCH)
+        compile_source("single_decode.cu", {"DIM": 128}, ARCH)
     # What its constants must keep to is in it.
     with pytest.raises(Exception, match="no such heads"):
-        compile_source("lone_attend.cu", attention(DIM=96), ARCH)
+        compile_source("single_decode.cu", attention(DIM=96), ARCH)
     with pytest.raises(Exception, match="inputs are not divided"):
-        compile_source("row_product.cu", product(INPUTS=4096 + 64), ARCH)
+        compile_source("fp8_gemv.cu", product(INPUTS=4096 + 64), ARCH)
     for changed, said in (
         ({"ROWS": 40}, "no such rows"),
         ({"ROWS": 8, "ACROSS": 2}, "rows are not divided"),
         ({"ROWS": 224, "PARTS": 4, "SLABS": 1, "STAGES": 2}, "sums have no room"),
     ):
         with pytest.raises(Exception, match=said):
-            compile_source("batch_product.cu", batch("14B", 3, 64) | changed, ARCH)
+            compile_source("wgmma_gemm.cu", batch("14B", 3, 64) | changed, ARCH)
 
 
 @given(inputs=st.integers(1, 400).map(lambda count: count * 64))
@@ -278,12 +279,12 @@ def test_cuts_of_a_batch_divide_its_product(
     rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind
 ) -> None:
     cut = find_batch_cut(rows, height, inputs, itemsize, kind)
-    if rows == 1 or rows > batch_products.MOST_BATCH_ROWS:
+    if rows == 1 or rows > wgmma.MOST_BATCH_ROWS:
         assert cut is None
     if cut is None:
         return
     assert rows <= cut.rows
-    assert cut.rows in batch_products.ROWS
+    assert cut.rows in wgmma.ROWS
     assert cut.rows % (8 * cut.across) == 0
     # As many numbers of a dimension as the copy engine brings.
     assert cut.outputs <= 256
@@ -324,10 +325,10 @@ def test_batches_of_known_layers_are_taken(
 def test_batches_run_on_one_generation(
     device: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not batch_products.runs_on(torch.device("cpu"))
+    assert not wgmma.runs_on(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device)
-    assert not batch_products.runs_on(torch.device("cpu"))
-    assert batch_products.runs_on(torch.device("cuda", 0)) == (device == (9, 0))
+    assert not wgmma.runs_on(torch.device("cpu"))
+    assert wgmma.runs_on(torch.device("cuda", 0)) == (device == (9, 0))
 
 
 class TestBatchProducts:
@@ -417,9 +418,9 @@ def heads(queries: int, kv_heads: int, dim: int) -> Heads:
 
 
 def test_without_a_gpu_nothing_is_taken() -> None:
-    assert cluster_attend.find_clusters(heads(32, 8, 128), torch.bfloat16) is None
+    assert cluster_decode.find_clusters(heads(32, 8, 128), torch.bfloat16) is None
     weights = QuantizedWeights(torch.zeros(64, 4096, dtype=FP8), torch.ones(64))
-    assert not row_products.quantizes_row(weights)
+    assert not fp8_gemv.quantizes_row(weights)
 
 
 @pytest.mark.parametrize("device", [(8, 0), (9, 0), (10, 0)])
@@ -428,7 +429,7 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
 
     def takes(given: Heads, dtype: torch.dtype = torch.bfloat16) -> bool:
         keys = _OnGpu(given.keys)
-        return cluster_attend.knows_heads(given._replace(keys=keys), dtype)
+        return cluster_decode.knows_heads(given._replace(keys=keys), dtype)
 
     hopper = device == (9, 0)
     assert takes(heads(32, 8, 128)) == hopper
@@ -442,7 +443,7 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
     norm = Norm(torch.ones(128), 1e-6)
     assert not takes(heads(32, 8, 128)._replace(query_norm=norm, key_norm=norm)), "float32 norms"
     tunings = {
-        count: cluster_attend.cluster_tuning(heads(count, count, 128)) for count in range(1, 17)
+        count: cluster_decode.cluster_tuning(heads(count, count, 128)) for count in range(1, 17)
     }
     assert {count for count, tuning in tunings.items() if tuning} == {4, 5, 6, 7, 8}
     for count, tuning in tunings.items():
@@ -450,7 +451,7 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
 
 
 def test_a_row_of_other_types_is_refused() -> None:
-    kernel = cluster_attend.ClusterAttention.__new__(cluster_attend.ClusterAttention)
+    kernel = cluster_decode.ClusterAttention.__new__(cluster_decode.ClusterAttention)
     one = torch.zeros(1, dtype=torch.int64)
     table = torch.zeros(2, 8, dtype=torch.int32)
     row = LoneRow(table, one, one.int(), one, one)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pie_driver_sglang.checkpoint.packaged import UnavailableError, packaged_folder
-from pie_driver_sglang.cli.program import main
-from pie_driver_sglang.demo import program
+from pie_driver_sglang.cli.main import main
+from pie_driver_sglang.demo import questions
 from pie_driver_sglang.demo.screen import (
     PlainScreen,
     RichScreen,
@@ -47,7 +47,7 @@ def test_without_an_index_the_repositorys_model_answers(
     no_index: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    assert program._find_model("smollm2") == (Path("models/pocket"), "pocket")
+    assert questions._find_model("smollm2") == (Path("models/pocket"), "pocket")
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("pie-sglang: cannot download SmolLM2-135M-Instruct: ")
     assert "; this is models/pocket instead" in error
@@ -65,13 +65,13 @@ def test_elsewhere_the_error_says_what_to_do(
 
 
 def test_a_folder_is_taken_as_it_is() -> None:
-    assert program._find_model(str(POCKET)) == (POCKET, "pocket")
+    assert questions._find_model(str(POCKET)) == (POCKET, "pocket")
 
 
 @pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--tokens", "x"], ["--device", "gpu"]])
 def test_wrong_arguments(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        program.main(arguments)
+        questions.main(arguments)
 
 
 def test_a_server_that_ends_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_the_demo_from_end_to_end(forked_python: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     out = done.stdout
     assert re.search(r"^ready after [0-9.]+ s at http://127", out, re.MULTILINE)
-    for title, question, _ in program.QUESTIONS:
+    for title, question, _ in questions.QUESTIONS:
         assert f"--- {title}: {question}\n" in out
     for title in SECTIONS:
         assert f"--- {title}\n" in out

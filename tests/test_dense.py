@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, find_obstacle
-from pie_driver_sglang.kernels.dense_layers import (
+from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, find_obstacle
+from pie_driver_sglang.kernels.gemm.dense_layers import (
     MOST_PARTS,
     SHARED_BYTES,
     LinearWeights,
     Norm,
     tiling,
 )
-from pie_driver_sglang.kernels.few_rows import find_cut
-from pie_driver_sglang.kernels.many_rows import find_tile
+from pie_driver_sglang.kernels.gemm.small_m import find_cut
+from pie_driver_sglang.kernels.gemm.tiled import find_tile
 
 
 @pytest.mark.interpreted("tests/dense_kernels.py")
@@ -183,14 +183,14 @@ class TestFolding:
     """Norms whose weights go into the matrices after them."""
 
     def test_weights_are_updated_no_more(self) -> None:
-        from pie_driver_sglang.srt import fused
+        from pie_driver_sglang.backends.sglang.layers import selection
 
         runner, layer = make_runner(Model()), make_layer()
         update = runner.weight_updater.update_weights_from_tensor
         # So SGLang does it otherwise.
         assert update([("weight", torch.ones(3))]) == (True, "Success")
         assert runner.model.weight.tolist() == [1, 1, 1]
-        assert fused._fold(runner, [layer])
+        assert selection._fold(runner, [layer])
         assert layer.qkv.weight.unique().tolist() == layer.gate_up.weight.unique().tolist() == [6]
         assert (
             layer.before.weight.unique().tolist() == layer.between.weight.unique().tolist() == [1]
@@ -201,7 +201,7 @@ class TestFolding:
         assert names == {f"update_weights_from_{way}" for way in WAYS}
         for name in names:
             accepted, reason = getattr(updater, name)([("weight", torch.zeros(3))], "direct")
-            assert (accepted, reason) == (False, fused.FROZEN)
+            assert (accepted, reason) == (False, selection.FROZEN)
             assert "`fuse_layers = false`" in reason
         with pytest.raises(RuntimeError, match="cannot be updated"):
             runner.model.load_weights([("weight", torch.zeros(3))])
@@ -214,10 +214,10 @@ class TestFolding:
         "layer", [make_layer(torch.float16), make_layer(biased=True)], ids=["float16", "bias"]
     )
     def test_what_keeps_its_norms_can_be_updated(self, layer: Any) -> None:
-        from pie_driver_sglang.srt import fused
+        from pie_driver_sglang.backends.sglang.layers import selection
 
         runner = make_runner(Model())
-        assert not fused._fold(runner, [layer])
+        assert not selection._fold(runner, [layer])
         assert layer.before.weight.unique().tolist() == [2]
         assert runner.weight_updater.update_weights_from_tensor([("weight", torch.ones(3))])[0]
         assert runner.model.weight.tolist() == [1, 1, 1]

@@ -14,7 +14,7 @@ import drivers
 import engine_process
 import runtime_client as rc
 from pie_driver_sglang._core import Request, Sampler, encode_forward
-from pie_driver_sglang.srt.device import find_loss
+from pie_driver_sglang.backends.sglang.device import find_loss
 from test_ranks import last_words
 
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
@@ -50,12 +50,12 @@ def _illegal_access(_device: int | None = None) -> None:
 
 def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> None:
     """Runs in a fork: a driver on the CPU whose device answers as a GPU that may be lost."""
-    from pie_driver_sglang.srt import device, sglang_engine
+    from pie_driver_sglang.backends.sglang import device, executor
 
-    forward = sglang_engine.SglangEngine.forward
+    forward = executor.SglangExecutor.forward
     lost = False
 
-    def fail(self: sglang_engine.SglangEngine, batch: object) -> None:
+    def fail(self: executor.SglangExecutor, batch: object) -> None:
         nonlocal lost
         first = int(self._host["input_ids"][0])
         lost = lost or first == LOST_TOKEN
@@ -69,9 +69,9 @@ def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> No
         if lost:
             _illegal_access()
 
-    sglang_engine.SglangEngine.forward = fail  # type: ignore[method-assign, assignment]
+    executor.SglangExecutor.forward = fail  # type: ignore[method-assign, assignment]
     torch.cuda.synchronize = synchronize
-    sglang_engine.find_loss = lambda _name: device.find_loss("cuda:0")
+    executor.find_loss = lambda _name: device.find_loss("cuda:0")
     rc.drive(config, handshake, stdout, stderr)
 
 
@@ -100,7 +100,7 @@ def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_pat
 
 def drive_without_memory(where: str, *arguments: str) -> None:
     """Runs in a fork: a driver that has no memory for its graphs, or for its warm-up."""
-    from pie_driver_sglang.srt import load, sglang_engine
+    from pie_driver_sglang.backends.sglang import executor, load
 
     def fail(*_arguments: object, **_named: object) -> None:
         try:
@@ -111,7 +111,7 @@ def drive_without_memory(where: str, *arguments: str) -> None:
     if where == "graphs":
         load.CpuSteps = fail  # type: ignore[assignment, misc]
     else:
-        sglang_engine.SglangEngine.forward = fail  # type: ignore[method-assign]
+        executor.SglangExecutor.forward = fail  # type: ignore[method-assign]
     rc.drive(*arguments)
 
 
@@ -179,8 +179,8 @@ def capture_on_a_host(enabled: bool) -> None:
     from types import SimpleNamespace
     from typing import Any
 
+    from pie_driver_sglang.backends.sglang import cuda_graphs, graph_runner
     from pie_driver_sglang.memory.graphs import plain_specs
-    from pie_driver_sglang.srt import cuda_steps, steps
 
     seen: list[bool] = []
 
@@ -191,15 +191,15 @@ def capture_on_a_host(enabled: bool) -> None:
         seen.append(gc.isenabled())
         raise RuntimeError("no capture")
 
-    steps.GraphRunner.__init__ = begin  # type: ignore[method-assign, assignment]
-    cuda_steps.CudaSteps._capture_all = capture  # type: ignore[method-assign]
+    graph_runner.GraphRunner.__init__ = begin  # type: ignore[method-assign, assignment]
+    cuda_graphs.CudaSteps._capture_all = capture  # type: ignore[method-assign]
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []
     torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
     engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
-        cuda_steps.CudaSteps(engine, plain_specs([1]), 1)
+        cuda_graphs.CudaSteps(engine, plain_specs([1]), 1)
     assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
 
 

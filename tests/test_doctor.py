@@ -16,10 +16,12 @@ import pytest
 
 import drivers
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli import doctor, machine, program
+from pie_driver_sglang.cli import doctor, machine, main
 from pie_driver_sglang.cli.doctor import LATENCY_CORES
-from pie_driver_sglang.cli.machine import Cache, Cuda, Gpu, Machine, Package, RegionFile, Shm
+from pie_driver_sglang.cli.machine import Cache, Machine, Package, RegionFile, Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
+from pie_driver_sglang.memory import gpus
+from pie_driver_sglang.memory.gpus import Cuda, Gpu
 from pie_driver_sglang.memory.plan import GIB
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0))
@@ -231,7 +233,7 @@ class TestCuda:
     @pytest.mark.parametrize("as_bytes", [False, True])
     def test_the_driver_and_its_gpus(self, pci: Path, as_bytes: bool) -> None:
         nvml = FakeNvml(as_bytes=as_bytes)
-        found = machine.look_at_cuda(nvml, pci)
+        found = gpus.look_at_cuda(nvml, pci)
         assert found.driver == "580.65.06"
         assert found.newest == (13, 2)
         assert [gpu.number for gpu in found.gpus] == [0, 1]
@@ -240,26 +242,26 @@ class TestCuda:
         assert nvml.depth == 0
 
     def test_no_library_on_a_machine_without_a_gpu(self, pci: Path) -> None:
-        found = machine.look_at_cuda(FakeNvml(fail="nvmlInit"), pci)
+        found = gpus.look_at_cuda(FakeNvml(fail="nvmlInit"), pci)
         assert found == Cuda(problem="nvmlInit failed")
 
     def test_no_library_on_a_machine_with_a_gpu(self, pci: Path) -> None:
         (pci / "a" / "class").write_text("0x030200\n")
-        found = machine.look_at_cuda(FakeNvml(fail="nvmlInit"), pci)
+        found = gpus.look_at_cuda(FakeNvml(fail="nvmlInit"), pci)
         assert found.has_hardware
 
     @pytest.mark.parametrize("fail", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"])
     def test_a_gpu_that_is_lost(self, pci: Path, fail: str) -> None:
         nvml = FakeNvml(fail=fail)
-        found = machine.look_at_cuda(nvml, pci)
+        found = gpus.look_at_cuda(nvml, pci)
         assert found == Cuda(problem=f"{fail} failed", has_hardware=True)
         assert nvml.depth == 0
 
     def test_a_driver_without_gpus(self, pci: Path) -> None:
-        assert machine.look_at_cuda(FakeNvml(count=0), pci).problem == "the driver shows no GPU"
+        assert gpus.look_at_cuda(FakeNvml(count=0), pci).problem == "the driver shows no GPU"
 
     def test_without_the_package(self, tmp_path: Path) -> None:
-        found = machine.look_at_cuda(None, tmp_path / "none")
+        found = gpus.look_at_cuda(None, tmp_path / "none")
         assert found == Cuda(problem="the package nvidia-ml-py is missing")
 
     def test_torch_says_what_it_was_built_for(self, tmp_path: Path) -> None:
@@ -405,7 +407,7 @@ class TestCaches:
 
 
 def test_this_machine_is_reported_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    status = program.main(["doctor", "--json"])
+    status = main.main(["doctor", "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] == (status == 0)
     found = {finding["name"]: finding for finding in document["findings"]}
@@ -414,7 +416,7 @@ def test_this_machine_is_reported_in_json(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_colour_is_for_terminals_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    program.main(["doctor"])
+    main.main(["doctor"])
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert printed.splitlines()[-1].endswith(

@@ -23,9 +23,14 @@ from pie_driver_sglang.config.edge import (
 )
 from pie_driver_sglang.config.keys import ApiKeys, hide_keys, take_keys
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.server.access import AccessKeys, Level, access_keys, find_refusal
-from pie_driver_sglang.server.answers import ClientAnswer, short_error
-from pie_driver_sglang.server.stores import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.access import (
+    AccessKeys,
+    Level,
+    access_keys,
+    find_refusal,
+)
+from pie_driver_sglang.frontends.sglang_server.answers import ClientAnswer, short_error
+from pie_driver_sglang.frontends.sglang_server.stores import BoundedStore
 
 uvicorn: Any = pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
@@ -81,7 +86,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @contextlib.contextmanager
 def edge(**limits: Any) -> Iterator[Edge]:
-    from pie_driver_sglang.server.connections import LimitedProtocol, ServerUsage
+    from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
 
     usage = ServerUsage()
     given = {"header_timeout_s": LONG_S, "body_timeout_s": LONG_S, "write_timeout_s": LONG_S}
@@ -368,7 +373,7 @@ def test_the_defaults_in_the_help_text_are_those() -> None:
 
 
 def test_errors_are_json() -> None:
-    from pie_driver_sglang.server.access import error_body
+    from pie_driver_sglang.frontends.sglang_server.access import error_body
 
     found = json.loads(error_body(413, "too large"))
     assert (found["code"], found["message"]) == (413, "too large")
@@ -383,7 +388,7 @@ def through_middleware(status: int, *headers: tuple[bytes, bytes]) -> dict[bytes
 
 
 def sent_start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
-    from pie_driver_sglang.server.access import AccessMiddleware
+    from pie_driver_sglang.frontends.sglang_server.access import AccessMiddleware
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": status, "headers": list(headers)})
@@ -405,7 +410,7 @@ def sent_start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
 
 
 def test_a_websocket_needs_the_key() -> None:
-    from pie_driver_sglang.server.access import AccessMiddleware
+    from pie_driver_sglang.frontends.sglang_server.access import AccessMiddleware
 
     sent: list[Any] = []
 

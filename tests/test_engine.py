@@ -26,8 +26,8 @@ from pie_driver_sglang.cli import generate, shell
 from pie_driver_sglang.cli.conversation import Conversation
 from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.offline import prompts as prompts_module
-from pie_driver_sglang.offline.engine import Engine
+from pie_driver_sglang.frontends.offline import prompts as prompts_module
+from pie_driver_sglang.frontends.offline.engine import Engine
 from reference import Reference
 from tiny_models import POCKET
 
@@ -98,7 +98,7 @@ def check(reference: Reference, found: Sequence[dict[str, Any]], texts: Sequence
 
 
 def engine_tokens(texts: Sequence[str]) -> list[list[int]]:
-    from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
     return ModelTokenizer(POCKET).encode(texts)
 
@@ -149,7 +149,7 @@ def test_one_prompt_has_sglangs_form(engine: Engine) -> None:
 
 
 def engine_text(tokens: Sequence[int]) -> str:
-    from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
     return ModelTokenizer(POCKET).decode(tokens)
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from pie_driver_sglang.server import process
-from pie_driver_sglang.server.flow import MOST_IN_FLIGHT, Acknowledger, Window
+from pie_driver_sglang.frontends.sglang_server import scheduler_process
+from pie_driver_sglang.frontends.sglang_server.flow import MOST_IN_FLIGHT, Acknowledger, Window
 
 LONG_S = 20.0
 
@@ -78,7 +78,7 @@ def test_outputs_add_up_while_none_is_handled(
     acknowledger: Acknowledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is fetched from the runtime meanwhile, which makes one output of what is not."""
-    monkeypatch.setattr(process, "_HANDLED_S", LONG_S)
+    monkeypatch.setattr(scheduler_process, "_HANDLED_S", LONG_S)
     fetched: list[float] = []
     window = Window(acknowledger.schedulers[0])
     stop = threading.Event()
@@ -94,7 +94,7 @@ def test_outputs_add_up_while_none_is_handled(
 
     def run() -> None:
         while not stop.is_set():
-            process.send_next(Front(), Sender(), window)
+            scheduler_process.send_next(Front(), Sender(), window)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -38,12 +38,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def compat() -> Iterator[Any]:
     """The compat module of messages, which imports SGLang; no variable of it is kept."""
-    from pie_driver_sglang.server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import environment
 
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.compat import messages
+            from pie_driver_sglang.frontends.sglang_server.compat import messages
         yield messages
 
 
@@ -194,7 +194,7 @@ def test_times_are_objects_of_sglang(
 ) -> None:
     from sglang.srt.observability import req_time_stats
 
-    from pie_driver_sglang.server.compat.metrics import clock_s, times_template
+    from pie_driver_sglang.frontends.sglang_server.compat.prometheus import clock_s, times_template
 
     req_time_stats.calibrate_time_diff()
     with monkeypatch.context() as patch:
@@ -276,11 +276,11 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     """SGLang waits for answers without a limit."""
     from sglang.srt.managers import io_struct
 
-    from pie_driver_sglang.server.adapters import ServerAdapters
-    from pie_driver_sglang.server.control import Control
-    from pie_driver_sglang.server.flow import Window
-    from pie_driver_sglang.server.profile import Profiler
-    from pie_driver_sglang.server.refusals import MESSAGES
+    from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
+    from pie_driver_sglang.frontends.sglang_server.control import Control
+    from pie_driver_sglang.frontends.sglang_server.flow import Window
+    from pie_driver_sglang.frontends.sglang_server.profile import Profiler
+    from pie_driver_sglang.frontends.sglang_server.refusals import MESSAGES
 
     idle: Any = Idle()
     facts = {"page_size": 16, "max_running_requests": 4}
@@ -320,10 +320,10 @@ def test_a_request_for_embeddings_is_refused(compat: Any) -> None:
     )
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from pie_driver_sglang.server.adapters import ServerAdapters
-    from pie_driver_sglang.server.control import Control
-    from pie_driver_sglang.server.flow import Window
-    from pie_driver_sglang.server.profile import Profiler
+    from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
+    from pie_driver_sglang.frontends.sglang_server.control import Control
+    from pie_driver_sglang.frontends.sglang_server.flow import Window
+    from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 
     idle: Any = Idle()
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
@@ -369,7 +369,7 @@ class TestProcesses:
     def test_they_are_forked_on_the_cpu(self, compat: Any) -> None:
         from sglang.srt.entrypoints import engine
 
-        from pie_driver_sglang.server.compat import forking
+        from pie_driver_sglang.frontends.sglang_server.compat import forking
 
         own = multiprocessing.get_start_method()
         with forking.forks("cuda"):
@@ -390,7 +390,7 @@ class TestProcesses:
         assert engine.mp is multiprocessing
 
     def test_they_have_signals_of_their_own(self, compat: Any) -> None:
-        from pie_driver_sglang.server.compat import forking
+        from pie_driver_sglang.frontends.sglang_server.compat import forking
 
         numbers = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT)
         before = {number: signal.getsignal(number) for number in numbers}
@@ -406,10 +406,10 @@ class TestProcesses:
 
     def test_sigterm_is_seen_soon(self, compat: Any) -> None:
         """And the rest of an end is SGLang's."""
-        from pie_driver_sglang.server.compat import environment
+        from pie_driver_sglang.frontends.sglang_server.compat import environment
 
         with mock.patch.dict(os.environ), environment.importing_server():
-            from pie_driver_sglang.server.compat import managers
+            from pie_driver_sglang.frontends.sglang_server.compat import managers
         manager = object.__new__(managers.StatusManager)
         manager.gracefully_exit = False
         waits: list[float] = []
@@ -436,7 +436,7 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.entrypoints.openai.utils import to_openai_style_logprobs
 
-    from pie_driver_sglang.server.compat.chats import correct_top_logprobs
+    from pie_driver_sglang.frontends.sglang_server.compat.chats import correct_top_logprobs
 
     tokens = [(-0.5, 7, "a"), (-0.25, 8, "b")]
     chunk = to_openai_style_logprobs(
@@ -452,7 +452,7 @@ def test_a_model_may_name_an_adapter_alone() -> None:
     """As vLLM's clients do; SGLang itself would answer by the base model."""
     from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-    from pie_driver_sglang.server.compat import chats
+    from pie_driver_sglang.frontends.sglang_server.compat import chats
 
     serving = object.__new__(OpenAIServingCompletion)
     serving.tokenizer_manager = SimpleNamespace(
@@ -476,7 +476,7 @@ def test_the_call_of_a_named_tool_is_an_object(parameters: dict[str, Any] | None
     from sglang.srt.entrypoints.openai.protocol import Tool, ToolChoice
     from sglang.srt.function_call.utils import get_json_schema_constraint
 
-    from pie_driver_sglang.server.compat.chats import correct_tool_schemas
+    from pie_driver_sglang.frontends.sglang_server.compat.chats import correct_tool_schemas
 
     function = {"name": "f", "parameters": parameters}
     tool = Tool.model_validate({"type": "function", "function": function})

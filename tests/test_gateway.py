@@ -30,7 +30,7 @@ import forking
 import kits
 from flood import flood_completions
 from gateway_server import ADMIN, GatewayServer, running
-from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 from pie_server import START_S, wait_until
 from reference import GAP, Reference
 from serve_metrics import DASHBOARD

@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 
-from pie_driver_sglang.cli.program import main
+from pie_driver_sglang.cli.main import main
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.gateway import flags, parsers, smg
-from pie_driver_sglang.gateway.flags import parse_words
-from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.gateway import flags, parsers, smg
+from pie_driver_sglang.frontends.gateway.flags import parse_words
 from tiny_models import POCKET
 
 
@@ -55,13 +55,13 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_sglang_reads_the_same_words_alike() -> None:
     """Of every flag that this frontend takes: a value that SGLang's own parser accepts."""
-    from pie_driver_sglang.server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import environment
 
     # The process keeps none of the server's variables.
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.compat import launching
+            from pie_driver_sglang.frontends.sglang_server.compat import launching
     tried = 0
     for name, field in SERVER_ARGS.items():
         if "table" in field.type or field.type == "any":

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.gateway.metrics import MetricsServer
-from pie_driver_sglang.observe.runtime import RuntimeExporter
+from pie_driver_sglang.frontends.gateway.metrics_endpoint import MetricsServer
+from pie_driver_sglang.observability.engine_metrics import RuntimeExporter
 from sglang_server import free_ports
 
 

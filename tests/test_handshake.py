@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pie_driver_sglang.driver.handshake import Handshake
+from pie_driver_sglang.driver.types import UNLIMITED, Capabilities
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.pie.handshake import Handshake
-from pie_driver_sglang.pie.types import UNLIMITED, Capabilities
 
 #: The example of the protocol, word for word.
 EXAMPLE = (

@@ -23,7 +23,7 @@ NEEDED: Final = {each.name for each in POCKET.iterdir()} - {"README.md"}
 SCRIPT: Final = """\
 import json, sys, threading
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
 try:
     found = parse_arguments({"device": "cpu", **json.loads(sys.argv[1])})
 except ConfigError as error:

@@ -25,10 +25,10 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.types import DriverConfig, DriverSection, ModelSection
-from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.driver import launch
+from pie_driver_sglang.driver.types import UNLIMITED
+from pie_driver_sglang.engine.executor import Facts
 from pie_driver_sglang.errors import not_running
-from pie_driver_sglang.pie import launch
-from pie_driver_sglang.pie.types import UNLIMITED
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 
@@ -304,7 +304,7 @@ import os, sys
 sys.path.insert(0, sys.argv[3])
 import drivers
 import tiny_models
-from pie_driver_sglang.pie import launch
+from pie_driver_sglang.driver import launch
 drivers.watch_handshake(int(sys.argv[2]))
 exec(sys.argv[4])
 os._exit(launch.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
@@ -520,7 +520,7 @@ OPENING = """
 import os, resource, sys
 from pathlib import Path
 from pie_driver_sglang import _core
-from pie_driver_sglang.pie import launch
+from pie_driver_sglang.driver import launch
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.errors import DriverError
 config, guard = load_config(Path(sys.argv[1])), _core.ExitGuard.inert()

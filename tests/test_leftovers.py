@@ -128,7 +128,7 @@ def check(found: Started, folder: Path) -> None:
     "words",
     [
         "pie_driver_sglang serve",
-        "pie_driver_sglang.server",
+        "pie_driver_sglang.frontends.sglang_server",
         "sglang::scheduler",
         "sglang::detokenizer",
     ],
@@ -139,7 +139,9 @@ def test_sglangs_server(words: str, folder: Path) -> None:
         check(found, folder)
 
 
-@pytest.mark.parametrize("words", ["pie_driver_sglang.server", "sglang::tokenizer_worker"])
+@pytest.mark.parametrize(
+    "words", ["pie_driver_sglang.frontends.sglang_server", "sglang::tokenizer_worker"]
+)
 def test_sglangs_server_with_workers(words: str, folder: Path) -> None:
     """Spawned processes: their semaphores have names, which the tracker would remove."""
     with started(folder, *serve("--tokenizer-worker-num", "2")) as found:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang.sampling.places import Places, place_words
+from pie_driver_sglang.kernels.sampling.logprobs_reference import Places, place_words
 
 VOCAB = 40
 TOLERANCE = 1e-4

@@ -19,7 +19,7 @@ from pie_driver_sglang.config.edge import MediaPolicy
 
 pytest.importorskip("aiohttp")
 
-from pie_driver_sglang.server.media import MediaError, MediaFetcher, is_public
+from pie_driver_sglang.frontends.sglang_server.media import MediaError, MediaFetcher, is_public
 
 CONTENT = bytes(range(256)) * 4
 LOCAL = MediaPolicy(allow_private_hosts=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
 from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
 from pie_driver_sglang.memory.limits import (
     LONGEST_GRAPH,
@@ -51,7 +52,6 @@ from pie_driver_sglang.memory.types import (
     ModelSizes,
     Part,
 )
-from pie_driver_sglang.sampling.history import TokenHistory
 
 PAGE = 16
 H200 = Device("cuda:0", 140 * GIB, 139 * GIB)

@@ -97,7 +97,9 @@ def test_what_needs_a_gpu_is_not_fused() -> None:
     assert spec is not None
     [sglang] = spec.submodule_search_locations or ()
     files = [path.read_text() for path in Path(sglang, "srt", "models").glob("*.py")]
-    table = (Path(pie_driver_sglang.__file__).parent / "srt/compat/layers.py").read_text()
+    table = (
+        Path(pie_driver_sglang.__file__).parent / "backends/sglang/compat/layers.py"
+    ).read_text()
     builds = re.findall(r"^    \w+\.(\w+): \(", table, re.MULTILINE)
     assert "LlamaModel" in builds
     for name, cells in CPU.items():

@@ -20,14 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 import drivers
 import runtime_client as rc
 from pie_driver_sglang import _core
+from pie_driver_sglang.backends.sglang import progress
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.observe import reporter
-from pie_driver_sglang.observe.backoff import LONGEST_S, Backoff
-from pie_driver_sglang.observe.figures import figures, line
-from pie_driver_sglang.observe.metrics import METRICS, PREFIX, READY, Exporter
-from pie_driver_sglang.observe.reporter import MetricsFile, Reporter, WorkLog
-from pie_driver_sglang.observe.types import ServedModel, for_group
-from pie_driver_sglang.srt import progress
+from pie_driver_sglang.observability import reporter
+from pie_driver_sglang.observability.backoff import LONGEST_S, Backoff
+from pie_driver_sglang.observability.driver_metrics import METRICS, PREFIX, READY, Exporter
+from pie_driver_sglang.observability.log_line import figures, line
+from pie_driver_sglang.observability.reporter import MetricsFile, Reporter, WorkLog
+from pie_driver_sglang.observability.types import ServedModel, for_group
 from tiny_models import REPOSITORY
 
 MODEL = ServedModel("tiny", 50, 16)

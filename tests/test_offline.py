@@ -26,18 +26,18 @@ from engine_hostile import JUNK
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.observe.active import ActiveFile
-from pie_driver_sglang.offline import arguments as engine_arguments
-from pie_driver_sglang.offline.answers import Answer
-from pie_driver_sglang.offline.arguments import parse_arguments
-from pie_driver_sglang.offline.requests import Asked, Call, Inbox, OpenRequests, in_parts
-from pie_driver_sglang.offline.sampling import (
+from pie_driver_sglang.frontends.common import arguments as engine_arguments
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, StopFilter, overlap, render
+from pie_driver_sglang.frontends.offline.answers import Answer
+from pie_driver_sglang.frontends.offline.requests import Asked, Call, Inbox, OpenRequests, in_parts
+from pie_driver_sglang.frontends.offline.sampling import (
     REFUSED_PARAMETERS,
     SERVED_PARAMETERS,
     SamplingParameters,
     parse_sampling,
 )
-from pie_driver_sglang.offline.tokenizer import ModelTokenizer, StopFilter, overlap, render
+from pie_driver_sglang.observability.active import ActiveFile
 from tiny_models import POCKET
 
 
@@ -698,4 +698,4 @@ def test_an_engine_that_nobody_refers_to_is_shut_down() -> None:
 
 
 def test_the_engine_is_the_packages_own() -> None:
-    assert pie_driver_sglang.Engine.__module__ == "pie_driver_sglang.offline.engine"
+    assert pie_driver_sglang.Engine.__module__ == "pie_driver_sglang.frontends.offline.engine"

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import drivers
 import pool_process
+from pie_driver_sglang.backends.sglang.page_pools import PagePools, host_pages, page_bytes
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import host
-from pie_driver_sglang.srt.pool import PagePools, host_pages, page_bytes
 
 DEVICE, HOST = 9, 7
 WIDTHS = (3, 1, 4, 2)

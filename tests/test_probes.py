@@ -12,7 +12,7 @@ import torch
 import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.sampling.groups import Outputs, SlotParams, apply_masks, run_group
+from pie_driver_sglang.kernels.sampling.reference import Outputs, SlotParams, apply_masks, run_group
 from reference import Reference, random_tokens
 
 pytestmark = pytest.mark.engine

@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 import pie_driver_sglang
-from pie_driver_sglang.cli import doctor, program
+from pie_driver_sglang.cli import doctor, main
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.gateway import smg
+from pie_driver_sglang.frontends.gateway import smg
 from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
-from pie_driver_sglang.observe import spans
+from pie_driver_sglang.observability import spans
 from tiny_models import REPOSITORY
 
 WORKFLOWS: Final = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
@@ -163,7 +163,7 @@ def test_the_command_refuses_another_python(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
-    assert program.main(["--help"]) == 1
+    assert main.main(["--help"]) == 1
     assert capsys.readouterr().err.startswith("pie_driver_sglang: Python 3.13 ")
 
 

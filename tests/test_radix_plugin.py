@@ -18,7 +18,7 @@ import zmq
 import reference
 import scripts
 import sglang_server
-from pie_driver_sglang.srt.plugins import radix
+from pie_driver_sglang.sglang_plugins import radix
 from tiny_models import REPOSITORY
 
 POCKET = REPOSITORY / "models/pocket"
@@ -82,7 +82,7 @@ class TestInSglang:
     def test_sglang_finds_it(self) -> None:
         entries = entry_points(group="sglang.srt.plugins")
         found = [entry.value for entry in entries if entry.name == radix.NAME]
-        assert found == ["pie_driver_sglang.srt.plugins.radix:register"]
+        assert found == ["pie_driver_sglang.sglang_plugins.radix:register"]
 
     def test_it_does_what_sglangs_tree_does(self) -> None:
         found = json.loads(scripts.run("tests/radix_process.py").splitlines()[-1])

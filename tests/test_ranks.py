@@ -29,13 +29,13 @@ import runtime_client as rc
 import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
+from pie_driver_sglang.backends.sglang.parallel_sampling import FEWEST_DIVIDED, rank_slots
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.ranks import worker
 from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pack, unpack
-from pie_driver_sglang.ranks.leader import LeadingEngine
+from pie_driver_sglang.ranks.leader import LeaderExecutor
 from pie_driver_sglang.ranks.parallel import Workers
 from pie_driver_sglang.ranks.types import Span
-from pie_driver_sglang.srt.rank_slots import FEWEST_DIVIDED, rank_slots
 from reference import Context, Pages, Reference, random_tokens
 from test_lifecycle import END_S, is_of_this_run, is_running
 
@@ -322,18 +322,18 @@ def with_another_model(other: str, arguments: Sequence[str]) -> list[str]:
 
 def with_a_broken_copy(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts."""
-    from pie_driver_sglang.srt.sglang_engine import SglangEngine
+    from pie_driver_sglang.backends.sglang.executor import SglangExecutor
 
-    copy = SglangEngine.copy_pages
+    copy = SglangExecutor.copy_pages
 
     def copy_but_page_5(
-        engine: SglangEngine, direction: str, sources: Sequence[int], targets: Sequence[int]
+        engine: SglangExecutor, direction: str, sources: Sequence[int], targets: Sequence[int]
     ) -> None:
         if 5 in sources:
             raise OSError("no such page")
         copy(engine, direction, sources, targets)
 
-    SglangEngine.copy_pages = copy_but_page_5  # type: ignore[method-assign]
+    SglangExecutor.copy_pages = copy_but_page_5  # type: ignore[method-assign]
     return list(arguments)
 
 
@@ -520,7 +520,7 @@ class TestCommands:
         rank: Any = SimpleNamespace(finish_load=refuse)
         broadcast = _core.Broadcast(1)
         follower = _core.Follower(os.dup(broadcast.fd), 0, bytearray(8), spin_budget_us=0)
-        leading = LeadingEngine(rank, broadcast)
+        leading = LeaderExecutor(rank, broadcast)
         with pytest.raises(type(error)):
             leading.finish_load(7)
         assert leading.recovers is recovers
@@ -649,15 +649,15 @@ def flat(values: Any) -> list[Any]:
 
 def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts: its log says what it samples."""
-    from pie_driver_sglang.srt import cpu_steps
+    from pie_driver_sglang.backends.sglang import eager_steps
 
-    sample = cpu_steps.sample_rows
+    sample = eager_steps.sample_rows
 
     def sample_counted(logits: Any, params: Any) -> Any:
         os.write(2, f"sampled {len(logits)} slots\n".encode())
         return sample(logits, params)
 
-    cpu_steps.sample_rows = sample_counted  # type: ignore[attr-defined]
+    eager_steps.sample_rows = sample_counted  # type: ignore[attr-defined]
     return list(arguments)
 
 

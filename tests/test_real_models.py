@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 import real_models
-from pie_driver_sglang.offline.engine import Engine
+from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_server import serving
 from real_models import RealReference
 from reference import GAP

@@ -17,7 +17,7 @@ import drivers
 import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler, SlotGroup
-from pie_driver_sglang.sampling.groups import (
+from pie_driver_sglang.kernels.sampling.reference import (
     SlotParams,
     sample_filtered,
     sample_group,

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang.kernels.types import SlotParams
-from pie_driver_sglang.sampling.groups import filtered_weights, sample_plain
-from pie_driver_sglang.sampling.history import RECORD_WORDS, Records, TokenHistory
+from pie_driver_sglang.kernels.sampling.reference import filtered_weights, sample_plain
+from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
+from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records, TokenHistory
 
 VOCAB = 40
 EOS = 3

@@ -40,7 +40,7 @@ class _Metrics:
 
 def test_metrics_are_written_again_after_an_error() -> None:
     """A gauge that cannot be written is NaN meanwhile, and a counter loses nothing."""
-    from pie_driver_sglang.server import metrics as module
+    from pie_driver_sglang.frontends.sglang_server import scheduler_metrics as module
 
     steps, dropped, again = itertools.count(1), threading.Event(), threading.Event()
     metrics = _Metrics()

@@ -110,7 +110,7 @@ def test_websockets_need_the_key_too(server: Server) -> None:
 def test_every_route_of_sglang_has_its_level() -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    from pie_driver_sglang.server.access import ROUTE_LEVELS, all_paths
+    from pie_driver_sglang.frontends.sglang_server.access import ROUTE_LEVELS, all_paths
 
     known = set(ROUTE_LEVELS) - {"/metrics", "/dumper/{method}"}
     assert set(all_paths(app.router.routes)) == known

@@ -13,13 +13,13 @@ from unittest import mock
 
 import pytest
 
+from pie_driver_sglang.backends.sglang import version
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
-from pie_driver_sglang.offline.arguments import other_engines_flag, parse_arguments
-from pie_driver_sglang.server import flags, launch, program
-from pie_driver_sglang.server.compat import environment
-from pie_driver_sglang.srt import version
+from pie_driver_sglang.frontends.common.arguments import other_engines_flag, parse_arguments
+from pie_driver_sglang.frontends.sglang_server import flags, launch, serve
+from pie_driver_sglang.frontends.sglang_server.compat import environment
 from tiny_models import POCKET, REPOSITORY
 
 
@@ -219,7 +219,7 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.compat import launching
+            from pie_driver_sglang.frontends.sglang_server.compat import launching
     with pytest.raises(ConfigError) as error:
         launching.given_flags(["--model-path", "m", *words])
     assert names in str(error.value)
@@ -285,7 +285,7 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
     ],
 )
 def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
-    assert program.normalized(words) == expected
+    assert serve.normalized(words) == expected
 
 
 @pytest.mark.engine
@@ -294,11 +294,11 @@ def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
     with mock.patch.dict(os.environ):
         environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with environment.importing_server():
-            from pie_driver_sglang.server.compat import launching
+            from pie_driver_sglang.frontends.sglang_server.compat import launching
     most = {"0": 0, "None": 1, "?": 1}
     actions = launching._flag_parser()._option_string_actions
     flags_of_sglang = {name: act for name, act in actions.items() if name not in ("-h", "--help")}
-    found = {name: min(program._most_values(name), 2) for name in flags_of_sglang}
+    found = {name: min(serve._most_values(name), 2) for name in flags_of_sglang}
     assert found == {name: most.get(str(act.nargs), 2) for name, act in flags_of_sglang.items()}
     # The words that are checked before that parser are no flags of it.
     assert flags_of_sglang.keys() <= flag_names.SGLANG_FLAGS
@@ -329,7 +329,7 @@ def test_flags_of_vllm_are_answered_before_anything_is_imported(
     front: str, words: list[str], flag: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        program.main(["--front", front, *words])
+        serve.main(["--front", front, *words])
     assert str(error.value) == f"there is no flag `{flag}`"
     assert hint in error.value.hint
     assert len(error.value.hint.splitlines()) == 1
@@ -364,9 +364,9 @@ def test_the_migration_page_names_no_flag_that_lacks_a_hint() -> None:
 
 
 def test_the_help_has_every_flag_of_sglang() -> None:
-    flags = program.sglang_flags().split()
+    flags = serve.sglang_flags().split()
     assert {f"--{name.replace('_', '-')}" for name in SERVER_ARGS} <= set(flags)
-    stars = re.findall(r"^\* --([\w-]+)", program.sglang_flags(), re.MULTILINE)
+    stars = re.findall(r"^\* --([\w-]+)", serve.sglang_flags(), re.MULTILINE)
     assert "max-prefill-tokens" in stars
     assert "max-running-requests" not in stars
 
@@ -392,7 +392,7 @@ def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
 def test_help_and_a_missing_model() -> None:
     command = [sys.executable, "-m", "pie_driver_sglang", "serve"]
     told = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
-    assert (told.returncode, told.stdout) == (0, program.HELP + program.sglang_flags())
+    assert (told.returncode, told.stdout) == (0, serve.HELP + serve.sglang_flags())
     for words in (["--port", "1"], ["--model-path", "/nowhere/at/all"]):
         failed = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
         assert failed.returncode == 1
@@ -415,7 +415,7 @@ def test_another_version_of_sglang_is_refused(
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 def test_the_plugins_refuse_another_version_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pie_driver_sglang.srt.compat import hooks
+    from pie_driver_sglang.backends.sglang.compat import hooks
 
     monkeypatch.setattr(version, "pins", lambda: {"sglang": "9.9.9"})
     monkeypatch.delenv(version.OVERRIDE, raising=False)

@@ -11,7 +11,7 @@ import pytest
 
 import scripts
 from pie_driver_sglang._core import Drafter
-from pie_driver_sglang.srt.plugins.ngram import NAME, NgramCorpus
+from pie_driver_sglang.sglang_plugins.ngram import NAME, NgramCorpus
 
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
 
@@ -31,11 +31,13 @@ def played(plugins: str = "") -> dict[str, Any]:
 class TestInSglang:
     def test_sglang_finds_it(self) -> None:
         found = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == NAME]
-        assert [entry.value for entry in found] == ["pie_driver_sglang.srt.plugins.ngram:register"]
+        assert [entry.value for entry in found] == [
+            "pie_driver_sglang.sglang_plugins.ngram:register"
+        ]
 
     def test_named_it_replaces_the_corpus_and_drafts(self) -> None:
         found = played(f"another, {NAME}")
-        assert found["corpus"] == "pie_driver_sglang.srt.plugins.ngram"
+        assert found["corpus"] == "pie_driver_sglang.sglang_plugins.ngram"
         settings = [(each["overlap"], each["breadth"]) for each in found["rounds"]]
         assert settings == [(False, 1), (False, 8), (True, 1), (True, 8)]
         for each in found["rounds"]:
@@ -128,7 +130,7 @@ class TestCorpus:
     def test_where_nobody_decodes_the_oldest_is_forgotten(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pie_driver_sglang.srt.plugins.ngram._MOST_WAITING", 2)
+        monkeypatch.setattr("pie_driver_sglang.sglang_plugins.ngram._MOST_WAITING", 2)
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
         for number in range(3):
             corpus.hear(str(number), TEXT)

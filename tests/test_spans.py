@@ -14,10 +14,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
 
 from pie_driver_sglang.errors import ConfigError, install_command
-from pie_driver_sglang.gateway import program as gateway
-from pie_driver_sglang.observe import spans
-from pie_driver_sglang.observe.spans import SpanThread, Take
-from pie_driver_sglang.server import launch
+from pie_driver_sglang.frontends.gateway import launch as gateway
+from pie_driver_sglang.frontends.sglang_server import launch
+from pie_driver_sglang.observability import spans
+from pie_driver_sglang.observability.spans import SpanThread, Take
 from sglang_server import free_ports
 from span_collector import Collector, KeptSpan, collecting, spans_of
 from tiny_models import POCKET

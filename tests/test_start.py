@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import drivers
+from pie_driver_sglang.backends.sglang import device, environment
+from pie_driver_sglang.backends.sglang.compat import process
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.srt import device, environment
-from pie_driver_sglang.srt.compat import process
 
 LIMIT_S = 180.0
 
@@ -27,7 +27,7 @@ UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.
 START = """
 import gc, json, sys
 from pathlib import Path
-from pie_driver_sglang.pie import launch
+from pie_driver_sglang.driver import launch
 from pie_driver_sglang.config.file import load_config
 
 launch.load_rank(load_config(Path(sys.argv[1])), launch.ALONE)

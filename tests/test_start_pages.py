@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 import pie_driver_sglang
-from pie_driver_sglang.cli import program
-from pie_driver_sglang.observe.active import Active
+from pie_driver_sglang.cli import main
+from pie_driver_sglang.observability.active import Active
 from pie_server import running
 from sglang_server import Server
 from tiny_models import POCKET, REPOSITORY
@@ -193,7 +193,7 @@ def test_every_command_is_known(
 
 def check_ours(words: list[str], patch: pytest.MonkeyPatch) -> None:
     """Its parser reads it; a command alone is a name."""
-    assert words[1] in {*program.COMMANDS, "--help"}, words
+    assert words[1] in {*main.COMMANDS, "--help"}, words
     if words[2:] in ([], ["--help"]):
         return
     read = argparse.ArgumentParser.parse_args
@@ -204,7 +204,7 @@ def check_ours(words: list[str], patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(argparse.ArgumentParser, "parse_args", parse)
     with pytest.raises(_ParsedError):
-        program.main(words[1:])
+        main.main(words[1:])
 
 
 def check_make(words: list[str], _: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from grammar_bombs import bombs
 from pie_driver_sglang.cli import engine_options
 from pie_driver_sglang.config.thinking import THINK_ENDS
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.offline.arguments import parse_arguments
-from pie_driver_sglang.offline.engine import Engine
-from pie_driver_sglang.offline.sampling import parse_sampling
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.offline.engine import Engine
+from pie_driver_sglang.frontends.offline.sampling import parse_sampling
 from tiny_models import POCKET, REPOSITORY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]

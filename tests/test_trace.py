@@ -20,9 +20,9 @@ import pytest
 import drivers
 import runtime_client as rc
 from pie_driver_sglang import _core
+from pie_driver_sglang.driver.trace import Trace, open_trace
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.logs import LogSource
-from pie_driver_sglang.pie.trace import Trace, open_trace
 
 PHASES = ("parse", "plan", "forward", "sample", "respond")
 HEAD = 4

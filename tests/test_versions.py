@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pie_driver_sglang import errors
+from pie_driver_sglang.backends.sglang.version import OVERRIDE, check_versions, pins
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.srt.version import OVERRIDE, check_versions, pins
 from tiny_models import REPOSITORY
 
 

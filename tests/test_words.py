@@ -38,7 +38,7 @@ def test_enough_is_checked(tool: ModuleType) -> None:
     documents = {str(path.relative_to(REPOSITORY)) for path in tool.documents(REPOSITORY)}
     assert {"README.md", "ARCHITECTURE.md", "docs/options.md", "rust/ring/README.md"} <= documents
     sources = {str(path.relative_to(REPOSITORY)) for path in tool.sources(REPOSITORY)}
-    assert {"python/pie_driver_sglang/engine.py", "rust/wire/src/lib.rs"} <= sources
+    assert {"python/pie_driver_sglang/engine/executor.py", "rust/wire/src/lib.rs"} <= sources
     assert len(sources) > 200
     links = list(tool.links((REPOSITORY / "README.md").read_text()))
     assert len(links) > 20
@@ -101,10 +101,10 @@ def test_a_metric_that_does_not_exist_is_found(
 
 def test_metrics_are_those_of_the_driver(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a module of metrics there is nothing to check."""
-    module = ModuleType("pie_driver_sglang.observe.metrics")
+    module = ModuleType("pie_driver_sglang.observability.driver_metrics")
     module.METRICS = (SimpleNamespace(name="x:steps_total"),)  # type: ignore[attr-defined]
     module.READY = "x:ready"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pie_driver_sglang.observe", ModuleType("observe"))
+    monkeypatch.setitem(sys.modules, "pie_driver_sglang.observability", ModuleType("observe"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert tool._metrics() == {"x:steps_total", "x:ready"}
 

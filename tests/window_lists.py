@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.triton_backend import (
     update_sliding_window_buffer,
 )
 
-from pie_driver_sglang.srt.compat.corrections import correct_decode_windows
+from pie_driver_sglang.backends.sglang.compat.corrections import correct_decode_windows
 
 WINDOW = 4
 """Tokens that a row sees, its own being one of them."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parent.parent / "python"
-ADAPTER: Final = "pie_driver_sglang/srt"
-COMPAT: Final = "pie_driver_sglang.srt.compat"
+USERS: Final = ("pie_driver_sglang/backends/sglang", "pie_driver_sglang/sglang_plugins")
+COMPAT: Final = "pie_driver_sglang.backends.sglang.compat"
 
 
 class Thing(NamedTuple):
@@ -463,7 +463,7 @@ def find_missing(sglang: Path | None = None, root: Path = ROOT) -> list[str]:
     roots = {"pie_driver_sglang": root / "pie_driver_sglang"}
     sources = Sources({**roots, "sglang": sglang} if sglang else roots)
     found = []
-    for path in sorted((root / ADAPTER).rglob("*.py")):
+    for path in sorted(path for folder in USERS for path in (root / folder).rglob("*.py")):
         where = path.relative_to(root)
         module = ".".join(where.with_suffix("").parts).removesuffix(".__init__")
         found += [f"{where}:{line}: {what}" for line, what in Uses(sources, module).run()]

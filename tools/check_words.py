@@ -144,7 +144,7 @@ def known_names(root: Path) -> Names:
     sys.path.insert(0, sources)
     options = importlib.import_module("pie_driver_sglang.config.options")
     server_args = importlib.import_module("pie_driver_sglang.config.server_args")
-    program = importlib.import_module("pie_driver_sglang.cli.program")
+    program = importlib.import_module("pie_driver_sglang.cli.main")
     # Processes of a test that calls this would look there for the native module, too.
     sys.path.remove(sources)
     python = {
@@ -196,7 +196,7 @@ def _strings(value: object) -> frozenset[str]:
 
 def _metrics() -> frozenset[str]:
     try:
-        module = importlib.import_module("pie_driver_sglang.observe.metrics")
+        module = importlib.import_module("pie_driver_sglang.observability.driver_metrics")
     except ModuleNotFoundError:
         return frozenset()
     return frozenset(metric.name for metric in module.METRICS) | {module.READY}

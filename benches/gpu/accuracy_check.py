@@ -109,8 +109,8 @@ class Scores:
 
 def driver_scores(arguments: argparse.Namespace, windows: Windows) -> Scores:
     """By the driver's engine, as it runs passes and graphs."""
+    from pie_driver_sglang.backends.sglang import environment
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.srt import environment
 
     options = [line.format(attention=arguments.sglang_attention) for line in WAYS[arguments.way]]
     on_cpu = arguments.device == "cpu"
@@ -124,7 +124,7 @@ def driver_scores(arguments: argparse.Namespace, windows: Windows) -> Scores:
             )
         )  # fmt: skip
         environment.prepare(arguments.device, config.model.hf_config["architectures"], spins=False)
-        from pie_driver_sglang.srt.load import load_engine
+        from pie_driver_sglang.backends.sglang.load import load_engine
 
         name = f"/pie_shmem_g{config.driver.group_id}"
         server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)

@@ -41,16 +41,16 @@ from frame import Report
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 from paged_kernels import PADDING, Case, check_attention
-from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_attend import attend_paged
-from pie_driver_sglang.kernels.paged_splits import (
+from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
+from pie_driver_sglang.kernels.attention.prompt_rows import find_prompts
+from pie_driver_sglang.kernels.attention.split_plan import (
     DecodeRows,
     SplitPlan,
     SplitTuning,
     plan_splits,
     split_tuning,
 )
-from pie_driver_sglang.kernels.prompt_rows import find_prompts
 
 PARTS = ("parity", "times", "tune", "prompts", "fa3")
 PAGE = 16
@@ -202,7 +202,7 @@ def pie(step: Step, how: SplitTuning | None = None) -> Call:
 
 def with_fa3(step: Step) -> Call:
     """The same with prompts left to FlashAttention-3."""
-    from pie_driver_sglang.srt.compat.attention import attend_prompts
+    from pie_driver_sglang.backends.sglang.compat.attention import attend_prompts
 
     shape, device = step.work.shape, step.queries.device
     # The first row of a block table is of padding.

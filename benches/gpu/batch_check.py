@@ -1,4 +1,4 @@
-"""Products of batches on a GPU (`kernels/batch_products.py`): parity, times, and those of cuBLAS.
+"""Products of batches on a GPU (`kernels/gemm/wgmma.py`): parity, times, and those of cuBLAS.
 
     python benches/gpu/batch_check.py [--parity] [--times] [--rows 2,16,64,128,192] [--json FILE]
 
@@ -22,17 +22,17 @@ import torch
 from frame import Report
 from graph_times import time_graph
 
-from pie_driver_sglang.kernels import batch_products, dense_layers
-from pie_driver_sglang.kernels.batch_products import BatchProducts
-from pie_driver_sglang.kernels.dense_layers import LinearWeights
-from pie_driver_sglang.kernels.few_rows import Stream
-from pie_driver_sglang.kernels.quantize import (
+from pie_driver_sglang.kernels.gemm import dense_layers, wgmma
+from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights
+from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
+from pie_driver_sglang.kernels.gemm.fp8_rows import (
     FP8,
     QuantizedRows,
     QuantizedWeights,
     multiply_unscaled,
 )
-from pie_driver_sglang.kernels.row_products import ProductKind
+from pie_driver_sglang.kernels.gemm.small_m import Stream
+from pie_driver_sglang.kernels.gemm.wgmma import BatchProducts
 
 TOLERANCE = 0.02
 """Of the largest output, which is rounded to 16 bits, as a gate and its product are."""
@@ -81,7 +81,7 @@ class Case:
     ) -> None:
         self.product = product
         kind, height, inputs = product
-        self.cut = batch_products.find_batch_cut(rows, height, inputs, 1 if fp8 else 2, kind)
+        self.cut = wgmma.find_batch_cut(rows, height, inputs, 1 if fp8 else 2, kind)
         self.outputs = height // 2 if kind == JOINS else height
         self.rows = torch.randn(rows, inputs, device="cuda").to(dtype)
         self.given: torch.Tensor | QuantizedRows = self.rows

@@ -2,7 +2,7 @@
 
     python benches/gpu/bench_clients.py PLAN.json
 
-A plan is a list of :class:`Load`. One client is one process with one event loop, which is busy with
+A plan is a list of `Load`. One client is one process with one event loop, which is busy with
 some 30,000 tokens/s. So loads of many streams are shared out to several clients that begin at once.
 """
 

@@ -30,8 +30,8 @@ import torch
 from frame import Report
 from tiled_products import TiledProduct, randn
 
-from pie_driver_sglang.kernels import dense_layers, few_rows, many_rows
-from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale, Tiling
+from pie_driver_sglang.kernels.gemm import dense_layers, small_m, tiled
+from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm, Scale, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
@@ -86,7 +86,7 @@ class Layer:
         }
         angles = torch.rand(SLOTS, shape.dim // 2, device=device) * 6.28
         storage = [randn(SLOTS, shape.kv_heads, shape.dim, device=device) for _ in range(2)]
-        self._scratch: few_rows.Scratch | None = None
+        self._scratch: small_m.Scratch | None = None
         self.heads = Heads(
             shape.heads, self._norm(shape.dim, device), self._norm(shape.dim, device),
             torch.cat([angles.cos(), angles.sin()], -1), True, *storage,
@@ -103,7 +103,7 @@ class Layer:
 
     def ours(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By the kernels of the driver; the parts and the residual of the next layer."""
-        from pie_driver_sglang.srt import dense
+        from pie_driver_sglang.backends.sglang.layers import dense
 
         if len(slots) > dense._FEW_ROWS:
             return parts, self._many(residual, slots)
@@ -119,33 +119,33 @@ class Layer:
         if cuts is None:
             raise ValueError(f"no cuts for {count} rows")
         if self._scratch is None:
-            self._scratch = few_rows.Scratch(
+            self._scratch = small_m.Scratch(
                 torch.zeros(64 * 4 * self.shape.hidden, device=slots.device),
                 torch.zeros(self.shape.hidden, dtype=torch.int32, device=slots.device),
             )
         scratch, hidden = self._scratch, self.shape.hidden
         tiles = {name: hidden // cuts[name].outputs for name in ("out", "down")}
         if parts.dtype != torch.float32 or parts.shape != (count, tiles["down"]):
-            parts = few_rows.begin(residual, tiles["down"]).squares
-        given, into = few_rows.Stream(residual, parts), self.matrices
-        qkv = few_rows.product(
+            parts = small_m.begin(residual, tiles["down"]).squares
+        given, into = small_m.Stream(residual, parts), self.matrices
+        qkv = small_m.product(
             residual, into["qkv"], cuts["qkv"], scratch, stream=given, epsilon=EPSILON
         )
         seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
-        middle = few_rows.Stream(residual, parts.new_empty(count, tiles["out"]))
-        few_rows.product(seen, into["out"], cuts["out"], scratch, into=middle)
-        gated = few_rows.product(
+        middle = small_m.Stream(residual, parts.new_empty(count, tiles["out"]))
+        small_m.product(seen, into["out"], cuts["out"], scratch, into=middle)
+        gated = small_m.product(
             residual, into["gate_up"], cuts["gate_up"], scratch, given=middle, epsilon=EPSILON,
             gated=True,
         )  # fmt: skip
-        after = few_rows.Stream(residual, parts.new_empty(count, tiles["down"]))
-        few_rows.product(gated, into["down"], cuts["down"], scratch, into=after)
+        after = small_m.Stream(residual, parts.new_empty(count, tiles["down"]))
+        small_m.product(gated, into["down"], cuts["down"], scratch, into=after)
         return after.squares, residual
 
-    def few_cuts(self, rows: int) -> dict[str, few_rows.Cut] | None:
+    def few_cuts(self, rows: int) -> dict[str, small_m.Cut] | None:
         """Of each product; None if one has none."""
         cuts = {
-            name: few_rows.find_cut(
+            name: small_m.find_cut(
                 rows, outputs, inputs, adds=name in ("out", "down"), gated=is_gated
             )
             for name, (outputs, inputs, _, is_gated) in self.shape.products().items()
@@ -273,7 +273,7 @@ def check_few_parity(
     cuts = layer.few_cuts(count)
     if cuts is None:
         return
-    scratch = few_rows.Scratch(
+    scratch = small_m.Scratch(
         torch.zeros(64 * 4 * layer.shape.hidden, device=device),
         torch.zeros(layer.shape.hidden, dtype=torch.int32, device=device),
     )
@@ -283,11 +283,11 @@ def check_few_parity(
             before = randn(count, outputs, device=device)
             squares = torch.empty(count, outputs // cut.outputs, device=device)
             exact = before.double() + rows.double() @ matrix.weight.double().T
-            into = few_rows.Stream(before, squares)
-            found = few_rows.product(rows, matrix, cut, scratch, into=into)
+            into = small_m.Stream(before, squares)
+            found = small_m.product(rows, matrix, cut, scratch, into=into)
         else:
-            given = few_rows.begin(rows, 4)
-            found = few_rows.product(
+            given = small_m.begin(rows, 4)
+            found = small_m.product(
                 rows, matrix, cut, scratch, stream=given, epsilon=EPSILON, gated=is_gated
             )
             exact = rows.double()
@@ -303,13 +303,13 @@ def check_tiles(
     shape: Shape, device: torch.device, compare: Callable[[str, torch.Tensor, torch.Tensor], None]
 ) -> None:
     """Compares products by tiles, of the type that weights have and of FP8."""
-    for (kind, itemsize, most), tiles in many_rows._TILES.items():
+    for (kind, itemsize, most), tiles in tiled._TILES.items():
         for count in (1, most - 3, most):
             for name, (outputs, inputs, _, gated) in shape.products().items():
                 if kind != {"out": "adds", "down": "adds", "gate_up": "gated"}.get(name, "plain"):
                     continue
                 fitting = [tile for tile in tiles if tile.fits(outputs, inputs)]
-                for tile in [many_rows.Tile(16, 16, 16)] if device.type == "cpu" else fitting:
+                for tile in [tiled.Tile(16, 16, 16)] if device.type == "cpu" else fitting:
                     product = TiledProduct(count, outputs, inputs, device, itemsize, gated=gated)
                     found = product.run(tile, adds=kind == "adds")
                     compare(f"{name} by tiles of {itemsize} bytes", found, product.exact)

@@ -53,7 +53,7 @@ FOLDER = pathlib.Path(sys.argv.pop())
 
 def patch(module, name, wrap):
     while True:
-        owner = getattr(sys.modules.get("pie_driver_sglang.srt." + module), name[0], None)
+        owner = getattr(sys.modules.get("pie_driver_sglang." + module), name[0], None)
         if owner is not None:
             setattr(owner, name[1], wrap(getattr(owner, name[1])))
             return
@@ -85,12 +85,12 @@ if __name__ == "__main__":
     from pie_driver_sglang import _core
     guard = _core.ExitGuard()
     for target, arguments in (
-        (patch, ("sglang_engine", ("SglangEngine", "forward"), counted)),
-        (patch, ("cuda_steps", ("CudaSteps", "_capture_all"), crowded)),
+        (patch, ("backends.sglang.executor", ("SglangExecutor", "forward"), counted)),
+        (patch, ("backends.sglang.cuda_graphs", ("CudaSteps", "_capture_all"), crowded)),
         (fault, ()),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()
-    from pie_driver_sglang.pie.launch import main
+    from pie_driver_sglang.driver.launch import main
     os._exit(main(guard=guard))
 '''
 

@@ -12,7 +12,7 @@
             report.add(batch=8, p50_us=1768.0)
             report.hold("ulps apart", 1.0, at_most=2)
 
-A check that ends writes a :class:`Record` where `--json` says, or into its `--out`. Its status is 1
+A check that ends writes a `Record` where `--json` says, or into its `--out`. Its status is 1
 if it raised, or if one of its bars does not hold.
 """
 

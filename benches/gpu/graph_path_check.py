@@ -86,15 +86,15 @@ def time_steps(model: Path, options: list[str], profiled: bool, report: Report) 
     """Decode steps through the ring, and the same graphs back to back."""
     import torch
 
+    from pie_driver_sglang.backends.sglang import environment
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.pie.serve import serve, warm_up
-    from pie_driver_sglang.srt import environment
+    from pie_driver_sglang.driver.serving_loop import serve, warm_up
 
     name = f"/pie_shmem_g{os.getpid() % 100_000}"
     lines = ['load_format = "dummy"', f"page_size = {PAGE}", *options]
     config = load_config(write_config(Path(tempfile.mkdtemp()), model, lines))
     environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
-    from pie_driver_sglang.srt.load import load_engine
+    from pie_driver_sglang.backends.sglang.load import load_engine
 
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
     planner, engine = load_engine(config)

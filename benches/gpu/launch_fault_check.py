@@ -50,9 +50,9 @@ SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 def serve_here(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """A driver's engine in this process, and a client that has run one decode of `--rows`."""
     from pie_driver_sglang import _core
+    from pie_driver_sglang.backends.sglang import environment
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.pie.serve import serve, warm_up
-    from pie_driver_sglang.srt import environment
+    from pie_driver_sglang.driver.serving_loop import serve, warm_up
 
     device, folder = arguments.device, Path(tempfile.mkdtemp())
     if arguments.shapes:
@@ -62,7 +62,7 @@ def serve_here(arguments: argparse.Namespace) -> tuple[Any, Any]:
         model, options = frame.POCKET, ["mem_fraction_static = 0.05"] if device != "cpu" else []
     config = load_config(write_config(folder, model, [f"page_size = {PAGE}", *options], device))
     environment.prepare(device, config.model.hf_config["architectures"], spins=True)
-    from pie_driver_sglang.srt.load import load_engine
+    from pie_driver_sglang.backends.sglang.load import load_engine
 
     name = f"/pie_shmem_g{os.getpid() % 100_000}"
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
@@ -116,7 +116,7 @@ def check_fields(arguments: argparse.Namespace) -> None:
 
 def check_staged(arguments: argparse.Namespace) -> None:
     """Launches the larger graph over rows that it may compute."""
-    from pie_driver_sglang.srt.steps import stage_blank
+    from pie_driver_sglang.backends.sglang.graph_runner import stage_blank
 
     _, steps = serve_here(arguments)
     stage_blank(larger(steps, arguments))

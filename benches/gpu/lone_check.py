@@ -26,12 +26,13 @@ from graph_times import time_graph
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 import lone_kernels
-from pie_driver_sglang.kernels import cluster_attend, many_rows, row_products
-from pie_driver_sglang.kernels.cluster_attend import ClusterAttention, ClusterTuning
-from pie_driver_sglang.kernels.dense_layers import Norm
-from pie_driver_sglang.kernels.few_rows import Scratch
-from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedWeights, quantize
-from pie_driver_sglang.kernels.row_products import ProductKind, RowCut, RowProduct
+from pie_driver_sglang.kernels.attention import cluster_decode
+from pie_driver_sglang.kernels.attention.cluster_decode import ClusterAttention, ClusterTuning
+from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled
+from pie_driver_sglang.kernels.gemm.dense_layers import Norm
+from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind, RowCut, RowProduct
+from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedWeights, quantize
+from pie_driver_sglang.kernels.gemm.small_m import Scratch
 
 SEEN_TOLERANCE = 0.02
 """Of the largest number that attention gives, whose weights are rounded to 16 bits."""
@@ -80,10 +81,10 @@ def attention_errors(report: Report) -> Iterator[float]:
         for dtype in (torch.bfloat16, torch.float16):
             case = lone_kernels.Case(*row, dtype, "cuda")
             heads = lone_kernels.make_heads(case)
-            assert cluster_attend.knows_heads(heads, dtype)
+            assert cluster_decode.knows_heads(heads, dtype)
             for tuning in TUNINGS if dtype is torch.bfloat16 else TUNINGS[:1]:
                 kernel = ClusterAttention(
-                    heads, dtype, tuning or cluster_attend.cluster_tuning(heads)
+                    heads, dtype, tuning or cluster_decode.cluster_tuning(heads)
                 )
                 off = lone_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
                 report.add(part="attention", case=str(case), tuning=str(tuning), off=off)
@@ -159,8 +160,8 @@ def product_errors(report: Report) -> Iterator[float]:
 
 def cuts(matrix: Matrix) -> list[RowCut]:
     """All that fit a matrix."""
-    found = [cut for cut in row_products.ROW_CUTS if cut.fits(matrix.inputs)]
-    assert found[0] == row_products.find_row_cut(matrix.inputs)
+    found = [cut for cut in fp8_gemv.ROW_CUTS if cut.fits(matrix.inputs)]
+    assert found[0] == fp8_gemv.find_row_cut(matrix.inputs)
     return found
 
 
@@ -192,16 +193,16 @@ class Chain:
     def by_tiles(self) -> float:
         """Microseconds of a kernel that quantizes and one of tiles."""
         inputs, adds = self.matrix.inputs, self._into is not None
-        tile = many_rows.find_tile(1, self._outputs, inputs, 1, adds=adds, gated=self._joins)
+        tile = tiled.find_tile(1, self._outputs, inputs, 1, adds=adds, gated=self._joins)
         assert tile is not None
-        parts, tiles = many_rows.scratch_sizes(tile.rows, self.matrix.outputs)
+        parts, tiles = tiled.scratch_sizes(tile.rows, self.matrix.outputs)
         counters = torch.zeros(tiles, dtype=torch.int32, device="cuda")
         scratch = Scratch(torch.zeros(parts, device="cuda"), counters)
 
         def run() -> None:
             for weights in self._weights:
                 given = quantize(self._row, norm=self._norm, grouped=self.grouped)
-                many_rows.tiled_product(
+                tiled.tiled_product(
                     given, weights, tile, scratch, into=self._into, gated=self._joins,
                     dtype=self._dtype,
                 )  # fmt: skip

@@ -20,8 +20,8 @@ from frame import Report
 from serving import MIN_GAP, PAGE, driver, pages
 
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.kernels import masked_attend, masked_torch
-from pie_driver_sglang.kernels.masked_torch import Requests, Rule
+from pie_driver_sglang.kernels.attention import masked_reference, masked_triton
+from pie_driver_sglang.kernels.attention.masked_reference import Requests, Rule
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -162,7 +162,7 @@ def run(case: Case, inputs: Pass, scale: float, device: str) -> dict[str, torch.
     requests = requests_of(case, inputs)
     rule = Rule(scale, case.cap, case.window, inputs.sinks)
     out = inputs.queries.new_full((len(inputs.queries), case.heads, case.value_dim), torch.nan)
-    masked_torch.attend_masked_torch(
+    masked_reference.attend_masked_torch(
         inputs.queries, inputs.keys, inputs.values, out, requests, rule
     )
     tensors = (inputs.queries, inputs.keys, inputs.values, torch.full_like(out, torch.nan))
@@ -171,7 +171,7 @@ def run(case: Case, inputs: Pass, scale: float, device: str) -> dict[str, torch.
     if rule.sinks is not None:
         rule = rule._replace(sinks=rule.sinks.to(device))
     longest = max(rows for _, rows in case.shape)
-    masked_attend.attend_masked(queries, keys, values, kernel_out, requests, rule, longest)
+    masked_triton.attend_masked(queries, keys, values, kernel_out, requests, rule, longest)
     return {"torch": out, "triton": kernel_out.cpu()}
 
 

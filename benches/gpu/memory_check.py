@@ -44,9 +44,9 @@ LISTED = 8
 def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Loads one model, runs its largest passes and returns the figures."""
     from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.driver.launch import load_rank
+    from pie_driver_sglang.driver.serving_loop import warm_up
     from pie_driver_sglang.logs import configure_logging
-    from pie_driver_sglang.pie.launch import load_rank
-    from pie_driver_sglang.pie.serve import warm_up
     from pie_driver_sglang.ranks.types import ALONE
 
     configure_logging()
@@ -76,7 +76,7 @@ def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, i
     """Runs the largest passes; on a GPU, their peak and the least that was left."""
     import torch
 
-    from pie_driver_sglang.pie.serve import run_batch
+    from pie_driver_sglang.driver.serving_loop import run_batch
 
     on_cuda = engine.runner.device != "cpu"
     before = 0

@@ -74,7 +74,7 @@ class Prefill:
     """Prompts in scattered pages, as one pass."""
 
     def __init__(self, engine: Any, lengths: list[int]) -> None:
-        from pie_driver_sglang.srt.compat.passes import Extends, PassInputs
+        from pie_driver_sglang.backends.sglang.compat.passes import Extends, PassInputs
 
         runner, device = engine.runner, "cuda"
         table = runner.req_to_token_pool.req_to_token
@@ -109,7 +109,7 @@ class Prefill:
 
     def run(self, layers: Any) -> torch.Tensor:
         """Runs it by the driver's layers, or by SGLang's (None); ``[tokens, width]`` states."""
-        from pie_driver_sglang.srt.compat.passes import make_batch
+        from pie_driver_sglang.backends.sglang.compat.passes import make_batch
 
         batch = make_batch(self._inputs, self._extends)
         with contextlib.nullcontext() if layers is None else layers.prefilling():
@@ -136,8 +136,8 @@ class Graph:
     """A pass as the driver's graph of at least so many rows."""
 
     def __init__(self, engine: Any, rows: int, one: Prefill) -> None:
-        from pie_driver_sglang.srt.cuda_steps import CudaSteps
-        from pie_driver_sglang.srt.steps import stage_blank
+        from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
+        from pie_driver_sglang.backends.sglang.graph_runner import stage_blank
 
         steps = CudaSteps(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
         self._states: torch.Tensor = engine.hidden.states
@@ -247,7 +247,7 @@ def show(tokens: int, each: int, found: Mapping[str, float], theirs: Mapping[str
 
 def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Peers) -> None:
     """Every pass in both ways, next to what SGLang took with its graphs."""
-    from pie_driver_sglang.srt.measure import chosen_experts
+    from pie_driver_sglang.backends.sglang.measure import chosen_experts
 
     print(f"layers: {type(engine.fused).__name__}", flush=True)
     sparse = chosen_experts(engine.runner.model_config) > 0

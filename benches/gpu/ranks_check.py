@@ -153,9 +153,9 @@ def serving(
     """A driver in this process: its region, its own engine, and the other ranks or None."""
     from pie_driver_sglang import _core
     from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.pie.launch import load_rank
-    from pie_driver_sglang.pie.serve import serve, warm_up
-    from pie_driver_sglang.ranks.leader import LeadingEngine
+    from pie_driver_sglang.driver.launch import load_rank
+    from pie_driver_sglang.driver.serving_loop import serve, warm_up
+    from pie_driver_sglang.ranks.leader import LeaderExecutor
     from pie_driver_sglang.ranks.parallel import Workers
     from pie_driver_sglang.ranks.types import ALONE
 
@@ -175,7 +175,7 @@ def serving(
     workers = Workers(path, names, fail) if len(names) > 1 else None
     server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
     planner, own = load_rank(config, workers.rank if workers else ALONE)
-    engine = LeadingEngine(own, workers.broadcast) if workers else own
+    engine = LeaderExecutor(own, workers.broadcast) if workers else own
     server.serve(planner, engine.block.data, print, graph_path=engine.make_graph_path(), steps=True)
     warm_up(server, engine)
     stream = torch.cuda.current_stream()

@@ -27,10 +27,9 @@ import torch
 from frame import Report
 
 from pie_driver_sglang._core import SlotGroup
-from pie_driver_sglang.kernels import sampler
-from pie_driver_sglang.kernels.logit_rows import LogitRows
-from pie_driver_sglang.sampling import groups
-from pie_driver_sglang.sampling.groups import SlotParams
+from pie_driver_sglang.kernels.sampling import reference, sampler
+from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
+from pie_driver_sglang.kernels.sampling.reference import SlotParams
 
 SLOTS = 256
 VOCABULARY = 151_936
@@ -153,7 +152,7 @@ def check(vocabulary: int, draws: int, device: str) -> int:
             logits = row.to(device).expand(draws, -1)
             for way, run in (
                 ("kernel", sampler.sample),
-                ("torch", groups.sample_filtered),
+                ("torch", reference.sample_filtered),
             ):
                 count = wrong(row, item, uniforms, run(logits, params).cpu())
                 if count:
@@ -198,7 +197,7 @@ def check_masks(device: str) -> int:
     spans, data = (torch.tensor(values, dtype=torch.int32).to(device) for values in (places, words))
     found = logits.clone().to(device)
     sampler.mask_logits(LogitRows(found), spans, data)
-    groups.apply_masks(logits, *(part.cpu() for part in (spans, data)))
+    reference.apply_masks(logits, *(part.cpu() for part in (spans, data)))
     failed = int((found.cpu() != expected).sum()) + int((logits != expected).sum())
     print(f"{'WRONG' if failed else 'ok'}  logit masks")
     return failed
@@ -207,7 +206,7 @@ def check_masks(device: str) -> int:
 def check_company(device: str) -> int:
     """A slot's token must be the same alone and in a batch."""
     logits, params, group = batch("all kinds", device)
-    together = groups.sample_group(logits, group, params)
+    together = reference.sample_group(logits, group, params)
     differ = 0
     for slot in range(group.greedy, SLOTS, 5):
         alone = sampler.sample(logits[slot : slot + 1], params.rows(slot, slot + 1))
@@ -251,11 +250,13 @@ def sample_by_sorting(logits: torch.Tensor, group: SlotGroup, params: SlotParams
     """The same batch through torch."""
     plain_end = group.greedy + group.plain
     if group.greedy:
-        groups.sample_greedy(logits[: group.greedy])
+        reference.sample_greedy(logits[: group.greedy])
     if group.plain:
-        groups.sample_plain(logits[group.greedy : plain_end], params.rows(group.greedy, plain_end))
+        reference.sample_plain(
+            logits[group.greedy : plain_end], params.rows(group.greedy, plain_end)
+        )
     if group.filtered:
-        groups.sample_filtered(logits[plain_end:], params.rows(plain_end, SLOTS))
+        reference.sample_filtered(logits[plain_end:], params.rows(plain_end, SLOTS))
 
 
 def milliseconds(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
@@ -315,7 +316,7 @@ def time_kinds(device: str, report: Report, peers: Peers) -> None:
     times = {}
     for kind in [*KINDS, "all kinds"]:
         logits, params, group = batch(kind, device)
-        times[kind] = milliseconds(lambda: groups.sample_group(logits, group, params))  # noqa: B023
+        times[kind] = milliseconds(lambda: reference.sample_group(logits, group, params))  # noqa: B023
         before = milliseconds(lambda: sample_by_sorting(logits, group, params))  # noqa: B023
         theirs = peers.times(kind, logits, params)
         columns = (f"{theirs[name]:10.3f}" if name in theirs else " " * 10 for name in names)
@@ -325,7 +326,7 @@ def time_kinds(device: str, report: Report, peers: Peers) -> None:
     words = torch.arange(SLOTS * 40, dtype=torch.int32, device=device) % 40 * 3000 + 500
     places = torch.arange(SLOTS, dtype=torch.int32, device=device) * 40
     places = torch.stack([places, torch.full_like(places, 40)], dim=1)
-    masks = milliseconds(lambda: groups.apply_masks(logits, places, words))
+    masks = milliseconds(lambda: reference.apply_masks(logits, places, words))
     print(f"    a logit mask of 20 stretches each: {masks:.3f} ms")
     read = milliseconds(lambda: logits.amax(dim=-1))
     print(f"    one read of the logits (amax): {read:.3f} ms")

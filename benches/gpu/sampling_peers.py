@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from pie_driver_sglang.sampling.groups import SlotParams
+from pie_driver_sglang.kernels.sampling.reference import SlotParams
 
 WHOLE: Final = 1 << 30
 """The top-k that keeps every token, as SGLang has it."""

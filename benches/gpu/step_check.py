@@ -36,9 +36,9 @@ from frame import Report
 from processes import Runner
 from serving import PAGE, write_config
 
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.memory.graphs import plain_specs
-from pie_driver_sglang.srt import environment
 
 REPEATS = 20
 ROUNDS = 3
@@ -56,10 +56,10 @@ class Steps:
         model = frame.model_folder(shapes, folder)
         config = load_config(write_config(folder, model, (*OPTIONS, *options), spin_budget_us=None))
         environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
-        import pie_driver_sglang.srt.load as load
+        import pie_driver_sglang.backends.sglang.load as load
 
         # The graph path's own graphs would only take time.
-        from pie_driver_sglang.srt.compat.pools import storage
+        from pie_driver_sglang.backends.sglang.compat.pools import storage
 
         with mock.patch.object(load, "_steps", lambda *_: None):
             _, self.engine = load.load_engine(config)
@@ -72,12 +72,12 @@ class Steps:
         self, rows: list[int], lengths: list[int], way: dict[str, Any], report: Report
     ) -> None:
         """Prints a line for each length."""
-        from pie_driver_sglang.kernels import paged_splits
-        from pie_driver_sglang.srt import dense
-        from pie_driver_sglang.srt.cuda_steps import CudaSteps
-        from pie_driver_sglang.srt.paged_attention import PagedDecode
+        from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
+        from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
+        from pie_driver_sglang.backends.sglang.layers import dense
+        from pie_driver_sglang.kernels.attention import split_plan
 
-        usual, changed = paged_splits.split_tuning, dict(way)
+        usual, changed = split_plan.split_tuning, dict(way)
         few_rows = changed.pop("few_rows", dense._FEW_ROWS)
         left_out = []
         if changed.pop("clusters", 1) == 0:
@@ -95,7 +95,7 @@ class Steps:
             if changed.pop("batch_products", 1) == 0:
                 patches.enter_context(self._without_batches())
             patches.enter_context(mock.patch.object(dense, "_FEW_ROWS", few_rows))
-            patches.enter_context(mock.patch.object(paged_splits, "split_tuning", tuning))
+            patches.enter_context(mock.patch.object(split_plan, "split_tuning", tuning))
             for patch in left_out:
                 patches.enter_context(patch)
             steps = CudaSteps(self.engine, plain_specs(rows), max(rows))
@@ -109,10 +109,10 @@ class Steps:
     @contextlib.contextmanager
     def _without_batches(self) -> Iterator[None]:
         """Within, layers have no kernels of batches."""
-        from pie_driver_sglang.kernels import batch_products
-        from pie_driver_sglang.srt.fused import fuse_layers
+        from pie_driver_sglang.backends.sglang.layers.selection import fuse_layers
+        from pie_driver_sglang.kernels.gemm import wgmma
 
-        with mock.patch.object(batch_products, "runs_on", lambda _: False):
+        with mock.patch.object(wgmma, "runs_on", lambda _: False):
             # Graphs use its memory after this has ended.
             self._layers = fuse_layers(self.engine.runner)
         with mock.patch.object(self.engine, "fused", self._layers):

@@ -35,13 +35,19 @@ import torch.distributed as dist
 from frame import Report
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.kernels.all_reduce_norm import (
+from pie_driver_sglang.backends.sglang.environment import prepare
+from pie_driver_sglang.kernels.comm.all_reduce_norm import (
     AllReduceTuning,
     LamportAllReduceNorm,
     map_peer_memory,
 )
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, add_norm, linear, tiling
-from pie_driver_sglang.srt.environment import prepare
+from pie_driver_sglang.kernels.gemm.dense_layers import (
+    LinearWeights,
+    Norm,
+    add_norm,
+    linear,
+    tiling,
+)
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 INPUTS = 128

@@ -1,12 +1,12 @@
-"""Products by tiles (``kernels/many_rows.py``) and what float64 says of them."""
+"""Products by tiles (``kernels/gemm/tiled.py``) and what float64 says of them."""
 
 from __future__ import annotations
 
 import torch
 
-from pie_driver_sglang.kernels import few_rows, many_rows
-from pie_driver_sglang.kernels.dense_layers import LinearWeights
-from pie_driver_sglang.kernels.quantize import (
+from pie_driver_sglang.kernels.gemm import small_m, tiled
+from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights
+from pie_driver_sglang.kernels.gemm.fp8_rows import (
     FP8,
     LARGEST,
     QuantizedRows,
@@ -54,16 +54,16 @@ class TiledProduct:
             exact = torch.nn.functional.silu(gate) * up
         self.exact = exact
 
-    def run(self, tile: many_rows.Tile, *, adds: bool) -> torch.Tensor:
+    def run(self, tile: tiled.Tile, *, adds: bool) -> torch.Tensor:
         """The product; added to zeros if `adds`."""
         count, device = self.exact.shape[0], self.exact.device
-        parts, tiles = many_rows.scratch_sizes(max(count, tile.rows), self._outputs)
-        scratch = few_rows.Scratch(
+        parts, tiles = tiled.scratch_sizes(max(count, tile.rows), self._outputs)
+        scratch = small_m.Scratch(
             torch.full((parts,), torch.nan, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
         )
         into = torch.zeros(self.exact.shape, dtype=self._dtype, device=device) if adds else None
-        return many_rows.tiled_product(
+        return tiled.tiled_product(
             self._given, self._matrix, tile, scratch, into=into, gated=self._gated,
             dtype=self._dtype,
         )  # fmt: skip

@@ -3,10 +3,11 @@
 Importing this package is instant: names are loaded on first use, and neither torch nor SGLang is
 imported before the engine starts.
 
-`__main__.py` is the driver (`pie`) or a command: `cli`, `server`, `gateway`, `demo`. `offline` is
-the engine for programs. `engine.py` is the interface to a loaded model, which `srt` implements and
-`ranks` spreads over devices; `kernels` and `sampling` are what it computes with. `config`, `memory`
-and `checkpoint` are read before a model is loaded, and `observe` tells of what is served.
+`__main__.py` starts the driver (`driver`) or a command (`cli`, `demo`). `frontends` are the ways
+in without Pie: the `Engine` class and two HTTP servers. `engine` is the interface to a loaded
+model, which `backends` implement and `ranks` spread over devices; `kernels` compute. `config`,
+`memory` and `checkpoint` are read before a model is loaded; `observability` has metrics, spans
+and log lines. `sglang_plugins` bring the drafter and the prefix index into stock SGLang.
 `errors.py`, `logs.py` and `interpreter.py` are for all; `server_guard.py` removes what a server
 leaves, which has the names of `shared_names.py`. `_core` is the Rust half.
 """
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.config.options import DriverOptions
     from pie_driver_sglang.config.types import DriverConfig
+    from pie_driver_sglang.driver.handshake import Handshake
+    from pie_driver_sglang.driver.types import Capabilities
     from pie_driver_sglang.errors import (
         ConfigError,
         DriverError,
@@ -27,9 +30,7 @@ if TYPE_CHECKING:
         RadixError,
         StartError,
     )
-    from pie_driver_sglang.offline.engine import Engine
-    from pie_driver_sglang.pie.handshake import Handshake
-    from pie_driver_sglang.pie.types import Capabilities
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
 __version__ = "0.2.0"
 
@@ -56,14 +57,14 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     homes = {
-        "Capabilities": "pie.types",
+        "Capabilities": "driver.types",
         "ConfigError": "errors",
         "Drafter": "_core",
         "DriverConfig": "config.types",
         "DriverError": "errors",
         "DriverOptions": "config.options",
-        "Engine": "offline.engine",
-        "Handshake": "pie.handshake",
+        "Engine": "frontends.offline.engine",
+        "Handshake": "driver.handshake",
         "PagePool": "_core",
         "PagesError": "errors",
         "RadixError": "errors",

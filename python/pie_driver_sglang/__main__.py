@@ -26,7 +26,7 @@ if __name__ == "__main__":
         raise SystemExit(1)
 
     if len(sys.argv) > 1 and (sys.argv[1][:1] != "-" or sys.argv[1] == "--version"):
-        from pie_driver_sglang.cli.program import main as run_command
+        from pie_driver_sglang.cli.main import main as run_command
 
         raise SystemExit(run_command())
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     guard = _core.ExitGuard()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    from pie_driver_sglang.pie.launch import main
+    from pie_driver_sglang.driver.launch import main
 
     # Not through the interpreter's end, where libraries may wait for other ranks.
     os._exit(main(guard=guard))

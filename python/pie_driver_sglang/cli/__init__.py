@@ -2,7 +2,7 @@
 
 Each command is a module with a function `main(arguments) -> int`: `doctor`, `check`, `plan`,
 `generate`, `shell`, `bench`, `replay`, and `serve` and `demo` in packages of their own.
-`program.py` finds and runs it. What they are made of:
+`main.py` finds and runs it. What they are made of:
 
 ==================  ================================================================================
 ``machine``         what a machine has, for `doctor`

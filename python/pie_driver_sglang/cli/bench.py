@@ -23,7 +23,7 @@ from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Worklo
 from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
-from pie_driver_sglang.offline.arguments import model_folder
+from pie_driver_sglang.frontends.common.arguments import model_folder
 
 DRIVER_SIDE: Final = "pie"
 PEERS: Final = ("sglang",)
@@ -64,7 +64,7 @@ def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     if options.side == DRIVER_SIDE:
         with started(options) as engine:
             return _play(engine, workload, options.repeats)
-    from pie_driver_sglang.srt.compat.offline_peer import peer_engine
+    from pie_driver_sglang.backends.sglang.compat.offline_peer import peer_engine
 
     engine = peer_engine(
         options.model,

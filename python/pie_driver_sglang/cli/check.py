@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.cli.machine import Shm, look_at_shm
 from pie_driver_sglang.cli.pie_config import driver_tables
 from pie_driver_sglang.cli.report import Finding, print_findings
@@ -17,12 +18,11 @@ from pie_driver_sglang.config.arch import context_length
 from pie_driver_sglang.config.file import parse_config, read_table
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.driver.launch import request_bytes
+from pie_driver_sglang.driver.trace import open_trace
 from pie_driver_sglang.errors import ConfigError, DriverError, RingError
 from pie_driver_sglang.memory.host import check_budget
 from pie_driver_sglang.memory.plan import size_text
-from pie_driver_sglang.pie.launch import request_bytes
-from pie_driver_sglang.pie.trace import open_trace
-from pie_driver_sglang.srt.version import check_versions
 
 
 def main(arguments: Sequence[str]) -> int:

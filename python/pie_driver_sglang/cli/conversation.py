@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.offline.engine import Engine
-    from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
 
 class Conversation:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import pie_driver_sglang
-from pie_driver_sglang.cli.plan import parse_option
+from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.offline.engine import Engine
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
 
 _SAMPLING: Final = (
@@ -152,7 +152,7 @@ def default_model(name: str | None) -> str:
 @contextmanager
 def started(options: argparse.Namespace) -> Iterator[Engine]:
     """An engine for the options, stopped at the end; its start is shown on stderr."""
-    from pie_driver_sglang.offline.engine import Engine
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
     arguments = {
         "model_path": default_model(options.model),

@@ -16,7 +16,7 @@ from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.offline.engine import Engine
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
 
 MOST_SEQUENCES: Final = 4096

@@ -1,7 +1,7 @@
 """The sizes of a model by its `config.json`, and what they mean for the memory plan.
 
-It is what a plan without SGLang knows of a model. `srt/measure.py` finds the same shape in SGLang's
-`ModelConfig` when a driver starts; a test holds the two to each other.
+It is what a plan without SGLang knows of a model. `backends/sglang/measure.py` finds the same shape
+in SGLang's `ModelConfig` when a driver starts; a test holds the two to each other.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
-from pie_driver_sglang.cli.machine import look_at_cuda, nvml
 from pie_driver_sglang.cli.model_sizes import (
     WeightSizes,
     model_of,
@@ -20,16 +17,17 @@ from pie_driver_sglang.cli.model_sizes import (
     settings_for,
 )
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
-from pie_driver_sglang.config.option_checks import parse_options, valid_names
+from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.types import ACTIVATION_DTYPES, MAX_RANKS
-from pie_driver_sglang.errors import ConfigError, StartError, quoted
+from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.memory.gpus import look_at_cuda, nvml
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan import GIB, plan_memory, table
 from pie_driver_sglang.memory.refusal import find_doubt, require_fit
 from pie_driver_sglang.memory.types import Device, MemorySettings, Plan
-from pie_driver_sglang.offline.arguments import model_folder
 
 CONTEXT_BYTES: Final = GIB // 2
 """What the CUDA context takes of a GPU before anything else does. A guess."""
@@ -183,22 +181,6 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.max_model_len is not None:
         table["context_length"] = arguments.max_model_len
     return table
-
-
-def parse_option(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` as a key and a value of TOML; text that is not a value is taken for a string.
-
-    Raises:
-        ConfigError: There is no key.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"option {quoted(text)} is not KEY=VALUE", "e.g. `--option page_size=32`")
-    try:
-        table = msgspec.toml.decode(f"value = {value}")
-    except msgspec.DecodeError:
-        return key.strip(), value.strip()
-    return key.strip(), table["value"]
 
 
 def _text(planned: Planned) -> str:

@@ -17,7 +17,7 @@ from pie_driver_sglang.cli.workloads import quantiles
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.offline.engine import Engine
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
 _MEASURES: Final = {
     "first_token_ms": "to the first token",

@@ -19,7 +19,7 @@ from pie_driver_sglang.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pie_driver_sglang.offline.engine import Engine
+    from pie_driver_sglang.frontends.offline.engine import Engine
 
 HISTORY: Final = Path("~/.local/state/pie-sglang/history")
 """Where the lines of a terminal are kept."""

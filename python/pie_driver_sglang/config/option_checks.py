@@ -154,6 +154,22 @@ def valid_names() -> tuple[str, ...]:
     return tuple(sorted(passed | OPTIONS.keys()))
 
 
+def parse_option(text: str) -> tuple[str, Any]:
+    """`KEY=VALUE` as a key and a value of TOML; text that is not a value is taken for a string.
+
+    Raises:
+        ConfigError: There is no key.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"option {quoted(text)} is not KEY=VALUE", "e.g. `--option page_size=32`")
+    try:
+        table = msgspec.toml.decode(f"value = {value}")
+    except msgspec.DecodeError:
+        return key.strip(), value.strip()
+    return key.strip(), table["value"]
+
+
 def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     """Check the table `[driver.options]`.
 

@@ -1,7 +1,7 @@
 """Every option of `[model.driver.options]`, defined once.
 
-A field of :class:`DriverOptions` is an option: its name, type and default are the field's, and its
-:class:`About` says what it means and which values it takes. `option_checks.py` checks by these
+A field of `DriverOptions` is an option: its name, type and default are the field's, and its
+`About` says what it means and which values it takes. `option_checks.py` checks by these
 definitions, `tools/generate_server_args.py` finds the options that SGLang has a field for, and
 `tools/generate_options.py` writes `docs/options.md`. The names and defaults of the Pie driver
 protocol are kept.
@@ -55,7 +55,7 @@ class About(NamedTuple):
 
 
 class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The checked `[driver.options]`: each field with an :class:`About` is an option."""
+    """The checked `[driver.options]`: each field with an `About` is an option."""
 
     context_length: Annotated[
         int | None,
@@ -396,7 +396,7 @@ _TYPE_NAMES: Final[Mapping[Any, str]] = MappingProxyType(
 
 
 def _defined_options() -> dict[str, Option]:
-    """The fields of :class:`DriverOptions` that are options, in their order."""
+    """The fields of `DriverOptions` that are options, in their order."""
     hints = typing.get_type_hints(DriverOptions, include_extras=True)
     options = {}
     for field in msgspec.structs.fields(DriverOptions):

@@ -1,5 +1,5 @@
 """The demo: starts `pie-sglang serve` and asks it as a client does, by the `openai` package.
 
-`program.py` is its course, `server.py` the process that it starts, and `screen.py` shows answers as
-they come. Run it with `pie-sglang demo`; no other package imports it.
+`questions.py` is its course, `server.py` the process that it starts, and `screen.py` shows answers
+as they come. Run it with `pie-sglang demo`; no other package imports it.
 """

@@ -1,6 +1,6 @@
 """`python -m pie_driver_sglang.demo`."""
 
-from pie_driver_sglang.cli.program import main
+from pie_driver_sglang.cli.main import main
 
 if __name__ == "__main__":
     import sys

@@ -1,37 +1,15 @@
-"""GPU kernels in Triton, each with plain torch that computes the same, and some in CUDA C++.
+"""GPU kernels in Triton and CUDA C++, beside plain torch that computes the same.
 
-Layers. `srt/fused.py` says when each is used:
+=============  =====================================================================================
+``attention``  decode attention over paged KV, custom masks, copies of pages
+``gemm``       GEMV and GEMM kernels with fused epilogues, FP8 quantization, norms and rotary
+``moe``        routing, and the GEMMs of the chosen experts
+``comm``       all-reduce fused with residual add and norm
+``sampling``   sampler, top-k/top-p filters, penalties, log-probabilities, and their torch reference
+``cuda``       CUDA C++ sources, and their compilation by NVRTC
+``pdl``        programmatic dependent launch
+=============  =====================================================================================
 
-===================  ===============================================================================
-``dense_layers``     the layers around attention
-``few_rows``         products of steps of few rows; ``many_rows`` by tiles
-``quantize``         rows in FP8
-``routing``          the choice of experts; ``experts`` has their products
-``batch_products``   products of 2 to 224 rows, on Hopper, in CUDA C++
-``row_products``     products of one row and FP8 weights, on Hopper, in CUDA C++
-``all_reduce_norm``  the sum over ranks, with the norm after it
-===================  ===============================================================================
-
-Kernels of attention:
-
-=================  =================================================================================
-``paged_splits``   decodes over pages: which program computes what
-``paged_attend``   the kernel; ``paged_partials`` merges its partial results
-``prompt_rows``    which rows of a step are prompts
-``lone_attend``    of a step of one row; ``cluster_attend`` on Hopper, in CUDA C++
-``masked_attend``  under masks; ``masked_torch`` is the same in torch
-=================  =================================================================================
-
-Sampling:
-
-==============  ====================================================================================
-``sampler``     the token of each slot
-``filters``     top-k and top-p; ``few_kept`` where they keep few tokens
-``adjust``      penalties and biases
-``places``      log-probabilities
-``logit_rows``  what these share
-==============  ====================================================================================
-
-`page_copy` copies pages, `chained` launches kernels early, `cuda` compiles what is CUDA C++, and
-`types` has shared arguments. Imports torch, Triton, numpy and `cuda.core` only.
+Imports torch, Triton, numpy and `cuda.core` only. `backends/sglang/layers/selection.py` decides
+which GEMM and attention kernels a model gets.
 """

@@ -34,11 +34,11 @@ HIDDEN_COPIES: Final = 5
 """Hidden states of a row that exist at once: residual, normalized input, a layer's output, one in
 a collective operation, and the previous pass's, not sampled yet. An estimate."""
 LOGIT_BYTES: Final = 10
-"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `srt/sglang_engine.py`."""
+"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `backends/sglang/executor.py`."""
 DISTRIBUTION_BYTES: Final = 40
 """Additional bytes per logit of a sorted distribution; see `sampling.groups.most_probable`."""
 PAGE_STAGING_BYTES: Final = 64 << 20
-"""Staging area for swapped pages: `STAGING_BYTES` in `srt/pool.py`."""
+"""Staging area for swapped pages: `STAGING_BYTES` in `backends/sglang/page_pools.py`."""
 INPUT_BYTES: Final = 48
 """SGLang's eager input buffers, per token of the pool: six int64 values."""
 ATTENTION_MASK_WORDS: Final = 1 << 20
@@ -48,7 +48,7 @@ PAGE_ID_BYTES: Final = 16
 NOTED_TOKEN_BYTES: Final = 4
 """Per token of the pool: the token itself, for penalties; `TokenHistory` in `sampling`."""
 COUNTED_SLOTS: Final = 64
-"""Slots whose tokens a GPU counts at once: `ROWS_AT_ONCE` in `sampling/history.py`."""
+"""Slots whose tokens a GPU counts at once: `ROWS_AT_ONCE` of `token_history.py`."""
 COUNT_BYTES: Final = 4
 FLOAT32_BYTES: Final = 4
 KV_SPLITS: Final = 8
@@ -70,7 +70,7 @@ CPU_POOL_SHARE: Final = 0.1
 
 
 def plan_memory(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
-    """Divides a device's free memory; :meth:`Plan.fits` says whether it is enough."""
+    """Divides a device's free memory; `Plan.fits` says whether it is enough."""
     plan = _sized(device, model, settings)
     if not settings.kept_pages:
         return plan

@@ -1,7 +1,7 @@
 """The sizes of a model by the numbers of its shape: one set of formulas for every memory plan.
 
-`cli/model_sizes.py` reads a shape from `config.json`, for a plan without SGLang; `srt/measure.py`
-reads one from SGLang's `ModelConfig`, when a driver starts.
+`cli/model_sizes.py` reads a shape from `config.json`, for a plan without SGLang;
+`backends/sglang/measure.py` reads one from SGLang's `ModelConfig`, when a driver starts.
 """
 
 from __future__ import annotations

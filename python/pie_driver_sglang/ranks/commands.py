@@ -13,7 +13,7 @@ import struct
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pie_driver_sglang.engine import ModelEngine
+from pie_driver_sglang.engine.executor import ModelExecutor
 from pie_driver_sglang.errors import AdapterError
 from pie_driver_sglang.ranks.types import Images, Mask, Span
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import torch
 
     from pie_driver_sglang._core import Pass, PassImages, SlotGroup
-    from pie_driver_sglang.sampling.types import Outputs
+    from pie_driver_sglang.kernels.sampling.outputs import Outputs
 
 
-class RankEngine(ModelEngine, Protocol):
+class RankExecutor(ModelExecutor, Protocol):
     """The engine of one rank of several.
 
     The leader calls it between a broadcast and the answer; every other rank calls it from the
     commands that it receives. Threads, streams and errors are those of
-    :class:`~pie_driver_sglang.engine.ModelEngine`. Calls that reduce or gather over ranks block the
-    device until all ranks have made them.
+    `ModelExecutor`. Calls that reduce or gather over ranks
+    block the device until all ranks have made them.
     """
 
     def forward(self, batch: Pass | Forward) -> None:
@@ -56,12 +56,13 @@ class RankEngine(ModelEngine, Protocol):
     def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
         """Samples the staged slots from their logits, on this rank only.
 
-        Blocks as :meth:`~pie_driver_sglang.engine.ModelEngine.sample` does; may change `logits`.
+        Blocks as :meth:`~pie_driver_sglang.engine.executor.ModelExecutor.sample` does; may change
+        `logits`.
         """
 
 
 class Forward(NamedTuple):
-    """Run the staged pass: a copy of :class:`pie_driver_sglang._core.Pass`."""
+    """Run the staged pass: a copy of `Pass`."""
 
     tokens: int
     requests: int
@@ -103,7 +104,7 @@ class Forward(NamedTuple):
         """Its images."""
         return [] if self.images is None else self.images.spans
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it."""
         engine.forward(self)
 
@@ -113,7 +114,7 @@ class Logits(NamedTuple):
 
     slots: int
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it."""
         engine.compute_logits(self.slots)
 
@@ -125,7 +126,7 @@ class CopyPages(NamedTuple):
     sources: Sequence[int]
     targets: Sequence[int]
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it."""
         engine.copy_pages(*self)
 
@@ -136,7 +137,7 @@ class CopyStates(NamedTuple):
     sources: Sequence[int]
     targets: Sequence[int]
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it."""
         engine.copy_states(*self)
 
@@ -148,7 +149,7 @@ class BeginLoad(NamedTuple):
     adapter_id: int
     path: str
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it. The leader sends `FinishLoad` once it has read its own files."""
         engine.begin_load(*self, done=lambda: None)
 
@@ -158,7 +159,7 @@ class FinishLoad(NamedTuple):
 
     number: int
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
             engine.finish_load(self.number)
@@ -169,7 +170,7 @@ class DiscardLoad(NamedTuple):
 
     number: int
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it."""
         engine.discard_load(self.number)
 
@@ -179,7 +180,7 @@ class FetchAdapters(NamedTuple):
 
     adapter_ids: Sequence[int]
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it. The leader finds the same adapters missing."""
         engine.fetch_adapters(self.adapter_ids)
 
@@ -187,7 +188,7 @@ class FetchAdapters(NamedTuple):
 class LoadWarmUpAdapter(NamedTuple):
     """Load the adapter of the warm-up."""
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
             engine.load_warm_up_adapter()
@@ -196,7 +197,7 @@ class LoadWarmUpAdapter(NamedTuple):
 class DropWarmUpAdapter(NamedTuple):
     """Remove the adapter of the warm-up."""
 
-    def run(self, engine: RankEngine) -> None:
+    def run(self, engine: RankExecutor) -> None:
         """Runs it."""
         engine.drop_warm_up_adapter()
 

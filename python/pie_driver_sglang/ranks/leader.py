@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import Broadcast, GraphPath, Pass, SlotGroup
-    from pie_driver_sglang.engine import Facts
-    from pie_driver_sglang.ranks.commands import RankEngine
-    from pie_driver_sglang.sampling.types import Outputs
+    from pie_driver_sglang.engine.executor import Facts
+    from pie_driver_sglang.kernels.sampling.outputs import Outputs
+    from pie_driver_sglang.ranks.commands import RankExecutor
 
 
-class LeadingEngine:
-    """Implements :class:`pie_driver_sglang.engine.ModelEngine` on all ranks at once.
+class LeaderExecutor:
+    """Implements `ModelExecutor` on all ranks at once.
 
     Each call is broadcast to the other ranks before this rank's engine runs it, so all ranks run it
     at the same time. Only this rank samples.
@@ -42,7 +42,7 @@ class LeadingEngine:
     recovers = True
     """False once this rank has failed in a collective operation that the others wait for."""
 
-    def __init__(self, engine: RankEngine, broadcast: Broadcast) -> None:
+    def __init__(self, engine: RankExecutor, broadcast: Broadcast) -> None:
         self._engine = engine
         self._broadcast = broadcast
         self._cut: list[int] = []
@@ -63,7 +63,7 @@ class LeadingEngine:
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:
-        """This rank's block; see :attr:`pie_driver_sglang.engine.ModelEngine.block`."""
+        """This rank's block; see `ModelExecutor.block`."""
         return self._engine.block
 
     def make_graph_path(self) -> GraphPath | None:
@@ -74,7 +74,7 @@ class LeadingEngine:
         return graph_path
 
     def forward(self, batch: Pass) -> None:
-        """Runs the pass; see :meth:`pie_driver_sglang.engine.ModelEngine.forward`."""
+        """Runs the pass; see `ModelExecutor.forward`."""
         self._broadcast.send_block(self.block.data, self._engine.pass_bytes(batch))
         command = Forward.of(batch, self._cut)
         self._cut = [span.number for span in command.spans if span.continues]
@@ -82,30 +82,30 @@ class LeadingEngine:
             self._engine.forward(batch)
 
     def sample(self, group: SlotGroup) -> Outputs:
-        """Computes the group; see :meth:`pie_driver_sglang.engine.ModelEngine.sample`."""
+        """Computes the group; see `ModelExecutor.sample`."""
         self._broadcast.send_block(self.block.data, self._engine.slot_bytes)
         with self._together(Logits(len(group))):
             logits = self._engine.slot_logits(group)
         return self._engine.sample_logits(group, logits)
 
     def take_waits(self) -> tuple[int, int]:
-        """This rank's times; see :meth:`pie_driver_sglang.engine.ModelEngine.take_waits`."""
+        """This rank's times; see `ModelExecutor.take_waits`."""
         return self._engine.take_waits()
 
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_pages`."""
+        """Copies each rank's part; see `ModelExecutor.copy_pages`."""
         with self._together(CopyPages(direction, sources, targets)):
             self._engine.copy_pages(direction, sources, targets)
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_states`."""
+        """Copies each rank's part; see `ModelExecutor.copy_states`."""
         with self._together(CopyStates(sources, targets)):
             self._engine.copy_states(sources, targets)
 
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Reads it on all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`.
+        """Reads it on all ranks; see `ModelExecutor.begin_load`.
 
         It is done when all of them have read it.
         """
@@ -113,27 +113,27 @@ class LeadingEngine:
             self._engine.begin_load(number, adapter_id, path, done)
 
     def finish_load(self, number: int) -> bool:
-        """On all ranks or on none; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
+        """On all ranks or on none; see `ModelExecutor.finish_load`."""
         with self._together(FinishLoad(number)):
             return self._engine.finish_load(number)
 
     def discard_load(self, number: int) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""
+        """On all ranks; see `ModelExecutor.discard_load`."""
         with self._together(DiscardLoad(number)):
             self._engine.discard_load(number)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.fetch_adapters`."""
+        """On all ranks; see `ModelExecutor.fetch_adapters`."""
         with self._together(FetchAdapters(adapter_ids)):
             return self._engine.fetch_adapters(adapter_ids)
 
     def load_warm_up_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.load_warm_up_adapter`."""
+        """On all ranks; see `ModelExecutor.load_warm_up_adapter`."""
         with self._together(LoadWarmUpAdapter()):
             self._engine.load_warm_up_adapter()
 
     def drop_warm_up_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_warm_up_adapter`."""
+        """On all ranks; see `ModelExecutor.drop_warm_up_adapter`."""
         with self._together(DropWarmUpAdapter()):
             self._engine.drop_warm_up_adapter()
 

@@ -24,14 +24,14 @@ ALONE = Rank()
 
 
 class Mask(NamedTuple):
-    """A copy of :class:`pie_driver_sglang._core.AttentionMask`."""
+    """A copy of `AttentionMask`."""
 
     offsets: bytearray
     words: bytearray
 
 
 class Span(NamedTuple):
-    """A copy of :class:`pie_driver_sglang._core.ImageSpan`."""
+    """A copy of `ImageSpan`."""
 
     number: int
     request: int
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A copy of :class:`pie_driver_sglang._core.PassImages`."""
+    """A copy of `PassImages`."""
 
     spans: list[Span]
     positions: bytearray

@@ -72,7 +72,7 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
     Raises:
         DriverError: The start failed.
     """
-    from pie_driver_sglang.srt.start import load_rank
+    from pie_driver_sglang.backends.sglang.start import load_rank
 
     _, engine = load_rank(config, rank)
     spin_budget_us = config.driver.spin_budget_us

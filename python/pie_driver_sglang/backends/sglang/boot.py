@@ -1,0 +1,257 @@
+"""ServerArgs -> ModelConfig -> ModelRunner, without SGLang's scheduler or HTTP server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from pie_driver_sglang.backends.sglang import load_check, measure, process_groups, support
+from pie_driver_sglang.backends.sglang.attention import paged
+from pie_driver_sglang.backends.sglang.compat import corrections, texts
+from pie_driver_sglang.backends.sglang.compat.model import (
+    ModelConfig,
+    ModelRunner,
+    load_model_config,
+    make_runner,
+    resolved,
+    take_cpu_for_one,
+    unpadded,
+)
+from pie_driver_sglang.backends.sglang.compat.pools import replace_block_table
+from pie_driver_sglang.backends.sglang.compat.ranks import Place
+from pie_driver_sglang.backends.sglang.compat.settings import (
+    Resolved,
+    ServerArgs,
+    change_settings,
+    load_plugins,
+    make_settings,
+    prepare_layers,
+    publish_settings,
+)
+from pie_driver_sglang.backends.sglang.lora import adapters
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.errors import DriverError, StartError, quoted
+from pie_driver_sglang.memory.limits import row_pages
+from pie_driver_sglang.memory.plan import table
+from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
+from pie_driver_sglang.memory.types import Plan
+from pie_driver_sglang.ranks.types import Rank
+
+logger = logging.getLogger(__name__)
+
+_HOST_FRACTION = 0.99
+"""What SGLang gets on a CPU, where it limits the pool by `max_total_tokens`."""
+_UNPLANNED_FRACTION = 0.5
+"""What SGLang gets until the plan is made."""
+
+
+class Booted(NamedTuple):
+    """A loaded model and the sizes that the planner needs."""
+
+    runner: ModelRunner
+    row_pages: int
+    """Pages of one block-table row."""
+    max_requests: int
+    """Block-table rows that requests may use."""
+    plan: Plan
+    """Of the memory, as made before the model was loaded."""
+    attention: str | None
+    """Why the backend `pie` does not decode; None where it does."""
+
+
+def boot(config: DriverConfig, rank: Rank) -> Booted:
+    """Loads a rank's part of the model and allocates its KV pool.
+
+    Raises:
+        StartError: The device, the memory or the model's architecture does not allow it.
+    """
+    options = config.driver.options
+    load_plugins()
+    device_type, _, index = config.driver.device[rank.number].partition(":")
+    gpu_id = int(index or 0)
+    if device_type == "cuda":
+        # Captured graphs and everything else in one order; the default stream cannot be captured.
+        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
+    with _translated_failures(config, rank):
+        with process_groups.joined(rank, device_type):
+            runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
+        with within(plan):
+            pages = _allocate(runner, plan, options.max_forward_requests)
+            refusal = support.paged_decode_refusal(runner, options.paged_decode)
+            if refusal is None:
+                chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
+                paged.install(runner, "fa3" if chosen else None)
+            runner.init_attention_backends()
+            corrections.correct_decode_windows(runner)
+            runner.init_cuda_graphs(capture_decode_cuda_graph=False)
+    return Booted(runner, pages, options.max_forward_requests, plan, refusal)
+
+
+def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
+    """Makes the KV pool and a block table; returns the pages of one of its rows."""
+    page_size, context = resolved(runner).page_size, runner.model_config.context_len
+    tokens = _make_pool(runner)
+    least = -(-context // page_size) * page_size
+    if tokens < least:
+        raise shrunk(plan, tokens, least, measure.weight_bytes(runner))
+    support.check_pool(runner)
+    pages = row_pages(context, page_size)
+    replace_block_table(runner, requests, pages * page_size)
+    return pages
+
+
+def _make_pool(runner: ModelRunner) -> int:
+    """Tokens of the KV pool that SGLang makes; 0 where it says that there is no memory for one."""
+    try:
+        runner.alloc_memory_pool()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if not texts.has_no_pool(error):
+            raise
+        logger.debug("SGLang has no memory for KV", exc_info=True)
+        return 0
+    return int(runner.max_total_num_tokens)
+
+
+def _load_model(
+    config: DriverConfig, args: ServerArgs, gpu_id: int, rank: Rank
+) -> tuple[ModelRunner, Plan]:
+    """Plans the memory, then loads the weights."""
+    publish_settings(args)
+    model_config = load_model_config(args)
+    corrections.correct_rope(model_config)
+    support.check_config(model_config, Resolved(args).attention_backend)
+    support.choose_vision_backend(args, model_config, gpu_id)
+    if Resolved(args).device == "cpu":
+        take_cpu_for_one()
+    plan = _plan(config, model_config, args, gpu_id, rank)
+    prepare_layers(args)
+    place = Place(rank.number, rank.size)
+    with unpadded(), load_check.watched(config.model.snapshot_dir):
+        runner = make_runner(model_config, args, gpu_id, place, adapters.fitting)
+    support.check_model(runner)
+    window = support.sliding_window(model_config.hf_text_config)
+    if window is not None:
+        corrections.correct_windows(runner, window)
+    return runner, plan
+
+
+def _plan(
+    config: DriverConfig, model_config: ModelConfig, args: ServerArgs, gpu_id: int, rank: Rank
+) -> Plan:
+    """Plans the memory, logs the plan, and hands it to SGLang, which sizes its pool by it."""
+    device = measure.measure(config.driver.device[rank.number], gpu_id, rank.size)
+    # Ranks have pools and passes of one size.
+    device = device._replace(
+        total=min(process_groups.gathered(device.total)),
+        free=min(process_groups.gathered(device.free)),
+    )
+    sizes = measure.sizes_of(config, model_config, args)
+    settings = measure.settings_of(config, model_config, args, device)
+    plan = require_fit(device, sizes, settings)
+    logger.info("%s", table(plan))
+    doubt = find_doubt(plan, sizes, settings)
+    if doubt is not None:
+        logger.warning("%s", doubt)
+    share, limit = plan.fraction, plan.tokens if settings.kept_pages else None
+    if device.is_host:
+        # What is free there changes all the time: the plan decides, not what SGLang measures.
+        share, limit = _HOST_FRACTION, plan.tokens
+    change_settings(args, mem_fraction_static=share, max_total_tokens=limit)
+    publish_settings(args)
+    return plan
+
+
+def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
+    options = config.driver.options
+    owned: dict[str, Any] = {
+        "model_path": str(config.model.snapshot_dir),
+        "device": device_type,
+        "dtype": config.driver.activation_dtype,
+        "attention_backend": options.attention_backend,
+        "page_size": options.page_size,
+        "random_seed": config.driver.random_seed & 0x7FFF_FFFF,
+        "max_running_requests": options.max_forward_requests,
+        "mem_fraction_static": _UNPLANNED_FRACTION,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "trust_remote_code": options.trust_remote_code,
+        "context_length": options.context_length,
+        "chunked_prefill_size": options.chunked_prefill_size,
+        "tp_size": config.driver.tensor_parallel_size,
+        # It would use NVLink's multicast.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        # The planner knows one pool of slots; one more for windowed layers needs a second mapping.
+        "disable_hybrid_swa_memory": True,
+        "log_level": "warning",
+    }
+    return make_settings({**options.server_args, **owned, **adapters.server_args(options)})
+
+
+@contextlib.contextmanager
+def within(plan: Plan) -> Iterator[None]:
+    """Within it memory is only taken as planned; a GPU that has less names the smaller share."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise exceeded(plan, _first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
+    """Turns what SGLang and torch raise into one line with the remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"{config.driver.device[rank.number]} has too little memory for the weights: "
+            f"{_first_line(error)}",
+            hint="free memory on the device, or choose a smaller or a quantized model",
+        ) from error
+    except DriverError:
+        raise
+    except Exception as error:
+        logger.debug("SGLang failed", exc_info=True)
+        text = _first_line(error)
+        if texts.lacks_architecture(text):
+            text = texts.without_list(text)
+            hint = f"SGLang {SGLANG_VERSION} has no such model; use one that it supports"
+        elif texts.finds_other_processes(text):
+            hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
+        elif texts.lacks_memory(text):
+            hint = "free memory on the device, or choose a smaller or a quantized model"
+        else:
+            hint = f"check the model folder and what reaches SGLang: {_settings(config)}"
+        raise StartError(
+            f"SGLang cannot load {config.model.snapshot_dir}: {text}", hint=hint
+        ) from error
+
+
+def _settings(config: DriverConfig) -> str:
+    """The settings that SGLang can disagree with, as the configuration has them."""
+    options = config.driver.options
+    named = {
+        "device": ", ".join(config.driver.device),
+        "tensor_parallel_size": config.driver.tensor_parallel_size,
+        "activation_dtype": config.driver.activation_dtype,
+        "attention_backend": options.attention_backend,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "page_size": options.page_size,
+        **({"context_length": options.context_length} if options.context_length else {}),
+        **options.server_args,
+    }
+    return ", ".join(f"`{name}` = {quoted(value)}" for name, value in named.items())
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:500]

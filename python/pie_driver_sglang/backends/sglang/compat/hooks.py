@@ -1,0 +1,58 @@
+"""The hooks of SGLang's own server, for the plugins: what they replace there, and by which name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from pie_driver_sglang.backends.sglang.version import check_versions
+
+_CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
+_WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
+_SETTINGS = "sglang.srt.server_args.ServerArgs"
+
+Hook = Callable[..., None]
+"""Called after a method with its result, the object and the arguments."""
+
+
+def is_named(plugin: str) -> bool:
+    """Whether ``SGLANG_PLUGINS`` names a plugin.
+
+    Raises:
+        StartError: It does, and this version of SGLang is not the one that the hooks are for.
+    """
+    named = plugin in [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
+    if named:
+        check_versions()
+    return named
+
+
+def replace_corpus(corpus: type, *, made: Hook, stepped: Hook) -> None:
+    """Puts a class in the place of the NGRAM worker's `NgramCorpus`, whose methods it must have.
+
+    Args:
+        corpus: The class.
+        made: Called after a worker is made.
+        stepped: Called after its `forward_batch_generation`.
+    """
+    HookRegistry.register(_CORPUS, corpus, HookType.REPLACE)
+    HookRegistry.register(f"{_WORKER}.__init__", made, HookType.AFTER)
+    HookRegistry.register(f"{_WORKER}.forward_batch_generation", stepped, HookType.AFTER)
+
+
+def register_prefix_cache(backend: str, make: Callable[[Any], Any], check: Hook) -> None:
+    """Makes a prefix cache known to ``--radix-cache-backend``.
+
+    Args:
+        backend: Its name.
+        make: Given a ``TreeCacheBuildContext``.
+        check: Called after ``ServerArgs.check_server_args``, which later versions do not have.
+    """
+    # Not at once: the plugins are loaded early, in processes that have no cache, too.
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    register_radix_cache_backend(backend, make)
+    HookRegistry.register(f"{_SETTINGS}.check_server_args", check, HookType.AFTER)

@@ -1,0 +1,297 @@
+"""The layers of Llama and Qwen, taken apart: which of SGLang's classes the fused kernels know."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.lora.layers import BaseLayerWithLoRA
+from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
+
+from pie_driver_sglang.backends.sglang.compat.pools import MHATokenToKVPool, stored_kv
+from pie_driver_sglang.backends.sglang.compat.quantized import (
+    QuantizedLinear,
+    UnknownQuantization,
+    read_quantized,
+)
+from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.moe.experts import Experts
+from pie_driver_sglang.kernels.moe.routing import Router
+
+_BUILDS = {
+    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
+    qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
+    qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
+    qwen3_moe.Qwen3MoeModel: (
+        qwen3_moe.Qwen3MoeDecoderLayer,
+        qwen3_moe.Qwen3MoeAttention,
+        qwen3_moe.Qwen3MoeSparseMoeBlock,
+    ),
+    mixtral.MixtralModel: (
+        mixtral.MixtralDecoderLayer,
+        mixtral.MixtralAttention,
+        mixtral.MixtralMoE,
+    ),
+}
+"""Models and the classes that their layers, attention and MLPs are of."""
+_MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
+"""Of MLPs, those that are mixtures of experts."""
+_Matrix = LinearWeights | QuantizedLinear
+
+
+class Layer(NamedTuple):
+    """One layer, as the fused kernels want it."""
+
+    before: Norm
+    qkv: LinearWeights
+    heads: Heads
+    attention: RadixAttention
+    out: LinearWeights
+    between: Norm
+    gate_up: LinearWeights
+    down: LinearWeights
+
+
+class QuantizedLayer(NamedTuple):
+    """One layer whose matrices are FP8."""
+
+    before: Norm
+    qkv: QuantizedLinear
+    heads: Heads
+    attention: RadixAttention
+    out: QuantizedLinear
+    between: Norm
+    gate_up: QuantizedLinear
+    down: QuantizedLinear
+
+
+class ExpertLayer(NamedTuple):
+    """One layer with a mixture of experts."""
+
+    before: Norm
+    qkv: LinearWeights
+    heads: Heads
+    attention: RadixAttention
+    out: LinearWeights
+    between: Norm
+    experts: Experts
+
+
+class UnknownLayer(Exception):
+    """Something about a model that the kernels do not know."""
+
+
+def expect(known: bool, what: str) -> None:
+    """Says what is unknown.
+
+    Raises:
+        UnknownLayer: It is not known.
+    """
+    if not known:
+        raise UnknownLayer(what)
+
+
+def find_decoder(causal: Any) -> Any:
+    """The part of a causal language model before its LM head, if its class is known.
+
+    Raises:
+        UnknownLayer: It is another one, or does something besides.
+    """
+    model: Any = getattr(causal, "model", None)
+    expect(type(model) in _BUILDS, f"it is a {type(model).__name__}")
+    # Mixtral's class has no such list.
+    expect(not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted")
+    expect(not hasattr(causal.config, "scale_emb"), "its embeddings are scaled")
+    return model
+
+
+def read_norm(norm: RMSNorm) -> Norm:
+    """The weight of an `RMSNorm`; a new field may mean that it computes something else.
+
+    Raises:
+        UnknownLayer: It is a norm of another kind.
+    """
+    plain = (
+        type(norm) is RMSNorm
+        and norm.has_weight
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        and norm.override_orig_dtype is None
+    )
+    expect(plain, "it has a norm of its own kind")
+    return Norm(norm.weight.data, norm.variance_epsilon)
+
+
+def read_layers(
+    model: Any, pool: MHATokenToKVPool
+) -> list[Layer] | list[QuantizedLayer] | list[ExpertLayer]:
+    """The layers of a model in their order, all of one kind.
+
+    Args:
+        model: As :func:`find_decoder` gives it.
+        pool: Where its KV is.
+
+    Raises:
+        UnknownLayer: One of them is not known.
+    """
+    build = _BUILDS[type(model)]
+    if build[-1] in _MIXTURES:
+        halves = [
+            (*_read_half(layer, build, pool), _read_experts(_mlp(layer))) for layer in model.layers
+        ]
+        return [ExpertLayer(*_plain(parts)) for parts in halves]
+    read = [(*_read_half(layer, build, pool), *_read_mlp(_mlp(layer))) for layer in model.layers]
+    if any(isinstance(part, QuantizedLinear) for part in read[0]):
+        return [QuantizedLayer(*_plain(parts, QuantizedLinear)) for parts in read]
+    return [Layer(*_plain(parts)) for parts in read]
+
+
+def _plain(parts: tuple[Any, ...], kind: type = LinearWeights) -> tuple[Any, ...]:
+    """The parts of a layer whose matrices must all be of one kind."""
+    matrices = [part for part in parts if isinstance(part, LinearWeights | QuantizedLinear)]
+    expect(all(type(part) is kind for part in matrices), "some of its matrices are quantized")
+    return parts
+
+
+def _read_half(
+    layer: Any, build: Any, pool: MHATokenToKVPool
+) -> tuple[Norm, _Matrix, Heads, RadixAttention, _Matrix, Norm]:
+    """A layer up to the norm before its MLP."""
+    of_layer, of_attention, of_mlp = build
+    expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
+    attention = layer.self_attn
+    for part, kind in ((attention, of_attention), (_mlp(layer), of_mlp)):
+        expect(type(part) is kind, f"it has a {type(part).__name__}")
+    return (
+        read_norm(layer.input_layernorm),
+        _read_matrix(attention.qkv_proj, QKVParallelLinear),
+        _read_heads(attention, pool),
+        attention.attn,
+        _read_matrix(attention.o_proj, RowParallelLinear),
+        read_norm(layer.post_attention_layernorm),
+    )
+
+
+def _mlp(layer: Any) -> Any:
+    """What follows the attention of a layer; Mixtral calls it otherwise."""
+    return getattr(layer, "block_sparse_moe", None) or layer.mlp
+
+
+def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
+    expect(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
+    return (
+        _read_matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
+        _read_matrix(mlp.down_proj, RowParallelLinear),
+    )
+
+
+def _read_experts(block: Any) -> Experts:
+    """The experts of a block whose router is a softmax over all of them."""
+    experts, config = block.experts, block.topk.topk_config
+    expect(type(experts) is FusedMoE, f"it has a {type(experts).__name__}")
+    method = experts.quant_method
+    plain = type(method) is UnquantizedFusedMoEMethod and not (
+        method.use_triton_kernels
+        or method.use_flashinfer_trtllm_moe
+        or getattr(experts, "use_intel_amx_backend", False)
+    )
+    expect(plain, f"it has experts with {type(method).__name__} in another order")
+    places = (block.tp_size, getattr(block, "ep_size", 1), experts.moe_ep_size)
+    expect(set(places) == {1}, "its experts are on several devices")
+    plain_choice = (
+        config.scoring_func == "softmax"
+        and not config.use_grouped_topk
+        and not config.num_fused_shared_experts
+        and config.custom_routing_function is None
+        and config.correction_bias is None
+        and config.routed_scaling_factor is None
+        and config.fused_shared_experts_scaling_factor is None
+    )
+    expect(plain_choice, "its router chooses in another way")
+    runs = experts.moe_runner_config
+    changes = (runs.routed_scaling_factor, runs.gemm1_alpha, runs.gemm1_clamp_limit)
+    usual_runs = (
+        (runs.activation, runs.is_gated, runs.apply_router_weight_on_input)
+        == ("silu", True, False)
+        and all(change is None for change in (*changes, runs.swiglu_limit))
+    )  # fmt: skip
+    expect(usual_runs, "its experts compute in another way")
+    router = _read_matrix(block.gate, ReplicatedLinear)
+    if isinstance(router, QuantizedLinear):
+        raise UnknownLayer("its router is quantized")
+    gate_up, down = experts.w13_weight.data, experts.w2_weight.data
+    total, height, width = gate_up.shape
+    chooses, down_shape = router.weight.shape, down.shape
+    shapes = (chooses, down_shape) == ((total, width), (total, width, height // 2))
+    expect(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
+    expect(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
+    return Experts(Router(router.weight, config.top_k, config.renormalize), gate_up, down)
+
+
+def _read_matrix(linear: Any, kind: type) -> _Matrix:
+    if isinstance(linear, BaseLayerWithLoRA):
+        linear = linear.base_layer
+    expect(type(linear) is kind, f"it has a {type(linear).__name__}")
+    try:
+        quantized = read_quantized(linear)
+    except UnknownQuantization as reason:
+        raise UnknownLayer(str(reason)) from reason
+    if quantized is not None:
+        expect(linear.bias is None, f"a quantized {kind.__name__} of it has a bias")
+        return quantized
+    method = type(linear.quant_method)
+    expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
+    weight, bias = linear.weight.data, linear.bias
+    expect(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
+    expect(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
+    expect(not linear.skip_bias_add, "a bias is added elsewhere")
+    return LinearWeights(weight, None if bias is None else bias.data)
+
+
+def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
+    rotary: RotaryEmbedding = attention.rotary_emb
+    layer: RadixAttention = attention.attn
+    # Variants that differ in their table only.
+    turns = isinstance(rotary, RotaryEmbedding) and all(
+        getattr(type(rotary), name) is getattr(RotaryEmbedding, name)
+        for name in ("forward", "forward_cuda", "forward_native")
+    )
+    dim = layer.qk_head_dim
+    expect(turns, f"its positions are a {type(rotary).__name__}'s")
+    expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
+    expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
+    expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
+    query_norm, key_norm = (
+        None if norm is None else read_norm(norm)
+        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    )
+    keys, values = stored_kv(pool, layer)
+    # Of KV that is stored as it is computed scales are not applied.
+    scaled = layer.k_scale is not None and keys.dtype.itemsize == 1
+    expect(not scaled, "its KV is scaled")
+    for stored in (keys, values):
+        expect(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
+    return Heads(
+        layer.tp_q_head_num,
+        query_norm,
+        key_norm,
+        rotary.cos_sin_cache,
+        rotary.is_neox_style,
+        keys,
+        values,
+    )

@@ -1,0 +1,197 @@
+"""Passes: the batch that SGLang's models take, and the capture of one in a graph.
+
+`ForwardBatch` is passed on for annotations: attention backends read its rows. Of images the
+embeddings are made and held as `MultimodalDataItem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+from pie_driver_sglang.backends.sglang.compat.attention import AttentionBackend, attending
+from pie_driver_sglang.backends.sglang.compat.ranks import capturing_collectives
+
+__all__ = ["ForwardBatch", "MultimodalDataItem", "MultimodalInputs"]
+
+
+class PassInputs(NamedTuple):
+    """The rows of a pass, on the device unless it says otherwise."""
+
+    input_ids: torch.Tensor
+    """``[tokens]`` int64."""
+    positions: torch.Tensor
+    """``[tokens]`` int64."""
+    mrope_positions: torch.Tensor | None
+    """``[3, tokens]`` int64, of a model with several axes."""
+    out_cache_loc: torch.Tensor
+    """``[tokens]`` int64: where their KV goes."""
+    req_pool_indices: torch.Tensor
+    """``[requests]`` int64: rows of the block table."""
+    seq_lens: torch.Tensor
+    """``[requests]`` int64: tokens of each context, with those of this pass."""
+    seq_lens_cpu: torch.Tensor
+    """The same on the host."""
+    seq_lens_sum: int
+    """Their sum, or a bound of it that sizes buffers."""
+
+
+class Extends(NamedTuple):
+    """What an extend has besides, ``[requests]`` int32 each; the last two on the host."""
+
+    seq_lens: torch.Tensor
+    prefix_lens: torch.Tensor
+    start_loc: torch.Tensor
+    seq_lens_cpu: Sequence[int]
+    prefix_lens_cpu: Sequence[int]
+
+
+def make_batch(
+    inputs: PassInputs,
+    extends: Extends | None = None,
+    images: list[MultimodalInputs | None] | None = None,
+) -> ForwardBatch:
+    """A `ForwardBatch` by hand: a version's new fields have defaults, which a pass may not bear.
+
+    Args:
+        inputs: The rows.
+        extends: Of a prefill; None for a decode.
+        images: Of each request, if there are any.
+    """
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE if extends is None else ForwardMode.EXTEND,
+        batch_size=len(inputs.seq_lens),
+        input_ids=inputs.input_ids,
+        positions=inputs.positions,
+        mrope_positions=inputs.mrope_positions,
+        out_cache_loc=inputs.out_cache_loc,
+        req_pool_indices=inputs.req_pool_indices,
+        seq_lens=inputs.seq_lens,
+        seq_lens_cpu=inputs.seq_lens_cpu,
+        seq_lens_sum=inputs.seq_lens_sum,
+        orig_seq_lens=inputs.seq_lens,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    if extends is not None:
+        batch.extend_num_tokens = len(inputs.input_ids)
+        batch.extend_seq_lens = extends.seq_lens
+        batch.extend_prefix_lens = extends.prefix_lens
+        batch.extend_start_loc = extends.start_loc
+        batch.extend_seq_lens_cpu = extends.seq_lens_cpu
+        batch.extend_prefix_lens_cpu = extends.prefix_lens_cpu
+    if images is not None:
+        batch.mm_inputs = images
+    return batch
+
+
+def make_row_batch(rows: int) -> ForwardBatch:
+    """A decode of so many rows without inputs, for what reads only its mode and its size."""
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=rows,
+        input_ids=None,
+        req_pool_indices=None,
+        seq_lens=None,
+        out_cache_loc=None,
+        seq_lens_sum=0,
+    )
+
+
+def is_decode(batch: ForwardBatch) -> bool:
+    """Whether every request of a batch has one row."""
+    return bool(batch.forward_mode.is_decode())
+
+
+def is_prefill(batch: ForwardBatch) -> bool:
+    """Whether a batch is an extend that verifies no drafts."""
+    return bool(batch.forward_mode.is_extend_without_speculative())
+
+
+def skip_planning(batch: ForwardBatch) -> None:
+    """Has the runner leave out its backend's plan of a pass, which attends by another one."""
+    batch.mark_forward_metadata_ready()
+
+
+@contextmanager
+def capturing(backend: AttentionBackend, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within it decodes are captured as SGLang's own runner captures them."""
+    with attending(backend), model_capture_mode(), capturing_collectives(stream):
+        yield
+
+
+def image_pixels(pixels: torch.Tensor, grid: Sequence[int]) -> MultimodalDataItem:
+    """An image as the vision encoders of the Qwen-VL family take it.
+
+    Args:
+        pixels: ``[patches, numbers]`` float32.
+        grid: Patches of each axis: frames, height, width.
+    """
+    return MultimodalDataItem(
+        modality=Modality.IMAGE,
+        feature=pixels,
+        model_specific_data={"image_grid_thw": torch.tensor([list(grid)])},
+    )
+
+
+def image_embeddings(
+    embeddings: torch.Tensor, kv: tuple[int, int], placeholder: int
+) -> MultimodalDataItem:
+    """An image that is encoded already; a version that encodes it all the same has no pixels.
+
+    Args:
+        embeddings: ``[rows, hidden]``.
+        kv: Its first KV index, and the one after its last.
+        placeholder: The token of its rows.
+    """
+    first, end = kv
+    return MultimodalDataItem(
+        modality=Modality.IMAGE,
+        pad_value=placeholder,
+        offsets=[(first, end - 1)],
+        precomputed_embeddings=embeddings,
+    )
+
+
+def image_inputs(items: Iterable[MultimodalDataItem]) -> MultimodalInputs:
+    """The images of a request."""
+    return MultimodalInputs(mm_items=list(items))
+
+
+@contextmanager
+def run_instead(
+    model: Any, run: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor]
+) -> Iterator[None]:
+    """Within it `run` takes the place of a model's `forward`, which SGLang calls by that name.
+
+    Args:
+        model: SGLang's, without its LM head.
+        run: Takes token ids, positions, and the batch; returns hidden states. A pass that has more,
+            as embeddings of images, is refused by a `ValueError`.
+    """
+
+    def forward(
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        *others: None,
+        **named: None,
+    ) -> torch.Tensor:
+        if any(other is not None for other in (*others, *named.values())):
+            raise ValueError("a pass has tokens and nothing else")
+        return run(input_ids, positions, forward_batch)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward

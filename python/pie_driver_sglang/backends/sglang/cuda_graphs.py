@@ -1,0 +1,312 @@
+"""The graph path on a GPU: CUDA graphs, captured at the start and launched by Rust."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pie_driver_sglang._core import STEP_TOP, GraphPath
+from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, capturing
+from pie_driver_sglang.backends.sglang.compat.ranks import place_of
+from pie_driver_sglang.backends.sglang.graph_runner import (
+    GraphRunner,
+    StagedDecode,
+    StepGraph,
+    slot_masks,
+    slot_params,
+    slot_records,
+    stage_blank,
+)
+from pie_driver_sglang.backends.sglang.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.backends.sglang.progress import progress_type
+from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
+from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.backends.sglang.hidden_states import Hidden, StepModel
+    from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
+    from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
+
+
+logger = logging.getLogger(__name__)
+
+
+class CudaSteps(GraphRunner):
+    """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
+
+    def __init__(
+        self,
+        engine: StepModel,
+        specs: Sequence[GraphSpec],
+        slots: int,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Captures the graphs, largest first; those that apply adapters last.
+
+        Args:
+            engine: Runs the model.
+            specs: The graphs, by kind and ascending.
+            slots: Rows of a step that can be sampled, at most.
+            adapters: The driver's; some of `specs` apply them.
+        """
+        super().__init__(engine, specs, slots)
+        self._lora_rows = [spec.rows for spec in specs if spec.kind is GraphKind.LORA]
+        self._stream = torch.cuda.current_stream(self._device)
+        self._captured: dict[tuple[int, GraphKind], torch.cuda.CUDAGraph] = {}
+        self._decodes: dict[tuple[int, bool], StagedDecode] = {}
+        """By rows, and whether adapters are bound."""
+        self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
+        with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
+            self._capture_all(bind)
+
+    def graph_path(self) -> GraphPath:
+        """The graph path that launches these graphs."""
+        plain, grouped, extended = (
+            [
+                (graph.rows, self._captured[graph.rows, kind].raw_cuda_graph_exec())
+                for graph in self._of(kind)
+            ]
+            for kind in STEP_KINDS
+        )
+        stream = self._stream.cuda_stream
+        return GraphPath.cuda(
+            *self._graph_path_memory(),
+            plain,
+            self._slots,
+            stream,
+            self._most,
+            self,
+            grouped,
+            extended,
+        )
+
+    def time(self, rows: int, repeats: int = 50, *, extended: bool = False) -> float:
+        """Microseconds that the last step of up to `rows` rows takes, launched back to back.
+
+        The first of `repeats` launches, in which ranks wait for each other, is not counted.
+
+        Args:
+            rows: Of the step.
+            repeats: Launches.
+            extended: Whether it changed logits.
+
+        Raises:
+            ValueError: The block is staged for a graph of another size.
+        """
+        # The header is the same in all blocks: whether there are groups says which graph ran.
+        kind = GraphKind.GROUPED if self._graphs[0].host["header"][4] else GraphKind.PLAIN
+        kind = GraphKind.EXTENDED if extended else kind
+        graph = next(graph for graph in self._of(kind) if graph.rows >= rows)
+        self.require_staged(graph)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        replay = self._captured[graph.rows, kind].replay
+        with torch.cuda.stream(self._stream):
+            replay()
+            start.record()
+            for _ in range(repeats - 1):
+                replay()
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / (repeats - 1) * 1000
+
+    @torch.inference_mode()
+    def _capture_all(self, bind: Callable[[int], None] | None) -> None:
+        """Captures all graphs; `bind` makes rows such that adapters are applied to."""
+        runner, started = self._engine.runner, time.monotonic()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        most = self._most
+        self._engine.unbind_adapters()
+        runner.attn_backend.init_cuda_graph_state(most, most)
+        pool = torch.cuda.graph_pool_handle()
+        # Other ranks capture the same collective operations at the same time.
+        with capturing(runner.attn_backend, self._stream):
+            # Shown by one rank.
+            hidden = place_of(runner).number != 0
+            graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
+            bar = progress_type()(graphs, desc="capturing graphs", disable=hidden)
+            for graph in bar:
+                captured = self._capture(graph, pool, self._step)
+                self._captured[graph.rows, graph.kind] = captured
+                if graph.kind is GraphKind.PLAIN and graph.slots == graph.rows:
+                    self._decodes[graph.rows, False] = StagedDecode(captured, self._engine.hidden)
+                left = torch.cuda.mem_get_info(self._device)[0] / 2**30
+                bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
+            if bind is not None:
+                self._capture_with_lora(bind, pool)
+        # Only now do collective operations know the memory that graphs use.
+        for graph in self._graphs:
+            stage_blank(graph)
+            self._captured[graph.rows, graph.kind].replay()
+            self._stream.synchronize()
+        for (rows, with_lora), (captured, _) in self._decodes.items():
+            if with_lora:
+                stage_blank(self._plain(rows))
+                captured.replay()
+                self._stream.synchronize()
+        self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
+        logger.info(
+            "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
+            len(self._captured) + sum(with_lora for _, with_lora in self._decodes),
+            most,
+            time.monotonic() - started,
+            self.graph_bytes / 2**30,
+        )
+
+    def _capture_with_lora(self, bind: Callable[[int], None], pool: Any) -> None:
+        """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
+        for rows in reversed(self._lora_rows):
+            bind(rows)
+            captured = self._capture(self._plain(rows), pool, self._run_with_lora)
+            self._decodes[rows, True] = StagedDecode(captured, self._engine.hidden)
+
+    def _run_with_lora(self, graph: StepGraph) -> None:
+        self._engine.run_model(self._begin(graph))
+
+    def _capture(
+        self, graph: StepGraph, pool: Any, step: Callable[[StepGraph], None]
+    ) -> torch.cuda.CUDAGraph:
+        stage_blank(graph)
+        started = time.monotonic()
+        # Kernels that the first run compiles or tunes cannot be compiled in a capture.
+        step(graph)
+        self._stream.synchronize()
+        ran = time.monotonic()
+        captured = torch.cuda.CUDAGraph()
+        captured.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step(graph)
+        finally:
+            captured.capture_end()
+        seconds = time.monotonic() - ran
+        logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
+        return captured
+
+    def _begin(self, graph: StepGraph) -> ForwardBatch:
+        """What comes before the model, and its input."""
+        from pie_driver_sglang.kernels.sampling import sampler
+
+        engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
+        used = slice(0, graph.bytes)
+        self._block[used].copy_(self._host[used], non_blocking=True)
+        header = fields["header"]
+        words = self._device_mask_words
+        # A mask for each slot; few steps have more words, for a long prefix or many biases.
+        expected = graph.slots * -(-engine.facts.vocab_size // 32)
+        sampler.fetch(self._mask_words, words, header[3:4], expected)
+        # Changes for which the block has no room come before the masks.
+        changed = fields["table_updates"].view(-1, 2)
+        sampler.update_table(engine.table_pages, changed, words, header[1:2])
+        batch = self._forward_batch(graph)
+        with self._sharing(graph):
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            backend.init_forward_metadata_in_graph(batch)
+        return batch
+
+    def _step(self, graph: StepGraph) -> None:
+        from pie_driver_sglang.kernels.sampling import sampler
+        from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
+
+        engine, fields, batch = self._engine, graph.device, self._begin(graph)
+        with self._way(graph.rows):
+            engine.run_model(batch)
+        rows = engine.head_logits(graph.sampled(fields))
+        slots = rank_slots(graph.slots, rows.ranks)
+        logits, softcap = self._cut(slots.join(rows.part)), rows.softcap
+        if graph.extended:
+            changed, softcap = self._adjusted(logits, softcap, fields, slots.own), None
+        else:
+            changed = LogitRows(logits)
+        masks, params = slot_masks(fields, slots.own), slot_params(fields, slots.own)
+        sampler.mask_logits(changed, masks, self._device_mask_words)
+        results = self._results[: graph.slots]
+        if graph.extended:
+            # Log-probabilities are of the tokens, and must be there before these are seen.
+            own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        else:
+            own = slots.own_results(results, logits.device)
+        sampler.sample_step(changed, params, own, fields["header"][:1], softcap)
+        if graph.extended:
+            self._find_places(fields, changed, own, slots)
+            slots.publish(own, results)
+        else:
+            slots.share(own, results)
+
+    def _adjusted(
+        self,
+        logits: torch.Tensor,
+        softcap: float | None,
+        fields: Mapping[str, torch.Tensor],
+        own: slice,
+    ) -> LogitRows:
+        """The logits as requests ask for them, after the tokens of the step are noted."""
+        from pie_driver_sglang.kernels.sampling.penalties import note, widened
+
+        history, words = self._engine.history, self._device_mask_words
+        slots, ids = fields["out_cache_loc"], fields["input_ids"]
+        note(history.tokens, slots, ids, words, fields["header"][5:7])
+        records = slot_records(fields, own, words)
+        rows = widened(logits, records.slots, _place_records(fields, own), softcap)
+        history.adjust(rows.latest(), records)
+        return rows
+
+    def _find_places(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        rows: LogitRows,
+        tokens: torch.Tensor,
+        slots: RankSlots,
+    ) -> None:
+        """Writes the words of the places of this rank's slots, and those of other ranks."""
+        from pie_driver_sglang.kernels.sampling import token_logprobs
+
+        # Rows of which this is asked were changed, if only to float32.
+        records, logits = _place_records(fields, slots.own), rows.latest()
+        words = self._device_mask_words
+        if not slots.divided:
+            token_logprobs.find(logits, tokens, records, words, self._places, STEP_TOP)
+            return
+        found = torch.zeros_like(self._places, device=logits.device)
+        token_logprobs.find(logits, tokens, records, words, found, STEP_TOP)
+        self._places.copy_(slots.join_words(found), non_blocking=True)
+
+    def padded(self, rows: int, *, with_lora: bool) -> int:
+        """Rows of a step; see `GraphRunner.padded`."""
+        return min(count for count, binds in self._decodes if binds == with_lora and count >= rows)
+
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
+        """Runs a decode that the Python path has staged; see `GraphRunner.decode`."""
+        padded = self.padded(rows, with_lora=with_lora)
+        self._take(staged, rows, padded)
+        captured, hidden = self._decodes[padded, with_lora]
+        captured.replay()
+        return hidden
+
+    def _way(self, rows: int) -> AbstractContextManager[None]:
+        """How the model runs: as few kernels, where it can."""
+        fused = self._engine.fused
+        return fused.applied() if fused is not None and fused.takes(rows) else nullcontext()
+
+
+def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:
+    """``[slots, 6]`` int32: which log-probabilities are asked of slots."""
+    return fields["places"].view(-1, STEP_RECORD_WORDS)[slots]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, nothing is collected: an event or a graph that ends invalidates a running capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    torch.cuda.empty_cache()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,114 @@
+"""The graph path on the CPU: each step is a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from pie_driver_sglang._core import GraphPath
+from pie_driver_sglang.backends.sglang.compat.attention import attending
+from pie_driver_sglang.backends.sglang.graph_runner import (
+    CPU_ROWS_PER_REQUEST,
+    GraphRunner,
+    StepGraph,
+    slot_masks,
+    slot_params,
+    slot_records,
+)
+from pie_driver_sglang.backends.sglang.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.kernels.sampling.logprobs_reference import Places, place_words
+from pie_driver_sglang.kernels.sampling.reference import apply_masks, sample_rows
+from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
+from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.backends.sglang.hidden_states import Hidden
+
+
+class CpuSteps(GraphRunner):
+    """Steps on the CPU: the staging block is the device's, and a graph is a call."""
+
+    def graph_path(self) -> GraphPath:
+        """The graph path that runs these steps."""
+        plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in STEP_KINDS)
+        memory = self._graph_path_memory()
+        return GraphPath.call(
+            *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended
+        )
+
+    @torch.inference_mode()
+    def run(self, number: int) -> None:
+        """Runs the staged step of graph `number`; called by Rust."""
+        graph, fields = self._graphs[number], self._graphs[number].host
+        step, updates, _ = fields["header"][:3].tolist()
+        changed = fields["table_updates"][: 2 * updates].view(-1, 2)
+        self._engine.update_table(changed)
+        further = self._mask_words[: 2 * (updates - len(changed))]
+        self._engine.update_table(further.view(-1, 2).long())
+        if graph.extended:
+            self._note_tokens(fields)
+        self._engine.unbind_adapters()
+        self._run_model(graph)
+        rows = self._engine.head_logits(graph.sampled(fields))
+        slots = rank_slots(graph.slots, rows.ranks)
+        logits = self._cut(slots.join(rows.part))
+        if rows.softcap is not None:
+            logits = rows.softcap * torch.tanh(logits / rows.softcap)
+        logits = logits.float()
+        if graph.extended:
+            self._engine.history.adjust(logits, slot_records(fields, slots.own, self._mask_words))
+        apply_masks(logits, slot_masks(fields, slots.own), self._mask_words)
+        tokens = sample_rows(logits, slot_params(fields, slots.own))
+        if graph.extended:
+            self._look_up_places(fields, logits, tokens, slots)
+        results = self._results[: graph.slots]
+        own = slots.own_results(results, logits.device)
+        own.copy_((step << 32) | tokens)
+        slots.share(own, results)
+
+    def padded(self, rows: int, *, with_lora: bool) -> int:
+        """Rows of a step; see `GraphRunner.padded`."""
+        return next(graph.rows for graph in self._of(GraphKind.PLAIN) if graph.rows >= rows)
+
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
+        """Runs a decode that the Python path has staged; see `GraphRunner.decode`."""
+        self._run_model(self._take(staged, rows, self.padded(rows, with_lora=with_lora)))
+        return self._engine.hidden
+
+    def _note_tokens(self, fields: Mapping[str, torch.Tensor]) -> None:
+        rows, first, count = fields["header"][[2, 5, 6]].tolist()
+        history = self._engine.history
+        pairs = self._mask_words[first : first + 2 * count].view(-1, 2).long()
+        history.note(pairs[:, 0], pairs[:, 1])
+        history.note(fields["out_cache_loc"][:rows], fields["input_ids"][:rows])
+
+    def _look_up_places(
+        self,
+        fields: dict[str, torch.Tensor],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: RankSlots,
+    ) -> None:
+        """Writes the words of the places of this rank's slots, and those of other ranks."""
+        records = fields["places"].view(-1, STEP_RECORD_WORDS)
+        if not bool(records[:, 0].any()):
+            return
+        own = Places.of_step(records[slots.own], self._mask_words)
+        found = torch.zeros_like(self._places)
+        if len(own.slots):
+            first = int(records[slots.own][own.slots[0], 1])
+            words = place_words(logits, own, tokens)
+            found[first : first + len(words)] = words
+        self._places.copy_(slots.join_words(found))
+
+    def _run_model(self, graph: StepGraph) -> None:
+        batch = self._forward_batch(graph)
+        batch.seq_lens_sum = int(graph.host["seq_lens"].sum())
+        backend = self._engine.runner.attn_backend
+        # SGLang's runner has room for a row of each request, and a step may have more.
+        with attending(backend):
+            with self._sharing(graph):
+                backend.init_forward_metadata(batch)
+            self._engine.run_model(batch)

@@ -1,0 +1,455 @@
+"""The engine: SGLang's `ModelRunner`, fed from the planner's staging block."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pie_driver_sglang.backends.sglang.attention.masked import MaskedAttention
+from pie_driver_sglang.backends.sglang.compat.logits import (
+    LogitsMetadata,
+    LogitsProcessor,
+    compute_logits,
+    compute_part,
+    divert,
+)
+from pie_driver_sglang.backends.sglang.compat.passes import (
+    Extends,
+    ForwardBatch,
+    PassInputs,
+    is_prefill,
+    make_batch,
+)
+from pie_driver_sglang.backends.sglang.device import find_loss
+from pie_driver_sglang.backends.sglang.hidden_states import Hidden, RowLogits
+from pie_driver_sglang.backends.sglang.measure import free_bytes, weight_bytes
+from pie_driver_sglang.backends.sglang.staging import views
+from pie_driver_sglang.backends.sglang.vision import ImageInputs
+from pie_driver_sglang.engine.executor import Facts
+from pie_driver_sglang.kernels.sampling.logprobs_reference import PLACE_WORDS, Places, place_words
+from pie_driver_sglang.kernels.sampling.outputs import Outputs
+from pie_driver_sglang.kernels.sampling.reference import apply_masks, run_group
+from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
+from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records, TokenHistory
+from pie_driver_sglang.memory.types import Loaded
+
+if TYPE_CHECKING:
+    from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
+    from pie_driver_sglang.backends.sglang.boot import Booted
+    from pie_driver_sglang.backends.sglang.graph_runner import GraphRunner
+    from pie_driver_sglang.backends.sglang.layers.selection import FusedLayers
+    from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
+    from pie_driver_sglang.backends.sglang.page_pools import PagePools
+    from pie_driver_sglang.backends.sglang.state_pool import StatePool
+    from pie_driver_sglang.ranks.commands import Forward
+
+
+class _Block:
+    """A staging block and, for each field, a view over its whole capacity."""
+
+    def __init__(self, memory: torch.Tensor, layout: Mapping[str, tuple[str, int, int]]) -> None:
+        self.memory = memory
+        self.fields = views(memory, layout)
+        # The slot fields lie first, table updates and masks last: an upload ends with what is used.
+        self.slots_end = layout["req_pool_indices"][1]
+        self.updates_offset = layout["table_updates"][1]
+        self.masks_offset = layout["mask_words"][1]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.fields[name]
+
+
+class SglangExecutor:
+    """Implements `ModelExecutor`, or a rank's part of one."""
+
+    recovers = True
+
+    def __init__(
+        self,
+        booted: Booted,
+        planner: Planner,
+        facts: Facts,
+        pools: PagePools,
+        adapters: Adapters | None,
+        states: StatePool | None,
+    ) -> None:
+        self.runner = booted.runner
+        self.plan = booted.plan
+        self._pools = pools
+        self._adapters = adapters
+        self._states = states
+        self._row_adapters: list[int] | None = None
+        self.facts = facts
+        device = torch.device(self.runner.device)
+        layout = dict(planner.layout)
+        on_cuda = device.type == "cuda"
+        host = torch.zeros(planner.block_bytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self.block: npt.NDArray[np.uint8] = host.numpy()
+        self._host = _Block(host, layout)
+        # On the CPU the staging block is the device block.
+        self._device = (
+            _Block(torch.zeros_like(host, device=device), layout) if on_cuda else self._host
+        )
+        self._copied: torch.cuda.Event | None = None
+        if on_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        table = self.runner.req_to_token_pool.req_to_token
+        self.table_pages = table.view(-1, facts.page_size)
+        self.history = TokenHistory(
+            table, (facts.total_pages + 1) * facts.page_size, facts.vocab_size
+        )
+        """What was produced by requests with penalties."""
+        self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
+        self._masked_attention = MaskedAttention(self.runner)
+        chunk_tokens = layout["input_ids"][2]
+        self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
+        self.steps: GraphRunner | None = None
+        self.fused: FusedLayers | None = None
+        """Of a model that few kernels can run."""
+        self.active: Mapping[str, Any] = {}
+        self._hidden: Hidden | None = None
+        self._h2d_ns = self._sync_ns = 0
+        # Logits are computed for sampled rows only.
+        divert(self.runner.model, self._keep_hidden)
+
+    def find_loss(self) -> str | None:
+        """Asks the device; see `ModelExecutor.find_loss`."""
+        return find_loss(self.plan.device.name)
+
+    def make_graph_path(self) -> GraphPath | None:
+        """Makes the graph path; see `ModelExecutor.make_graph_path` in `engine/executor.py`."""
+        return None if self.steps is None else self.steps.graph_path()
+
+    def _keep_hidden(
+        self,
+        processor: LogitsProcessor,
+        states: torch.Tensor,
+        input_ids: Any,
+        lm_head: Any,
+        metadata: LogitsMetadata,
+    ) -> None:
+        rows = self._row_adapters
+        self._hidden = Hidden(processor, states, input_ids, lm_head, metadata, rows)
+
+    @torch.inference_mode()
+    def forward(self, batch: Pass | Forward) -> None:
+        """Runs the staged pass; see `ModelExecutor.forward`."""
+        self._upload_bytes(self.pass_bytes(batch))
+        self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
+        if batch.noted is not None:
+            self._note_tokens(batch.noted, batch.tokens)
+        self._hidden = None
+        if self.steps is not None and batch.decode and batch.mask is None and batch.images is None:
+            self._run_step(self.steps, batch)
+        else:
+            self._run_eagerly(batch)
+        self._await_copy()
+
+    def _note_tokens(self, further: bytes, tokens: int) -> None:
+        """Notes the tokens of the staged pass, and further pairs of storage slot and token."""
+        fields = self._device
+        if further:
+            pairs = torch.from_numpy(_numbers(further).reshape(-1, 2).copy())
+            slots, ids = pairs.to(fields.memory.device).unbind(1)
+            self.history.note(slots, ids)
+        self.history.note(fields["out_cache_loc"][:tokens], fields["input_ids"][:tokens])
+
+    def _run_step(self, steps: GraphRunner, batch: Pass | Forward) -> None:
+        """Runs a decode as the graph path does, except for its outputs."""
+        if batch.adapters is None:
+            self.unbind_adapters()
+        else:
+            adapters, numbers = self._with_adapters(), _numbers(batch.adapters).tolist()
+            padding = steps.padded(len(numbers), with_lora=True) - len(numbers)
+            # By an adapter of the pass: those that it has may fill all slots.
+            adapters.bind_rows([*numbers, *(numbers[-1:] * padding)])
+            self._row_adapters = numbers if adapters.embed(numbers) else None
+        hidden = steps.decode(
+            self._host.fields, batch.requests, with_lora=batch.adapters is not None
+        )
+        self._hidden = hidden._replace(adapters=self._row_adapters)
+        if self._copied is not None and not batch.slots:
+            # Nothing waits for its outputs, but the next step is staged where it reads.
+            self._copied.record()
+
+    def _run_eagerly(self, batch: Pass | Forward) -> None:
+        forward_batch = self._forward_batch(batch)
+        if self._adapters is not None:
+            self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
+        if self._states is not None and batch.states is not None:
+            self._states.assign(forward_batch.req_pool_indices, batch.states)
+        with self._way(batch, forward_batch):
+            self.runner.forward(forward_batch)
+
+    def _way(
+        self, batch: Pass | Forward, forward_batch: ForwardBatch
+    ) -> AbstractContextManager[None]:
+        """How a pass is run, where that is not SGLang's own way."""
+        if batch.mask is not None:
+            return self._masked_attention.applied(batch.mask, forward_batch)
+        if self.fused is not None and is_prefill(forward_batch):
+            return self.fused.prefilling()
+        return contextlib.nullcontext()
+
+    def unbind_adapters(self) -> None:
+        """Makes the model one without adapters until the next :meth:`forward`."""
+        if self._adapters is not None:
+            self._adapters.unbind()
+            self._row_adapters = None
+
+    def sample(self, group: SlotGroup) -> Outputs:
+        """Computes the staged group; see `ModelExecutor.sample`."""
+        return self.sample_logits(group, self.slot_logits(group))
+
+    @torch.inference_mode()
+    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
+        """The logits of the staged slots: ``[slots, vocabulary]`` float32."""
+        self._upload_slots(group)
+        return self.logits(self._device["slot_rows"][: len(group)])
+
+    @torch.inference_mode()
+    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
+        """Computes the staged slot group from its logits, which may be changed."""
+        slots, fields = len(group), self._device
+        if group.records:
+            self.history.adjust(logits, _records(group, logits.device))
+        if group.mask_words:
+            apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
+        names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
+        params = SlotParams(*(fields[name][:slots] for name in names))
+        labels = None
+        if group.logprobs:
+            pairs = np.frombuffer(group.labels, np.int64).reshape(-1, 2).copy()
+            labels = torch.from_numpy(pairs).to(logits.device)
+        outputs = run_group(logits, group, params, labels)
+        if group.places:
+            places = _places(group, params.temperatures)
+            words = place_words(logits, places, outputs.tokens)
+            outputs = outputs._replace(place_words=words)
+        started = time.perf_counter_ns()
+        outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
+        if self._copied is not None:
+            self._sync_ns += time.perf_counter_ns() - started
+        # A group may have no outputs, and the next step is staged where its graph reads.
+        self._await_copy()
+        return outputs
+
+    @torch.inference_mode()
+    def compute_logits(self, slots: int) -> None:
+        """Computes the logits of the staged slots for the other ranks, which have a part each."""
+        self._upload_bytes(self._host.slots_end)
+        self.logits(self._device["slot_rows"][:slots])
+        self._await_copy()
+
+    def pass_bytes(self, batch: Pass | Forward) -> int:
+        """Length of the staging block's beginning that the pass is in."""
+        return self._host.updates_offset + 16 * batch.updates
+
+    @property
+    def slot_bytes(self) -> int:
+        """Length of the staging block's beginning that slots are in, without their masks."""
+        return self._host.slots_end
+
+    def take_waits(self) -> tuple[int, int]:
+        """Copy and wait times; see `ModelExecutor.take_waits`."""
+        waits = (self._h2d_ns, self._sync_ns)
+        self._h2d_ns = self._sync_ns = 0
+        return waits
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
+        hidden = self.hidden
+        if self._adapters is not None and hidden.adapters is not None:
+            self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
+        states = hidden.states[rows]
+        of_pass = (hidden.input_ids, hidden.head, hidden.metadata)
+        return compute_logits(hidden.processor, states, *of_pass).float()
+
+    def run_model(self, batch: ForwardBatch) -> None:
+        """Runs a decode batch by the model alone, as a graph captures it.
+
+        The batch's metadata and the forward context are the caller's.
+
+        Args:
+            batch: With a request for each row; there may be more than the runner takes.
+        """
+        self._hidden = None
+        self.runner.model.forward(batch.input_ids, batch.positions, batch)
+
+    def head_logits(self, rows: torch.Tensor | None) -> RowLogits:
+        """The LM head of the last pass, as a graph captures it.
+
+        Args:
+            rows: ``[rows]`` int64, those whose logits are wanted; None for all.
+        """
+        hidden = self.hidden
+        states = hidden.states if rows is None else hidden.states[rows]
+        return RowLogits(*compute_part(hidden.processor, states, hidden.head))
+
+    @property
+    def hidden(self) -> Hidden:
+        """What the logits of the last pass can be computed from."""
+        if self._hidden is None:
+            raise RuntimeError("no pass has run: stage and run one before sampling")
+        return self._hidden
+
+    @torch.inference_mode()
+    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages; see `ModelExecutor.copy_pages`."""
+        self._pools.copy(direction, sources, targets)
+
+    def measure_memory(self) -> Loaded:
+        """What the model takes; to be asked after a pass."""
+        states = self._states
+        return Loaded(
+            weights=weight_bytes(self.runner),
+            adapters=self._adapters.slot_bytes if self._adapters else 0,
+            state=states.slot_bytes * (states.slots + 1) if states else 0,
+            graphs=self.steps.graph_bytes if self.steps else 0,
+            tokens=self.runner.max_total_num_tokens,
+            kv=self._pools.device_bytes,
+            free=free_bytes(self.runner),
+        )
+
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Begins to read one; see `ModelExecutor.begin_load`."""
+        self._with_adapters().begin_load(number, adapter_id, path, done)
+
+    def finish_load(self, number: int) -> bool:
+        """Goes on with it; see `ModelExecutor.finish_load`."""
+        return self._with_adapters().finish_load(number)
+
+    def discard_load(self, number: int) -> None:
+        """Forgets it; see `ModelExecutor.discard_load`."""
+        self._with_adapters().discard_load(number)
+
+    def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
+        """Fetches adapters; see `ModelExecutor.fetch_adapters`."""
+        return self._with_adapters().fetch(adapter_ids)
+
+    def load_warm_up_adapter(self) -> None:
+        """For warm-up; see `ModelExecutor.load_warm_up_adapter`."""
+        self._with_adapters().load_warm_up()
+
+    def drop_warm_up_adapter(self) -> None:
+        """After it; see `ModelExecutor.drop_warm_up_adapter`."""
+        self._with_adapters().drop_warm_up()
+
+    def _with_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise RuntimeError("adapters are off")
+        return self._adapters
+
+    @torch.inference_mode()
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies state; see `ModelExecutor.copy_states`."""
+        if self._states is None:
+            raise RuntimeError("the model has no recurrent state")
+        self._states.copy(sources, targets)
+
+    def _upload_slots(self, group: SlotGroup) -> None:
+        self._upload_bytes(self._host.slots_end)
+        if group.mask_words:
+            start = self._host.masks_offset
+            self._upload_bytes(start + 4 * group.mask_words, start)
+
+    def _upload_bytes(self, end: int, start: int = 0) -> None:
+        if self._copied is None:
+            return
+        started = time.perf_counter_ns()
+        used = slice(start, end)
+        self._device.memory[used].copy_(self._host.memory[used], non_blocking=True)
+        self._copied.record()
+        self._h2d_ns += time.perf_counter_ns() - started
+
+    def _await_copy(self) -> None:
+        """The staging block may be written again once the device has read it."""
+        if self._copied is None:
+            return
+        started = time.perf_counter_ns()
+        self._copied.synchronize()
+        self._sync_ns += time.perf_counter_ns() - started
+
+    def update_table(self, changed: torch.Tensor) -> None:
+        """Writes changed block-table entries.
+
+        Args:
+            changed: ``[updates, 2]`` int64: entry, and first storage slot of its page.
+        """
+        if not len(changed):
+            return
+        slots = changed[:, 1:].to(self._page_offsets.dtype) + self._page_offsets
+        self.table_pages[changed[:, 0]] = slots
+
+    def _forward_batch(self, batch: Pass | Forward) -> ForwardBatch:
+        device, host = self._device, self._host
+        tokens, requests = batch.tokens, batch.requests
+        inputs = PassInputs(
+            input_ids=device["input_ids"][:tokens],
+            positions=device["positions"][:tokens],
+            mrope_positions=self._images.positions(batch, device["positions"][:tokens]),
+            out_cache_loc=device["out_cache_loc"][:tokens],
+            req_pool_indices=device["req_pool_indices"][:requests],
+            seq_lens=device["seq_lens"][:requests],
+            seq_lens_cpu=host["seq_lens"][:requests],
+            seq_lens_sum=batch.seq_lens_sum,
+        )
+        extends = None
+        if not batch.decode:
+            extends = Extends(
+                seq_lens=device["extend_seq_lens"][:requests],
+                prefix_lens=device["extend_prefix_lens"][:requests],
+                start_loc=device["extend_start_loc"][:requests],
+                seq_lens_cpu=host["extend_seq_lens"][:requests].tolist(),
+                prefix_lens_cpu=host["extend_prefix_lens"][:requests].tolist(),
+            )
+        images = None if batch.images is None else self._images.inputs(batch.images, requests)
+        return make_batch(inputs, extends, images)
+
+
+def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) -> list[int] | None:
+    """Binds the requests of a pass; returns the adapter of each row if the LM head needs it."""
+    if adapter_ids is None:
+        adapters.unbind()
+        return None
+    ids = _numbers(adapter_ids)
+    numbers = ids.tolist()
+    adapters.bind(batch, numbers)
+    if not adapters.embed(numbers):
+        return None
+    lengths = batch.extend_seq_lens_cpu
+    return numbers if lengths is None else np.repeat(ids, lengths).tolist()
+
+
+def _records(group: SlotGroup, device: torch.device) -> Records:
+    slots, words = (
+        torch.from_numpy(np.frombuffer(part, np.int32).copy()).to(device)
+        for part in (group.records, group.bias_words)
+    )
+    return Records(slots.view(-1, RECORD_WORDS), words)
+
+
+def _places(group: SlotGroup, temperatures: torch.Tensor) -> Places:
+    """The places of a group, whose slots have these temperatures."""
+    device = temperatures.device
+    columns, given = (
+        torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
+        for part, width in ((group.places, PLACE_WORDS), (group.given, 2))
+    )
+    slots, tokens, tops, scaled = columns.unbind(1)
+    # Of slots that are greedy it is 1.
+    divisors = torch.where(scaled > 0, temperatures[slots], 1.0)
+    return Places(slots, tokens, tops, divisors, given)
+
+
+def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(adapter_ids, np.int64)

@@ -1,0 +1,176 @@
+"""The memory plan of a model that SGLang is about to load, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import transformers
+
+from pie_driver_sglang.backends.sglang.compat.model import (
+    attention_layer_count,
+    kv_dtype,
+    recurrent_config,
+    state_bytes,
+    uses_latent_attention,
+)
+from pie_driver_sglang.backends.sglang.compat.settings import Resolved
+from pie_driver_sglang.checkpoint.types import DamagedError, Tensor
+from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
+from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.host import available_bytes
+from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
+from pie_driver_sglang.memory.types import Device, MemorySettings, ModelSizes, Part
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
+    from pie_driver_sglang.backends.sglang.compat.settings import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def measure(name: str, gpu_id: int, ranks: int) -> Device:
+    """What a device has now. Ranks on a CPU share the host's memory evenly."""
+    if name == "cpu":
+        total = psutil.virtual_memory().total
+        return Device("cpu", total, min(available_bytes(), total) // ranks)
+    free, total = torch.cuda.mem_get_info(gpu_id)
+    return Device(name, total, free)
+
+
+def weight_bytes(runner: ModelRunner) -> int:
+    """What the parameters and buffers of a loaded model take."""
+    tensors = [*runner.model.parameters(), *runner.model.buffers()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def free_bytes(runner: ModelRunner) -> int | None:
+    """What a GPU has left for passes; None for a host, where that is others' too."""
+    if runner.device == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(runner.gpu_id)[0])
+
+
+def settings_of(
+    config: DriverConfig, model_config: ModelConfig, args: ServerArgs, device: Device
+) -> MemorySettings:
+    """What a configuration means for the memory."""
+    settings = Resolved(args)
+    planned = memory_settings(
+        config.driver.options,
+        device,
+        config.driver.tensor_parallel_size,
+        context_length=model_config.context_len,
+        page_size=settings.page_size,
+        backends=settings.attention_backends,
+        deterministic=settings.enable_deterministic_inference,
+    )
+    return planned._replace(kept_pages=config.driver.kept_pages)
+
+
+def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> ModelSizes:
+    """The sizes of a model before its weights are read.
+
+    Weights that cannot be known count as none.
+    """
+    shape, recurrent = _shape_of(model_config), recurrent_config(model_config)
+    return sizes_of_shape(
+        shape,
+        _weights(config, model_config, shape, args),
+        config.driver.options,
+        config.model.hf_config,
+        itemsize=model_config.dtype.itemsize,
+        kv_itemsize=kv_dtype(args, model_config).itemsize,
+        state_bytes=0 if recurrent is None else state_bytes(recurrent, Resolved(args).tp_size),
+    )
+
+
+def chosen_experts(model_config: ModelConfig) -> int:
+    """Experts that a row takes; 0 for a dense model."""
+    return _most(model_config.hf_text_config, "num_experts_per_tok")
+
+
+def _shape_of(model_config: ModelConfig) -> Shape:
+    """What SGLang's `ModelConfig` knows of a model, class defaults included."""
+    text, hidden = model_config.hf_text_config, model_config.hidden_size
+    recurrent, latent = recurrent_config(model_config), uses_latent_attention(model_config)
+    inner = _most(text, "intermediate_size") or 4 * hidden
+    kinds = getattr(text, "rope_parameters", None) or {}
+    share = float(getattr(text, "partial_rotary_factor", None) or 1)
+    return Shape(
+        hidden_size=hidden,
+        layers=model_config.num_hidden_layers,
+        kv_layers=attention_layer_count(model_config, recurrent),
+        vocabulary=model_config.vocab_size,
+        heads=model_config.num_attention_heads,
+        kv_heads=model_config.get_total_num_kv_heads(),
+        head_dim=model_config.head_dim,
+        v_head_dim=model_config.v_head_dim,
+        latent=model_config.kv_lora_rank + model_config.qk_rope_head_dim if latent else 0,
+        inner=inner,
+        experts=_most(text, "num_experts", "num_local_experts", "n_routed_experts"),
+        chosen_experts=chosen_experts(model_config),
+        expert_inner=_most(text, "moe_intermediate_size") or inner,
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        positions=_most(text, "max_position_embeddings"),
+        rotary_dim=int(model_config.head_dim * share),
+        rotary_tables=max(1, sum(isinstance(kind, dict) for kind in kinds.values())),
+        recurrent=recurrent is not None,
+    )
+
+
+def _most(config: Any, *names: str) -> int:
+    """A size in a model's configuration, the largest of layers; 0 where it is missing."""
+    value = next(filter(None, (getattr(config, name, None) for name in names)), 0)
+    return int(max(value) if isinstance(value, list | tuple) else value)
+
+
+def _weights(
+    config: DriverConfig, model_config: ModelConfig, shape: Shape, args: ServerArgs
+) -> tuple[Part, ...]:
+    itemsize = model_config.dtype.itemsize
+    loading = loading_of(
+        shape,
+        itemsize,
+        quantized=bool(getattr(model_config.hf_config, "quantization_config", None)),
+        method=model_config.quantization,
+    )
+    try:
+        tensors = _tensors(config, model_config, args)
+    except DamagedError as error:
+        raise StartError(str(error), "download the snapshot again") from error
+    except Exception as error:
+        # The loader will say what is wrong, if anything is.
+        logger.debug("the weights' sizes are not known", exc_info=True)
+        logger.warning("the memory plan does not know the weights: %s", error)
+        return ()
+    on_host = Resolved(args).device == "cpu"
+    rotary = rotary_part(shape, model_config.context_len, itemsize, on_host=on_host)
+    return (*weight_parts(tensors, loading), rotary)
+
+
+def _tensors(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> list[Tensor]:
+    """Those of the snapshot, or of the shape where the weights are made up."""
+    if Resolved(args).load_format == "dummy":
+        return _made_up(model_config)
+    stored = getattr(model_config.hf_config, "dtype", None) or model_config.dtype
+    if isinstance(stored, str):
+        stored = getattr(torch, stored, model_config.dtype)
+    return read_tensors(config.model.snapshot_dir, stored.itemsize)
+
+
+def _made_up(model_config: ModelConfig) -> list[Tensor]:
+    """The tensors that a checkpoint of this shape would have, by transformers' model class."""
+    hf_config = model_config.hf_config
+    make: Any = getattr(transformers, hf_config.architectures[0])
+    itemsize = model_config.dtype.itemsize
+    with torch.device("meta"):
+        parameters = make(hf_config).named_parameters()
+    return [
+        Tensor(name, tuple(value.shape), value.numel() * itemsize, floating=True)
+        for name, value in parameters
+    ]

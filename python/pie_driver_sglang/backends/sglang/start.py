@@ -1,0 +1,42 @@
+"""From a configuration to a loaded rank: the environment, the device, then SGLang itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pie_driver_sglang.backends.sglang import environment
+from pie_driver_sglang.backends.sglang.device import begin_context, check_device
+from pie_driver_sglang.config.types import NEVER_PARK, DriverConfig
+
+if TYPE_CHECKING:
+    from pie_driver_sglang import _core
+    from pie_driver_sglang.backends.sglang.executor import SglangExecutor
+    from pie_driver_sglang.ranks.types import Rank
+
+logger = logging.getLogger(__name__)
+
+
+def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangExecutor]:
+    """Loads a rank's part of the model; all ranks do so at once.
+
+    Raises:
+        DriverError: The device is not there, or the model cannot be loaded or served on it.
+    """
+    device = config.driver.device[rank.number]
+    architectures = config.model.hf_config["architectures"]
+    spins = config.driver.spin_budget_us == NEVER_PARK
+    environment.prepare(device, architectures, spins=spins, ranks=rank.size)
+    begin_context(device)
+    with environment.importing():
+        check_device(device)
+        logger.info("importing SGLang")
+        from pie_driver_sglang.backends.sglang.load import load_engine
+
+    logger.info("loading %s", config.model.snapshot_dir)
+    planner, engine = load_engine(config, rank)
+    if config.driver.options.nvtx:
+        from pie_driver_sglang.backends.sglang.nvtx_ranges import mark_calls
+
+        mark_calls(engine)
+    return planner, engine

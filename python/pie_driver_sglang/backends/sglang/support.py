@@ -1,0 +1,294 @@
+"""Which models a configuration computes right; the others are refused at start, with the reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pie_driver_sglang.backends.sglang.compat.attention import (
+    attention_layers,
+    decode_backend,
+    has_fa3,
+    is_plain,
+)
+from pie_driver_sglang.backends.sglang.compat.model import (
+    is_from_transformers,
+    resolved,
+    uses_latent_attention,
+)
+from pie_driver_sglang.backends.sglang.compat.pools import (
+    has_known_pages,
+    keeps_heads,
+    keeps_state,
+    lies_by_token,
+    paged,
+)
+from pie_driver_sglang.backends.sglang.compat.ranks import place_of
+from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
+from pie_driver_sglang.config.options import PAGED_DECODE
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.limits import GRAPH_BACKENDS
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
+    from pie_driver_sglang.backends.sglang.compat.settings import ServerArgs
+
+QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
+"""Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
+
+
+PAGED_DTYPES = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+"""KV that the backend `pie` reads."""
+_HOPPER = 9
+_FA3_WIDTHS = frozenset({64, 128, 256})
+PAGED_WIDEST = 256
+"""Heads up to which that backend is chosen where none is named."""
+
+
+def check_config(model_config: ModelConfig, attention_backend: str | None) -> None:
+    """Refuses what is known before the weights are read.
+
+    Raises:
+        StartError: The model does not generate text, or the backend cannot serve its attention.
+    """
+    architecture = model_config.hf_config.architectures[0]
+    if not model_config.is_generation:
+        raise StartError(
+            f"{architecture} does not generate text", hint="use a causal language model"
+        )
+    if is_from_transformers(model_config):
+        raise StartError(
+            f"SGLang would take {architecture} from transformers, where it need not attend as the "
+            "model does",
+            hint=f"use an architecture that SGLang {SGLANG_VERSION} has itself, and leave "
+            "`model_impl` alone",
+        )
+    if model_config.is_encoder_decoder:
+        raise StartError(
+            f"{architecture} has an encoder whose output its decoder attends to, for which the "
+            "runtime's pages have no room",
+            hint="use a decoder-only language model",
+        )
+    if attention_backend == "torch_native" and uses_latent_attention(model_config):
+        raise StartError(
+            f"{architecture} uses multi-head latent attention, which the CPU backend lacks",
+            hint='set `device = ["cuda:0"]`',
+        )
+    method = model_config.quantization
+    quantized = getattr(model_config.hf_config, "quantization_config", None)
+    if method in QUANTIZED_CHECKPOINTS and not quantized:
+        raise StartError(
+            f"`quantization` = {method!r} reads quantized checkpoints, and the `config.json` of "
+            "this one has no `quantization_config`",
+            hint="quantize the checkpoint, or choose a method that quantizes what it reads (fp8)",
+        )
+
+
+def check_model(runner: ModelRunner) -> None:
+    """Refuses what SGLang would compute wrongly without an error.
+
+    Raises:
+        StartError: SGLang serves the model without what its configuration or checkpoint asks for.
+    """
+    _check_windows(runner)
+    if getattr(getattr(runner.model, "lm_head", None), "bias", None) is not None:
+        raise StartError(
+            f"the output layer of {type(runner.model).__name__} has a bias, which SGLang ignores",
+            hint="choose a model without one",
+        )
+    if resolved(runner).device == "cpu":
+        _check_cpu(runner)
+
+
+def _check_windows(runner: ModelRunner) -> None:
+    config = runner.model_config.hf_text_config
+    window = sliding_window(config)
+    if window is None or window >= runner.model_config.context_len:
+        return
+    windowed = [layer for layer in attention_layers(runner) if layer.sliding_window_size > -1]
+    kinds = getattr(config, "layer_types", None) or ()
+    expected = list(kinds).count("sliding_attention")
+    if not windowed or (expected and len(windowed) != expected):
+        ignores = f"in {expected - len(windowed)} layers " if windowed else ""
+        raise StartError(
+            f"the model attends to a sliding window of {window} tokens, which SGLang's "
+            f"{type(runner.model).__name__} {ignores}ignores",
+            hint=f"set `context_length = {window}` or choose a model without a window",
+        )
+
+
+def _check_cpu(runner: ModelRunner) -> None:
+    """Refuses what SGLang's code for CPUs ignores.
+
+    Raises:
+        StartError: Attention that is not plain.
+    """
+    remedy = 'set `device = ["cuda:0"]` or choose another model'
+    layers = attention_layers(runner)
+    if any((layer.logit_cap or 0) > 0 for layer in layers):
+        raise StartError(
+            "the model soft-caps its attention scores, which the CPU backend ignores", hint=remedy
+        )
+    if not all(is_plain(layer) for layer in layers):
+        raise StartError(
+            "some of the model's layers attend in a way of their own, which the CPU backend lacks",
+            hint=remedy,
+        )
+
+
+def check_pool(runner: ModelRunner) -> None:
+    """Refuses KV pools that the planner's single slot space cannot describe.
+
+    Raises:
+        StartError: The model needs another pool, or keeps recurrent state on a CPU.
+    """
+    architecture = runner.model_config.hf_config.architectures[0]
+    pool = runner.token_to_kv_pool
+    if keeps_state(pool) and runner.device == "cpu":
+        raise StartError(
+            f"{architecture} keeps recurrent state, for which SGLang has no code on a CPU",
+            hint='set `device = ["cuda:0"]`',
+        )
+    if not has_known_pages(paged(pool)):
+        raise StartError(
+            f"{architecture} needs a {type(pool).__name__}, which this driver does not support",
+            hint="use a model with one pool of keys and values",
+        )
+
+
+def mask_obstacle(runner: ModelRunner) -> str | None:
+    """Why the driver cannot apply attention masks to this model; None when it can."""
+    pool = runner.token_to_kv_pool
+    if not keeps_heads(pool):
+        return f"the model's KV pool is a {type(pool).__name__}"
+    if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the model's KV pool keeps {pool.dtype}"
+    if not all(is_plain(layer) for layer in attention_layers(runner)):
+        return "some of the model's layers attend in a way of their own"
+    return None
+
+
+def paged_decode_refusal(runner: ModelRunner, asked: bool | None) -> str | None:
+    """Why the backend `pie` does not compute a model's decodes; None where it does.
+
+    Args:
+        runner: with its pools.
+        asked: as `DriverOptions.paged_decode`.
+
+    Raises:
+        StartError: It is asked for and cannot.
+    """
+    if asked is False:
+        return f"{PAGED_DECODE} needs a GPU" if runner.device == "cpu" else "another is set"
+    obstacle = paged_decode_obstacle(runner)
+    if asked and obstacle is not None:
+        raise StartError(
+            f"the attention backend {PAGED_DECODE} cannot decode "
+            f"{type(runner.model).__name__}: {obstacle}",
+            hint='set `attention_backend = "triton"`, or remove it',
+        )
+    if not asked:
+        obstacle = obstacle or _paged_decode_doubt(runner)
+    return f"not {PAGED_DECODE}: {obstacle}" if obstacle else None
+
+
+def prefills_by_fa3(runner: ModelRunner) -> bool:
+    """Whether FlashAttention-3 computes prefills where no backend is named.
+
+    It is faster than triton on the GPUs that it is made for (benches/notebook/gpu.md); layers with
+    windows or caps of their own are left to triton.
+    """
+    if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
+        return False
+    pool = paged(runner.token_to_kv_pool)
+    plain = all(
+        is_plain(layer)
+        and layer.sliding_window_size < 0
+        and not layer.logit_cap
+        and layer.qk_head_dim == layer.v_head_dim
+        and layer.qk_head_dim in _FA3_WIDTHS
+        for layer in attention_layers(runner)
+    )
+    fits = pool.dtype == runner.dtype and pool.dtype in (torch.float16, torch.bfloat16)
+    return fits and plain and has_fa3()
+
+
+def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: int) -> None:
+    """Has images encoded by triton where SGLang would take FlashAttention-3 and it is not there."""
+    settings = Resolved(args)
+    if settings.device != "cuda" or not model_config.is_multimodal or settings.vision_backend:
+        return
+    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not has_fa3():
+        change_settings(args, mm_attention_backend="triton_attn")
+
+
+def paged_decode_obstacle(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` cannot decode this model; None when it can."""
+    pool = paged(runner.token_to_kv_pool)
+    if resolved(runner).enable_deterministic_inference:
+        return (
+            "`enable_deterministic_inference` is set, and it adds a row's parts up as the other "
+            "rows of the batch have it"
+        )
+    if not keeps_heads(pool):
+        return f"its KV pool is a {type(pool).__name__}"
+    if pool.dtype not in PAGED_DTYPES:
+        return f"its KV pool keeps {pool.dtype}"
+    if not lies_by_token(pool):
+        return "its KV pool is laid out by heads"
+    if not all(is_plain(layer) for layer in attention_layers(runner)):
+        return "some of its layers attend in a way of their own"
+    return None
+
+
+def _paged_decode_doubt(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` is for this model only if asked for: what it was never tried with."""
+    if keeps_state(runner.token_to_kv_pool):
+        return "the model keeps recurrent state"
+    layers = attention_layers(runner)
+    widest = max((max(layer.qk_head_dim, layer.v_head_dim) for layer in layers), default=0)
+    if widest > PAGED_WIDEST:
+        return f"the model's heads are {widest} wide"
+    return None
+
+
+def graph_path_obstacle(runner: ModelRunner) -> str | None:
+    """Why short batches cannot run as one captured step; None when they can."""
+    settings = resolved(runner)
+    backend = settings.decode_attention_backend or settings.attention_backend
+    if runner.device != "cpu" and backend not in GRAPH_BACKENDS:
+        return (
+            f"the attention backend {backend} plans decodes on the host; "
+            f"set `decode_attention_backend` to one of {', '.join(sorted(GRAPH_BACKENDS))}"
+        )
+    return None
+
+
+def takes_prompts(runner: ModelRunner) -> bool:
+    """Whether a captured step may have more rows than there are requests.
+
+    The tables of SGLang's triton backend have one row for each request. On several GPUs sums of so
+    many rows have not been tried in a graph.
+    """
+    backend = resolved(runner).decode_attention_backend
+    return runner.device == "cpu" or (backend == PAGED_DECODE and place_of(runner).size == 1)
+
+
+def reads_prefixes_once(runner: ModelRunner) -> bool:
+    """Whether decodes read the KV of a shared prefix once: only the backend `pie` may."""
+    return bool(getattr(decode_backend(runner), "knows_groups", False))
+
+
+def sliding_window(config: Any) -> int | None:
+    """The window in tokens, where the configuration switches one on for some layer."""
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
+        return None
+    return int(window)

@@ -1,0 +1,121 @@
+"""Finds and runs a command, and turns its errors into lines and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from pie_driver_sglang.errors import DriverError, nearest
+from pie_driver_sglang.interpreter import refusal
+
+PROGRAM: Final = "pie-sglang"
+INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C, as shells have it."""
+USAGE: Final = 2
+"""Exit status of a wrong command line, as `argparse` has it."""
+
+
+class CliCommand(NamedTuple):
+    """A command: where it is, and one line of help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
+    {
+        "doctor": CliCommand("cli.doctor", "check this machine: versions, GPUs, /dev/shm, caches"),
+        "check": CliCommand("cli.check", "check a Pie configuration without loading the model"),
+        "plan": CliCommand(
+            "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
+        ),
+        "serve": CliCommand(
+            "frontends.sglang_server.serve",
+            "serve a model over HTTP: OpenAI's API, and SGLang's own",
+        ),
+        "generate": CliCommand(
+            "cli.generate", "generate from prompts in arguments, a file or a pipe; prints JSONL"
+        ),
+        "shell": CliCommand("cli.shell", "chat with a model in the terminal"),
+        "bench": CliCommand(
+            "cli.bench", "measure an engine, alone or against SGLang, or a running server"
+        ),
+        "replay": CliCommand(
+            "cli.replay", "send recorded requests at their times and report latencies"
+        ),
+        "demo": CliCommand("demo.questions", "serve a small chat model and ask it a few questions"),
+    }
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `pie-sglang`.
+
+    Args:
+        arguments: The words after the program's name; None for the process's own.
+
+    Returns:
+        0; 1 after an error or a check that failed; 2 for a wrong command line; 130 after Ctrl-C.
+    """
+    if message := refusal(sys.version_info[:2], sys.executable):
+        sys.stderr.write(message)
+        return 1
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:
+        sys.stderr.write(usage())
+        return USAGE
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0
+    if name in ("-V", "--version", "version"):
+        from pie_driver_sglang.cli.version import version_line
+
+        sys.stdout.write(f"{version_line()}\n")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        question = nearest(name, COMMANDS) or f"run `{PROGRAM} --help` for the list of commands"
+        return _fail(f"there is no command {name!r}", question, USAGE)
+    return _run(import_module(f"pie_driver_sglang.{command.module}").main, rest)
+
+
+def usage() -> str:
+    """The help text: each command with its line."""
+    width = max(map(len, COMMANDS))
+    commands = "".join(f"  {name:<{width}}  {c.summary}\n" for name, c in COMMANDS.items())
+    return (
+        f"usage: {PROGRAM} <command> [options]\n\n"
+        "Serve a model on SGLang with pie-driver-sglang, and look after it.\n\n"
+        f"commands:\n{commands}\n"
+        "options:\n"
+        "  --help     show this text; after a command, show its options\n"
+        "  --version  show the version, with the commit where it is known\n\n"
+        f"`python -m pie_driver_sglang <command>` is the same as `{PROGRAM} <command>`.\n"
+    )
+
+
+def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    try:
+        status = command(arguments)
+        sys.stdout.flush()
+    except DriverError as error:
+        return _fail(str(error), error.hint, 1)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output has ended; the exit must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    return status
+
+
+def _fail(message: str, hint: str, status: int) -> int:
+    line = " ".join(message.split())
+    sys.stderr.write(f"{PROGRAM}: {line}\n" + (f"\nhint: {hint}\n" if hint else ""))
+    return status

@@ -1,0 +1,439 @@
+"""SGLang's `ServerArgs` as keyword arguments of the engine: served, passed on, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot, local_path
+from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
+from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
+from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options, valid_names
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.thinking import think_end_of
+from pie_driver_sglang.config.types import ACTIVATION_DTYPES
+from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
+from pie_driver_sglang.frontends.common.adapters import largest_rank, parse_paths
+from pie_driver_sglang.frontends.common.types import EngineArguments
+from pie_driver_sglang.memory.gpus import look_at_cuda, nvml
+from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
+
+#: Arguments that the native runtime takes under SGLang's names.
+SCHEDULER: Final = (
+    "chunked_prefill_size",
+    "constrained_json_disable_any_whitespace",
+    "constrained_json_whitespace_pattern",
+    "disable_radix_cache",
+    "enable_priority_scheduling",
+    "max_queued_requests",
+    "max_running_requests",
+    "priority_scheduling_preemption_threshold",
+    "radix_eviction_policy",
+    "schedule_conservativeness",
+    "schedule_low_priority_values_first",
+    "schedule_policy",
+)
+#: Arguments that this module reads.
+READ: Final = (
+    "base_gpu_id",
+    "device",
+    "download_dir",
+    "dp_size",
+    "dtype",
+    "gpu_id_step",
+    "grammar_backend",
+    "log_level",
+    "lora_paths",
+    "max_total_tokens",
+    "model_path",
+    "preferred_sampling_params",
+    "random_seed",
+    "reasoning_parser",
+    "revision",
+    "served_model_name",
+    "skip_tokenizer_init",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "tokenizer_path",
+    "tp_size",
+)
+#: Arguments of the engine itself, which SGLang does not have.
+OWN: Final = (
+    "devices",
+    "grammar_compile_timeout_s",
+    "grammar_memory_mb",
+    "grammar_timeout_s",
+    "log_file",
+    "max_grammar_bytes",
+    "max_restarts",
+    "max_step_ms",
+    "max_token_gap_ms",
+    "ready_timeout_s",
+    "request_limits",
+)
+#: What SGLang's command line and vLLM call one of SGLang's arguments.
+OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "block_size": "page_size",
+        "data_parallel_size": "dp_size",
+        "enforce_eager": "disable_cuda_graph",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "lora_modules": "lora_paths",
+        "max_loras": "max_loras_per_batch",
+        "max_model_len": "context_length",
+        "max_num_batched_tokens": "chunked_prefill_size",
+        "max_num_seqs": "max_running_requests",
+        "model": "model_path",
+        "no_enable_prefix_caching": "disable_radix_cache",
+        "seed": "random_seed",
+        "tensor_parallel_size": "tp_size",
+        "tokenizer": "tokenizer_path",
+    }
+)
+#: What to do about arguments of vLLM that are not one of SGLang's; names of ours are in braces.
+_ADVICE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "enable_auto_tool_choice": "remove it; {tool_call_parser} enables tool calls by itself",
+        "enable_chunked_prefill": "remove it; prefill is chunked, by {chunked_prefill_size} tokens",
+        "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
+        "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
+        "{schedule_low_priority_values_first}",
+        "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts",
+        "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
+    }
+)
+
+
+def other_engines_flag(flag: str) -> str:
+    """A hint on a flag of another engine that SGLang lacks; empty for any other flag."""
+    argument = flag.removeprefix("--").replace("-", "_")
+    if name := OTHER_NAMES.get(argument):
+        return f"SGLang calls `{flag}` `{_flag(name)}`."
+    return f"{_advice(argument, _flag)}." if argument in _ADVICE else ""
+
+
+def _flag(name: str) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if name in SERVER_ARGS else f"--option {name}=VALUE"
+
+
+def _advice(argument: str, shown: Callable[[str], str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: f"`{shown(found[1])}`", _ADVICE[argument])
+
+
+#: Why an argument of SGLang is refused, by who decides it in this engine.
+_REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adapters": "the driver manages adapters; set `lora_paths` and `max_loaded_loras`",
+        "capacity": "the driver computes its capacity from the memory; set `mem_fraction_static`",
+        "custom": "it needs a Python object in the driver's process",
+        "device": "set `device`, `devices`, `base_gpu_id` or `tp_size`",
+        "disaggregation": "prefill and decode run in one driver",
+        "dtype": "set `dtype`",
+        "graphs": "the driver sizes its CUDA graphs itself; set `cuda_graph_max_bs`",
+        "graphs_off": "set `disable_cuda_graph`, for all graphs",
+        "media": "the offline engine takes text and tokens, no images",
+        "observability": "the engine serves no metrics; `get_server_info()` has its figures",
+        "parallel": "only `tp_size` spreads a model, and only `dp_size` copies it",
+        "pool": "the driver lays out its KV pages itself; set `page_size`",
+        "prefix_cache": "the runtime has a prefix index of its own",
+        "sampling": "the driver samples as each request asks",
+        "schedule": "the runtime schedules by other means than SGLang here",
+        "seed": "set `random_seed`",
+        "server": "there is no HTTP server",
+        "snapshot": "the weights come from `model_path`",
+        "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
+        "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
+        "tokens": "the driver serves only causal language models",
+    }
+)
+
+
+def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
+    """Check keyword arguments, and download the model if it is not here.
+
+    Args:
+        given: Arguments by their names. None for a value means its default.
+
+    Raises:
+        Unsupported: SGLang may do what is asked, but this package does not.
+        ConfigError: An argument is unknown or wrong, or there is no such model.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    _refuse_unserved(values)
+    _check_grammar_backend(values.get("grammar_backend", "llguidance"))
+    _check_limits(values.get("request_limits", {}))
+    # Weights come last: what is wrong with the arguments is reported before the download.
+    model = model_folder(values, with_weights=False)
+    parsed = _parsed(values, model)
+    if values.get("load_format") == "dummy":
+        return parsed
+    complete = model_folder(values, with_weights=True)
+    # The download may bring a later commit than that of the configuration in the cache.
+    return parsed if complete == model else _parsed(values, complete)
+
+
+def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
+    """The arguments checked against the configuration in the model's folder."""
+    devices = _devices(values)
+    kind = devices[0]
+    options = _options(values)
+    checked = parse_options(options, kind)
+    hf_config = load_hf_config(model)
+    check_hf_config(hf_config, checked, values.get("tp_size", 1))
+    taken = {*SCHEDULER, *OWN} - {"devices"}
+    runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
+    runtime |= {
+        "model": str(model),
+        "python": sys.executable,
+        "devices": devices,
+        "replicas": values.get("dp_size", 1),
+        "tensor_parallel_size": values.get("tp_size", 1),
+        "dtype": _dtype(values.get("dtype", "auto"), hf_config, kind),
+        "seed": values.get("random_seed", 42),
+        "options": options,
+    }
+    chunk = runtime.pop("chunked_prefill_size", -1)
+    if chunk != -1:
+        runtime["chunked_prefill_size"] = chunk
+    elif not kind.startswith("cpu"):
+        # As many as a pass of the driver has on a large GPU; a smaller one divides the step.
+        runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
+    _require_integer(values, "max_total_tokens", 1)
+    if "max_total_tokens" in values:
+        runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
+    return EngineArguments(
+        model=model,
+        tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
+        runtime=runtime,
+        sampling=_preferred(values.get("preferred_sampling_params")),
+        speculates="speculative_algorithm" in values,
+        context_length=checked.context_length,
+        adapters=parse_paths(values.get("lora_paths", ())),
+        max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
+        reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
+    )
+
+
+def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
+    """The folder of a model: a path, a packaged model, or a repository's snapshot.
+
+    What is not on this machine is downloaded.
+
+    Args:
+        values: Arguments: `model_path`, `revision` and `download_dir` are read.
+        with_weights: Whether weights are needed, or only configurations and the tokenizer.
+
+    Raises:
+        ConfigError: It is neither a folder nor a repository that can be had.
+    """
+    name = values.get("model_path")
+    if name is None or name == "":
+        raise ConfigError("`model_path` is missing", "name a folder or a repository")
+    if not isinstance(name, str | Path):
+        hint = "name a folder or a repository"
+        raise ConfigError(f"the model is {quoted(name)}, expected a text or a path", hint)
+    for given in ("revision", "download_dir"):
+        if not isinstance(values.get(given), str | Path | None):
+            hint = f"set `{given}` to one, or remove it"
+            raise ConfigError(f"`{given}` is {quoted(values[given])}, expected a text", hint)
+    folder = local_path(name)
+    if folder is not None and folder.is_dir():
+        return folder
+    if str(name) in MODELS:
+        return packaged_folder(str(name))
+    revision, cache = values.get("revision"), values.get("download_dir")
+    return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
+
+
+def step_image_bytes(plan: EngineArguments) -> int:
+    """Most bytes that the images of a step bring: as the driver has room for; 0 for none."""
+    options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
+    return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
+
+
+def _refuse_unserved(values: Mapping[str, Any]) -> None:
+    known = {*SCHEDULER, *READ, *OWN, *valid_names()}
+    for name, value in values.items():
+        if name in known:
+            continue
+        field = SERVER_ARGS.get(name)
+        if field is None:
+            raise _unknown(name, {*known, *SERVER_ARGS})
+        if field.owner is not None and field.owner != "key":
+            why = _REASONS.get(field.owner, "the driver decides it")
+            raise Unsupported(
+                f"the argument `{name}` = {quoted(value)} is not served: {why}", f"remove `{name}`"
+            )
+
+
+def _unknown(name: str, known: set[str]) -> ConfigError:
+    hint = nearest(name, known)
+    if name in OTHER_NAMES:
+        hint = f"SGLang calls it `{OTHER_NAMES[name]}`"
+    elif name in _ADVICE:
+        hint = _advice(name, str)
+    return ConfigError(
+        f"there is no argument {quoted(name)}", hint or "the names are those of SGLang's ServerArgs"
+    )
+
+
+def _options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `[driver.options]`: its own names, and what goes on to SGLang."""
+    taken = {*SCHEDULER, *READ, *OWN}
+    options = {name: value for name, value in values.items() if name not in taken or name in _BOTH}
+    # As SGLang has it: a repository's code runs only where the caller says so.
+    options.setdefault("trust_remote_code", False)
+    if values.get("lora_paths"):
+        # As SGLang does, unless adapters are turned off by name.
+        options.setdefault("enable_lora", True)
+        # As SGLang does, too; smaller ones keep the default, for adapters that come later.
+        largest = largest_rank(parse_paths(values["lora_paths"]))
+        if largest > parse_options({}, "cpu").max_lora_rank:
+            options.setdefault("max_lora_rank", largest)
+    if "log_level" in values:
+        # Python's name of the highest level, which the driver does not use.
+        level = str(values["log_level"]).lower()
+        options["log_level"] = "error" if level == "critical" else level
+    algorithm = values.get("speculative_algorithm")
+    if algorithm is not None:
+        if str(algorithm).upper() != "NGRAM":
+            raise Unsupported(
+                f"`speculative_algorithm` is {quoted(algorithm)}: it drafts by n-grams only",
+                'set `speculative_algorithm="NGRAM"`, or remove it',
+            )
+        options["spec_ngram_enabled"] = True
+        if "speculative_num_draft_tokens" in values:
+            options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
+    return options
+
+
+_BOTH: Final = frozenset({"chunked_prefill_size"})
+"""Settings of the scheduler and of the driver."""
+
+
+_OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
+"""Devices of SGLang that the driver does not run on."""
+_DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
+
+
+def _devices(values: Mapping[str, Any]) -> list[str]:
+    ranks, replicas = values.get("tp_size", 1), values.get("dp_size", 1)
+    for name, count in (("tp_size", ranks), ("dp_size", replicas)):
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 64:
+            raise ConfigError(f"`{name}` is {quoted(count)}", f"set `{name}` from 1 to 64")
+    needed = ranks * replicas
+    for name, least in (("base_gpu_id", 0), ("gpu_id_step", 1)):
+        _require_integer(values, name, least)
+    listed = values.get("devices")
+    if listed is None:
+        device = values.get("device") or ("cuda" if has_gpu() else "cpu")
+        listed = _numbered(device, needed, values)
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes)
+    if not is_list or len(listed) != needed or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(
+            f"`devices` is {quoted(listed)}, but `tp_size` times `dp_size` is {needed}",
+            f"list {needed} devices, as `cuda:0`",
+        )
+    return list(listed)
+
+
+def _require_integer(values: Mapping[str, Any], name: str, least: int) -> None:
+    value = values.get(name, least)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise ConfigError(
+            f"`{name}` is {quoted(value)}, expected an integer from {least} on",
+            f"set `{name}` to one, or remove it",
+        )
+
+
+def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
+    if device == "cpu":
+        return ["cpu", *(f"cpu:{number}" for number in range(1, needed))]
+    if device != "cuda":
+        kind = Unsupported if device in _OTHER_DEVICES else ConfigError
+        raise kind(
+            f"`device` is {quoted(device)}, expected `cuda` or `cpu`",
+            "name single GPUs by `devices` or `base_gpu_id`",
+        )
+    first, step = values.get("base_gpu_id", 0), values.get("gpu_id_step", 1)
+    return [f"cuda:{first + step * number}" for number in range(needed)]
+
+
+def has_gpu() -> bool:
+    """Whether this process may use a GPU: NVIDIA's driver shows one that is not hidden."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and bool(look_at_cuda(nvml()).gpus)
+
+
+def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
+    """The type of the activations, as SGLang resolves it on a GPU."""
+    if isinstance(name, str):
+        name = _DTYPE_ALIASES.get(name.lower(), name.lower())
+    if name == "auto":
+        # Half precision is emulated on most CPUs.
+        return "float32" if device.startswith("cpu") else auto_dtype(hf_config)
+    if name not in ACTIVATION_DTYPES:
+        raise ConfigError(
+            f"`dtype` is {quoted(name)}, expected auto or one of {', '.join(ACTIVATION_DTYPES)}",
+            'set `dtype="auto"`, or remove it',
+        )
+    return str(name)
+
+
+def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
+    name = values.get("tokenizer_path") or values["model_path"]
+    if str(name) == str(values["model_path"]):
+        return model
+    # A revision is the model's: the tokenizer is another repository.
+    return model_folder({**values, "model_path": name, "revision": None}, with_weights=False)
+
+
+def _check_limits(limits: Any) -> None:
+    try:
+        _core.check_request_limits(limits)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"`request_limits` is {quoted(limits)}: {error}",
+            'e.g. `request_limits={"stop_strings": 5000}`; docs/limits.md lists them',
+        ) from None
+
+
+def _check_grammar_backend(name: Any) -> None:
+    if name != "llguidance":
+        raise Unsupported(
+            f"the argument `grammar_backend` = {quoted(name)} is not served: grammars are followed "
+            "in Rust, by llguidance",
+            "remove `grammar_backend`",
+        )
+
+
+def _reasoning_parser(name: Any) -> str | None:
+    """Checks the name. With `auto` SGLang's server finds it out."""
+    if name in (None, "auto"):
+        return None
+    think_end_of(str(name))
+    return str(name)
+
+
+def _preferred(text: Any) -> Mapping[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"`preferred_sampling_params` is {quoted(text)}, expected a JSON object",
+            "e.g. `preferred_sampling_params='{\"temperature\": 0.7}'`",
+        )
+    return found

@@ -1,0 +1,471 @@
+"""`pie_driver_sglang.Engine`: SGLang's offline engine on this driver."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self, TypeVar
+
+from pie_driver_sglang import __version__, _core
+from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.thinking import think_end_of
+from pie_driver_sglang.errors import ConfigError, DriverError, quoted
+from pie_driver_sglang.frontends.common.adapters import AdapterUpdate, EngineAdapters, parse_paths
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
+from pie_driver_sglang.frontends.common.types import EngineArguments
+from pie_driver_sglang.frontends.offline.answers import CallAnswers
+from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptReader
+from pie_driver_sglang.frontends.offline.requests import Asked, Call, OpenRequests
+from pie_driver_sglang.observability.active import ActiveFile
+
+logger = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=DriverError)
+
+_WAIT_S: Final = 0.1
+"""How often a start looks for new lines of the drivers' log."""
+
+MAX_STEP_MS: Final = 2000.0
+"""Of a step while nothing streams: only calls of the same process wait for it."""
+
+
+class Engine:
+    """Generates text and tokens without a server. Use it as a context manager, or call `shutdown`.
+
+    Example::
+
+        with Engine(model_path="Qwen/Qwen3-0.6B") as engine:
+            print(engine.generate("The capital of France is")["text"])
+
+    Methods may be called from several threads and coroutines at once; requests of all calls run in
+    one batch. A driver that dies is started again, and its requests go on where they were. An
+    engine that nobody refers to any more is shut down, and so is one at the end of the process. A
+    fork of the process cannot use it.
+
+    Attributes:
+        tokenizer: The model's; None with `skip_tokenizer_init`.
+    """
+
+    def __init__(
+        self, *, on_start: Callable[[float, str], None] | None = None, **arguments: Any
+    ) -> None:
+        """Start the drivers and wait until they serve.
+
+        Args:
+            on_start: Called at least ten times a second while they load, with the seconds so far
+                and a new line of their log; an empty one where there is none.
+            arguments: Those of SGLang's `ServerArgs`, of which `model_path` is needed, and
+                those that only this engine has (docs/engine.md lists both).
+
+        Raises:
+            ConfigError: An argument is unknown, not served or wrong.
+            StartError: The drivers cannot start.
+        """
+        parsed = _with_hint(parse_arguments, arguments)
+        self._arguments: EngineArguments = parsed
+        self._given = dict(arguments)
+        started = time.monotonic()
+        folder = parsed.tokenizer
+        self.tokenizer = None if folder is None else _with_hint(ModelTokenizer, folder)
+        active = ActiveFile()
+        runtime = self._make_runtime(parsed, active)
+        try:
+            _wait(runtime, on_start, started)
+            self._capabilities: dict[str, Any] = runtime.capabilities()
+            self._adapters = EngineAdapters(runtime, parsed.max_adapters)
+            for adapter in parsed.adapters:
+                _with_hint(self._adapters.load, adapter)
+            self._prompts = PromptReader(
+                self.tokenizer, parsed.sampling, self._adapters, self.context_length
+            )
+            self._attach(runtime, OpenRequests(runtime), active)
+        except BaseException:
+            runtime.shutdown()
+            raise
+        self._start_s = time.monotonic() - started
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
+        extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Generate from one prompt or several.
+
+        Args:
+            prompt: A text, or a list of texts.
+            sampling_params: SGLang's parameters for all prompts, or a list with those of each.
+            input_ids: Tokens instead of text, or a list of them.
+            stream: Return an iterator over the answers as they grow.
+            rid: The requests' names; made up where there are none.
+            priority: Higher comes first, with `enable_priority_scheduling`.
+            session_id: A conversation, whose pages are kept.
+            extra_key: Requests with different keys share no prefix.
+            lora_path: Name of the loaded adapter to use, for all prompts or a list with that of
+                each; None for the model alone.
+            require_reasoning: A grammar binds what comes after the model's thinking; needs
+                `reasoning_parser`.
+            others: `return_logprob`, `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`
+                and `return_text_in_logprobs`, with SGLang's meanings, for all prompts or a list
+                with those of each; and arguments of SGLang's `generate` that must be empty here.
+
+        Returns:
+            A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
+            prompts, or if `n` is not 1; with `stream` an iterator over such dictionaries, each with
+            all that its sequence has so far, and with `index` if there are several.
+
+        Raises:
+            ConfigError: An argument or a parameter is unknown, not served or wrong.
+            StartError: The drivers are gone.
+        """
+        prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        if stream:
+            return self._streamed(prompts, extra)
+        return self._collected(prompts, extra)
+
+    def as_completed(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
+        extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
+        **others: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """Generate from many prompts, and yield each answer when it has ended, with its `index`.
+
+        Arguments are those of :meth:`generate`, except for `stream`.
+
+        Raises:
+            ConfigError: As :meth:`generate`, before the first answer.
+            StartError: The drivers are gone.
+        """
+        prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        return self._completed(prompts, extra)
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
+        extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
+        prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        if stream:
+            return self._async_streamed(prompts, extra)
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        with await self._async_submitted(prompts, extra, answers, streams=False) as call:
+            async for event in call.async_events():
+                answers.take(event)
+        return answers.result()
+
+    def encode(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the driver serves causal language models, which have no embeddings to return.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _noted(
+            ConfigError(
+                "`encode` is not served: the driver runs causal language models, not embedding "
+                "models",
+                "use SGLang's own `Engine` with `is_embedding=True`",
+            )
+        )
+
+    async_encode = encode
+
+    def load_lora_adapter(
+        self, lora_name: str, lora_path: str, pinned: bool = False
+    ) -> AdapterUpdate:
+        """Load an adapter, which requests then name as `lora_path`; they go on meanwhile.
+
+        Args:
+            lora_name: What requests call it.
+            lora_path: A folder as PEFT saves it, a safetensors file next to its
+                `adapter_config.json`, or a repository in the Hugging Face cache.
+            pinned: Without effect: the drivers keep every adapter of an engine in memory.
+
+        Returns:
+            Whether it was loaded, and why not.
+        """
+        try:
+            [adapter] = parse_paths([{"lora_name": lora_name, "lora_path": lora_path}])
+            self._requests.require_own_process()
+            self._adapters.load(adapter)
+        except DriverError as error:
+            text = "; ".join(filter(None, (str(error), error.hint)))
+            return AdapterUpdate(False, text, self._adapters.paths)
+        return AdapterUpdate(True, "", self._adapters.paths)
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache. False, with nothing done, while requests run."""
+        return bool(self._runtime.flush_cache())
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The arguments, the driver's capabilities, what is active, and the counts so far."""
+        return {
+            **self._given,
+            "model_path": str(self._arguments.model),
+            "version": __version__,
+            "startup_time": self._start_s,
+            "capabilities": dict(self._capabilities),
+            "active": self._active.read(),
+            "internal_states": [self._runtime.stats()],
+        }
+
+    def end_session(self, session_id: str) -> None:
+        """Let the pages of a conversation go."""
+        number = self._sessions.pop(session_id, None)
+        if number is not None:
+            self._runtime.end_session(number)
+
+    @property
+    def context_length(self) -> int:
+        """Positions of a context, prompt and answer together."""
+        return int(self._capabilities["max_model_len"])
+
+    def shutdown(self) -> None:
+        """Stop the drivers; requests under way end with an error. A second call does nothing.
+
+        Any thread, a signal handler and a callback may call it; in a fork it does nothing.
+        """
+        self._finalizer()
+        # A second call returns when the first has stopped the drivers.
+        self._requests.close()
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    def _attach(self, runtime: Any, requests: OpenRequests, active: ActiveFile) -> None:
+        """Takes what serves, and shuts it down when nobody refers to the engine any more."""
+        self._native_runtime, self._requests, self._active = runtime, requests, active
+        self._finalizer = weakref.finalize(self, _close, requests, active)
+        self._sessions: dict[str, int] = {}
+        self._session_numbers = itertools.count(1)
+
+    def _make_runtime(self, parsed: EngineArguments, active: ActiveFile) -> Any:
+        tokenizer = self.tokenizer
+        keywords = {"max_step_ms": MAX_STEP_MS, **parsed.runtime}
+        if tokenizer is not None:
+            keywords |= tokenizer.for_runtime()
+            keywords["eos_token_ids"] = sorted(tokenizer.end_tokens)
+        else:
+            keywords["eos_token_ids"] = sorted(configured_ends(load_hf_config(parsed.model)))
+        try:
+            return _core.Runtime(**active.runtime(keywords))
+        except (ValueError, OverflowError) as error:
+            raise _noted(_native(error)) from error
+        except TypeError as error:
+            hint = "check the types of the arguments"
+            raise _noted(ConfigError(str(error), hint)) from error
+
+    @property
+    def _runtime(self) -> Any:
+        """The native runtime, in the process that it was made in."""
+        _with_hint(self._requests.require_own_process)
+        return self._native_runtime
+
+    def _read(self, *given: Any) -> CallPrompts:
+        """As `PromptReader.read`."""
+        prompts: CallPrompts = _with_hint(self._prompts.read, *given)
+        return prompts
+
+    def _extra(
+        self,
+        priority: int | None,
+        session_id: str | None,
+        extra_key: str | None,
+        require_reasoning: bool = False,
+    ) -> dict[str, Any]:
+        for name, value in (("session_id", session_id), ("extra_key", extra_key)):
+            if value is not None and not isinstance(value, str):
+                raise _wrong(name, value, "a text")
+        if not isinstance(require_reasoning, bool):
+            raise _wrong("require_reasoning", require_reasoning, "True or False")
+        is_integer = isinstance(priority, int) and not isinstance(priority, bool)
+        if priority is not None and not (is_integer and abs(priority) < 2**31):
+            raise _wrong("priority", priority, f"an integer from {1 - 2**31} to {2**31 - 1}")
+        session = None
+        if session_id is not None:
+            # Numbers are never used again; both calls are atomic.
+            session = self._sessions.setdefault(session_id, next(self._session_numbers))
+        speculates = self._arguments.speculates
+        named = {"priority": priority, "session": session, "namespace": extra_key}
+        after = self._end_of_thinking() if require_reasoning else []
+        return {**named, "speculate": speculates, "grammar_after": after}
+
+    def _end_of_thinking(self) -> list[int]:
+        """The tokens that end the model's thinking."""
+        parser = self._arguments.reasoning_parser
+        if parser is None or self.tokenizer is None:
+            raise _noted(
+                ConfigError(
+                    "`require_reasoning` is set, but how the model ends its thinking is not known",
+                    'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
+                )
+            )
+        return list(self.tokenizer.encode_plain(think_end_of(parser)))
+
+    def _submitted(
+        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+    ) -> Call:
+        """Hands the requests in, those of texts part by part, and makes room for their answers."""
+        call = Call(self._requests, streams=streams)
+        try:
+            for part in self._prompts.tokenized(prompts):
+                asked = []
+                for prompt in part:
+                    room = self.context_length - len(prompt.tokens)
+                    parameters = {**prompt.sampling.submitted(room), **extra}
+                    if prompt.adapter is not None:
+                        parameters["adapter_id"] = prompt.adapter
+                    if prompt.logprobs is not None:
+                        parameters |= prompt.logprobs.submitted()
+                    asked.append(Asked(prompt.tokens, prompt.sampling.n, parameters))
+                # What is refused, such as a huge `n`, gets no room for answers.
+                call.submit(asked)
+                for prompt in part:
+                    answers.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
+        except (TypeError, ValueError, OverflowError) as error:
+            call.abort()
+            raise _noted(_native(error)) from error
+        except DriverError as error:
+            call.abort()
+            raise _noted(error) from None
+        except BaseException:
+            call.abort()
+            raise
+        return call
+
+    async def _async_submitted(
+        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+    ) -> Call:
+        """Does the same in a thread. Of a caller that does not wait for it nothing is left."""
+        submit = functools.partial(self._submitted, prompts, extra, answers, streams=streams)
+        submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_abort)
+            raise
+
+    def _collected(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Any:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        with self._submitted(prompts, extra, answers, streams=False) as call:
+            for event in call.events():
+                answers.take(event)
+        return answers.result()
+
+    def _completed(
+        self, prompts: CallPrompts, extra: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        with self._submitted(prompts, extra, answers, streams=False) as call:
+            for event in call.events():
+                index = answers.take(event)
+                if event.output.finish_reason is not None:
+                    yield {**answers.shown(index), "index": index}
+
+    def _streamed(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
+        with self._submitted(prompts, extra, answers, streams=True) as call:
+            for event in call.events():
+                yield answers.shown(answers.take(event))
+
+    async def _async_streamed(
+        self, prompts: CallPrompts, extra: Mapping[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
+        with await self._async_submitted(prompts, extra, answers, streams=True) as call:
+            async for event in call.async_events():
+                yield answers.shown(answers.take(event))
+
+
+def _close(requests: OpenRequests, _: ActiveFile) -> None:
+    """Shuts the runtime down; until then its drivers may write into their file."""
+    requests.close()
+
+
+def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: float) -> None:
+    """Waits until the drivers serve, and passes on what they log."""
+    while not runtime.wait_ready(_WAIT_S):
+        for line in runtime.log_lines() or [""]:
+            if line:
+                logger.info("%s", line)
+            if on_start is not None:
+                on_start(time.monotonic() - started, line)
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigError:
+    hint = f"set `{name}` to {expected}, or remove it"
+    return _noted(ConfigError(f"`{name}` is {quoted(value)}, expected {expected}", hint))
+
+
+def _abort(submitting: asyncio.Future[Call]) -> None:
+    """Ends the requests of a caller that has gone."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().abort()
+
+
+def _native(error: Exception) -> ConfigError:
+    """What the native runtime refuses, as an error of this package."""
+    message, _, hint = str(error).partition("\n\nhint: ")
+    return ConfigError(message, hint)
+
+
+def _with_hint(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except DriverError as error:
+        raise _noted(error) from None
+
+
+def _noted(error: _Error) -> _Error:
+    """With the hint where a traceback shows it."""
+    if error.hint:
+        error.add_note(f"hint: {error.hint}")
+    return error

@@ -1,0 +1,203 @@
+"""Log-probabilities of an offline engine: what a call asks for, and SGLang's form of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+
+ORIGINAL: Final = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""SGLang's variable: log-probabilities are those before the temperature."""
+
+_TRUE: Final = ("1", "t", "true", "y", "yes")
+
+#: Arguments of SGLang's `generate` that ask for them; each is one value for all prompts, or a list.
+DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": None,
+        "return_text_in_logprobs": False,
+    }
+)
+
+Entry = tuple[float | None, int, str | None]
+"""SGLang's form of a token: its log-probability, its number, and its text where that is wanted."""
+
+
+class LogprobRequest(NamedTuple):
+    """Which log-probabilities a prompt's answer has."""
+
+    top: int
+    """The most probable tokens of each place, so many."""
+    given: tuple[int, ...]
+    """Tokens whose log-probabilities each place has."""
+    start: int | None
+    """Index of the token of the prompt after which tokens have them, too; None: none has."""
+    with_text: bool
+
+    def submitted(self) -> dict[str, Any]:
+        """The keyword arguments of `_core.Runtime.submit`."""
+        original = os.environ.get(ORIGINAL, "").lower() in _TRUE
+        asked = (self.top, list(self.given), self.start)
+        return {"logprobs": asked, "logprobs_original": original}
+
+
+def parse_logprobs(given: Mapping[str, Any], count: int) -> list[LogprobRequest | None]:
+    """Check what a call asks for, for each of its prompts; None for one that asks for nothing.
+
+    Args:
+        given: Values by the names of `DEFAULTS`; None is the default.
+        count: Prompts.
+
+    Raises:
+        ConfigError: A value is wrong, or a list has another length.
+    """
+    listed = {name: _listed(name, given.get(name), count) for name in DEFAULTS}
+    columns = zip(*listed.values(), strict=True)
+    return [_request(dict(zip(DEFAULTS, values, strict=True))) for values in columns]
+
+
+def _listed(name: str, value: Any, count: int) -> list[Any]:
+    """A value for each prompt."""
+    if value is None:
+        return [DEFAULTS[name]] * count
+    is_one = not isinstance(value, list | tuple)
+    if name == "token_ids_logprob" and not is_one:
+        # A list of tokens is for all prompts.
+        is_one = not any(isinstance(one, list | tuple) for one in value)
+    if is_one:
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(
+            f"`{name}` has {len(value)} entries for {count} prompts",
+            "give one for each prompt, or one for all",
+        )
+    return [DEFAULTS[name] if one is None else one for one in value]
+
+
+def _request(asked: Mapping[str, Any]) -> LogprobRequest | None:
+    for name in ("return_logprob", "return_text_in_logprobs"):
+        if not isinstance(asked[name], bool):
+            raise _wrong(name, asked[name], "True or False")
+    if not asked["return_logprob"]:
+        return None
+    start = _integer("logprob_start_len", asked)
+    given = asked["token_ids_logprob"]
+    given = [given] if _is_integer(given) else given or []
+    if isinstance(given, str) or not all(map(_is_integer, given)):
+        raise _wrong("token_ids_logprob", given, "a list of token ids")
+    return LogprobRequest(
+        top=_integer("top_logprobs_num", asked),
+        given=tuple(given),
+        start=None if start == -1 else start,
+        with_text=asked["return_text_in_logprobs"],
+    )
+
+
+def _integer(name: str, asked: Mapping[str, Any]) -> int:
+    value = asked[name]
+    if not _is_integer(value):
+        raise _wrong(name, value, "an integer of 64 bits")
+    return int(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"`{name}` is {quoted(value)}, expected {expected}",
+        f"set `{name}` to {expected}, or remove it",
+    )
+
+
+class AnswerLogprobs:
+    """Those of one sequence, in the form in which SGLang's `meta_info` has them."""
+
+    def __init__(
+        self, asked: LogprobRequest, prompt: Sequence[int], tokenizer: ModelTokenizer | None
+    ) -> None:
+        """Nothing yet.
+
+        Args:
+            asked: What its request asks for.
+            prompt: The tokens of the prompt.
+            tokenizer: Of the texts; None for no texts.
+        """
+        self._asked = asked
+        self._tokenizer = tokenizer if asked.with_text else None
+        self._prompt = [] if asked.start is None else list(prompt[asked.start :])
+        self._inputs = _Side()
+        self._outputs = _Side()
+        self._is_computed = False
+
+    def take(self, output: Any) -> None:
+        """Add what a `_core.Output` brings."""
+        shape = (self._asked.top, len(self._asked.given))
+        tokens = output.token_ids
+        scored = output.scored
+        if not self._is_computed and (tokens or scored is not None):
+            # What was ended before its prompt was computed has nothing of it.
+            self._is_computed = True
+            if self._prompt:
+                first, rest = self._prompt[0], self._prompt[1:]
+                self._inputs.begin(self._entries([first], [None])[0])
+                self._add(self._inputs, rest, output.prompt_places(*shape))
+        if scored is not None:
+            tokens = [scored]
+        self._add(self._outputs, tokens, output.places(*shape))
+
+    def meta_info(self) -> dict[str, Any]:
+        """The entries of `meta_info`."""
+        inputs, outputs, asked = self._inputs, self._outputs, self._asked
+        found: dict[str, Any] = {
+            "input_token_logprobs": list(inputs.own),
+            "output_token_logprobs": list(outputs.own),
+            "output_token_logprobs_length": len(outputs.own),
+        }
+        if asked.top:
+            found["input_top_logprobs"] = list(inputs.top)
+            found["output_top_logprobs"] = list(outputs.top)
+        if asked.given:
+            found["input_token_ids_logprobs"] = list(inputs.given)
+            found["output_token_ids_logprobs"] = list(outputs.given)
+        return found
+
+    def _add(self, side: _Side, tokens: Sequence[int], places: Sequence[Any]) -> None:
+        owns = [own for own, _, _ in places]
+        side.own += self._entries(tokens, owns)
+        if self._asked.top:
+            for _, top, _ in places:
+                values, ids = [value for value, _ in top], [token for _, token in top]
+                side.top.append(self._entries(ids, values))
+        if self._asked.given:
+            for _, _, values in places:
+                side.given.append(self._entries(self._asked.given, values))
+
+    def _entries(self, tokens: Sequence[int], values: Sequence[float | None]) -> list[Entry]:
+        texts: Sequence[str | None] = [None] * len(tokens)
+        if self._tokenizer is not None:
+            texts = self._tokenizer.texts(tokens)
+        return list(zip(values, tokens, texts, strict=True))
+
+
+class _Side:
+    """Of a prompt's tokens, or of those that are produced."""
+
+    def __init__(self) -> None:
+        self.own: list[Entry] = []
+        self.top: list[list[Entry] | None] = []
+        self.given: list[list[Entry] | None] = []
+
+    def begin(self, first: Entry) -> None:
+        """Nothing comes before the first token of a prompt, so it has its own entry alone."""
+        self.own.append(first)
+        self.top.append(None)
+        self.given.append(None)

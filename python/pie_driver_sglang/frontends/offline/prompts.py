@@ -1,0 +1,246 @@
+"""The prompts of a call of the engine: checked against the model, and given their tokens."""
+
+from __future__ import annotations
+
+import operator
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.frontends.common.adapters import EngineAdapters
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+from pie_driver_sglang.frontends.offline.call_arguments import parse_others
+from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
+from pie_driver_sglang.frontends.offline.requests import in_parts
+from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
+
+PART_CHARACTERS: Final = 1 << 16
+"""Of the texts that are tokenized at once, at most, unless one is longer. Requests with the first
+ones are computed while the others are tokenized."""
+
+
+class CallPrompt(NamedTuple):
+    """One prompt of a call."""
+
+    text: str
+    """Empty where the caller gave tokens."""
+    tokens: Sequence[int]
+    """None yet where there is a text."""
+    sampling: SamplingParameters
+    name: str
+    adapter: int | None
+    """Its id; None for the model alone."""
+    logprobs: LogprobRequest | None
+
+
+class CallPrompts(NamedTuple):
+    """All prompts of a call."""
+
+    prompts: list[CallPrompt]
+    is_list: bool
+    """Whether the answer is a list."""
+    has_texts: bool
+
+
+class PromptReader:
+    """Reads the prompts of calls, for one model."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer | None,
+        sampling: Mapping[str, Any],
+        adapters: EngineAdapters,
+        context_length: int,
+    ) -> None:
+        """Keep what a prompt must fit.
+
+        Args:
+            tokenizer: The model's; None where prompts are tokens.
+            sampling: SGLang's parameters where a call names no others.
+            adapters: Those that are loaded, by name.
+            context_length: Positions of a context, prompt and answer together.
+        """
+        self._tokenizer = tokenizer
+        self._defaults = sampling
+        self._adapters = adapters
+        self._context_length = context_length
+
+    def read(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        input_ids: Any,
+        rid: Any,
+        others: Mapping[str, Any],
+        lora_path: Any = None,
+    ) -> CallPrompts:
+        """Check the arguments of a call, except for the tokens of texts.
+
+        Args:
+            prompt: A text or a list of texts, or None.
+            sampling_params: Parameters for all prompts, or a list with those of each.
+            input_ids: Tokens or a list of them, or None.
+            rid: A name or a list of names, or None.
+            others: Further arguments of SGLang's `generate`, by name.
+            lora_path: Name of an adapter for all prompts, a list of names, or None.
+
+        Raises:
+            ConfigError: One of them is wrong, does not fit the prompts, or names no adapter.
+        """
+        texts, tokens, is_batch = self._inputs(prompt, input_ids)
+        count = len(tokens)
+        logprobs = parse_others(others, count)
+        if isinstance(sampling_params, Mapping) or sampling_params is None:
+            samplings = [self._sampling(sampling_params)] * count
+        else:
+            given = _listed("sampling_params", sampling_params, "a dictionary or a list of them")
+            samplings = [self._sampling(one) for one in given]
+        names = _names(rid, count)
+        for what, listed in (("sampling_params", samplings), ("rid", names)):
+            if len(listed) != count:
+                raise ConfigError(
+                    f"`{what}` has {len(listed)} entries for {count} prompts",
+                    "give one for each prompt, or one for all",
+                )
+        adapters = self._adapters.numbers(lora_path, count)
+        parts = zip(texts, tokens, samplings, names, adapters, logprobs, strict=True)
+        prompts = [CallPrompt(*one) for one in parts]
+        has_texts = prompt is not None
+        if not has_texts:
+            for one in prompts:
+                self._check_length(one)
+        is_list = is_batch or any(sampling.n > 1 for sampling in samplings)
+        return CallPrompts(prompts, is_list, has_texts)
+
+    def tokenized(self, call: CallPrompts) -> Iterator[list[CallPrompt]]:
+        """All prompts with their tokens, in parts where they have texts.
+
+        Raises:
+            ConfigError: A text is too long for the model, or has no tokens.
+        """
+        if self._tokenizer is None or not call.has_texts:
+            yield call.prompts
+            return
+        for part in in_parts(call.prompts, lambda prompt: len(prompt.text), PART_CHARACTERS):
+            found = self._tokenizer.encode([prompt.text for prompt in part])
+            pairs = zip(part, found, strict=True)
+            part = [prompt._replace(tokens=tokens) for prompt, tokens in pairs]
+            for prompt in part:
+                self._check_length(prompt)
+            yield part
+
+    def _inputs(self, prompt: Any, input_ids: Any) -> tuple[list[str], list[Sequence[int]], bool]:
+        """The texts or the tokens of a call, nothing for the others, and whether it is a batch."""
+        if (prompt is None) == (input_ids is None):
+            raise ConfigError("a call needs `prompt` or `input_ids`", "give exactly one of them")
+        if prompt is None:
+            ids = _listed("input_ids", input_ids, _TOKENS)
+            is_batch = bool(ids) and not _is_number(ids[0])
+            tokens: list[Sequence[int]] = [
+                _token_ids(each) for each in (ids if is_batch else [ids])
+            ]
+            return [""] * len(tokens), tokens, is_batch
+        is_batch = not isinstance(prompt, str)
+        texts = _listed("prompt", prompt, _TEXTS) if is_batch else [prompt]
+        for text in texts:
+            if not isinstance(text, str):
+                raise _wrong("an entry of `prompt`", text, _TEXTS, "give tokens as `input_ids`")
+            _check_encodable(text)
+        if self._tokenizer is None:
+            raise ConfigError(
+                "there is no tokenizer: `skip_tokenizer_init` is set", "give `input_ids`"
+            )
+        return texts, [()] * len(texts), is_batch
+
+    def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParameters:
+        if given is not None and not isinstance(given, Mapping):
+            raise _wrong("`sampling_params`", given, "a dictionary or a list of them")
+        sampling = parse_sampling({**self._defaults, **(given or {})})
+        for name in ("stop", "stop_regex"):
+            if getattr(sampling, name) and self._tokenizer is None:
+                raise ConfigError(
+                    f"`{name}` needs a tokenizer, and `skip_tokenizer_init` is set",
+                    "use `stop_token_ids`",
+                )
+        if sampling.grammar is not None and self._tokenizer is None:
+            raise ConfigError(
+                f"`{sampling.grammar[0]}` needs a tokenizer, and `skip_tokenizer_init` is set",
+                "remove `skip_tokenizer_init`",
+            )
+        return sampling
+
+    def _check_length(self, prompt: CallPrompt) -> None:
+        count, most = len(prompt.tokens), self._context_length
+        if not count:
+            raise ConfigError("a prompt has no tokens", "give it a token or more")
+        if count >= most:
+            raise ConfigError(
+                f"a prompt has {count:,} tokens, and a context of this model {most:,}, "
+                "the answer included",
+                "shorten the prompt",
+            )
+
+
+_TOKENS: Final = "a list of token ids, or a list of such lists"
+_TEXTS: Final = "a text or a list of texts"
+_MOST_TOKEN: Final = 2**32 - 1
+_NAMES: Final = "a name or a list of names"
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__index__")
+
+
+def _listed(name: str, value: Any, expected: str) -> list[Any]:
+    """The entries of a list, a tuple or an array."""
+    is_other = isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__")
+    try:
+        if not is_other:
+            return list(value)
+    except TypeError:  # An array of no dimension.
+        pass
+    raise _wrong(f"`{name}`", value, expected)
+
+
+def _token_ids(given: Any) -> list[int]:
+    """The ids of one prompt. Whether the vocabulary has them is known where they are scheduled."""
+    ids = _listed("input_ids", given, _TOKENS)
+    if set(map(type, ids)) - {int}:
+        for one in ids:
+            if not _is_number(one):
+                raise _wrong("an entry of `input_ids`", one, _TOKENS)
+        ids = [operator.index(one) for one in ids]
+    if ids and not 0 <= min(ids) <= max(ids) <= _MOST_TOKEN:
+        outside = next(one for one in ids if not 0 <= one <= _MOST_TOKEN)
+        raise _wrong("an entry of `input_ids`", outside, f"token ids from 0 to {_MOST_TOKEN}")
+    return ids
+
+
+def _names(rid: Any, count: int) -> list[str]:
+    """The names of the requests, made up where the caller gives none."""
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    names = [rid] if isinstance(rid, str) else _listed("rid", rid, _NAMES)
+    for name in names:
+        if not isinstance(name, str):
+            raise _wrong("an entry of `rid`", name, _NAMES)
+    return names
+
+
+def _check_encodable(text: str) -> None:
+    """Refuses a text that is no Unicode: the tokenizer would see it as an error of its own."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise _wrong(
+            "a character of `prompt`", found, "a text", "decode bytes with `errors='replace'`"
+        ) from None
+
+
+def _wrong(what: str, value: Any, expected: str, hint: str = "") -> ConfigError:
+    return ConfigError(
+        f"{what} is {quoted(value)}, expected {expected}", hint or f"give {expected}"
+    )

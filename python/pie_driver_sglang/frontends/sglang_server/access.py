@@ -1,0 +1,307 @@
+"""Who may call which route of SGLang's HTTP server.
+
+Every route has a level. SGLang's own levels leave control of a server without keys to everyone, and
+protect neither several tokenizer workers nor WebSockets, so its middleware is not used.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.config.keys import ApiKeys, digest, matches
+from pie_driver_sglang.frontends.sglang_server.answers import ClientAnswer, Send, error_body
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+class Level(enum.Enum):
+    """What a client must show to call a route."""
+
+    OPEN = "nothing: health and metrics"
+    USER = "the API key, if the server has one"
+    CONTROL = "the admin key, else the API key; without keys, a loopback address"
+    ADMIN = "the admin key"
+
+
+_USER: Final = (
+    "/",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/api/tags",
+    "/classify",
+    "/close_session",
+    "/detokenize",
+    "/docs",
+    "/docs/oauth2-redirect",
+    "/encode",
+    "/generate",
+    "/get_load",
+    "/get_model_info",
+    "/get_server_info",
+    "/get_weight_version",
+    "/invocations",
+    "/is_scaling_elastic_ep",
+    "/model_info",
+    "/open_session",
+    "/openapi.json",
+    "/parse_function_call",
+    "/redoc",
+    "/separate_reasoning",
+    "/server_info",
+    "/tokenize",
+    "/v1/audio/transcriptions",
+    "/v1/chat/completions",
+    "/v1/classify",
+    "/v1/completions",
+    "/v1/detokenize",
+    "/v1/embeddings",
+    "/v1/loads",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+    "/v1/models/{model:path}",
+    "/v1/realtime",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/score",
+    "/v1/tokenize",
+    "/vertex_generate",
+    "/weight_version",
+)
+#: They change how others are served, but write no file and run no code.
+_CONTROL: Final = (
+    "/abort_request",
+    "/continue_generation",
+    "/flush_cache",
+    "/freeze_gc",
+    "/hicache/storage-backend",
+    "/list_external_corpora",
+    "/load_lora_adapter",
+    "/load_lora_adapter_from_tensors",
+    "/pause_generation",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/set_trace_level",
+    "/slow_down",
+    "/start_expert_distribution_record",
+    "/stop_expert_distribution_record",
+    "/unload_lora_adapter",
+    "/update_weight_version",
+    "/weights_checker",
+)
+#: They write files, read any file, replace weights, connect to other hosts, or run a client's code.
+_ADMIN: Final = (
+    "/add_external_corpus",
+    "/clear_hicache_storage_backend",
+    "/configure_logging",
+    "/destroy_weights_update_group",
+    "/dump_expert_distribution_record",
+    "/dumper/{method}",
+    "/get_remote_instance_transfer_engine_info",
+    "/get_weights_by_name",
+    "/hicache/storage-backend/clear",
+    "/init_weights_send_group_for_remote_instance",
+    "/init_weights_update_group",
+    "/remote_instance_transfer_engine_info",
+    "/remove_external_corpus",
+    "/scale_elastic_ep",
+    "/send_weights_to_remote_instance",
+    "/set_internal_state",
+    "/start_profile",
+    "/stop_profile",
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+    "/update_weights_from_tensor",
+)
+#: Level by the path of a route. One that is not listed, as of another version, is for admins.
+ROUTE_LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
+    {
+        **dict.fromkeys(("/health", "/health_generate", "/ping", "/metrics"), Level.OPEN),
+        **dict.fromkeys(_USER, Level.USER),
+        **dict.fromkeys(_CONTROL, Level.CONTROL),
+        **dict.fromkeys(_ADMIN, Level.ADMIN),
+    }
+)
+#: Handlers whose paths an operator may choose by environment variables of SGLang.
+_NAMED: Final = frozenset(
+    {"ollama_chat", "ollama_generate", "ollama_show", "ollama_tags", "vertex_generate"}
+)
+#: Where reading is control, and changing administration: a backend is a module that is imported.
+_READ_ONLY: Final = frozenset({"/hicache/storage-backend"})
+_NEEDS_ADMIN: Final = (
+    "this route needs the admin key: start the server with PIE_ADMIN_API_KEY or "
+    "`--admin-api-key-file`, and send it as a bearer token"
+)
+_NEEDS_KEY: Final = "send the server's key as `Authorization: Bearer KEY`"
+_NEEDS_LOOPBACK: Final = (
+    "without keys this route is for clients on the loopback interface, and not for web pages: "
+    "start the server with PIE_ADMIN_API_KEY or `--admin-api-key-file`, and send the key as a "
+    "bearer token"
+)
+
+
+class AccessKeys(NamedTuple):
+    """The keys of a server by their digests, and one for its own warm-up request.
+
+    Attributes:
+        api: Of the API key; None without.
+        admin: Of the admin key; None without.
+        warm_up: A key of this server's own, which nobody else knows.
+    """
+
+    api: bytes | None
+    admin: bytes | None
+    warm_up: str
+
+    def __repr__(self) -> str:
+        """Say which there are."""
+        return f"AccessKeys(api={self.api is not None}, admin={self.admin is not None})"
+
+
+def access_keys(keys: ApiKeys) -> AccessKeys:
+    """What requests are compared with."""
+    api, admin = (None if key is None else digest(key) for key in keys)
+    return AccessKeys(api, admin, secrets.token_urlsafe(32))
+
+
+def find_refusal(
+    level: Level, keys: AccessKeys, headers: Mapping[bytes, bytes], client: str | None
+) -> tuple[int, str] | None:
+    """Why a request may not call a route: a status and a message; None if it may.
+
+    Args:
+        level: Of the route.
+        keys: Of the server.
+        headers: Of the request, by lower-case name.
+        client: The client's address; None for a Unix socket.
+    """
+    token = _bearer(headers.get(b"authorization"))
+    if level is Level.OPEN:
+        return None
+    if level is Level.ADMIN:
+        if keys.admin is None:
+            return 403, _NEEDS_ADMIN
+        return None if _is_key(token, keys.admin) else (401, _NEEDS_ADMIN)
+    wanted = keys.api
+    if level is Level.CONTROL and keys.admin is not None:
+        wanted = keys.admin
+    if wanted is not None:
+        is_warm_up = level is Level.USER and _is_key(token, digest(keys.warm_up))
+        return None if is_warm_up or _is_key(token, wanted) else (401, _NEEDS_KEY)
+    if level is Level.CONTROL and (b"origin" in headers or not is_local(client)):
+        return 403, _NEEDS_LOOPBACK
+    return None
+
+
+def _bearer(header: bytes | None) -> str | None:
+    scheme, _, token = (header or b"").decode("latin-1").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def _is_key(token: str | None, wanted: bytes) -> bool:
+    return token is not None and matches(token, wanted)
+
+
+def is_local(client: str | None) -> bool:
+    """Whether an address is one of the loopback interface; None is a Unix socket."""
+    if client is None or client == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(client)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+class AccessMiddleware:
+    """Refuses requests that may not call their route, and sends the answers of the others."""
+
+    def __init__(self, app: App, routes: Any, keys: Callable[[], AccessKeys]) -> None:
+        """Wraps an application.
+
+        Args:
+            app: Of ASGI.
+            routes: Its routes, as Starlette has them.
+            keys: Gives the server's keys, once it has started.
+        """
+        self._app, self._routes, self._find_keys = app, routes, keys
+        self._keys: AccessKeys | None = None
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if self._keys is None:
+            self._keys = self._find_keys()
+        headers = dict(scope["headers"])
+        client = scope.get("client")
+        level = self._level(scope)
+        refusal = level and find_refusal(level, self._keys, headers, client and client[0])
+        if refusal:
+            await _refuse(scope, send, *refusal)
+        elif scope["type"] == "http":
+            await self._app(scope, receive, ClientAnswer(send).send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _level(self, scope: Scope) -> Level | None:
+        """The level of the route that serves a request; None if none does, or for a preflight."""
+        path, method = scope["path"], scope.get("method", "GET")
+        if method == "OPTIONS":
+            return None
+        route = path if path in ROUTE_LEVELS else self._route(scope)
+        if route is None:
+            return None
+        if route in _READ_ONLY and method not in ("GET", "HEAD"):
+            return Level.ADMIN
+        return ROUTE_LEVELS.get(route, Level.ADMIN)
+
+    def _route(self, scope: Scope) -> str | None:
+        """The path of the route that serves a request, with its parameters' names."""
+        found = None
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match.value and getattr(route, "name", None) in _NAMED:
+                return "/generate"
+            path = str(getattr(route, "path", None) or scope["path"])
+            if match.name == "FULL":
+                return path
+            if match.value:
+                # Another method of the path, unless a later route has this one.
+                found = found or path
+        return found
+
+
+def all_paths(routes: Any) -> Iterator[str]:
+    """The paths of routes and of the routers among them."""
+    for route in routes:
+        if (path := getattr(route, "path", None)) is not None:
+            yield path
+        else:
+            yield from all_paths(route.original_router.routes)
+
+
+async def _refuse(scope: Scope, send: Send, status: int, message: str) -> None:
+    if scope["type"] == "websocket":
+        # Before the handshake, this is answered 403.
+        await send({"type": "websocket.close", "code": 1008, "reason": message[:120]})
+        return
+    body = error_body(status, message)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,161 @@
+"""What SGLang's chat endpoint gets wrong."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+import jinja2
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.function_call import utils
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from pie_driver_sglang.errors import reason
+from pie_driver_sglang.frontends.sglang_server.answers import short
+from pie_driver_sglang.frontends.sglang_server.stores import BoundedStore
+
+OF_INPUT: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    jinja2.TemplateError,
+)
+"""What handlers raise over values that they do not expect."""
+_MESSAGES: Final = OpenAIServingChat._process_messages
+_SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
+_SCHEMA: Final = utils._get_tool_schema
+_RESOLVE: Final = OpenAIServingBase._resolve_lora_path
+_TAKEN: Final = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+} - {"documents", "kwargs"}
+"""Arguments of the calls that fill in a template, and do not reach it."""
+_MOST_RESPONSES: Final = 1000
+_MOST_BYTES: Final = 256 << 20
+_OBJECT: Final = {"type": "object"}
+
+
+def not_taken(error: BaseException) -> str:
+    """What a client is told whose request a handler stumbled over."""
+    return f"the request is not taken: {type(error).__name__}: {reason(error)}"
+
+
+def correct_errors() -> None:
+    """Has OpenAI's endpoints refuse what they stumble over, in a short text.
+
+    SGLang answers 500, and repeats what was sent.
+    """
+    kinds = [OpenAIServingBase]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in ("create_error_response", "create_streaming_error_response"):
+            if (made := vars(kind).get(name)) and not hasattr(made, "__wrapped__"):
+                setattr(kind, name, _refusing(made))
+
+
+def _refusing(made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(made)
+    def create(self: Any, message: Any, *arguments: Any, **given: Any) -> Any:
+        error = sys.exception()
+        if given.get("status_code") == HTTPStatus.INTERNAL_SERVER_ERROR and isinstance(
+            error, OF_INPUT
+        ):
+            message = not_taken(error)
+            given |= {"err_type": "BadRequest", "status_code": 400}
+        return made(self, short(str(message)), *arguments, **given)
+
+    return create
+
+
+def correct_template_arguments() -> None:
+    """Has `chat_template_kwargs` refused that are not the template's.
+
+    They are keywords of a call that has its own: SGLang answers 500 to them. A template of the
+    client would run in the server's loop for as long as it likes.
+    """
+    OpenAIServingChat._process_messages = _process_messages
+
+
+def _process_messages(self: OpenAIServingChat, request: Any, is_multimodal: bool) -> Any:
+    for name in request.chat_template_kwargs or ():
+        if name in _TAKEN:
+            raise ValueError(
+                f"`chat_template_kwargs` has `{name}`, which the server sets itself: remove it"
+            )
+    return _MESSAGES(self, request, is_multimodal)
+
+
+def correct_top_logprobs() -> None:
+    """Gives each token of a chunk its own ``top_logprobs``.
+
+    In a stream SGLang gives all of them those of the first, and a front end that lags gets
+    several tokens in one chunk.
+    """
+    OpenAIServingChat._process_logprobs_tokens = _process_logprobs_tokens
+
+
+def _process_logprobs_tokens(
+    self: OpenAIServingChat, logprobs: Any, use_token_index: bool = False
+) -> Any:
+    # A chunk's lists begin with its first token.
+    return _SGLANGS(self, logprobs, use_token_index=True)
+
+
+def accept_adapter_names() -> None:
+    """Lets `model` name an adapter alone, as vLLM's clients do.
+
+    SGLang takes `served-name:adapter` only: it would serve such a request by the base model.
+    """
+    OpenAIServingBase._resolve_lora_path = _resolve_lora_path
+
+
+def _resolve_lora_path(self: OpenAIServingBase, request_model: str, explicit_lora_path: Any) -> Any:
+    manager = self.tokenizer_manager
+    known = manager.lora_ref_cache if manager.server_args.enable_lora else ()
+    if request_model in known and request_model != manager.served_model_name:
+        return request_model
+    return _RESOLVE(self, request_model, explicit_lora_path)
+
+
+def correct_tool_schemas() -> None:
+    """Has the call of a named tool be an object.
+
+    SGLang's schema says which properties it has. By JSON Schema that allows a string, too; SGLang
+    relies on xgrammar, which takes such a schema for an object's.
+    """
+    utils._get_tool_schema = _get_tool_schema
+
+
+def limit_stored_responses() -> None:
+    """Bounds what the endpoint of responses keeps: SGLang keeps every one for ever."""
+    try:
+        from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+    except ImportError:
+        # SGLang serves without this endpoint then.
+        return
+    init = OpenAIServingResponses.__init__
+
+    def with_bounds(self: Any, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self.response_store = BoundedStore(_MOST_RESPONSES, _MOST_BYTES)
+        # A response that is there has its messages: they are larger, and are stored first.
+        self.msg_store = BoundedStore(2 * _MOST_RESPONSES, 4 * _MOST_BYTES)
+
+    OpenAIServingResponses.__init__ = with_bounds
+
+
+def _get_tool_schema(tool: Any) -> dict[str, Any]:
+    schema = _SCHEMA(tool)
+    properties = schema["properties"]
+    arguments = {**_OBJECT, **properties["parameters"]}
+    return {**_OBJECT, **schema, "properties": {**properties, "parameters": arguments}}

@@ -1,0 +1,78 @@
+"""Images as SGLang's processors leave them in a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.mm_utils import _unwrap_tensor_or_list
+from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
+
+from pie_driver_sglang.frontends.sglang_server import refusals
+
+ReadImage = tuple[int, int, tuple[int, int, int], bytes, bytes]
+"""The first token's place in the prompt, the number of tokens, the grid (time, height, width in
+patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary positions (uint32
+``[tokens, 3]``, or none)."""
+
+
+def read_images(pickle: bytes) -> list[ReadImage]:
+    """The images of a request, in the order of the prompt.
+
+    What SGLang's processors leave in shared memory is taken out and freed, whatever comes of it.
+
+    Args:
+        pickle: Of a ``MultimodalProcessorOutput``.
+
+    Raises:
+        ValueError: The client sent what the driver does not take.
+    """
+    output = io_struct.unwrap_from_pickle(io_struct.PickleWrapper(pickle))
+    features = [_unwrap_tensor_or_list(item.feature) for item in output.mm_items]
+    for item in output.mm_items:
+        _unwrap_tensor_or_list(item.precomputed_embeddings)
+    images: list[ReadImage] = []
+    for item, feature in zip(output.mm_items, features, strict=True):
+        _check(item, feature)
+        images += _read_item(item, feature, output)
+    return sorted(images, key=lambda image: image[0])
+
+
+def _check(item: MultimodalDataItem, feature: Any) -> None:
+    if not item.is_image():
+        raise ValueError(refusals.why_no_medium(f"`{item.modality.name.lower()}_data`"))
+    if not isinstance(feature, torch.Tensor) or not item.offsets:
+        why = "the driver computes embeddings itself"
+        raise ValueError(refusals.why_no_medium("an image without pixels", why))
+
+
+def _read_item(
+    item: MultimodalDataItem, feature: torch.Tensor, output: MultimodalProcessorOutput
+) -> Iterator[ReadImage]:
+    """An item has an image, or several, each with its grid and its place."""
+    grids: list[list[int]] = item.image_grid_thw.reshape(-1, 3).tolist()
+    patches = [time * height * width for time, height, width in grids]
+    pixels = torch.split(feature.float().contiguous(), patches)
+    for grid, part, (first, last) in zip(grids, pixels, item.offsets, strict=True):
+        time, height, width = grid
+        positions = _positions(output, first, last + 1)
+        yield first, last + 1 - first, (time, height, width), part.numpy().tobytes(), positions
+
+
+def _positions(output: MultimodalProcessorOutput, start: int, end: int) -> bytes:
+    """Rotary positions of an image's tokens; none for a model whose positions have one axis.
+
+    Raises:
+        ValueError: The text after the image goes on elsewhere than after its largest position.
+    """
+    axes = output.mrope_positions
+    if axes is None:
+        return b""
+    image = axes[:, start:end]
+    if end < axes.shape[1] and bool((axes[:, end] != image.max() + 1).any()):
+        why = "its positions are of another kind"
+        raise ValueError(refusals.why_no_medium("an image of this model", why))
+    data: bytes = image.T.contiguous().to(torch.int32).numpy().tobytes()
+    return data

@@ -1,0 +1,170 @@
+"""SGLang's command line, its HTTP server, and the schedulers that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+from unittest import mock
+
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils import kill_process_tree
+
+from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.frontends.sglang_server.compat import edge, forking, loads, replicas, workers
+from pie_driver_sglang.frontends.sglang_server.compat.managers import PieManager, StatusManager
+from pie_driver_sglang.frontends.sglang_server.flags import (
+    FLAG_LIST,
+    OWN_NAMES,
+    refuse_other_engines_flags,
+    unknown_flags,
+)
+from pie_driver_sglang.frontends.sglang_server.flow import Acknowledger
+from pie_driver_sglang.observability.active import SGLANG, Active, active_line
+
+Scheduler = Callable[..., None]
+"""What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
+
+
+def given_flags(words: Sequence[str]) -> dict[str, Any]:
+    """The flags that differ from their defaults, by the names of their fields.
+
+    Raises:
+        ConfigError: One is unknown, or has a wrong value.
+    """
+    parser = _flag_parser()
+    merged = list(words)
+    if "--config" in merged:
+        merged = ConfigArgumentMerger(parser).merge_config_with_args(merged)
+    refuse_other_engines_flags(merged)
+    values = vars(parser.parse_args(merged))
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "config" and value != parser.get_default(name)
+    }
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """Says what is wrong in a line, in the place of a usage of hundreds."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise ConfigError(f"wrong flags: {message}", FLAG_LIST)
+        # Words without dashes belong to the flag before them.
+        names = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
+        if not names:
+            raise ConfigError(f"{quoted(unknown)} belongs to no flag", FLAG_LIST)
+        raise unknown_flags(names, [*self._option_string_actions, *OWN_NAMES])
+
+
+@functools.cache
+def _flag_parser() -> argparse.ArgumentParser:
+    """SGLang's: hundreds of flags take a tenth of a second."""
+    parser = _FlagParser(prog="pie-sglang serve")
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def parse_flags(words: Sequence[str]) -> ServerArgs:
+    """SGLang's settings, resolved."""
+    load_plugins()
+    return prepare_server_args(list(words))
+
+
+def launch(
+    arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None], *, is_ours: bool
+) -> None:
+    """Serves until the process is ended.
+
+    Args:
+        arguments: SGLang's settings.
+        scheduler: What runs in the scheduler's process; it can be pickled. One of ours is given
+            acknowledgements first, as `flow.Window` takes them, by replica.
+        ready: Called when the server has answered its first request.
+        is_ours: Whether the scheduler is this package's.
+    """
+    kind: Callable[..., TokenizerManager] = StatusManager
+    telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if arguments.tokenizer_worker_num > 1:
+        # They are processes of their own, which share no pipe: they acknowledge nothing.
+        workers.set_worker_class(arguments, is_ours=is_ours)
+        telling = workers.telling(arguments, ready)
+        if is_ours:
+            scheduler = functools.partial(scheduler, ())
+    elif is_ours:
+        acknowledger = Acknowledger(arguments.dp_size)
+        kind = functools.partial(PieManager, acknowledger=acknowledger)
+        scheduler = functools.partial(scheduler, acknowledger.schedulers)
+    manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
+    token = edge.edge_of(arguments).keys.warm_up
+    forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
+    try:
+        counts = loads.own_names()
+        with telling, forks, counts, replicas.waiting(), edge.serving_with(arguments):
+            launch_server(
+                arguments,
+                init_tokenizer_manager_func=manager,
+                execute_warmup_func=functools.partial(edge.send_warm_up, token),
+                run_scheduler_process_func=functools.partial(forking.run_afresh, scheduler),
+                run_detokenizer_process_func=functools.partial(
+                    forking.run_afresh, run_detokenizer_process
+                ),
+                launch_callback=ready,
+            )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def sglang_scheduler(reason: str, *, on_cpu: bool) -> Scheduler:
+    """SGLang's own scheduler; on the CPU with what it lacks there.
+
+    Args:
+        reason: Why it serves.
+        on_cpu: Whether the model runs there.
+    """
+    return functools.partial(run_sglang_scheduler, reason, on_cpu)
+
+
+def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
+    """Runs in the scheduler's process."""
+    from sglang.srt.managers.scheduler import Scheduler as SglangScheduler
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    def init_info(self: SglangScheduler) -> dict[str, Any]:
+        parts = _sglang_parts(self.server_args, reason)
+        if not (self.ps.tp_rank or self.ps.dp_rank):
+            sys.stderr.write(f"pie-sglang: {active_line(parts)}\n")
+            sys.stderr.flush()
+        return {**own_info(self), "scheduler": SGLANG, "active": parts}
+
+    own_info = SglangScheduler.get_init_info
+    if on_cpu:
+        from pie_driver_sglang.backends.sglang.compat.model import take_cpu_for_one
+
+        take_cpu_for_one()
+    with mock.patch.object(SglangScheduler, "get_init_info", init_info):
+        run_scheduler_process(*arguments)
+
+
+def _sglang_parts(settings: ServerArgs, reason: str) -> dict[str, Any]:
+    """What serves the model where SGLang's scheduler does."""
+    active = Active()
+    active.choose("scheduler", SGLANG, reason)
+    active.choose("grammar", str(settings.grammar_backend))
+    active.choose("attention", ",".join(dict.fromkeys(settings.get_attention_backends())))
+    active.choose("layers", SGLANG)
+    active.choose("steps", "eager" if settings.disable_cuda_graph else "graphs")
+    active.choose("drafts", str(settings.speculative_algorithm or "off").lower())
+    return active.as_dict()

@@ -1,0 +1,35 @@
+"""The application of one of several tokenizer workers, a process that uvicorn starts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sglang.srt.entrypoints import http_server
+
+from pie_driver_sglang.frontends.sglang_server.access import AccessKeys
+from pie_driver_sglang.frontends.sglang_server.compat.edge import (
+    edge_of,
+    guarded,
+    limit_json,
+    send_warm_up,
+)
+from pie_driver_sglang.shared_names import take_token
+
+_WAIT = http_server._wait_and_warmup
+# SGLang's workers read their settings from shared memory, whose name has the server's token.
+take_token()
+
+
+def _keys() -> AccessKeys:
+    return edge_of(http_server.get_global_state().tokenizer_manager.server_args).keys
+
+
+def _wait(server_args: Any, **keywords: Any) -> None:
+    token = edge_of(server_args).keys.warm_up
+    _WAIT(server_args, execute_warmup_func=functools.partial(send_warm_up, token), **keywords)
+
+
+http_server._wait_and_warmup = _wait
+limit_json()
+app = guarded(http_server.app, _keys)

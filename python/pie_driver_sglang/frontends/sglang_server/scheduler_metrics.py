@@ -1,0 +1,125 @@
+"""The scheduler's metrics for Prometheus: SGLang's names, and `pie_runtime:` for what it has not.
+
+The front end's `/metrics` merges them with its own, by files in ``PROMETHEUS_MULTIPROC_DIR``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.frontends.sglang_server.compat.prometheus import (
+    FIGURE_PREFIX,
+    SchedulerMetrics,
+)
+from pie_driver_sglang.observability.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S: Final = 1.0
+"""How old metrics may be."""
+
+
+class _Figure(NamedTuple):
+    """What a metric of the runtime is, without its value."""
+
+    name: str
+    is_counter: bool
+    text: str
+    label: tuple[str, str] | None
+
+
+class MetricsThread:
+    """Writes the figures of the runtime once a second, in a thread that nothing waits for.
+
+    Where that fails it is tried again, later each time.
+    """
+
+    def __init__(
+        self, runtime: _core.Runtime, front: _core.Front, metrics: SchedulerMetrics
+    ) -> None:
+        """Starts.
+
+        Args:
+            runtime: Its figures are written; it has one replica.
+            front: Its requests' waits are written.
+            metrics: SGLang's.
+        """
+        self._runtime, self._front, self._metrics = runtime, front, metrics
+        self._own: dict[str, Any] = {}
+        self._seen: dict[tuple[str, Any], float] = {}
+        self._gauges: dict[tuple[str, Any], _Figure] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Writes how things stand now."""
+        [figures] = self._runtime.figures()
+        for name, is_counter, text, label, value in figures:
+            grown = max(0.0, value - self._seen.get((name, label), 0.0)) if is_counter else 0.0
+            self._put(_Figure(name, is_counter, text, label), value, grown)
+            # Not before: what a counter has grown by is added by the next attempt otherwise.
+            self._seen[name, label] = value
+        self._metrics.observe(self._front.take_waits())
+        self._metrics.put_sessions(self._front.open_sessions)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        backoff = Backoff(PERIOD_S)
+        while not self._stop.wait(backoff.wait_s):
+            try:
+                self.write()
+            except Exception:
+                # Requests are served all the same.
+                if backoff.failed():
+                    logger.exception(
+                        "the metrics cannot be written: gauges are NaN until they can be again"
+                    )
+                self._drop_gauges()
+            else:
+                if backoff.succeeded():
+                    logger.warning("the metrics are written again")
+
+    def _put(self, figure: _Figure, value: float, grown: float) -> None:
+        """Writes one figure: the value of a gauge, or by how much a counter has grown."""
+        name, label = figure.name, figure.label
+        if not figure.is_counter:
+            self._gauges.setdefault((name, label), figure)
+        if name.startswith(FIGURE_PREFIX):
+            self._metrics.put(name, label, value, grown)
+            return
+        metric = self._own.get(name) or self._register(figure)
+        child = metric.labels(**self._metrics.labels, **dict([label] if label else ()))
+        if figure.is_counter:
+            child.inc(grown)
+        else:
+            child.set(value)
+
+    def _drop_gauges(self) -> None:
+        """Sets what cannot be written to NaN: the last value would pass for the current one."""
+        for figure in self._gauges.values():
+            with contextlib.suppress(Exception):
+                self._put(figure, math.nan, 0.0)
+
+    def _register(self, figure: _Figure) -> Any:
+        # Not before SGLang has said where its files are.
+        import prometheus_client
+
+        names = [*self._metrics.labels, *([figure.label[0]] if figure.label else ())]
+        if figure.is_counter:
+            metric: Any = prometheus_client.Counter(figure.name, figure.text, names)
+        else:
+            metric = prometheus_client.Gauge(
+                figure.name, figure.text, names, multiprocess_mode="mostrecent"
+            )
+        self._own[figure.name] = metric
+        return metric

@@ -1,0 +1,64 @@
+"""Which rows of a step are prompts, found on the device: what kernels of prefills must know.
+
+In a graph every token of a prompt is a row (``rust/planner/src/stages/graph.rs``). Consecutive rows
+of one context, of which each sees one token more, are a prompt here, and any other row is a decode.
+All sizes are fixed, so this can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pie_driver_sglang.kernels.attention.split_plan import ELSEWHERE, DecodeRows
+
+
+class Prompts(NamedTuple):
+    """A step as segments: prompts, and the rows between them, which read no KV here."""
+
+    starts: torch.Tensor
+    """``[segments + 1]`` int32: the first row of each segment. Those that are not needed begin
+    after the last row."""
+    kv_lens: torch.Tensor
+    """``[segments]`` int32: KV length of a prompt's last row; 0 for rows between prompts."""
+    pages: torch.Tensor
+    """``[segments, pages]`` int32: the pages of a prompt; any for rows between prompts."""
+
+
+def find_prompts(rows: DecodeRows, most: int, page_size: int) -> tuple[Prompts, DecodeRows]:
+    """The prompts of a step, and the rows that are left: decodes.
+
+    Args:
+        rows: Of the step, without common prefixes.
+        most: Requests that a step has at most, each with consecutive rows of its own context.
+        page_size: Tokens of a page.
+    """
+    owners, kv_lens, count = rows.table_rows, rows.kv_lens, len(rows.kv_lens)
+    follows = torch.zeros(count + 1, dtype=torch.bool, device=owners.device)
+    follows[1:-1] = (owners[1:] == owners[:-1]) & (kv_lens[1:] == kv_lens[:-1] + 1)
+    follows[:-1] &= owners > 0
+    follows, leads = follows[:-1], follows[1:]
+    inside = follows | leads
+    # A prompt, or rows that follow one; before the first prompt there may be some, too.
+    begins = torch.where(inside, ~follows, torch.nn.functional.pad(inside[:-1], (1, 0)))
+    begins[:1] = True
+    segment = begins.cumsum(0) - 1
+    segments = 2 * min(most, count // 2) + 1
+
+    def per_segment(chosen: torch.Tensor, values: torch.Tensor, default: int) -> torch.Tensor:
+        """The value of the chosen row of each segment; what is not needed comes last."""
+        found = values.new_full((segments + 1,), default)
+        return found.scatter_(0, torch.where(chosen, segment, segments), values)[:segments]
+
+    starts = per_segment(begins, torch.arange(count, device=owners.device), count)
+    tables = per_segment(inside & ~follows, owners, 0)
+    first_slots = rows.table[:, : rows.table.shape[1] // page_size * page_size : page_size]
+    prompts = Prompts(
+        torch.nn.functional.pad(starts, (0, 1), value=count).int(),
+        per_segment(inside & ~leads, kv_lens, 0).int(),
+        first_slots.index_select(0, tables) // page_size,
+    )
+    # Padding lies between prompts, too.
+    left = torch.where(inside | (owners == 0), ELSEWHERE, owners)
+    return prompts, rows._replace(table_rows=left)

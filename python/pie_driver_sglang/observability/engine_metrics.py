@@ -1,0 +1,67 @@
+"""The figures of runtimes for Prometheus, in a process where SGLang does not write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from pie_driver_sglang._core import Runtime
+from pie_driver_sglang.observability.active import REASONS
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
+
+
+ACTIVE: Final = "pie_runtime:active_info"
+
+
+class RuntimeExporter:
+    """Gives the figures of runtimes to `prometheus_client`; any thread may collect.
+
+    A value has the labels `model_name` and `dp_rank`, the number of its replica.
+    """
+
+    def __init__(
+        self,
+        runtimes: Sequence[Runtime],
+        model_name: str,
+        active: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Takes what is read for each scrape.
+
+        Args:
+            runtimes: Each has one replica or several, which are numbered through.
+            model_name: The name that clients use.
+            active: What serves the model; see `observe.active`.
+        """
+        self._runtimes, self._model_name, self._active = runtimes, model_name, active
+
+    def registry(self) -> CollectorRegistry:
+        """A registry with these metrics alone."""
+        from prometheus_client.registry import CollectorRegistry
+
+        found = CollectorRegistry(auto_describe=False)
+        found.register(self)
+        return found
+
+    def collect(self) -> Iterator[Any]:
+        """One family for each name, with the values of all replicas."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        replicas = [figures for runtime in self._runtimes for figures in runtime.figures()]
+        for rank, figures in enumerate(replicas):
+            common = [self._model_name, str(rank)]
+            for name, is_counter, text, label, value in figures:
+                if name not in families:
+                    kind: Any = CounterMetricFamily if is_counter else GaugeMetricFamily
+                    labels = ["model_name", "dp_rank", *([label[0]] if label else ())]
+                    families[name] = kind(name, text, labels=labels)
+                families[name].add_metric([*common, *([label[1]] if label else ())], value)
+        yield from families.values()
+        parts = {name: chosen for name, chosen in self._active().items() if name != REASONS}
+        info = GaugeMetricFamily(
+            ACTIVE, "What serves the model, as labels; always 1.", labels=["model_name", *parts]
+        )
+        info.add_metric([self._model_name, *parts.values()], 1)
+        yield info

@@ -1,0 +1,333 @@
+"""SGLang's prefix cache on the native index: what its scheduler calls.
+
+The index is in host memory, and the slots of SGLang's KV pool are known only on the device. To
+read them there would wait for the device, in the midst of scheduling. So the index has pages of its
+own, and a table on the device says which slots each of them stands for: ids travel to the device,
+nothing is read back.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pie_driver_sglang._core import CacheEvent, PagePool, RadixIndex
+from pie_driver_sglang.backends.sglang.compat.prefix_cache import (
+    AllBlocksCleared,
+    BasePrefixCache,
+    BlockRemoved,
+    BlockStored,
+    CacheInitParams,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    StorageMedium,
+)
+
+_ROOT = 0
+"""The node that an empty match ends in."""
+_PRIORITIES = np.iinfo(np.int32)
+
+
+class TreeNode:
+    """A node with the nodes below it, as SGLang's policy ``dfs-weight`` looks at the tree.
+
+    Attributes:
+        children: Those that lead to nodes that were asked for, by their handles.
+    """
+
+    __slots__ = ("children",)
+
+    def __init__(self) -> None:
+        self.children: dict[int, TreeNode] = {}
+
+
+class RadixCache(BasePrefixCache):
+    """Stands in for SGLang 0.5.17's class of that name, see ``srt/mem_cache/radix_cache.py``.
+
+    Handles of nodes are numbers. Time is counted in calls, so that ranks evict alike.
+
+    Args:
+        params: Whose pools, page size, policy and events.
+        min_hit: Shorter prefixes are not used, and computed again: where a pass of few tokens waits
+            for the host, and a prefix costs kernels of its own, that may be faster.
+    """
+
+    def __init__(self, params: CacheInitParams, min_hit: int = 1) -> None:
+        self.disable = False
+        self._min_hit = min_hit
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size: int = params.page_size
+        self.is_eagle: bool = params.is_eagle
+        self.disable_finished_insert: bool = params.disable_finished_insert
+        self.enable_kv_cache_events: bool = params.enable_kv_cache_events
+        self.eviction_policy: str = params.eviction_policy.lower()
+        self.device = torch.device(params.token_to_kv_pool_allocator.device)
+        pages = params.token_to_kv_pool_allocator.size // self.page_size
+        self._index = RadixIndex(
+            self.page_size,
+            self.eviction_policy,
+            bigram=self.is_eagle,
+            events=self.enable_kv_cache_events,
+        )
+        self._pool = PagePool(pages)
+        self._slots = torch.zeros((pages, self.page_size), dtype=torch.int64, device=self.device)
+        """The slots of each page of the index."""
+        self._view: dict[int, TreeNode] = {}
+        """Nodes that were asked for since the last match, and those above them."""
+        nothing = torch.empty((0,), dtype=torch.int64, device=self.device)
+        self._no_match = MatchResult(nothing, _ROOT, _ROOT, _ROOT)
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    def reset(self) -> None:
+        """Forgets everything; the caller frees the slots."""
+        self._index.reset()
+        self._pool.reset()
+        self._view.clear()
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Finds the longest cached prefix.
+
+        Returns:
+            Its slots, int64 ``(tokens,)`` on the device, and the node in which it ends.
+        """
+        key = params.key
+        self._view.clear()
+        found = self._index.match_prefix(key.token_ids, namespace=key.extra_key, limit=key.limit)
+        node = found.node
+        if node == _ROOT or len(found.pages) * self.page_size < self._min_hit:
+            return self._no_match
+        return MatchResult(self._gather(found.pages), node, node, node)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Inserts a key.
+
+        Args:
+            params: Its slots are those of the whole key; without any, its tokens take their place.
+
+        Returns:
+            How many of its tokens were there before, and the node in which it ends. The caller
+            frees its slots for what was there.
+        """
+        key, value = params.key, params.value
+        if value is None:
+            value = torch.tensor(key.raw_token_ids(), dtype=torch.int64, device=self.device)
+        existing, _, node = self._insert(
+            key.token_ids, key.extra_key, value, params.priority, params.chunked, key.limit
+        )
+        return InsertResult(prefix_len=existing, last_device_node=node)
+
+    def cache_finished_req(
+        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        """Takes over what a request that ends has computed, frees the rest, and drops its lock.
+
+        Args:
+            req: SGLang's ``Req``.
+            is_insert: False: its KV is freed as far as it is not shared.
+            kv_len_to_handle: Tokens whose KV it has.
+        """
+        tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
+        protected = req.cache_protected_len
+        if is_insert and not self.disable_finished_insert:
+            freed, whole, _ = self._insert(tokens, req.extra_key, row, getattr(req, "priority", 0))
+        else:
+            units = max(len(tokens) - self.is_eagle, 0)
+            freed = whole = units // self.page_size * self.page_size
+        # What others have cached meanwhile, or all; then what does not fill a page.
+        self.token_to_kv_pool_allocator.free_segments(
+            [(row[protected:freed], protected), (row[whole:], whole)]
+        )
+        if req.last_node is not None:
+            self._index.unlock(req.last_node)
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        """Takes over what a request has computed so far; its lock moves to the end of that.
+
+        Args:
+            req: SGLang's ``Req``. It gets the cached slots where others were faster.
+            chunked: More of its prompt is to come.
+        """
+        tokens = req.get_fill_ids()
+        rows = self.req_to_token_pool
+        row = rows.req_to_token[req.req_pool_idx, : len(tokens)]
+        protected = req.cache_protected_len
+        existing, whole, node = self._insert(
+            tokens, req.extra_key, row, getattr(req, "priority", 0), chunked
+        )
+        if existing > protected:
+            self.token_to_kv_pool_allocator.free_segment(
+                row[protected:existing], start_pos=protected
+            )
+            pages = self._index.path_pages(node)
+            pages = pages[protected // self.page_size : existing // self.page_size]
+            where = (req.req_pool_idx, slice(protected, existing))
+            rows.write(where, self._gather(pages).to(row.dtype))
+        self._index.unlock(req.last_node)
+        self._index.lock(node)
+        req.cache_protected_len = whole
+        # With what does not fill a page yet.
+        req.prefix_indices = row.to(torch.int64)
+        req.last_node = node
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Evicts leaves by the policy until at least so many tokens have left, and frees slots."""
+        start = time.perf_counter()
+        wanted = -(-max(params.num_tokens, 0) // self.page_size)
+        pages = self._index.evict(wanted).device
+        evicted = len(pages) * self.page_size
+        if evicted:
+            self._pool.uncache(pages)
+            # Whole pages, one after the other, as in the row of a request.
+            self.token_to_kv_pool_allocator.free_segment(self._gather(pages), start_pos=0)
+        self.update_eviction_metrics(evicted, start)
+        return EvictResult(num_tokens_evicted=evicted)
+
+    def inc_lock_ref(self, node: int) -> IncLockRefResult:
+        """Protects a node and all above it from eviction."""
+        return IncLockRefResult(delta=-self._index.lock(node) * self.page_size)
+
+    def dec_lock_ref(self, node: int, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Takes one protection back."""
+        return DecLockRefResult(delta=self._index.unlock(node) * self.page_size)
+
+    def evictable_size(self) -> int:
+        """Tokens that nothing protects."""
+        return self._index.evictable_pages * self.page_size
+
+    def protected_size(self) -> int:
+        """Tokens that are protected."""
+        return self._index.protected_pages * self.page_size
+
+    def total_size(self) -> int:
+        """All tokens."""
+        return self._index.device_pages * self.page_size
+
+    def pretty_print(self) -> None:
+        """Prints the tree as JSON, and how many tokens there are."""
+        print(self._index.to_json())
+        print(f"#tokens: {self.total_size()}")
+
+    def take_events(self) -> list[Any]:
+        """SGLang's KV events since the last call, one for each page that was stored."""
+        events: list[Any] = []
+        for event in self._index.take_events():
+            if event.kind == "stored":
+                events.extend(_stored(event))
+            elif event.kind == "removed":
+                events.append(BlockRemoved(block_hashes=event.hashes, medium=StorageMedium.GPU))
+            else:
+                events.append(AllBlocksCleared())
+        return events
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        """The handle of an empty match."""
+        return _ROOT
+
+    @property
+    def root_node(self) -> TreeNode:
+        """The root, with the paths to the nodes that `resolve_node_handle` was asked for."""
+        return self.resolve_node_handle(_ROOT)
+
+    def resolve_node_handle(self, node_handle: int) -> TreeNode:
+        """A node, which becomes part of the tree that is below `root_node`."""
+        node, view = self._view.get(node_handle), self._view
+        if node is not None:
+            return node
+        node = view[node_handle] = found = TreeNode()
+        while node_handle != _ROOT:
+            parent = self._index.info(node_handle).parent
+            known = parent in view
+            above = view.setdefault(parent, TreeNode())
+            above.children[node_handle] = node
+            if known:
+                break
+            node, node_handle = above, parent
+        return found
+
+    def is_root(self, node: int) -> bool:
+        """Whether a match was empty."""
+        return node == _ROOT
+
+    def is_backuped(self, node: int) -> bool:
+        """Whether a node has a copy in host memory: none has."""
+        return False
+
+    def get_last_hash_value(self, node: int) -> str | None:
+        """None: hashes are for storage, which is refused."""
+        return None
+
+    def get_prefix_hash_values(self, node: int) -> list[str]:
+        """None: hashes are for storage, which is refused."""
+        return []
+
+    def _insert(
+        self,
+        tokens: Any,
+        extra_key: str | None,
+        slots: torch.Tensor,
+        priority: int | None,
+        chunked: bool = False,
+        limit: int | None = None,
+    ) -> tuple[int, int, int]:
+        """Inserts a key with its slots.
+
+        Returns:
+            Tokens that were there before, tokens of the key in whole pages, and its last node.
+        """
+        inserted, new = self._index.insert_new(
+            tokens,
+            self._pool,
+            namespace=extra_key,
+            limit=limit,
+            priority=min(max(priority or 0, _PRIORITIES.min), _PRIORITIES.max),
+            chunked=chunked,
+        )
+        existing, whole = inserted.existing * self.page_size, inserted.pages * self.page_size
+        if existing < whole:
+            values = slots[existing:whole].view(-1, self.page_size).to(torch.int64)
+            self._slots.index_copy_(0, self._on_device(new.astype(np.int64)), values)
+        return existing, whole, inserted.node
+
+    def _gather(self, pages: npt.NDArray[np.int32]) -> torch.Tensor:
+        """The slots of pages, int64 ``(tokens,)``."""
+        return self._slots.index_select(0, self._on_device(pages)).view(-1)
+
+    def _on_device(self, ids: npt.NDArray[Any]) -> torch.Tensor:
+        """Ids as a tensor; nothing waits for the device."""
+        tensor = torch.from_numpy(ids)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _stored(event: CacheEvent) -> list[BlockStored]:
+    """One event for each page, as SGLang's tree has them."""
+    size, tokens = event.block_size, event.tokens
+    units = list(pairwise(tokens)) if event.bigram else tokens
+    parents = [event.parent, *event.hashes[:-1]]
+    return [
+        BlockStored(
+            block_hashes=[block],
+            parent_block_hash=parent,
+            token_ids=units[page * size : (page + 1) * size],
+            block_size=size,
+            lora_id=None,
+            medium=StorageMedium.GPU,
+        )
+        for page, (block, parent) in enumerate(zip(event.hashes, parents, strict=True))
+    ]
