@@ -1,6 +1,6 @@
 //! How a replica stands, as named figures: one list for every endpoint that shows metrics.
 //!
-//! Where `SGLang`'s scheduler has a metric of the same meaning, the figure has its name; others begin with `pie_engine:`.
+//! Where `SGLang`'s scheduler has a metric of the same meaning, the figure has its name; others begin with `pie_runtime:`.
 
 use std::time::{Duration, Instant};
 
