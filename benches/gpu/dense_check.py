@@ -18,7 +18,6 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import frame
 import torch
 from frame import Report
+from graph_times import time_graph
 from tiled_products import TiledProduct, randn
 
 from pie_driver_sglang.kernels.gemm import dense_layers, small_m, tiled
@@ -207,27 +207,6 @@ class Layer:
         return linear(middle, self.matrices["down"].weight)[None], residual
 
 
-def microseconds(calls: Callable[[], None], number: int) -> float:
-    """Of one of the calls: the median of five rounds of a replayed graph."""
-    calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def round_of(replays: int) -> float:
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / replays * 1000 / number
-
-    once = round_of(2)
-    return statistics.median(round_of(max(2, int(3000 / (once * number)))) for _ in range(5))
-
-
 def check_parity(device: torch.device, tiny: bool, report: Report) -> None:
     """Prints the largest error of each kernel, in parts of its largest result."""
     shape = TINY if tiny else SHAPES[0]
@@ -351,7 +330,7 @@ class Product:
             for weight in self.weights:
                 run(self.rows, weight)
 
-        return microseconds(products, len(self.weights))
+        return time_graph(products, len(self.weights))
 
     def tilings(self) -> Iterator[Tiling]:
         """What may be the best."""
@@ -445,7 +424,7 @@ def time_way(layers: list[Layer], way: str, rows: int) -> float:
         for layer in layers:
             state = getattr(layer, way)(*state, slots)
 
-    return microseconds(run, len(layers))
+    return time_graph(run, len(layers))
 
 
 def parser() -> argparse.ArgumentParser:

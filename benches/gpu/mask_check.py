@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import frame
 import torch
 from frame import Report
-from serving import MIN_GAP, PAGE, driver, pages
+from serving import PAGE, decided, driver, pages
 
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.kernels.attention import masked_reference, masked_triton
@@ -206,14 +206,10 @@ def check_tree(model: Path, backend: str) -> int:
         alone.append(request(tokens, list(range(len(tokens))), 16 * (number + 1), 1))
     with driver(model, {"page_size": PAGE, "attention_backend": backend}) as (client, _):
         [found, *expected] = client.forward([tree, *alone]).logits
-    decided = differ = 0
-    for node, rows in enumerate(expected):
-        best = torch.tensor(rows[-1]).topk(2)
-        if best.values[0] - best.values[1] > MIN_GAP:
-            decided += 1
-            differ += int(torch.tensor(found[node]).argmax()) != int(best.indices[0])
-    print(f"{backend}: of {len(nodes)} nodes {decided} are decided, {differ} of them differ")
-    return differ if decided else 1
+    branches = torch.tensor([rows[-1] for rows in expected])
+    clear, differ = decided(branches, torch.tensor(found).argmax(-1).tolist())
+    print(f"{backend}: of {len(nodes)} nodes {clear} are decided, {differ} of them differ")
+    return differ if clear else 1
 
 
 def check_cases(device: str, report: Report) -> int:

@@ -28,14 +28,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +41,7 @@ from typing import Any, Final
 import frame
 import torch
 from frame import Report
+from graph_times import print_kernels
 from processes import Runner
 from serving import PAGE
 from step_check import Steps
@@ -58,8 +57,6 @@ from pie_driver_sglang.memory.limits import (
 ROUNDS, SETTLE = 5, 2
 TOLERANCE: Final = 0.03
 """Of the hidden states' norm, by which bfloat16 may have the ways differ."""
-SHOWN = 12
-"""Kernels of a profile."""
 PEER: Final = frame.REPOSITORY / "benches" / "peers" / "sglang_prefill.py"
 OWN: Final = ("driver", "graph")
 """Ways of the driver."""
@@ -171,26 +168,6 @@ def graph_rows(tokens: int, *, sparse: bool) -> int | None:
     return next((rows for rows in sizes if rows >= tokens), None)
 
 
-def show_kernels(what: str, run: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """Prints and returns launches and microseconds of each kernel of a run."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, total = found[event.name]
-            found[event.name] = (count + 1, total + event.device_time_total)
-    print(f"{what}: {sum(took for _, took in found.values()):.0f} us of kernels")
-    for name, (count, took) in itertools.islice(
-        sorted(found.items(), key=lambda pair: -pair[1][1]), SHOWN
-    ):
-        print(f"    {took:9.1f} us {count:5d} x {took / count:8.2f}  {name[:100]}", flush=True)
-    return dict(found)
-
-
 def prompts(tokens: int, each: int) -> list[int]:
     """Lengths of prompts that make a pass of so many tokens."""
     whole, rest = divmod(tokens, each)
@@ -274,7 +251,8 @@ def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Pee
         show(tokens, each, found, others)
     if arguments.profile:
         for way, run in ways.items():
-            show_kernels(way, run)
+            print(way)
+            print_kernels(run)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -154,7 +154,7 @@ class GraphRunner(abc.ABC):
 
         Graphs of different sizes have their fields at different places. A kernel that takes another
         field for a length reads an illegal address, and launches that follow before this is noticed
-        crash in CUDA's own code (``benches/gpu/launch_fault_check.py``).
+        crash in CUDA's own code.
         """
         table = self._engine.runner.req_to_token_pool.req_to_token
         vocab = self._engine.facts.vocab_size
