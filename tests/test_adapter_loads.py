@@ -17,7 +17,7 @@ import lora_adapters
 import runtime_client as rc
 import tiny_models
 from pie_driver_sglang._core import Client, Load, Request, Sampler
-from pie_driver_sglang.driver.loads import Loads, _patience_s
+from pie_driver_sglang.driver.adapter_loads import Loads, _patience_s
 from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
 
 pytestmark = pytest.mark.engine

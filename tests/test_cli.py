@@ -22,7 +22,7 @@ from pie_driver_sglang.cli import engine_options, generate, main, plan, version
 from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
-from pie_driver_sglang.memory.types import Device
+from pie_driver_sglang.memory.plan_types import Device
 from tiny_models import POCKET, REPOSITORY
 
 LLAMA_8B: dict[str, Any] = {

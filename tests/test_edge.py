@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pie_driver_sglang.config.edge import (
+from pie_driver_sglang.config.api_keys import ApiKeys, hide_keys, take_keys
+from pie_driver_sglang.config.http_limits import (
     EDGE_FLAGS,
     ConnectionLimits,
     EdgeSettings,
     take_edge_flags,
 )
-from pie_driver_sglang.config.keys import ApiKeys, hide_keys, take_keys
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server.access import (
     AccessKeys,
@@ -29,8 +29,8 @@ from pie_driver_sglang.frontends.sglang_server.access import (
     access_keys,
     find_refusal,
 )
-from pie_driver_sglang.frontends.sglang_server.answers import ClientAnswer, short_error
-from pie_driver_sglang.frontends.sglang_server.stores import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.error_responses import ClientAnswer, short_error
 
 uvicorn: Any = pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")

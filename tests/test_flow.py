@@ -8,7 +8,11 @@ import time
 import pytest
 
 from pie_driver_sglang.frontends.sglang_server import scheduler_process
-from pie_driver_sglang.frontends.sglang_server.flow import MOST_IN_FLIGHT, Acknowledger, Window
+from pie_driver_sglang.frontends.sglang_server.flow_control import (
+    MOST_IN_FLIGHT,
+    Acknowledger,
+    Window,
+)
 
 LONG_S = 20.0
 

@@ -16,8 +16,8 @@ from pie_driver_sglang.cli.main import main
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
-from pie_driver_sglang.frontends.gateway import flags, parsers, smg
-from pie_driver_sglang.frontends.gateway.flags import parse_words
+from pie_driver_sglang.frontends.gateway import gateway_flags, parsers, smg
+from pie_driver_sglang.frontends.gateway.gateway_flags import parse_words
 from tiny_models import POCKET
 
 
@@ -55,20 +55,20 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_sglang_reads_the_same_words_alike() -> None:
     """Of every flag that this frontend takes: a value that SGLang's own parser accepts."""
-    from pie_driver_sglang.frontends.sglang_server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 
     # The process keeps none of the server's variables.
     with mock.patch.dict(os.environ):
-        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-        with environment.importing_server():
-            from pie_driver_sglang.frontends.sglang_server.compat import launching
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
     tried = 0
     for name, field in SERVER_ARGS.items():
         if "table" in field.type or field.type == "any":
             continue  # SGLang keeps the text, and the engine takes a table.
         words = [f"--{name.replace('_', '-')}", *sample(field)]
         try:
-            theirs = launching.given_flags(["--model-path", "m", *words])
+            theirs = http_launch.given_flags(["--model-path", "m", *words])
         except ConfigError:
             continue  # Its parser has no such flag, or another kind of value.
         try:
@@ -262,9 +262,9 @@ def test_front_is_taken_out_of_the_words(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_refused_flag_is_one_of_sglangs() -> None:
-    assert not (flags.REFUSED.keys() | flags.FRONT) - SERVER_ARGS.keys()
-    assert not flags.REFUSED.keys() & flags.FRONT
-    assert set(flags.ALIASES.values()) <= SERVER_ARGS.keys()
+    assert not (gateway_flags.REFUSED.keys() | gateway_flags.FRONT) - SERVER_ARGS.keys()
+    assert not gateway_flags.REFUSED.keys() & gateway_flags.FRONT
+    assert set(gateway_flags.ALIASES.values()) <= SERVER_ARGS.keys()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
-from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
-from pie_driver_sglang.memory.limits import (
+from pie_driver_sglang.memory.batch_sizes import (
     LONGEST_GRAPH,
     LONGEST_SPARSE_GRAPH,
     chunk_tokens,
@@ -24,6 +23,7 @@ from pie_driver_sglang.memory.limits import (
     prefill_batch_sizes,
     row_pages,
 )
+from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
 from pie_driver_sglang.memory.plan import (
     CPU_POOL_TOKENS,
     GIB,
@@ -35,15 +35,7 @@ from pie_driver_sglang.memory.plan import (
     used,
     wanted_reserve,
 )
-from pie_driver_sglang.memory.refusal import (
-    exceeded,
-    find_doubt,
-    find_remedy,
-    not_run,
-    require_fit,
-    shrunk,
-)
-from pie_driver_sglang.memory.types import (
+from pie_driver_sglang.memory.plan_types import (
     ANY_RANKS,
     EVERYWHERE,
     Device,
@@ -51,6 +43,14 @@ from pie_driver_sglang.memory.types import (
     MemorySettings,
     ModelSizes,
     Part,
+)
+from pie_driver_sglang.memory.refusal import (
+    exceeded,
+    find_doubt,
+    find_remedy,
+    not_run,
+    require_fit,
+    shrunk,
 )
 
 PAGE = 16

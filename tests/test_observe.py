@@ -27,7 +27,7 @@ from pie_driver_sglang.observability.backoff import LONGEST_S, Backoff
 from pie_driver_sglang.observability.driver_metrics import METRICS, PREFIX, READY, Exporter
 from pie_driver_sglang.observability.log_line import figures, line
 from pie_driver_sglang.observability.reporter import MetricsFile, Reporter, WorkLog
-from pie_driver_sglang.observability.types import ServedModel, for_group
+from pie_driver_sglang.observability.served_model import ServedModel, for_group
 from tiny_models import REPOSITORY
 
 MODEL = ServedModel("tiny", 50, 16)

@@ -29,7 +29,7 @@ from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common import arguments as engine_arguments
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, StopFilter, overlap, render
-from pie_driver_sglang.frontends.offline.answers import Answer
+from pie_driver_sglang.frontends.offline.outputs import Answer
 from pie_driver_sglang.frontends.offline.requests import Asked, Call, Inbox, OpenRequests, in_parts
 from pie_driver_sglang.frontends.offline.sampling import (
     REFUSED_PARAMETERS,

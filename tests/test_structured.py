@@ -18,7 +18,7 @@ import pytest
 
 from grammar_bombs import bombs
 from pie_driver_sglang.cli import engine_options
-from pie_driver_sglang.config.thinking import THINK_ENDS
+from pie_driver_sglang.config.reasoning_parsers import THINK_ENDS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.checkpoint.surplus import harmful
-from pie_driver_sglang.checkpoint.types import CheckpointModel
+from pie_driver_sglang.checkpoint.tensors import CheckpointModel
+from pie_driver_sglang.checkpoint.unread_tensors import harmful
 
 MODEL = CheckpointModel(layers=2)
 READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.visual.a.weight")

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.checkpoint.types import DamagedError, Loading, Tensor
+from pie_driver_sglang.checkpoint.tensors import DamagedError, Loading, Tensor
 from pie_driver_sglang.checkpoint.weights import read_places, read_tensors, torch_file, weight_parts
-from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
+from pie_driver_sglang.memory.plan_types import ANY_RANKS, EVERYWHERE, Part
 
 LOADING = Loading(itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False)
 _ITEMSIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}

@@ -87,7 +87,7 @@ def time_steps(model: Path, options: list[str], profiled: bool, report: Report) 
     import torch
 
     from pie_driver_sglang.backends.sglang import environment
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import serve, warm_up
 
     name = f"/pie_shmem_g{os.getpid() % 100_000}"

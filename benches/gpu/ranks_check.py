@@ -152,9 +152,9 @@ def serving(
 ) -> Iterator[tuple[str, Any, Any]]:
     """A driver in this process: its region, its own engine, and the other ranks or None."""
     from pie_driver_sglang import _core
-    from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.driver.launch import load_rank
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import serve, warm_up
+    from pie_driver_sglang.driver.startup import load_rank
     from pie_driver_sglang.ranks.leader import LeaderExecutor
     from pie_driver_sglang.ranks.parallel import Workers
     from pie_driver_sglang.ranks.types import ALONE

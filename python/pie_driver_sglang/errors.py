@@ -27,6 +27,11 @@ class DriverError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def with_hint(self) -> str:
+        """Message and hint in one line."""
+        return "; ".join(filter(None, (self.message, self.hint)))
+
 
 class ConfigError(DriverError):
     """The configuration, the snapshot or the command line is wrong."""
@@ -78,6 +83,14 @@ class PagesError(ValueError):
 
 class RadixError(ValueError):
     """A prefix index refuses a node, a list of pages or a setting."""
+
+
+def invalid_value(what: str, value: Any, expected: str) -> ConfigError:
+    """The error for an argument with a value of the wrong type or range."""
+    return ConfigError(
+        f"{what} is {quoted(value)}, expected {expected}",
+        f"set {what.rpartition(' ')[2]} to {expected}, or remove it",
+    )
 
 
 def not_running(device: str, error: BaseException) -> StartError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin")
@@ -82,7 +82,8 @@ def fetch_snapshot(
         tree = hub.HfApi().list_repo_tree(repository, revision=revision)
         sizes = {each.path: each.size for each in tree if hasattr(each, "size")}
         names = list(needed_files(list(sizes), with_weights=with_weights))
-        _say(repository, sum(sizes[name] for name in names), len(names))
+        size = sum(sizes[name] for name in names) / _GIB
+        print_notice(f"downloading {repository}: {len(names)} files, {size:.2f} GiB")
         found: str = hub.snapshot_download(
             repository,
             revision=revision,
@@ -118,13 +119,6 @@ def _has_weights(folder: Path) -> bool:
             names = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
             return all((folder / name).is_file() for name in set(names))
     return any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
-
-
-def _say(repository: str, size: int, count: int) -> None:
-    sys.stderr.write(
-        f"pie-sglang: downloading {repository}: {count} files, {size / _GIB:.2f} GiB\n"
-    )
-    sys.stderr.flush()
 
 
 def _explained(repository: str, revision: str | None, error: Exception) -> ConfigError:

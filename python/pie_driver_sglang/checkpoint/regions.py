@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pie_driver_sglang.checkpoint.types import Region
+from pie_driver_sglang.checkpoint.tensors import Region
 
 
 def region_of(

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pie_driver_sglang.checkpoint.types import DamagedError, FileRange, Loading, Tensor
+from pie_driver_sglang.checkpoint.tensors import DamagedError, FileRange, Loading, Tensor
+from pie_driver_sglang.memory.plan_types import ANY_RANKS, EVERYWHERE, Part
 from pie_driver_sglang.memory.sizes import Shape
-from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 ONLINE_BYTES: Final[Mapping[str, float]] = {
     "fp8": 1.0,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pie_driver_sglang.backends.sglang.compat.process import SERVING_BENCHMARK
-from pie_driver_sglang.config.keys import KEY_VARIABLES
+from pie_driver_sglang.config.api_keys import KEY_VARIABLES
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 from pie_driver_sglang.frontends.common.arguments import model_folder
 

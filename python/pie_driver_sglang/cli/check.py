@@ -15,10 +15,10 @@ from pie_driver_sglang.cli.machine import Shm, look_at_shm
 from pie_driver_sglang.cli.pie_config import driver_tables
 from pie_driver_sglang.cli.report import Finding, print_findings
 from pie_driver_sglang.config.arch import context_length
-from pie_driver_sglang.config.file import parse_config, read_table
+from pie_driver_sglang.config.config_file import parse_config, read_table
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.option_checks import parse_options
-from pie_driver_sglang.config.types import DriverConfig
-from pie_driver_sglang.driver.launch import request_bytes
+from pie_driver_sglang.driver.startup import request_bytes
 from pie_driver_sglang.driver.trace import open_trace
 from pie_driver_sglang.errors import ConfigError, DriverError, RingError
 from pie_driver_sglang.memory.host import check_budget

@@ -34,7 +34,7 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
             "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
         ),
         "serve": CliCommand(
-            "frontends.sglang_server.serve",
+            "cli.serve",
             "serve a model over HTTP: OpenAI's API, and SGLang's own",
         ),
         "generate": CliCommand(

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.types import DamagedError, Loading, Tensor
+from pie_driver_sglang.checkpoint.tensors import DamagedError, Loading, Tensor
 from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
 from pie_driver_sglang.config.arch import context_length, text_config, vocab_size
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.memory.plan_types import ANY_RANKS, Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
-from pie_driver_sglang.memory.types import ANY_RANKS, Device, MemorySettings, ModelSizes, Part
 
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of a number, by torch's names."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
-from pie_driver_sglang.config.types import NEVER_PARK
+from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, quoted
 
 TYPE: Final = "sglang"

@@ -16,18 +16,18 @@ from pie_driver_sglang.cli.model_sizes import (
     read_weights,
     settings_for,
 )
+from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.types import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.arguments import model_folder
 from pie_driver_sglang.memory.gpus import look_at_cuda, nvml
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan import GIB, plan_memory, table
+from pie_driver_sglang.memory.plan_types import Device, MemorySettings, Plan
 from pie_driver_sglang.memory.refusal import find_doubt, require_fit
-from pie_driver_sglang.memory.types import Device, MemorySettings, Plan
 
 CONTEXT_BYTES: Final = GIB // 2
 """What the CUDA context takes of a GPU before anything else does. A guess."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import WARM_UP_ADAPTER, Request, Sampler
+from pie_driver_sglang.driver.adapter_loads import STATUS_FAILED, STATUS_OK, Loads
 from pie_driver_sglang.driver.failures import go_on
-from pie_driver_sglang.driver.loads import STATUS_FAILED, STATUS_OK, Loads
 
 if TYPE_CHECKING:
     from pie_driver_sglang.driver.trace import Trace

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final, NamedTuple
 
-from pie_driver_sglang.memory.limits import (
+from pie_driver_sglang.memory.batch_sizes import (
     decode_batch_sizes,
     extended_batch_sizes,
     lora_batch_sizes,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, graph_specs
-from pie_driver_sglang.memory.limits import row_pages
-from pie_driver_sglang.memory.types import (
+from pie_driver_sglang.memory.plan_types import (
     EVERYWHERE,
     Device,
     Loaded,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pie_driver_sglang.errors import StartError, not_running
 from pie_driver_sglang.memory.plan import plan_memory, shown, size_text, wanted_reserve
-from pie_driver_sglang.memory.types import Device, MemorySettings, ModelSizes, Plan
+from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Plan
 
 SHORT_CONTEXT: Final = 2048
 """A shorter context is proposed only if no other key helps."""

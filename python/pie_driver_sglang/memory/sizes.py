@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.memory.limits import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
-from pie_driver_sglang.memory.types import (
+from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
+from pie_driver_sglang.memory.plan_types import (
     ANY_RANKS,
     EVERYWHERE,
     Device,

@@ -10,6 +10,6 @@ the loop that serves needs no Python for it.
 ``active``          what serves a model, and why a faster part does not
 ``spans``           spans of requests for an OpenTelemetry collector
 ``backoff``         the time between attempts of what may fail for a while
-``types``           what the figures of a driver refer to
+``served_model``    the model that the metrics of a driver refer to
 ==================  ================================================================================
 """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from pie_driver_sglang._core import Counts
 from pie_driver_sglang.errors import ConfigError, reason
-from pie_driver_sglang.observability.types import ServedModel
+from pie_driver_sglang.observability.served_model import ServedModel
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry

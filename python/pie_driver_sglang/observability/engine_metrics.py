@@ -32,7 +32,7 @@ class RuntimeExporter:
         Args:
             runtimes: Each has one replica or several, which are numbered through.
             model_name: The name that clients use.
-            active: What serves the model; see `observe.active`.
+            active: What serves the model; see `observability.active`.
         """
         self._runtimes, self._model_name, self._active = runtimes, model_name, active
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pie_driver_sglang._core import Counts
-from pie_driver_sglang.observability.types import ServedModel
+from pie_driver_sglang.observability.served_model import ServedModel
 
 
 def figures(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any]:

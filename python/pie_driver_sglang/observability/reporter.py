@@ -17,7 +17,7 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 from pie_driver_sglang.observability.backoff import Backoff
 from pie_driver_sglang.observability.driver_metrics import Exporter, serve_metrics, write_metrics
 from pie_driver_sglang.observability.log_line import figures, line
-from pie_driver_sglang.observability.types import ServedModel, for_group
+from pie_driver_sglang.observability.served_model import ServedModel, for_group
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import LogSource, configure_logging
 from pie_driver_sglang.ranks.commands import unpack

@@ -33,13 +33,13 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     publish_settings,
 )
 from pie_driver_sglang.backends.sglang.lora import adapters
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
-from pie_driver_sglang.memory.limits import row_pages
+from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.plan import table
+from pie_driver_sglang.memory.plan_types import Plan
 from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
-from pie_driver_sglang.memory.types import Plan
 from pie_driver_sglang.ranks.types import Rank
 
 logger = logging.getLogger(__name__)

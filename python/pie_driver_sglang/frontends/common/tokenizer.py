@@ -144,10 +144,11 @@ class ModelTokenizer:
 
 
 class TextStream:
-    """The text of tokens as they come; a character that is cut between two tokens waits.
+    """Incremental detokenization: the text of tokens as they arrive.
 
-    It is the usual way of vLLM and SGLang: a few tokens before the new ones are decoded with and
-    without these, and the difference is the new text.
+    As in vLLM and SGLang: the last tokens are decoded with and without the new ones, and the
+    difference is the new text. An incomplete UTF-8 character is held back. `DecodeStream` of
+    tokenizers cannot flush such a character at the end, and raises where a text changes.
     """
 
     def __init__(
@@ -157,7 +158,6 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
-        self._begin = 0
         self._shown = len(self._tokens)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
@@ -165,24 +165,16 @@ class TextStream:
 
         Args:
             tokens: The next ones.
-            is_last: Return what is incomplete, too.
+            is_last: Also return an incomplete character.
         """
         self._tokens.extend(tokens)
-        before = self._decode(self._shown)
-        now = self._decode(len(self._tokens))
+        before = self._tokenizer.decode(self._tokens[: self._shown], self._skip_special)
+        now = self._tokenizer.decode(self._tokens, self._skip_special)
         if not is_last and now.endswith(_INCOMPLETE):
             return ""
-        self._begin, self._shown = self._shown, len(self._tokens)
-        self._forget()
+        del self._tokens[: self._shown]
+        self._shown = len(self._tokens)
         return now[len(before) :]
-
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[self._begin : end], self._skip_special)
-
-    def _forget(self) -> None:
-        del self._tokens[: self._begin]
-        self._shown -= self._begin
-        self._begin = 0
 
 
 class StopFilter:

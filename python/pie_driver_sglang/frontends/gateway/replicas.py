@@ -12,10 +12,9 @@ from typing import Any, Final
 from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.arch import image_merge
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.frontends.common.arguments import step_image_bytes
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, read_json
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.gateway.flags import GatewayArguments
+from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments
 from pie_driver_sglang.observability.active import ActiveFile
 from pie_driver_sglang.observability.spans import DEFAULT_ENDPOINT, SpanThread
 
@@ -76,7 +75,7 @@ class Replicas:
 
     @property
     def active(self) -> dict[str, Any]:
-        """What serves the model; see `observe.active`. The replicas have the same."""
+        """What serves the model; see `observability.active`. The replicas have the same."""
         return self._active.read()
 
     def log_lines(self) -> list[str]:

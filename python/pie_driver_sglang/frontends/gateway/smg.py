@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
-from pie_driver_sglang.frontends.gateway.flags import GatewayArguments
+from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments
 from pie_driver_sglang.frontends.gateway.parsers import reasoning_parser, tool_parser
 
 REQUIREMENT: Final = "smg>=1.13,<1.14"

@@ -14,13 +14,16 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.thinking import think_end_of
-from pie_driver_sglang.errors import ConfigError, DriverError, quoted
-from pie_driver_sglang.frontends.common.adapters import AdapterUpdate, EngineAdapters, parse_paths
-from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.config.reasoning_parsers import think_end_of
+from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
+from pie_driver_sglang.frontends.common.lora_adapters import (
+    AdapterUpdate,
+    EngineAdapters,
+    parse_paths,
+)
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.offline.answers import CallAnswers
+from pie_driver_sglang.frontends.offline.outputs import CallAnswers
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptReader
 from pie_driver_sglang.frontends.offline.requests import Asked, Call, OpenRequests
 from pie_driver_sglang.observability.active import ActiveFile
@@ -227,8 +230,7 @@ class Engine:
             self._requests.require_own_process()
             self._adapters.load(adapter)
         except DriverError as error:
-            text = "; ".join(filter(None, (str(error), error.hint)))
-            return AdapterUpdate(False, text, self._adapters.paths)
+            return AdapterUpdate(False, error.with_hint, self._adapters.paths)
         return AdapterUpdate(True, "", self._adapters.paths)
 
     def flush_cache(self) -> bool:
@@ -323,12 +325,13 @@ class Engine:
     ) -> dict[str, Any]:
         for name, value in (("session_id", session_id), ("extra_key", extra_key)):
             if value is not None and not isinstance(value, str):
-                raise _wrong(name, value, "a text")
+                raise _noted(invalid_value(f"`{name}`", value, "a text"))
         if not isinstance(require_reasoning, bool):
-            raise _wrong("require_reasoning", require_reasoning, "True or False")
+            raise _noted(invalid_value("`require_reasoning`", require_reasoning, "True or False"))
         is_integer = isinstance(priority, int) and not isinstance(priority, bool)
         if priority is not None and not (is_integer and abs(priority) < 2**31):
-            raise _wrong("priority", priority, f"an integer from {1 - 2**31} to {2**31 - 1}")
+            expected = f"an integer from {1 - 2**31} to {2**31 - 1}"
+            raise _noted(invalid_value("`priority`", priority, expected))
         session = None
         if session_id is not None:
             # Numbers are never used again; both calls are atomic.
@@ -438,11 +441,6 @@ def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: 
                 logger.info("%s", line)
             if on_start is not None:
                 on_start(time.monotonic() - started, line)
-
-
-def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    hint = f"set `{name}` to {expected}, or remove it"
-    return _noted(ConfigError(f"`{name}` is {quoted(value)}, expected {expected}", hint))
 
 
 def _abort(submitting: asyncio.Future[Call]) -> None:

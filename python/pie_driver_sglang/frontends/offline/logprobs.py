@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import invalid_value
+from pie_driver_sglang.frontends.common.lora_adapters import require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
 ORIGINAL: Final = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -73,25 +74,21 @@ def _listed(name: str, value: Any, count: int) -> list[Any]:
         is_one = not any(isinstance(one, list | tuple) for one in value)
     if is_one:
         return [value] * count
-    if len(value) != count:
-        raise ConfigError(
-            f"`{name}` has {len(value)} entries for {count} prompts",
-            "give one for each prompt, or one for all",
-        )
+    require_count(name, value, count)
     return [DEFAULTS[name] if one is None else one for one in value]
 
 
 def _request(asked: Mapping[str, Any]) -> LogprobRequest | None:
     for name in ("return_logprob", "return_text_in_logprobs"):
         if not isinstance(asked[name], bool):
-            raise _wrong(name, asked[name], "True or False")
+            raise invalid_value(f"`{name}`", asked[name], "True or False")
     if not asked["return_logprob"]:
         return None
     start = _integer("logprob_start_len", asked)
     given = asked["token_ids_logprob"]
-    given = [given] if _is_integer(given) else given or []
-    if isinstance(given, str) or not all(map(_is_integer, given)):
-        raise _wrong("token_ids_logprob", given, "a list of token ids")
+    given = [given] if is_integer(given) else given or []
+    if isinstance(given, str) or not all(map(is_integer, given)):
+        raise invalid_value("`token_ids_logprob`", given, "a list of token ids")
     return LogprobRequest(
         top=_integer("top_logprobs_num", asked),
         given=tuple(given),
@@ -102,20 +99,14 @@ def _request(asked: Mapping[str, Any]) -> LogprobRequest | None:
 
 def _integer(name: str, asked: Mapping[str, Any]) -> int:
     value = asked[name]
-    if not _is_integer(value):
-        raise _wrong(name, value, "an integer of 64 bits")
+    if not is_integer(value):
+        raise invalid_value(f"`{name}`", value, "an integer of 64 bits")
     return int(value)
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of 64 bits, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(
-        f"`{name}` is {quoted(value)}, expected {expected}",
-        f"set `{name}` to {expected}, or remove it",
-    )
 
 
 class AnswerLogprobs:

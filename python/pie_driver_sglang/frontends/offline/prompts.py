@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.frontends.common.adapters import EngineAdapters
+from pie_driver_sglang.frontends.common.lora_adapters import EngineAdapters, require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_driver_sglang.frontends.offline.call_arguments import parse_others
+from pie_driver_sglang.frontends.offline.generate_arguments import parse_others
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
 from pie_driver_sglang.frontends.offline.requests import in_parts
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
@@ -98,12 +98,8 @@ class PromptReader:
             samplings = [self._sampling(one) for one in given]
         names = _names(rid, count)
         for what, listed in (("sampling_params", samplings), ("rid", names)):
-            if len(listed) != count:
-                raise ConfigError(
-                    f"`{what}` has {len(listed)} entries for {count} prompts",
-                    "give one for each prompt, or one for all",
-                )
-        adapters = self._adapters.numbers(lora_path, count)
+            require_count(what, listed, count)
+        adapters = self._adapters.adapter_ids(lora_path, count)
         parts = zip(texts, tokens, samplings, names, adapters, logprobs, strict=True)
         prompts = [CallPrompt(*one) for one in parts]
         has_texts = prompt is not None

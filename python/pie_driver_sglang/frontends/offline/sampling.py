@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, invalid_value, nearest, quoted
+from pie_driver_sglang.frontends.offline.logprobs import is_integer
 
 _META: Final = frozenset(".^$*+?{}[]\\|()")
 """What gives a character of an expression another meaning than itself."""
@@ -195,13 +196,9 @@ def _seed(values: Mapping[str, Any]) -> int | None:
 
 def _integer(values: Mapping[str, Any], name: str, default: int) -> int:
     value = values.get(name, default)
-    if not _is_integer(value):
+    if not is_integer(value):
         raise _wrong(name, value, "an integer of 64 bits")
     return int(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _number(values: Mapping[str, Any], name: str, default: float) -> float:
@@ -230,7 +227,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not _is_integer(token) or not is_number:
+        if not is_integer(token) or not is_number:
             raise _wrong("logit_bias", {key: bias}, wanted)
         biases[token] = _number({"logit_bias": bias}, "logit_bias", 0.0)
     return tuple(biases.items())
@@ -258,13 +255,10 @@ def _grammar(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not all(map(_is_integer, value)):
+    if isinstance(value, str) or not all(map(is_integer, value)):
         raise _wrong("stop_token_ids", value, "a list of token ids")
     return tuple(value)
 
 
 def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(
-        f"the sampling parameter `{name}` is {quoted(value)}, expected {expected}",
-        f"set `{name}` to {expected}, or remove it",
-    )
+    return invalid_value(f"the sampling parameter `{name}`", value, expected)

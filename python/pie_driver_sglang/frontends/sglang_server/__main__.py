@@ -6,7 +6,7 @@
 if __name__ == "__main__":
     import sys
 
-    from pie_driver_sglang.frontends.sglang_server.launch import run
+    from pie_driver_sglang.frontends.sglang_server.server_process import run
     from pie_driver_sglang.shared_names import take_token
 
     take_token()

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.config.keys import ApiKeys, digest, matches
-from pie_driver_sglang.frontends.sglang_server.answers import ClientAnswer, Send, error_body
+from pie_driver_sglang.config.api_keys import ApiKeys, digest, matches
+from pie_driver_sglang.frontends.sglang_server.error_responses import ClientAnswer, Send, error_body
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]

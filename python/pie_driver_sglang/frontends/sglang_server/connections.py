@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from pie_driver_sglang.config.edge import ConnectionLimits
-from pie_driver_sglang.frontends.sglang_server.answers import error_body
+from pie_driver_sglang.config.http_limits import ConnectionLimits
+from pie_driver_sglang.frontends.sglang_server.error_responses import error_body
 
 logger = logging.getLogger(__name__)
 

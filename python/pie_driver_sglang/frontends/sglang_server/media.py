@@ -19,7 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import aiohttp
 
-from pie_driver_sglang.config.edge import MediaPolicy
+from pie_driver_sglang.config.http_limits import MediaPolicy
 from pie_driver_sglang.errors import quoted, reason
 
 _FIELDS: Final = ("image_data", "video_data", "audio_data")

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.sglang_server.flow import Window
-from pie_driver_sglang.frontends.sglang_server.parts import Parts
+from pie_driver_sglang.console import print_notice
+from pie_driver_sglang.frontends.common.arguments import EngineArguments
+from pie_driver_sglang.frontends.sglang_server.components import Parts
+from pie_driver_sglang.frontends.sglang_server.flow_control import Window
 from pie_driver_sglang.observability.active import active_line
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,11 @@ def run_scheduler(
     """
     # transformers would import it, for what is not needed here: 700 modules.
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
-    from pie_driver_sglang.frontends.sglang_server.compat import scheduling
+    from pie_driver_sglang.frontends.sglang_server.compat import scheduler_ipc
 
-    given = scheduling.SchedulerArguments(arguments)
+    given = scheduler_ipc.SchedulerArguments(arguments)
     leads = given.rank == 0
-    parent = scheduling.begin_process(given.settings, leads=leads)
+    parent = scheduler_ipc.begin_process(given.settings, leads=leads)
     try:
         if leads:
             window = Window(acknowledged[given.replica or 0] if acknowledged else None)
@@ -56,7 +57,7 @@ def run_scheduler(
             signal.pause()
     except Exception:
         logger.exception("the scheduler failed")
-        scheduling.report_failure(parent)
+        scheduler_ipc.report_failure(parent)
 
 
 class SchedulerProcess:
@@ -72,20 +73,19 @@ class SchedulerProcess:
         """
         self._window = window
         parts = Parts(plan, given)
-        from pie_driver_sglang.frontends.sglang_server.compat import loads, scheduling
-        from pie_driver_sglang.frontends.sglang_server.control import Control
+        from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
+        from pie_driver_sglang.frontends.sglang_server.control_messages import Control
         from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 
         # Kept, because drivers that are started again write into a file of theirs.
         self._parts = parts
-        self._pipe, self._runtime, self._log = given.pipe, parts.runtime, parts.log
-        self._sockets = scheduling.Sockets(given.settings, given.ports)
-        self._loads = loads.LoadBoard(given.settings, given.ports, given.replica)
+        self._pipe, self._runtime = given.pipe, parts.runtime
+        self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
+        self._loads = load_snapshots.LoadBoard(given.settings, given.ports, given.replica)
         parts.wait_ready()
         self._announced = _ready(parts.tokens, parts.prompt_length, parts.active)
         if not given.replica:
-            sys.stderr.write(f"pie-sglang: {active_line(parts.active)}\n")
-            sys.stderr.flush()
+            print_notice(active_line(parts.active))
         self._front = parts.front()
         self._control = Control(
             self._runtime,
@@ -127,7 +127,7 @@ class SchedulerProcess:
                 self._loads.write(self._control.counts())
                 published, was_idle = time.monotonic(), is_idle
             self._front.reap_sessions()
-            self._log.pass_on()
+            self._parts.forward_log()
 
     def _send_outputs(self) -> None:
         try:

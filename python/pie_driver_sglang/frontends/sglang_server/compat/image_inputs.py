@@ -10,7 +10,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.mm_utils import _unwrap_tensor_or_list
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
 
-from pie_driver_sglang.frontends.sglang_server import refusals
+from pie_driver_sglang.frontends.sglang_server import unsupported
 
 ReadImage = tuple[int, int, tuple[int, int, int], bytes, bytes]
 """The first token's place in the prompt, the number of tokens, the grid (time, height, width in
@@ -42,10 +42,10 @@ def read_images(pickle: bytes) -> list[ReadImage]:
 
 def _check(item: MultimodalDataItem, feature: Any) -> None:
     if not item.is_image():
-        raise ValueError(refusals.why_no_medium(f"`{item.modality.name.lower()}_data`"))
+        raise ValueError(unsupported.why_no_medium(f"`{item.modality.name.lower()}_data`"))
     if not isinstance(feature, torch.Tensor) or not item.offsets:
         why = "the driver computes embeddings itself"
-        raise ValueError(refusals.why_no_medium("an image without pixels", why))
+        raise ValueError(unsupported.why_no_medium("an image without pixels", why))
 
 
 def _read_item(
@@ -73,6 +73,6 @@ def _positions(output: MultimodalProcessorOutput, start: int, end: int) -> bytes
     image = axes[:, start:end]
     if end < axes.shape[1] and bool((axes[:, end] != image.max() + 1).any()):
         why = "its positions are of another kind"
-        raise ValueError(refusals.why_no_medium("an image of this model", why))
+        raise ValueError(unsupported.why_no_medium("an image of this model", why))
     data: bytes = image.T.contiguous().to(torch.int32).numpy().tobytes()
     return data

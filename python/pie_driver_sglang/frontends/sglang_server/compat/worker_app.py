@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.entrypoints import http_server
 
 from pie_driver_sglang.frontends.sglang_server.access import AccessKeys
-from pie_driver_sglang.frontends.sglang_server.compat.edge import (
+from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
     edge_of,
     guarded,
     limit_json,

@@ -1,4 +1,4 @@
-"""LoRA adapters of an offline engine: SGLang's `lora_paths` and `lora_path`, by name."""
+"""LoRA adapters: SGLang's `lora_paths` and `lora_path`, and the registry of loaded ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdapterPath(NamedTuple):
 
 
 class AdapterUpdate(NamedTuple):
-    """What came of loading an adapter; the fields of SGLang's `LoRAUpdateOutput`."""
+    """The result of loading an adapter: the fields of SGLang's `LoRAUpdateOutput`."""
 
     success: bool
     error_message: str
@@ -91,7 +91,7 @@ def largest_rank(adapters: Sequence[AdapterPath]) -> int:
 
 
 def _rank(path: Path) -> int:
-    """Whatever is wrong with a configuration is said when the driver reads it."""
+    """0 for a configuration that cannot be read: the driver reports what is wrong with it."""
     folder = path if path.is_dir() else path.parent
     try:
         with RegularFile(folder / "adapter_config.json") as file:
@@ -104,11 +104,77 @@ def _rank(path: Path) -> int:
     return max((rank for rank in named if isinstance(rank, int)), default=0)
 
 
-class EngineAdapters:
-    """The adapters of an engine, which stay loaded: never more than the drivers keep in memory.
+class AdapterRegistry:
+    """The LoRA adapters that the drivers of a runtime have loaded, by name. Thread-safe.
+
+    No adapter id is used twice, so KV of a former adapter never matches that of a new one.
+    """
+
+    rename_hint = "unload it, or give another name"
+
+    def __init__(self, runtime: Any) -> None:
+        """No adapters.
+
+        Args:
+            runtime: A `_core.Runtime` whose drivers are ready.
+        """
+        self._runtime = runtime
+        self._ids = itertools.count(1)
+        self._loaded: dict[str, tuple[int, str]] = {}
+        self._loading: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of the loaded adapters, by name."""
+        with self._lock:
+            return {name: path for name, (_, path) in self._loaded.items()}
+
+    def load(self, adapter: AdapterPath, shown_path: str | None = None) -> int:
+        """Have every driver load an adapter, and return its id; other requests run meanwhile.
+
+        Args:
+            adapter: Its name and its files.
+            shown_path: What `paths` has instead of the files; None for these.
+
+        Raises:
+            ConfigError: The name is taken.
+            StartError: A driver rejects the adapter, or there is none.
+        """
+        name = adapter.name
+        with self._lock:
+            self._check(name)
+            self._loading.add(name)
+            adapter_id = next(self._ids)
+        try:
+            # Without the lock: a driver may take its time.
+            self._runtime.load_adapter(adapter_id, adapter.path)
+            with self._lock:
+                self._loaded[name] = (adapter_id, shown_path or adapter.path)
+        finally:
+            with self._lock:
+                self._loading.discard(name)
+        return adapter_id
+
+    def unload(self, name: str) -> None:
+        """Have every driver unload an adapter that no request uses."""
+        with self._lock:
+            adapter_id, _ = self._loaded.pop(name)
+        self._runtime.unload_adapter(adapter_id)
+
+    def _check(self, name: str) -> None:
+        """Raise if an adapter of this name cannot be loaded; called with the lock."""
+        if name in self._loaded or name in self._loading:
+            raise ConfigError(f"there is an adapter {quoted(name)} already", self.rename_hint)
+
+
+class EngineAdapters(AdapterRegistry):
+    """The adapters of an engine, which stay loaded: at most as many as the drivers keep in memory.
 
     So no request waits until a driver has read an adapter again.
     """
+
+    rename_hint = "give another name"
 
     def __init__(self, runtime: Any, most: int) -> None:
         """No adapters.
@@ -117,54 +183,20 @@ class EngineAdapters:
             runtime: A `_core.Runtime` whose drivers are ready.
             most: How many there may be; 0 where adapters are off.
         """
-        self._runtime = runtime
+        super().__init__(runtime)
         self._most = most
-        self._numbers = itertools.count(1)
-        self._loaded: dict[str, tuple[int, str]] = {}
-        self._loading: set[str] = set()
-        self._lock = threading.Lock()
 
-    @property
-    def paths(self) -> dict[str, str]:
-        """The loaded ones by name."""
-        with self._lock:
-            return {name: path for name, (_, path) in self._loaded.items()}
-
-    def load(self, adapter: AdapterPath) -> None:
-        """Have every driver read an adapter; requests of others go on meanwhile.
-
-        Raises:
-            ConfigError: Adapters are off, the name is taken, or there are too many.
-            StartError: A driver does not take it, or there is none.
-        """
+    def _check(self, name: str) -> None:
         if not self._most:
             raise ConfigError("adapters are off", "make the engine with `enable_lora=True`")
-        number = self._reserve(adapter.name)
-        try:
-            # Without the lock: a driver may take its time.
-            self._runtime.load_adapter(number, adapter.path)
-            with self._lock:
-                self._loaded[adapter.name] = (number, adapter.path)
-        finally:
-            with self._lock:
-                self._loading.discard(adapter.name)
+        super()._check(name)
+        if (count := len(self._loaded) + len(self._loading)) >= self._most:
+            raise ConfigError(
+                f"{count} adapters are loaded, as many as `max_loaded_loras` allows",
+                "raise `max_loaded_loras`",
+            )
 
-    def _reserve(self, name: str) -> int:
-        """A number for an adapter that is about to be loaded, whose name nobody else may take."""
-        with self._lock:
-            if name in self._loaded or name in self._loading:
-                raise ConfigError(
-                    f"there is an adapter {quoted(name)} already", "give another name"
-                )
-            if (count := len(self._loaded) + len(self._loading)) >= self._most:
-                raise ConfigError(
-                    f"{count} adapters are loaded, as many as `max_loaded_loras` allows",
-                    "raise `max_loaded_loras`",
-                )
-            self._loading.add(name)
-            return next(self._numbers)
-
-    def number(self, name: Any) -> int | None:
+    def adapter_id(self, name: Any) -> int | None:
         """The id of a loaded adapter; None for None.
 
         Raises:
@@ -178,11 +210,11 @@ class EngineAdapters:
             raise ConfigError(f"no adapter {quoted(name)} is loaded, but {names}", hint)
         return found[0]
 
-    def numbers(self, names: Any, count: int) -> list[int | None]:
-        """The ids for so many prompts: of one name for all, or of a list.
+    def adapter_ids(self, names: Any, count: int) -> list[int | None]:
+        """The ids for `count` prompts: of one name for all, or of a list.
 
         Raises:
-            ConfigError: A name is not known, or the list has another length.
+            ConfigError: A name is unknown, or the list has another length.
         """
         if names is not None and not isinstance(names, str | list | tuple):
             raise ConfigError(
@@ -190,9 +222,18 @@ class EngineAdapters:
                 "name a loaded adapter",
             )
         listed = [names] * count if isinstance(names, str) or names is None else list(names)
-        if len(listed) != count:
-            raise ConfigError(
-                f"`lora_path` has {len(listed)} entries for {count} prompts",
-                "give one for each prompt, or one for all",
-            )
-        return [self.number(name) for name in listed]
+        require_count("lora_path", listed, count)
+        return [self.adapter_id(name) for name in listed]
+
+
+def require_count(name: str, entries: Sequence[Any], prompts: int) -> None:
+    """Refuse a list of another length than that of the prompts.
+
+    Raises:
+        ConfigError: The lengths differ.
+    """
+    if len(entries) != prompts:
+        raise ConfigError(
+            f"`{name}` has {len(entries)} entries for {prompts} prompts",
+            "give one for each prompt, or one for all",
+        )

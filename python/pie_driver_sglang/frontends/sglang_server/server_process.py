@@ -11,16 +11,21 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.checkpoint.hub_cache import local_path
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
+from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.config.edge import EdgeSettings, take_edge_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.keys import ApiKeys, take_keys
+from pie_driver_sglang.config.http_limits import EdgeSettings, take_edge_flags
 from pie_driver_sglang.config.option_checks import parse_option
+from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
-from pie_driver_sglang.frontends.common.arguments import has_gpu, model_folder, parse_arguments
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.sglang_server.compat import environment
-from pie_driver_sglang.frontends.sglang_server.flags import (
+from pie_driver_sglang.frontends.common.arguments import (
+    EngineArguments,
+    has_gpu,
+    model_folder,
+    parse_arguments,
+)
+from pie_driver_sglang.frontends.sglang_server.compat import server_environment
+from pie_driver_sglang.frontends.sglang_server.served_flags import (
     TRANSPORT,
     WATCHDOG,
     served_arguments,
@@ -138,32 +143,32 @@ def _serve(own: OwnArguments) -> None:
         architectures = load_hf_config(model).get("architectures") or ()
     on_cpu = device == "cpu" if device is not None else not has_gpu()
     check_versions()
-    environment.prepare_server(architectures, on_cpu=on_cpu)
-    with environment.importing_server():
-        from pie_driver_sglang.frontends.sglang_server.compat import edge, launching
+    server_environment.prepare_server(architectures, on_cpu=on_cpu)
+    with server_environment.importing_server():
+        from pie_driver_sglang.frontends.sglang_server.compat import http_app, http_launch
 
-    given = launching.given_flags(own.words)
+    given = http_launch.given_flags(own.words)
     sees = takes_images({"architectures": architectures})
     if sees:
         # SGLang serves the images of such a model with the flag and without it.
         given.pop("enable_multimodal", None)
     plan, reason = choose_scheduler(own, given)
     if plan is None:
-        words = [*own.words, *environment.with_prefix_index(given)]
-        arguments = launching.parse_flags(words)
-        _say(f"SGLang's own scheduler serves ({reason}), {_cache_of(words, own.words)}")
-        scheduler = launching.sglang_scheduler(reason, on_cpu=arguments.device == "cpu")
+        words = [*own.words, *server_environment.with_prefix_index(given)]
+        arguments = http_launch.parse_flags(words)
+        print_notice(f"SGLang's own scheduler serves ({reason}), {_cache_of(words, own.words)}")
+        scheduler = http_launch.sglang_scheduler(reason, on_cpu=arguments.device == "cpu")
     else:
         from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
 
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if sees else []
         words = [*own.words, *pinned_revision(plan, given), *transport]
-        arguments = launching.parse_flags(words)
+        arguments = http_launch.parse_flags(words)
         scheduler = functools.partial(run_scheduler, plan)
-    edge.attach_edge(arguments, own.edge, own.keys)
-    ready = functools.partial(_ready, arguments)
-    launching.launch(arguments, scheduler, ready, is_ours=plan is not None)
+    http_app.attach_edge(arguments, own.edge, own.keys)
+    ready = functools.partial(_announce, arguments)
+    http_launch.launch(arguments, scheduler, ready, is_ours=plan is not None)
 
 
 def _cache_of(words: Sequence[str], given: Sequence[str]) -> str:
@@ -219,17 +224,5 @@ def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str
     return ["--revision", plan.model.name]
 
 
-def _ready(arguments: Any) -> None:
-    """Says how to try the server out."""
-    name = arguments.served_model_name or arguments.model_path
-    url = arguments.url()
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    _say(
-        f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d '{body}'\n"
-    )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"pie-sglang: {text}\n")
-    sys.stderr.flush()
+def _announce(arguments: Any) -> None:
+    announce_server(arguments.url(), arguments.served_model_name or arguments.model_path)

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config import flag_names
-from pie_driver_sglang.config.edge import EDGE_FLAGS, EdgeSettings, take_edge_flags
-from pie_driver_sglang.config.keys import ApiKeys, take_keys
+from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
+from pie_driver_sglang.config.http_limits import EDGE_FLAGS, EdgeSettings, take_edge_flags
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
-from pie_driver_sglang.frontends.common.arguments import other_engines_flag
+from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 
 CONTRACTS: Final = ("vllm", "sglang")
 

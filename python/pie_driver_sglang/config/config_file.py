@@ -17,15 +17,15 @@ from typing import Any, Final
 
 import msgspec
 
-from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
-from pie_driver_sglang.config.option_checks import parse_options
-from pie_driver_sglang.config.types import (
+from pie_driver_sglang.config.driver_config import (
     ACTIVATION_DTYPES,
     MAX_RANKS,
     DriverConfig,
     DriverSection,
     ModelSection,
 )
+from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
 logger = logging.getLogger(__name__)

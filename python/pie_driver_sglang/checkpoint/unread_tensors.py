@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from pie_driver_sglang.checkpoint.types import CheckpointModel
+from pie_driver_sglang.checkpoint.tensors import CheckpointModel
 
 _REMADE: Final = re.compile(
     r"(^|\.)(rotary_(pos_)?emb|rope)\.\w+$"  # Tables of sines, cosines and frequencies.

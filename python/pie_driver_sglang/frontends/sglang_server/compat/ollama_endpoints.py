@@ -9,7 +9,7 @@ from typing import Any, Final
 from fastapi import HTTPException
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 
-from pie_driver_sglang.frontends.sglang_server.answers import short
+from pie_driver_sglang.frontends.sglang_server.error_responses import short
 
 _STREAMS: Final = {
     name: getattr(OllamaServing, name)

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.frontends.common.arguments import step_image_bytes
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.sglang_server.driver_log import DriverLog
 from pie_driver_sglang.observability.active import ActiveFile
 from pie_driver_sglang.observability.spans import SpanThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
     from pie_driver_sglang.frontends.sglang_server.compat.image_inputs import ReadImage
     from pie_driver_sglang.frontends.sglang_server.scheduler_metrics import MetricsThread
+    from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,6 @@ class Parts:
 
     Attributes:
         runtime: The driver and its scheduler.
-        log: What the driver logs.
     """
 
     def __init__(self, plan: EngineArguments, given: Any) -> None:
@@ -56,7 +53,6 @@ class Parts:
         self._takes_images = keywords["max_image_bytes"] > 0
         self._active = ActiveFile()
         self.runtime = _core.Runtime(**self._active.runtime(keywords))
-        self.log = DriverLog(self.runtime)
 
     def wait_ready(self) -> None:
         """Waits until the driver serves.
@@ -65,12 +61,17 @@ class Parts:
             StartError: It cannot.
         """
         while not self.runtime.wait_ready(0.5):
-            self.log.pass_on()
-        self.log.pass_on()
+            self.forward_log()
+        self.forward_log()
+
+    def forward_log(self) -> None:
+        """Log the lines that the driver has logged since the last call."""
+        for line in self.runtime.log_lines():
+            logger.info("driver: %s", line)
 
     @property
     def active(self) -> dict[str, Any]:
-        """What serves the model; see `observe.active`."""
+        """What serves the model; see `observability.active`."""
         return self._active.read()
 
     @property
@@ -88,7 +89,9 @@ class Parts:
     @property
     def context_length(self) -> int:
         """Positions of a sequence."""
-        from pie_driver_sglang.frontends.sglang_server.compat.scheduling import front_context_length
+        from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import (
+            front_context_length,
+        )
 
         longest = (front_context_length(self._settings), int(self.able["max_model_len"]))
         return min(*longest, self.tokens)
@@ -101,7 +104,7 @@ class Parts:
     def front(self) -> _core.Front:
         """The requests."""
         from pie_driver_sglang.frontends.sglang_server.compat import messages
-        from pie_driver_sglang.frontends.sglang_server.compat.scheduling import refuses_priority
+        from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import refuses_priority
 
         tokenizer, settings = self._tokenizer, self._settings
         return _core.Front(
@@ -140,7 +143,7 @@ class Parts:
         Raises:
             StartError: The driver does not take one of these.
         """
-        from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
+        from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
         adapters = ServerAdapters(self.runtime, front)
         for adapter in self._given.adapters:

@@ -25,13 +25,13 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.backends.sglang.start import load_rank
 from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.config.arch import context_length, image_token_bytes, vocab_size
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.hf_config import files_with_code
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.driver.capabilities import UNLIMITED, Capabilities
 from pie_driver_sglang.driver.handshake import Handshake
 from pie_driver_sglang.driver.serving_loop import serve, warm_up
 from pie_driver_sglang.driver.trace import open_trace
-from pie_driver_sglang.driver.types import UNLIMITED, Capabilities
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.logs import (
     LogSource,
@@ -45,7 +45,7 @@ from pie_driver_sglang.memory.plan import comparison
 from pie_driver_sglang.memory.refusal import not_run
 from pie_driver_sglang.observability.active import active_line, write_active
 from pie_driver_sglang.observability.reporter import Reporter
-from pie_driver_sglang.observability.types import ServedModel, for_group
+from pie_driver_sglang.observability.served_model import ServedModel, for_group
 from pie_driver_sglang.ranks.leader import LeaderExecutor
 from pie_driver_sglang.ranks.parallel import Start, Workers
 from pie_driver_sglang.ranks.types import ALONE

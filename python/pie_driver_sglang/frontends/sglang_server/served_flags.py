@@ -10,7 +10,7 @@ from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest
-from pie_driver_sglang.frontends.common.arguments import READ, SCHEDULER, other_engines_flag
+from pie_driver_sglang.frontends.common.argument_names import READ, SCHEDULER, other_engines_flag
 
 OWN_FLAGS: Final = """\
   --scheduler NAME     pie, sglang, or auto (default): ours, and SGLang's own for what ours does not

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
-from pie_driver_sglang.frontends.sglang_server.compat import messages, tensors
-from pie_driver_sglang.frontends.sglang_server.flow import Window
+from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors, messages
+from pie_driver_sglang.frontends.sglang_server.flow_control import Window
 from pie_driver_sglang.frontends.sglang_server.profile import Profiler
-from pie_driver_sglang.frontends.sglang_server.refusals import EMBEDDING, INSTEAD, why_not_served
+from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
+from pie_driver_sglang.frontends.sglang_server.unsupported import EMBEDDING, INSTEAD, why_not_served
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Control:
         self._aside(message, lambda: self._adapters.load(*given))
 
     def _load_tensors(self, message: Any) -> None:
-        write = functools.partial(tensors.write_adapter, message)
+        write = functools.partial(adapter_tensors.write_adapter, message)
         given = (message.lora_id, message.lora_name, write)
         self._aside(message, lambda: self._adapters.load_tensors(*given))
 
@@ -226,7 +226,7 @@ class Control:
         try:
             text = self._profiler.start(message) if starts else self._profiler.stop()
         except ConfigError as error:
-            return {"success": False, "message": f"{error}; {error.hint}"}
+            return {"success": False, "message": error.with_hint}
         return {"success": True, "message": text}
 
     def _aside(self, message: Any, work: Callable[[], dict[str, Any]]) -> None:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pie_driver_sglang.errors import reason
-from pie_driver_sglang.frontends.sglang_server.answers import short
-from pie_driver_sglang.frontends.sglang_server.stores import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.error_responses import short
 
 OF_INPUT: Final = (
     ArithmeticError,

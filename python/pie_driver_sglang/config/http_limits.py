@@ -1,7 +1,7 @@
 """Limits and permissions of the HTTP frontends, and the command-line flags that set them.
 
-SGLang's frontend enforces them in `server.connections` and `server.media`; the gateway gets those
-that it has flags for (`gateway.smg`). docs/serve.md has the table for users.
+`sglang_server` enforces them in `connections` and `media`; the gateway passes on those that smg has
+flags for (`gateway.smg`). docs/serve.md documents them.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import uvicorn
 from sglang.srt.entrypoints import http_server
 from sglang.srt.environ import envs
 
-from pie_driver_sglang.config.edge import EdgeSettings
-from pie_driver_sglang.config.keys import ApiKeys
+from pie_driver_sglang.config.api_keys import ApiKeys
+from pie_driver_sglang.config.http_limits import EdgeSettings
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server.access import (
     AccessKeys,
@@ -23,9 +23,9 @@ from pie_driver_sglang.frontends.sglang_server.access import (
     access_keys,
     is_local,
 )
-from pie_driver_sglang.frontends.sglang_server.answers import error_body, short
-from pie_driver_sglang.frontends.sglang_server.compat.chats import OF_INPUT, not_taken
+from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import OF_INPUT, not_taken
 from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
+from pie_driver_sglang.frontends.sglang_server.error_responses import error_body, short
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,12 @@ from sglang.srt.server_args import ServerArgs
 from pie_driver_sglang import errors
 from pie_driver_sglang._core import MAX_SAMPLES
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.sglang_server import refusals
-from pie_driver_sglang.frontends.sglang_server.compat import tensors
-from pie_driver_sglang.frontends.sglang_server.compat.chats import (
+from pie_driver_sglang.frontends.sglang_server import unsupported
+from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors
+from pie_driver_sglang.frontends.sglang_server.compat.detokenize_endpoint import correct_detokenize
+from pie_driver_sglang.frontends.sglang_server.compat.http_app import EDGE_ATTRIBUTE, edge_of
+from pie_driver_sglang.frontends.sglang_server.compat.ollama_endpoints import correct_ollama
+from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     accept_adapter_names,
     correct_errors,
     correct_template_arguments,
@@ -33,10 +36,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.chats import (
     correct_top_logprobs,
     limit_stored_responses,
 )
-from pie_driver_sglang.frontends.sglang_server.compat.edge import EDGE_ATTRIBUTE, edge_of
-from pie_driver_sglang.frontends.sglang_server.compat.ollama import correct_ollama
-from pie_driver_sglang.frontends.sglang_server.compat.tokens import correct_detokenize
-from pie_driver_sglang.frontends.sglang_server.flow import Acknowledger
+from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
 
 logger = logging.getLogger(__name__)
@@ -93,19 +93,19 @@ class StatusManager(TokenizerManager):
     async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
         """Loads an adapter that a client sends, as safetensors unless pickles are allowed."""
         try:
-            tensors.check_format(obj, allow_pickles=self._edge.allow_pickled_adapters)
+            adapter_tensors.check_format(obj, allow_pickles=self._edge.allow_pickled_adapters)
             return await self._load_sent(obj, request)
         except (ConfigError, ValueError) as error:
-            text = "; ".join(filter(None, (str(error), getattr(error, "hint", ""))))
+            text = error.with_hint if isinstance(error, ConfigError) else str(error)
             return LoRAUpdateOutput(success=False, error_message=text)
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:
-        if tensors.is_pickled(obj):
+        if adapter_tensors.is_pickled(obj):
             return await super().load_lora_adapter_from_tensors(obj, request)
         # SGLang's scheduler unpickles what it is sent, and reads files. They stay, because it reads
         # an adapter again that had to leave; the server's temporary folder ends with it.
         folder = Path(tempfile.mkdtemp(prefix="adapter-"))
-        await asyncio.to_thread(tensors.write_adapter, obj, folder)
+        await asyncio.to_thread(adapter_tensors.write_adapter, obj, folder)
         files = LoadLoRAAdapterReqInput(
             lora_name=obj.lora_name, lora_path=str(folder), pinned=obj.pinned
         )
@@ -182,7 +182,7 @@ class RefusingManager(StatusManager):
     def _validate_mm_limits(self, obj: Any) -> None:
         for name in ("audio_data", "video_data"):
             if has_valid_data(getattr(obj, name)):
-                raise ValueError(refusals.why_no_medium(f"`{name}`"))
+                raise ValueError(unsupported.why_no_medium(f"`{name}`"))
         super()._validate_mm_limits(obj)
 
     async def _execute_profile(self, req: Any) -> Any:
@@ -227,12 +227,12 @@ class PieWorker(RefusingManager, TokenizerWorker):
 
 def _refuse(reason: str) -> Callable[..., Any]:
     async def refuse(*_: Any, **__: Any) -> None:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"not served: {reason}; {refusals.INSTEAD}")
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"not served: {reason}; {unsupported.INSTEAD}")
 
     return refuse
 
 
-for _name, _reason in refusals.CALLS.items():
+for _name, _reason in unsupported.CALLS.items():
     # A name that SGLang does not have would refuse nothing.
     getattr(TokenizerManager, _name)
     setattr(RefusingManager, _name, _refuse(_reason))

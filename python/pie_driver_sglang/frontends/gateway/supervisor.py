@@ -14,11 +14,11 @@ from threading import Event
 from types import FrameType
 from typing import Final
 
+from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import StartError, install_command
-from pie_driver_sglang.frontends.common.arguments import parse_arguments
-from pie_driver_sglang.frontends.common.types import EngineArguments
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.gateway import smg
-from pie_driver_sglang.frontends.gateway.flags import GatewayArguments, parse_words
+from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments, parse_words
 from pie_driver_sglang.frontends.gateway.metrics_endpoint import DEFAULT_METRICS_PORT, MetricsServer
 from pie_driver_sglang.frontends.gateway.replicas import Replicas, served_name
 from pie_driver_sglang.observability.active import active_line
@@ -118,13 +118,13 @@ def _serve(
 ) -> None:
     ending, at_once = signals
     urls = replicas.open()
-    _say(active_line(replicas.active))
+    print_notice(active_line(replicas.active))
     assert plan.tokenizer is not None
     metrics_port = smg.free_port()
     words = smg.smg_words(arguments, urls, plan.tokenizer, metrics_port)
     if metrics is not None:
         metrics.add_gateway(metrics_port)
-        _say(f"metrics at {_url(arguments, 'http', metrics.port)}/metrics")
+        print_notice(f"metrics at {_url(arguments, 'http', metrics.port)}/metrics")
     if not arguments.starts_gateway or not smg.is_installed():
         _explain(arguments, words)
         while not ending.wait(_LOOK_S):
@@ -135,7 +135,8 @@ def _serve(
     gateway = smg.GatewayProcess(words, arguments, url)
     try:
         gateway.wait_ready(lambda: _look(replicas, ending))
-        _ready(arguments, url)
+        has_key = arguments.keys.api is not None
+        announce_server(url, served_name(arguments), has_key=has_key)
         while not ending.wait(_LOOK_S):
             _look(replicas)
             if (status := gateway.poll()) is not None:
@@ -178,18 +179,7 @@ def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
     if arguments.starts_gateway:
         why = f"the gateway is not installed (`{install_command(smg.REQUIREMENT)}`)"
     keys = "" if arguments.keys.api is None else " --api-key ***"
-    _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}{keys}\n")
-
-
-def _ready(arguments: GatewayArguments, url: str) -> None:
-    """Says how to try the server out."""
-    name = served_name(arguments)
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    key = " -H 'Authorization: Bearer …'" if arguments.keys.api is not None else ""
-    _say(
-        f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
-        f"{key} -d '{body}'\n"
-    )
+    print_notice(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}{keys}\n")
 
 
 @contextlib.contextmanager
@@ -206,8 +196,3 @@ def _signals() -> Iterator[tuple[Event, Event]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"pie-sglang: {text}\n")
-    sys.stderr.flush()

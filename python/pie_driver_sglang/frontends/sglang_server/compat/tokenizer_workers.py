@@ -25,9 +25,9 @@ class PieSettings(ServerArgs):
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that refuses what our scheduler does not serve."""
-        from pie_driver_sglang.frontends.sglang_server.compat import managers
+        from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
 
-        return managers.PieWorker
+        return tokenizer_managers.PieWorker
 
 
 class StatusSettings(ServerArgs):
@@ -35,9 +35,9 @@ class StatusSettings(ServerArgs):
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that reads statuses from msgpack."""
-        from pie_driver_sglang.frontends.sglang_server.compat import managers
+        from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
 
-        return managers.StatusWorker
+        return tokenizer_managers.StatusWorker
 
 
 def set_worker_class(settings: ServerArgs, *, is_ours: bool) -> None:

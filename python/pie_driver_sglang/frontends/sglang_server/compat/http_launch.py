@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 from unittest import mock
@@ -20,16 +19,26 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
+from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.frontends.sglang_server.compat import edge, forking, loads, replicas, workers
-from pie_driver_sglang.frontends.sglang_server.compat.managers import PieManager, StatusManager
-from pie_driver_sglang.frontends.sglang_server.flags import (
+from pie_driver_sglang.frontends.sglang_server.compat import (
+    dp_controller,
+    forking,
+    http_app,
+    load_snapshots,
+    tokenizer_workers,
+)
+from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
+    PieManager,
+    StatusManager,
+)
+from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
+from pie_driver_sglang.frontends.sglang_server.served_flags import (
     FLAG_LIST,
     OWN_NAMES,
     refuse_other_engines_flags,
     unknown_flags,
 )
-from pie_driver_sglang.frontends.sglang_server.flow import Acknowledger
 from pie_driver_sglang.observability.active import SGLANG, Active, active_line
 
 Scheduler = Callable[..., None]
@@ -91,7 +100,7 @@ def launch(
     Args:
         arguments: SGLang's settings.
         scheduler: What runs in the scheduler's process; it can be pickled. One of ours is given
-            acknowledgements first, as `flow.Window` takes them, by replica.
+            acknowledgements first, as `flow_control.Window` takes them, by replica.
         ready: Called when the server has answered its first request.
         is_ours: Whether the scheduler is this package's.
     """
@@ -99,8 +108,8 @@ def launch(
     telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arguments.tokenizer_worker_num > 1:
         # They are processes of their own, which share no pipe: they acknowledge nothing.
-        workers.set_worker_class(arguments, is_ours=is_ours)
-        telling = workers.telling(arguments, ready)
+        tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
+        telling = tokenizer_workers.telling(arguments, ready)
         if is_ours:
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
@@ -108,15 +117,15 @@ def launch(
         kind = functools.partial(PieManager, acknowledger=acknowledger)
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
-    token = edge.edge_of(arguments).keys.warm_up
+    token = http_app.edge_of(arguments).keys.warm_up
     forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
     try:
-        counts = loads.own_names()
-        with telling, forks, counts, replicas.waiting(), edge.serving_with(arguments):
+        counts = load_snapshots.own_names()
+        with telling, forks, counts, dp_controller.waiting(), http_app.serving_with(arguments):
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,
-                execute_warmup_func=functools.partial(edge.send_warm_up, token),
+                execute_warmup_func=functools.partial(http_app.send_warm_up, token),
                 run_scheduler_process_func=functools.partial(forking.run_afresh, scheduler),
                 run_detokenizer_process_func=functools.partial(
                     forking.run_afresh, run_detokenizer_process
@@ -145,8 +154,7 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
     def init_info(self: SglangScheduler) -> dict[str, Any]:
         parts = _sglang_parts(self.server_args, reason)
         if not (self.ps.tp_rank or self.ps.dp_rank):
-            sys.stderr.write(f"pie-sglang: {active_line(parts)}\n")
-            sys.stderr.flush()
+            print_notice(active_line(parts))
         return {**own_info(self), "scheduler": SGLANG, "active": parts}
 
     own_info = SglangScheduler.get_init_info
