@@ -154,7 +154,7 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
         cell = DefaultPoolConfigurator(theirs)._cell_size
     sizes = measure.sizes_of(_config(snapshot), model_config, args)
     assert (sizes.state_bytes > 0) == (recurrent is not None)
-    return sizes.token_bytes.of_rank(ranks), cell, sizes.state_bytes
+    return sizes.token_bytes.per_rank(ranks), cell, sizes.state_bytes
 
 
 def _configured(snapshot: str, ranks: int) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from pie_driver_sglang.cli import serve
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.frontends.common.argument_names import OWN, READ, SCHEDULER
-from pie_driver_sglang.frontends.gateway.gateway_flags import parse_words
+from pie_driver_sglang.frontends.gateway.gateway_flags import parse_gateway_arguments
 from pie_driver_sglang.frontends.sglang_server import server_process
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.frontends.sglang_server.served_flags import refuse_other_engines_flags
@@ -31,10 +31,10 @@ def find_fault(http_launch: Any, given: Sequence[str]) -> str | None:
             # A command that is named without its arguments.
             words += ["--model-path", "model"]
         if front == "gateway":
-            parse_words(words)
+            parse_gateway_arguments(words)
             return None
-        own = server_process.split_words(words)
-        http_launch.given_flags(own.words)
+        own = server_process.split_arguments(words)
+        http_launch.given_flags(own.sglang)
     except DriverError as error:
         return str(error)
     unknown = own.options.keys() - {*valid_names(), *OWN, *READ, *SCHEDULER}

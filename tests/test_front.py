@@ -276,8 +276,8 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     """SGLang waits for answers without a limit."""
     from sglang.srt.managers import io_struct
 
-    from pie_driver_sglang.frontends.sglang_server.control_messages import Control
-    from pie_driver_sglang.frontends.sglang_server.flow_control import Window
+    from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
+    from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
     from pie_driver_sglang.frontends.sglang_server.profile import Profiler
     from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
     from pie_driver_sglang.frontends.sglang_server.unsupported import MESSAGES
@@ -285,11 +285,11 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     idle: Any = Idle()
     facts = {"page_size": 16, "max_running_requests": 4}
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
-    control = Control(idle, idle, facts, *aside, Window(None))
+    control = ControlHandler(idle, idle, facts, *aside, SendWindow(None))
     asked = set()
     for cls in io_struct.BaseReq.__subclasses__():
         name = cls.__name__
-        wanted = compat._answer_class(name)
+        wanted = compat._reply_class(name)
         if wanted is None or name.endswith("Output"):
             continue
         asked.add(name)
@@ -299,7 +299,7 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
         until = time.monotonic() + 10
         while not answers and time.monotonic() < until:
             time.sleep(0.01)
-            answers = control.due()
+            answers = control.pending_replies()
         [data] = answers
         found = compat.decode_message(data)
         assert type(found) is wanted, name
@@ -320,14 +320,14 @@ def test_a_request_for_embeddings_is_refused(compat: Any) -> None:
     )
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from pie_driver_sglang.frontends.sglang_server.control_messages import Control
-    from pie_driver_sglang.frontends.sglang_server.flow_control import Window
+    from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
+    from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
     from pie_driver_sglang.frontends.sglang_server.profile import Profiler
     from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
     idle: Any = Idle()
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
-    control = Control(idle, idle, {}, *aside, Window(None))
+    control = ControlHandler(idle, idle, {}, *aside, SendWindow(None))
     required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
     values = {field.name: None for field in required if field.required}
     request = TokenizedEmbeddingReqInput(**{**values, "sampling_params": SamplingParams()})
@@ -410,7 +410,7 @@ class TestProcesses:
 
         with mock.patch.dict(os.environ), server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
-        manager = object.__new__(tokenizer_managers.StatusManager)
+        manager = object.__new__(tokenizer_managers.MsgpackManager)
         manager.gracefully_exit = False
         waits: list[float] = []
         ends: list[int] = []

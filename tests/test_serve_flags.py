@@ -26,7 +26,7 @@ from tiny_models import POCKET, REPOSITORY
 
 
 def choose(*words: str, **given: Any) -> tuple[Any, str]:
-    own = server_process.split_words(words)
+    own = server_process.split_arguments(words)
     return server_process.choose_scheduler(
         own, {"model_path": str(POCKET), "device": "cpu", **given}
     )
@@ -168,16 +168,16 @@ def test_what_ours_starts_with() -> None:
 
 
 def test_the_words_of_this_command_are_taken_out() -> None:
-    own = server_process.split_words(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
-    assert (own.scheduler, own.words) == ("sglang", ["--port", "1", "--model-path", "m"])
+    own = server_process.split_arguments(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
+    assert (own.scheduler, own.sglang) == ("sglang", ["--port", "1", "--model-path", "m"])
     assert server_process.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")
     words = ["--model=a", "--model-path", "b", "--device=cpu"]
-    assert server_process.named_value(words, "--model-path", "--model") == "b"
-    assert server_process.named_value(words, "--device") == "cpu"
-    assert server_process.named_value(words, "--tp") is None
+    assert server_process.flag_value(words, "--model-path", "--model") == "b"
+    assert server_process.flag_value(words, "--device") == "cpu"
+    assert server_process.flag_value(words, "--tp") is None
     for words in (["--scheduler"], ["--scheduler", "other"], ["--option", "nothing"]):
         with pytest.raises(ConfigError):
-            server_process.split_words(words)
+            server_process.split_arguments(words)
 
 
 def test_an_option_is_for_our_scheduler_alone() -> None:

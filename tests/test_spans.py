@@ -192,7 +192,7 @@ def test_without_the_packages_a_start_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     words = ["--model-path", str(POCKET), "--device", "cpu", "--enable-trace"]
-    own = server_process.split_words(words)
+    own = server_process.split_arguments(words)
     given = {"model_path": str(POCKET), "device": "cpu", "enable_trace": True}
     for start in (lambda: gateway.main(words), lambda: server_process.choose_scheduler(own, given)):
         with pytest.raises(ConfigError, match=r"and `opentelemetry\.sdk` is not") as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.shared_names import TOKEN_LENGTH, TOKEN_VARIABLE, draw_token
+from pie_driver_sglang.shared_names import TOKEN_LENGTH, TOKEN_VARIABLE, make_token
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "pie-sglang-"
@@ -248,7 +248,7 @@ def _make_lock() -> tuple[str, int]:
     """A token, and the lock file that is named after it, locked."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
-        token = draw_token()
+        token = make_token()
         path = _SHARED_MEMORY / f"{_PREFIX}{token}"
         descriptor = os.open(path, flags, 0o600)
         try:

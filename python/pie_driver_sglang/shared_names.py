@@ -21,12 +21,12 @@ TOKEN_LENGTH: Final = 10
 _LETTERS: Final = string.ascii_lowercase + string.digits
 
 
-def draw_token() -> str:
+def make_token() -> str:
     """A token that no other server has."""
     return "".join(secrets.choice(_LETTERS) for _ in range(TOKEN_LENGTH))
 
 
-def take_token() -> None:
+def use_token() -> None:
     """Gives what this process makes from now on, and its children, names with the server's token.
 
     These are semaphores and shared memory of ``multiprocessing``, and temporary files: SGLang names

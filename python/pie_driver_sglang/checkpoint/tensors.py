@@ -47,7 +47,7 @@ class DamagedError(ValueError):
     """A file of weights is damaged, or contradicts another one."""
 
 
-class Loading(NamedTuple):
+class LoadSettings(NamedTuple):
     """How a checkpoint is loaded."""
 
     itemsize: int

@@ -30,7 +30,9 @@ _QUANTIZER: Final = re.compile(r"scal(e|ing)|zero|_zp$|g_idx$|_shape$|_amax$|azp
 _OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def harmful(names: Collection[str], read: Collection[str], model: CheckpointModel) -> list[str]:
+def required_tensors(
+    names: Collection[str], read: Collection[str], model: CheckpointModel
+) -> list[str]:
     """Return the unread tensors without which the model may be wrong.
 
     Args:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pie_driver_sglang.checkpoint.tensors import DamagedError, FileRange, Loading, Tensor
-from pie_driver_sglang.memory.plan_types import ANY_RANKS, EVERYWHERE, Part
+from pie_driver_sglang.checkpoint.tensors import DamagedError, FileRange, LoadSettings, Tensor
+from pie_driver_sglang.memory.plan_types import REPLICATED, SHARDED, Part
 from pie_driver_sglang.memory.sizes import Shape
 
 ONLINE_BYTES: Final[Mapping[str, float]] = {
@@ -35,7 +35,9 @@ _COPIED: Final = re.compile(r"norm|\.gate\.|router|q_a_proj|kv_a_proj|visual|vis
 _VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.weight$")
 
 
-def loading_of(shape: Shape, itemsize: int, *, quantized: bool, method: str | None) -> Loading:
+def load_settings(
+    shape: Shape, itemsize: int, *, quantized: bool, method: str | None
+) -> LoadSettings:
     """How a model's checkpoint is loaded.
 
     Args:
@@ -44,7 +46,7 @@ def loading_of(shape: Shape, itemsize: int, *, quantized: bool, method: str | No
         quantized: Whether the checkpoint is.
         method: The quantization that the configuration names.
     """
-    return Loading(
+    return LoadSettings(
         itemsize=itemsize,
         layers=shape.layers,
         kv_heads=max(1, shape.kv_heads),
@@ -79,7 +81,7 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
     return [_whole_file(path, itemsize) for path in others]
 
 
-def weight_parts(tensors: Iterable[Tensor], loading: Loading) -> tuple[Part, ...]:
+def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part, ...]:
     """Sizes of loaded tensors, by the number of ranks that shard them.
 
     Names decide about that: keys and values go by heads, norms and routers are copied, and so are
@@ -127,7 +129,7 @@ def have_equal_bytes(one: FileRange, other: FileRange) -> bool:
     )
 
 
-def read_places(folder: Path) -> dict[str, FileRange]:
+def read_tensor_ranges(folder: Path) -> dict[str, FileRange]:
     """Places of the tensors in a snapshot's safetensors files, by name."""
     return {
         tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
@@ -182,7 +184,7 @@ def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Te
     )
 
 
-def _is_left_out(tensor: Tensor, loading: Loading) -> bool:
+def _is_left_out(tensor: Tensor, loading: LoadSettings) -> bool:
     layer = _LAYER.match(tensor.name)
     return (
         (loading.tied and tensor.name.endswith("lm_head.weight"))
@@ -191,13 +193,13 @@ def _is_left_out(tensor: Tensor, loading: Loading) -> bool:
     )
 
 
-def _most_ranks(tensor: Tensor, loading: Loading) -> int:
+def _most_ranks(tensor: Tensor, loading: LoadSettings) -> int:
     if _COPIED.search(tensor.name):
-        return EVERYWHERE
-    return loading.kv_heads if _HEADS.search(tensor.name) else ANY_RANKS
+        return REPLICATED
+    return loading.kv_heads if _HEADS.search(tensor.name) else SHARDED
 
 
-def _loaded_bytes(tensor: Tensor, loading: Loading) -> int:
+def _loaded_bytes(tensor: Tensor, loading: LoadSettings) -> int:
     if loading.quantized or not tensor.floating:
         return tensor.bytes
     numbers = tensor.numbers

@@ -11,7 +11,7 @@ from typing import Any
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang.version import check_versions
-from pie_driver_sglang.cli.machine import Shm, look_at_shm
+from pie_driver_sglang.cli.machine import Shm, query_shm
 from pie_driver_sglang.cli.pie_config import driver_tables
 from pie_driver_sglang.cli.report import Finding, print_findings
 from pie_driver_sglang.config.arch import context_length
@@ -83,7 +83,7 @@ def check_table(table: Mapping[str, Any], shm: Shm | None = None) -> Iterator[Fi
     if options.trace_file is not None:
         path = options.trace_file
         yield _refusal("trace", f"{path} can be written", lambda: _try_trace(path))
-    yield _region(config, shm or look_at_shm(Path("/dev/shm")))
+    yield _region(config, shm or query_shm(Path("/dev/shm")))
 
 
 def _checked(table: Mapping[str, Any]) -> tuple[DriverConfig | None, list[ConfigError]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.backends.sglang.compat.process import KERNELS
-from pie_driver_sglang.memory.gpus import Cuda, look_at_cuda, nvml
+from pie_driver_sglang.memory.gpus import Cuda, nvml, query_cuda
 
 REGION_PREFIX: Final = "pie_shmem_g"
 """How the names of the drivers' regions begin in `/dev/shm`."""
@@ -105,18 +105,18 @@ def look(environment: Mapping[str, str] = os.environ) -> Machine:
     """Looks at this machine."""
     from pie_driver_sglang.backends.sglang.version import pins
 
-    caches = look_at_caches(environment)
+    caches = query_caches(environment)
     return Machine(
         python=sys.version_info[:2],
         executable=sys.executable,
         system=f"{platform.system()} {platform.machine()}",
         libc=" ".join(filter(None, platform.libc_ver())),
         packages={name: Package(wanted, installed(name)) for name, wanted in pins().items()},
-        cuda=look_at_cuda(nvml()),
+        cuda=query_cuda(nvml()),
         torch_cuda=torch_cuda(_folder_of("torch")),
         has_fa3=_has_fa3(_folder_of(KERNELS)),
-        shm=look_at_shm(Path("/dev/shm")),
-        regions=tuple(look_at_regions(Path("/dev/shm"))),
+        shm=query_shm(Path("/dev/shm")),
+        regions=tuple(query_regions(Path("/dev/shm"))),
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
         memory=_memory(),
@@ -145,7 +145,7 @@ def _has_fa3(folder: Path | None) -> bool:
     return folder is not None and any(folder.glob("flash_ops*.so"))
 
 
-def look_at_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm | None:
+def query_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm | None:
     """The file system of the regions; None where the folder is missing."""
     try:
         space = os.statvfs(folder)
@@ -157,7 +157,7 @@ def look_at_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm |
     return Shm(space.f_blocks * unit, space.f_bavail * unit, kinds.get(str(folder), ""))
 
 
-def look_at_regions(folder: Path, proc: Path = Path("/proc")) -> list[RegionFile]:
+def query_regions(folder: Path, proc: Path = Path("/proc")) -> list[RegionFile]:
     """The regions of all drivers, of this user and of others, by name."""
     owners = lock_owners(_read(proc / "locks"))
     try:
@@ -227,7 +227,7 @@ def _user(number: int) -> str:
         return str(number)
 
 
-def look_at_caches(environment: Mapping[str, str]) -> tuple[Cache, ...]:
+def query_caches(environment: Mapping[str, str]) -> tuple[Cache, ...]:
     """The folders of compiled kernels; Triton's is the first."""
     home = Path(environment.get("HOME", "~")).expanduser()
     triton = Path(environment.get("TRITON_HOME", home)) / ".triton" / "cache"

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.tensors import DamagedError, Loading, Tensor
-from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
+from pie_driver_sglang.checkpoint.tensors import DamagedError, LoadSettings, Tensor
+from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
 from pie_driver_sglang.config.arch import context_length, text_config, vocab_size
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.memory.plan_types import ANY_RANKS, Device, MemorySettings, ModelSizes, Part
+from pie_driver_sglang.memory.plan_types import SHARDED, Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
 
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -146,7 +146,7 @@ def read_weights(
     Raises:
         ConfigError: A file is damaged; or there is none, and the shape is not enough.
     """
-    loading = loading_of(
+    loading = load_settings(
         shape,
         ITEMSIZES[dtype],
         quantized=bool(hf_config.get("quantization_config")),
@@ -161,7 +161,7 @@ def read_weights(
         return WeightSizes(weight_parts(tensors, loading), "the headers of its files")
     size = _indexed_bytes(folder)
     if size:
-        return WeightSizes((Part(size, ANY_RANKS),), "the index of its files")
+        return WeightSizes((Part(size, SHARDED),), "the index of its files")
     tensors = list(_tensors_of(shape, loading))
     return WeightSizes(weight_parts(tensors, loading), "the shape in config.json: an estimate")
 
@@ -225,7 +225,7 @@ def _indexed_bytes(folder: Path) -> int:
         return 0
 
 
-def _tensors_of(shape: Shape, loading: Loading) -> Iterator[Tensor]:
+def _tensors_of(shape: Shape, loading: LoadSettings) -> Iterator[Tensor]:
     """The matrices that a model of this shape usually has; vectors are too small to count."""
     if shape.latent:
         raise ConfigError(

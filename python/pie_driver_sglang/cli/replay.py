@@ -27,7 +27,7 @@ _MEASURES: Final = {
 }
 
 
-class Recorded(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A request of a trace."""
 
     at_s: float
@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
     prompt: Prompt
 
 
-class Replayed(NamedTuple):
+class RequestResult(NamedTuple):
     """What became of a request; times in milliseconds."""
 
     late_ms: float
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(record["failed"] > 0)
 
 
-def read_trace(path: str) -> list[Recorded]:
+def read_trace(path: str) -> list[RecordedRequest]:
     """The requests of a file, in the order of their times.
 
     Raises:
@@ -87,7 +87,7 @@ def read_trace(path: str) -> list[Recorded]:
                 f"request {number} has the arrival time `at` {quoted(at_s)}",
                 "write seconds from the beginning of the trace, e.g. 0.25",
             )
-        found.append(Recorded(float(at_s), prompt._replace(others=others)))
+        found.append(RecordedRequest(float(at_s), prompt._replace(others=others)))
     if not found:
         raise ConfigError(
             f"there are no requests in {quoted(path)}",
@@ -98,11 +98,11 @@ def read_trace(path: str) -> list[Recorded]:
 
 async def replay(
     engine: Engine,
-    recorded: Sequence[Recorded],
+    recorded: Sequence[RecordedRequest],
     tokens: Sequence[Sequence[int]],
     defaults: dict[str, Any],
     speed: float,
-) -> list[Replayed]:
+) -> list[RequestResult]:
     """Sends every request at its time, whether those before are answered or not.
 
     Args:
@@ -114,7 +114,7 @@ async def replay(
     """
     begun = time.perf_counter()
 
-    async def send(request: Recorded, prompt: Sequence[int]) -> Replayed:
+    async def send(request: RecordedRequest, prompt: Sequence[int]) -> RequestResult:
         due = begun + request.at_s / speed
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         return await _send(engine, prompt, {**defaults, **request.prompt.sampling}, due)
@@ -124,7 +124,7 @@ async def replay(
 
 async def _send(
     engine: Engine, prompt: Sequence[int], sampling: dict[str, Any], due: float
-) -> Replayed:
+) -> RequestResult:
     sent = time.perf_counter()
     late_ms, first_ms, answer, error = 1000 * (sent - due), None, None, ""
     gaps: list[float] = []
@@ -143,10 +143,12 @@ async def _send(
                 before, said = now, count
     except Exception as problem:
         error = str(problem) or type(problem).__name__
-    return Replayed(late_ms, first_ms, 1000 * (time.perf_counter() - sent), gaps, answer, error)
+    return RequestResult(
+        late_ms, first_ms, 1000 * (time.perf_counter() - sent), gaps, answer, error
+    )
 
 
-def summarize(found: Sequence[Replayed], seconds: float) -> dict[str, Any]:
+def summarize(found: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
     """Counts, rates and the quantiles of the latencies, in milliseconds."""
     answers = [one.answer["meta_info"] for one in found if one.answer and not one.error]
     output = sum(meta["completion_tokens"] for meta in answers)
@@ -186,7 +188,7 @@ def latency_table(record: dict[str, Any]) -> str:
 _COLUMNS: Final = ("mean", "p50", "p90", "p99")
 
 
-def _tokenized(engine: Engine, recorded: Sequence[Recorded]) -> list[Sequence[int]]:
+def _tokenized(engine: Engine, recorded: Sequence[RecordedRequest]) -> list[Sequence[int]]:
     texts = [one.prompt.text for one in recorded if one.prompt.text is not None]
     if texts and engine.tokenizer is None:
         raise ConfigError("the trace has texts, and there is no tokenizer", "give `input_ids`")
@@ -194,7 +196,7 @@ def _tokenized(engine: Engine, recorded: Sequence[Recorded]) -> list[Sequence[in
     return [one.prompt.tokens or next(encoded) for one in recorded]
 
 
-def _line(index: int, recorded: Recorded, found: Replayed) -> str:
+def _line(index: int, recorded: RecordedRequest, found: RequestResult) -> str:
     answer = found.answer or {}
     line = {
         "index": index,

@@ -18,7 +18,7 @@ from typing import Final
 
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
-from pie_driver_sglang.config.http_limits import EDGE_FLAGS, edge_help
+from pie_driver_sglang.config.http_limits import HTTP_FLAGS, http_flags_help
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError
@@ -44,7 +44,7 @@ downloaded from the Python package index. The model may also be named by `--mode
 options of this command:
 {OWN_FLAGS}{gateway.FLAGS}
 keys and limits of the server:
-{KEY_FLAGS}{edge_help()}
+{KEY_FLAGS}{http_flags_help()}
 SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
 make `--scheduler auto` start SGLang's scheduler, and so do `--speculative-algorithm` other than
 NGRAM and `--grammar-backend` other than llguidance.
@@ -134,8 +134,8 @@ def _most_values(flag: str) -> int:
     name = flag.removeprefix("--")
     if flag in _ONE_VALUE or name.removesuffix("-file") in KEY_VARIABLES:
         return 1
-    if name in EDGE_FLAGS:
-        return int(EDGE_FLAGS[name].read is not None)
+    if name in HTTP_FLAGS:
+        return int(HTTP_FLAGS[name].read is not None)
     own = GATEWAY_FLAGS.get(name.replace("-", "_"))
     if own is not None:
         return int(own[0] is not None)
@@ -147,7 +147,7 @@ def _known_flags() -> set[str]:
     files = (f"{name}-file" for name in KEY_VARIABLES)
     own = {
         f"--{name.replace('_', '-')}"
-        for name in (*GATEWAY_FLAGS, *EDGE_FLAGS, *KEY_VARIABLES, *files)
+        for name in (*GATEWAY_FLAGS, *HTTP_FLAGS, *KEY_VARIABLES, *files)
     }
     return {*flag_names.SGLANG_FLAGS, *_ONE_VALUE, *own}
 
@@ -186,17 +186,10 @@ def _hide_keys() -> None:
     setproctitle.setproctitle(" ".join(title))
 
 
-def _take_front(arguments: list[str]) -> tuple[str, list[str]]:
+def _take_front(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The value of `--front`, and the other arguments."""
-    front, rest, queue = "sglang", [], list(arguments)
-    while queue:
-        name, equals, value = (argument := queue.pop(0)).partition("=")
-        if name != "--front":
-            rest.append(argument)
-        elif equals or queue:
-            front = value if equals else queue.pop(0)
-        else:
-            front = ""
+    found, rest = flag_names.pop_flags(arguments, lambda flag: flag == "--front" or None)
+    front = found[-1][1] if found else "sglang"
     if front not in FRONTS:
         raise ConfigError(f"`--front` is {front!r}", f"expected one of {', '.join(FRONTS)}")
     return front, rest

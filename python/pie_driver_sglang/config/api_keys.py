@@ -1,7 +1,7 @@
-"""API keys of a frontend: from the environment, a file or the command line, and into no other list.
+"""API keys of a frontend: from the environment, a file or the command line.
 
-Arguments of a process can be read by every user of the host (`/proc/PID/cmdline`), so keys are
-passed on by environment or pipe, and the title of a process that was given one is replaced.
+Every user of the host can read the arguments of a process (`/proc/PID/cmdline`), so keys are passed
+on by environment or pipe, and masked in the title of a process that was given one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 #: Environment variable of each key, by the flag that gives it.
@@ -32,7 +33,7 @@ HIDDEN: Final = "***"
 
 
 class ApiKeys(NamedTuple):
-    """The keys of a server. They are shown nowhere.
+    """The keys of a server, masked in its `repr`.
 
     Attributes:
         api: What clients send; None for a server without.
@@ -43,7 +44,7 @@ class ApiKeys(NamedTuple):
     admin: str | None = None
 
     def __repr__(self) -> str:
-        """Say which there are."""
+        """Show which keys are set."""
         shown = [HIDDEN if key else "None" for key in self]
         return f"ApiKeys(api={shown[0]}, admin={shown[1]})"
 
@@ -54,59 +55,58 @@ class ApiKeys(NamedTuple):
 
 
 def take_keys(
-    words: Sequence[str], environment: MutableMapping[str, str] = os.environ
+    arguments: Sequence[str], environment: MutableMapping[str, str] = os.environ
 ) -> tuple[ApiKeys, list[str]]:
-    """Takes the keys out of a command line and an environment, whose children must not inherit it.
+    """Take the keys out of a command line and an environment, whose children must not inherit it.
 
     Args:
-        words: The command line.
+        arguments: The command line.
         environment: Where the variables are removed.
 
     Returns:
-        The keys, and the other words.
+        The keys, and the other arguments.
 
     Raises:
         ConfigError: A key is empty, given twice, or its file cannot be read.
     """
+
+    def takes_value(flag: str) -> bool | None:
+        return _name(flag).removesuffix("-file") in KEY_VARIABLES or None
+
     found: dict[str, list[str]] = {name: [] for name in KEY_VARIABLES}
-    rest, queue = [], list(words)
-    while queue:
-        word = queue.pop(0)
-        flag, equals, value = word.removeprefix("--").replace("_", "-").partition("=")
-        name = flag.removesuffix("-file")
-        if not word.startswith("--") or name not in KEY_VARIABLES:
-            rest.append(word)
-            continue
-        if not equals and not queue:
-            raise ConfigError(f"`--{flag}` has no value", "see `pie-sglang serve --help`")
-        # The value keeps its underscores.
-        value = word.partition("=")[2] if equals else queue.pop(0)
-        found[name].append(value if flag == name else _read_key(flag, value))
+    given, rest = pop_flags(arguments, takes_value)
+    for flag, value in given:
+        name = _name(flag).removesuffix("-file")
+        found[name].append(value if _name(flag) == name else _read_key(_name(flag), value))
     for name, variable in KEY_VARIABLES.items():
         if (value := environment.pop(variable, "")) and not found[name]:
             found[name].append(value)
     return ApiKeys(*(_one(name, keys) for name, keys in found.items())), rest
 
 
-def hide_keys(words: Sequence[str]) -> list[str]:
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("_", "-")
+
+
+def hide_keys(arguments: Sequence[str]) -> list[str]:
     """A command line with its keys masked."""
     hidden: list[str] = []
     follows = False
-    for word in words:
-        flag, equals, _ = word.removeprefix("--").partition("=")
-        is_key = word.startswith("--") and flag.replace("_", "-") in KEY_VARIABLES
-        hidden.append(HIDDEN if follows else f"--{flag}={HIDDEN}" if is_key and equals else word)
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_key = flag.startswith("--") and _name(flag) in KEY_VARIABLES
+        hidden.append(HIDDEN if follows else f"{flag}={HIDDEN}" if is_key and equals else argument)
         follows = is_key and not equals
     return hidden
 
 
 def digest(key: str) -> bytes:
-    """What is kept of a key to compare others with."""
+    """The SHA-256 of a key, which is all that is kept of it."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def matches(given: str, wanted: bytes) -> bool:
-    """Whether a key is the one of a digest, in a time that tells nothing of it."""
+    """Whether a key has this digest, in constant time."""
     return secrets.compare_digest(digest(given), wanted)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.errors import ConfigError, quoted
 
 _MIB: Final = 1 << 20
@@ -62,7 +63,7 @@ class MediaPolicy(NamedTuple):
     timeout_s: float = 30.0
 
 
-class EdgeSettings(NamedTuple):
+class HttpSettings(NamedTuple):
     """What a frontend accepts from the network.
 
     Attributes:
@@ -78,7 +79,7 @@ class EdgeSettings(NamedTuple):
     given: frozenset[str] = frozenset()
 
 
-class EdgeFlag(NamedTuple):
+class HttpFlag(NamedTuple):
     """A command-line flag.
 
     Attributes:
@@ -129,22 +130,22 @@ _EXPECTED: Final[Mapping[Callable[[str], Any], str]] = MappingProxyType(
     }
 )
 #: By name; the order is that of the help text.
-EDGE_FLAGS: Final[Mapping[str, EdgeFlag]] = MappingProxyType(
+HTTP_FLAGS: Final[Mapping[str, HttpFlag]] = MappingProxyType(
     {
-        "max-connections": EdgeFlag(_count, "4096", "connections open at once"),
-        "max-header-bytes": EdgeFlag(_size, "64KiB", "size of a request's headers; else 431"),
-        "max-body-bytes": EdgeFlag(_size, "64MiB", "size of a request body; else 413"),
-        "max-buffered-bytes": EdgeFlag(_size, "1GiB", "bodies of all open requests; else 503"),
-        "header-timeout": EdgeFlag(_seconds, "30", "seconds to send the headers; else 408"),
-        "body-timeout": EdgeFlag(_seconds, "30", "seconds for each 64 KiB of a body; else 408"),
-        "write-timeout": EdgeFlag(_seconds, "60", "seconds that a response may stay unread"),
-        "keep-alive-timeout": EdgeFlag(_seconds, "5", "seconds a connection may be idle"),
-        "max-media-bytes": EdgeFlag(_size, "64MiB", "media that a request has fetched; else 400"),
-        "media-timeout": EdgeFlag(_seconds, "30", "seconds to fetch a request's media; else 400"),
-        "allowed-media-domains": EdgeFlag(_domains, "any", "hosts to fetch media from: a,b,..."),
-        "allow-private-media-hosts": EdgeFlag(None, "off", "fetch media from private addresses"),
-        "allowed-local-media-path": EdgeFlag(str, "none", "folder that file:// URLs may name"),
-        "allow-pickled-adapters": EdgeFlag(None, "off", "unpickle adapters: clients run code"),
+        "max-connections": HttpFlag(_count, "4096", "connections open at once"),
+        "max-header-bytes": HttpFlag(_size, "64KiB", "size of a request's headers; else 431"),
+        "max-body-bytes": HttpFlag(_size, "64MiB", "size of a request body; else 413"),
+        "max-buffered-bytes": HttpFlag(_size, "1GiB", "bodies of all open requests; else 503"),
+        "header-timeout": HttpFlag(_seconds, "30", "seconds to send the headers; else 408"),
+        "body-timeout": HttpFlag(_seconds, "30", "seconds for each 64 KiB of a body; else 408"),
+        "write-timeout": HttpFlag(_seconds, "60", "seconds that a response may stay unread"),
+        "keep-alive-timeout": HttpFlag(_seconds, "5", "seconds a connection may be idle"),
+        "max-media-bytes": HttpFlag(_size, "64MiB", "media that a request has fetched; else 400"),
+        "media-timeout": HttpFlag(_seconds, "30", "seconds to fetch a request's media; else 400"),
+        "allowed-media-domains": HttpFlag(_domains, "any", "hosts to fetch media from: a,b,..."),
+        "allow-private-media-hosts": HttpFlag(None, "off", "fetch media from private addresses"),
+        "allowed-local-media-path": HttpFlag(str, "none", "folder that file:// URLs may name"),
+        "allow-pickled-adapters": HttpFlag(None, "off", "unpickle adapters: clients run code"),
     }
 )
 _FIELDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -162,44 +163,37 @@ _FIELDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def edge_help() -> str:
+def http_flags_help() -> str:
     """The help text of the flags."""
     lines = []
-    for name, flag in EDGE_FLAGS.items():
+    for name, flag in HTTP_FLAGS.items():
         shown = f"--{name}" if flag.read is None else f"--{name} {name.split('-')[-1].upper()}"
         lines.append(f"  {shown:<34} {flag.help}; {flag.default}\n")
     return "".join(lines)
 
 
-def take_edge_flags(words: Sequence[str]) -> tuple[EdgeSettings, list[str]]:
-    """Takes the flags of `EDGE_FLAGS` out of a command line.
+def take_http_flags(arguments: Sequence[str]) -> tuple[HttpSettings, list[str]]:
+    """Take the flags of `HTTP_FLAGS` out of a command line.
 
     Returns:
-        The settings, and the other words.
+        The settings, and the other arguments.
 
     Raises:
         ConfigError: A value is missing or wrong.
     """
-    values: dict[str, Any] = {}
-    rest, queue = [], list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        flag = EDGE_FLAGS.get(name) if word.startswith("--") else None
-        if flag is None:
-            rest.append(word)
-        elif flag.read is None:
-            if equals:
-                raise ConfigError(f"`--{name}` takes no value", f"write `--{name}` alone")
-            values[name] = True
-        else:
-            if not equals and not queue:
-                raise ConfigError(f"`--{name}` has no value", "see `pie-sglang serve --help`")
-            values[name] = _read(name, flag.read, value if equals else queue.pop(0))
-    return _settings(values), rest
+
+    def takes_value(flag: str) -> bool | None:
+        known = HTTP_FLAGS.get(flag[2:])
+        return None if known is None else known.read is not None
+
+    found, rest = pop_flags(arguments, takes_value)
+    return _settings({flag[2:]: _read(flag[2:], value) for flag, value in found}), rest
 
 
-def _read(name: str, read: Callable[[str], Any], text: str) -> Any:
+def _read(name: str, text: str) -> Any:
+    read = HTTP_FLAGS[name].read
+    if read is None:
+        return True
     try:
         if not text:
             raise ValueError
@@ -208,13 +202,13 @@ def _read(name: str, read: Callable[[str], Any], text: str) -> Any:
         raise ConfigError(f"`--{name}` is {quoted(text)}", f"expected {_EXPECTED[read]}") from None
 
 
-def _settings(values: Mapping[str, Any]) -> EdgeSettings:
+def _settings(values: Mapping[str, Any]) -> HttpSettings:
     fields = {_FIELDS.get(name, name.replace("-", "_")): value for name, value in values.items()}
 
     def of(kind: type[NamedTuple]) -> dict[str, Any]:
         return {name: fields[name] for name in kind._fields if name in fields}
 
-    return EdgeSettings(
+    return HttpSettings(
         ConnectionLimits(**of(ConnectionLimits)),
         MediaPolicy(**of(MediaPolicy)),
         bool(fields.get("allow_pickled_adapters")),

@@ -29,7 +29,7 @@ _USUAL_PARSERS: Final = (
 )
 
 #: The text that ends a model's thinking, by parser; a test compares it with SGLang's parsers.
-THINK_ENDS: Final[Mapping[str, str]] = MappingProxyType(
+REASONING_ENDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(_USUAL_PARSERS, _USUAL),
         "apertus2509": "<|inner_suffix|>",
@@ -45,16 +45,16 @@ THINK_ENDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def think_end_of(parser: str) -> str:
+def reasoning_end(parser: str) -> str:
     """The text that ends the thinking of a model with this reasoning parser.
 
     Raises:
         ConfigError: SGLang has no parser of that name.
     """
-    found = THINK_ENDS.get(parser.lower())
+    found = REASONING_ENDS.get(parser.lower())
     if found is None:
         raise ConfigError(
             f"there is no reasoning parser {quoted(parser)}",
-            nearest(parser, THINK_ENDS) or f"there are: {', '.join(sorted(THINK_ENDS))}",
+            nearest(parser, REASONING_ENDS) or f"there are: {', '.join(sorted(REASONING_ENDS))}",
         )
     return found

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from pie_driver_sglang.driver.failures import go_on
+from pie_driver_sglang.driver.failures import log_or_raise
 from pie_driver_sglang.errors import AdapterError, quoted
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ CLIENT_TIMEOUT_S: Final = 60.0
 CLIENT_TIMEOUT_VARIABLE: Final = "PIE_SHMEM_HARD_TIMEOUT_S"
 
 
-class Loads:
-    """Loads that are not finished yet.
+class AdapterLoads:
+    """Adapter loads that are not finished yet.
 
-    Every load is answered before its client gives up: otherwise the slot's next request would wait
-    for the answer to the former one.
+    Every load is answered before its client times out: otherwise the next request in the slot would
+    wait for that answer.
     """
 
     def __init__(self, engine: ModelExecutor, wake: Callable[[], object]) -> None:
@@ -41,17 +41,17 @@ class Loads:
 
         Args:
             engine: Reads adapters.
-            wake: Has :meth:`settle` called on the serving thread soon; callable on any thread.
+            wake: Schedules :meth:`process_finished` on the serving thread; any thread may call it.
         """
         self._engine = engine
         self._wake = wake
-        self._patience_s = _patience_s()
+        self._timeout_s = _timeout_s()
         self._open: dict[int, _Open] = {}
         """In the order in which they began and are read."""
         self._numbers = itertools.count()
 
     def begin(self, load: Load) -> None:
-        """Begins a load, or refuses it."""
+        """Start a load, or reject it."""
         if len(self._open) >= MOST_LOADS:
             reading = ", ".join(quoted(one.path) for one in self._open.values())
             error = AdapterError(
@@ -59,7 +59,7 @@ class Loads:
             )
             _refuse(load, error)
             return
-        opened = _Open(load, self._patience_s, self._wake)
+        opened = _Open(load, self._timeout_s, self._wake)
         number = next(self._numbers)
         self._open[number] = opened
 
@@ -69,33 +69,33 @@ class Loads:
 
         self._engine.begin_load(number, load.adapter_id, load.path, done)
 
-    def settle(self) -> None:
-        """Goes on with a load that has been read, and refuses those that take too long.
+    def process_finished(self) -> None:
+        """Continue a load that has been read, and reject those that time out.
 
-        Where that was not all, others are served before it goes on.
+        A load continues in steps, between which other requests are served.
         """
         copies = True
         for number, opened in list(self._open.items()):
             if opened.is_read and copies:
                 # Loads end in their order; two may be of one id.
-                copies = self._goes_on(number, opened)
+                copies = self._finish_load(number, opened)
             elif opened.is_read:
                 continue
             elif opened.load is not None and time.monotonic() >= opened.until:
-                text = f"it is not read after {self._patience_s:g} s, and its client will give up"
+                text = f"it is not read after {self._timeout_s:g} s, and its client will give up"
                 _refuse(opened.load, AdapterError(text, "keep adapters on a faster disk"))
                 opened.load = None
 
     def close(self) -> None:
-        """Answers every load with a failure, at the end of the loop."""
+        """Answer every load with a failure, when the loop ends."""
         for opened in self._open.values():
             opened.timer.cancel()
             if opened.load is not None:
                 opened.load.commit(STATUS_FAILED)
         self._open.clear()
 
-    def _goes_on(self, number: int, opened: _Open) -> bool:
-        """Takes the next step of a load that was read; returns whether it is over."""
+    def _finish_load(self, number: int, opened: _Open) -> bool:
+        """Run the next step of a load that was read; returns whether it has ended."""
         opened.timer.cancel()
         if (load := opened.load) is None:
             del self._open[number]
@@ -104,7 +104,7 @@ class Loads:
         adapter_id, path = load.adapter_id, quoted(load.path)
         try:
             while not self._engine.finish_load(number):
-                # Its client does not wait for ever: then the rest comes at once.
+                # After the deadline the rest is loaded without a pause.
                 if time.monotonic() < opened.until:
                     self._wake()
                     return False
@@ -115,7 +115,7 @@ class Loads:
             del self._open[number]
             load.commit(STATUS_FAILED, f"{type(error).__name__}: {error}")
             text = "loading adapter %d from %s failed"
-            go_on(self._engine, error, "load", text, adapter_id, path)
+            log_or_raise(self._engine, error, "load", text, adapter_id, path)
         else:
             del self._open[number]
             logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
@@ -145,8 +145,8 @@ def _refuse(load: Load, error: AdapterError) -> None:
     load.commit(STATUS_FAILED, f"{error.message}\n\nhint: {error.hint}")
 
 
-def _patience_s() -> float:
-    """Seconds after which an unfinished load is refused."""
+def _timeout_s() -> float:
+    """Seconds after which an unfinished load is rejected."""
     # The runtime starts this process, so its environment is this one's.
     try:
         timeout = float(os.environ.get(CLIENT_TIMEOUT_VARIABLE, ""))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def go_on(
+def log_or_raise(
     engine: ModelExecutor, error: Exception, kind: str, text: str, *arguments: object
 ) -> None:
     """Logs a failed call whose request has been answered; raises if the engine cannot go on.

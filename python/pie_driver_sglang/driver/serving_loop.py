@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import WARM_UP_ADAPTER, Request, Sampler
-from pie_driver_sglang.driver.adapter_loads import STATUS_FAILED, STATUS_OK, Loads
-from pie_driver_sglang.driver.failures import go_on
+from pie_driver_sglang.driver.adapter_loads import STATUS_FAILED, STATUS_OK, AdapterLoads
+from pie_driver_sglang.driver.failures import log_or_raise
 
 if TYPE_CHECKING:
     from pie_driver_sglang.driver.trace import Trace
@@ -28,14 +28,14 @@ def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> N
     Raises:
         LostError: The device is lost.
     """
-    with contextlib.closing(Loads(engine, server.wake)) as loads:
+    with contextlib.closing(AdapterLoads(engine, server.wake)) as loads:
         for work in server:
             if isinstance(work, _core.Copy):
                 _serve_copy(work, engine)
             elif isinstance(work, _core.Load):
                 loads.begin(work)
             elif isinstance(work, _core.Wake):
-                loads.settle()
+                loads.process_finished()
             elif isinstance(work, _core.Batch):
                 _serve_batch(work, engine, trace)
             elif trace is not None:
@@ -60,7 +60,7 @@ def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
         server.warm_up_graph_path(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
 
-class Times(NamedTuple):
+class BatchTimes(NamedTuple):
     """Host times of a batch, in nanoseconds. The GPU runs asynchronously."""
 
     forward_ns: int
@@ -73,7 +73,7 @@ class Times(NamedTuple):
     """Of both: waiting for the device."""
 
 
-def run_batch(batch: _core.Batch, engine: ModelExecutor) -> Times:
+def run_batch(batch: _core.Batch, engine: ModelExecutor) -> BatchTimes:
     """Runs every pass of a batch and samples its slots."""
     # Drop the times of a failed batch or of the warm-up.
     engine.take_waits()
@@ -96,7 +96,7 @@ def run_batch(batch: _core.Batch, engine: ModelExecutor) -> Times:
                 outputs.tokens.numpy().data,
                 *(None if part is None else part.numpy().data for part in outputs[1:]),
             )
-    return Times(forward_ns, sample_ns, *engine.take_waits())
+    return BatchTimes(forward_ns, sample_ns, *engine.take_waits())
 
 
 def _serve_batch(batch: _core.Batch, engine: ModelExecutor, trace: Trace | None) -> None:
@@ -113,7 +113,7 @@ def _serve_batch(batch: _core.Batch, engine: ModelExecutor, trace: Trace | None)
     except Exception as error:
         batch.fail()
         text = "a batch of %d requests and %d tokens failed and was answered by an abort"
-        go_on(engine, error, "forward", text, requests, tokens)
+        log_or_raise(engine, error, "forward", text, requests, tokens)
         return
     if trace is not None:
         phases = {
@@ -148,7 +148,7 @@ def _serve_copy(copy: _core.Copy, engine: ModelExecutor) -> None:
     except Exception as error:
         what = (copy.direction, len(copy), "states" if copy.states else "pages")
         copy.commit(STATUS_FAILED)
-        go_on(engine, error, "copy", "a %s copy of %d %s failed", *what)
+        log_or_raise(engine, error, "copy", "a %s copy of %d %s failed", *what)
     else:
         copy.commit(STATUS_OK)
 

@@ -42,14 +42,14 @@ from pie_driver_sglang.logs import (
 )
 from pie_driver_sglang.memory.host import check_budget
 from pie_driver_sglang.memory.plan import comparison
-from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.memory.refusal import run_failure
 from pie_driver_sglang.observability.active import active_line, write_active
 from pie_driver_sglang.observability.reporter import Reporter
 from pie_driver_sglang.observability.served_model import ServedModel, for_group
 from pie_driver_sglang.ranks.leader import LeaderExecutor
 from pie_driver_sglang.ranks.parallel import Start, Workers
 from pie_driver_sglang.ranks.types import ALONE
-from pie_driver_sglang.shared_names import take_token
+from pie_driver_sglang.shared_names import use_token
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.executor import Facts, ModelExecutor
@@ -85,7 +85,7 @@ def main(
         must be printed by then.
     """
     arguments = _parser().parse_args(argv)
-    take_token()
+    use_token()
     # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
     os.dup2(2, 1)
     # Ctrl-C reaches the whole process group; the server decides when its drivers stop.
@@ -331,7 +331,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         warm_up(server, engine)
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
-        raise not_run(own.plan, ", ".join(driver.device), error) from error
+        raise run_failure(own.plan, ", ".join(driver.device), error) from error
     logger.info("%s", comparison(own.plan, own.measure_memory()))
     return engine
 

@@ -37,7 +37,7 @@ class Cuda(NamedTuple):
     """Whether a GPU of NVIDIA is on the PCI bus."""
 
 
-def look_at_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
+def query_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
     """Asks NVML, which makes no context on a GPU.
 
     Args:

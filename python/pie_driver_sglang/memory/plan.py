@@ -13,7 +13,7 @@ from typing import Final
 from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, graph_specs
 from pie_driver_sglang.memory.plan_types import (
-    EVERYWHERE,
+    REPLICATED,
     Device,
     Loaded,
     MemorySettings,
@@ -90,12 +90,12 @@ def _with_tokens(plan: Plan, settings: MemorySettings, tokens: int) -> Plan:
 
 def _sized(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
     ranks = settings.ranks
-    weights = sum(part.of_rank(ranks) for part in model.weights)
-    copied = sum(part.size for part in model.weights if part.most == EVERYWHERE)
+    weights = sum(part.per_rank(ranks) for part in model.weights)
+    copied = sum(part.size for part in model.weights if part.most == REPLICATED)
     adapters = settings.adapter_slots * settings.adapter_rank * model.adapter_bytes
     # One slot of state is for padding.
     state = (settings.requests + 1) * model.state_bytes
-    token_bytes = model.token_bytes.of_rank(ranks)
+    token_bytes = model.token_bytes.per_rank(ranks)
     fraction = settings.fraction
     if fraction is None:
         fraction = _safe_fraction(device, model, settings, weights + adapters + state)
@@ -127,7 +127,7 @@ def used(plan: Plan) -> int:
     return stays + plan.activations + plan.graphs + plan.tables
 
 
-def wanted_reserve(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+def safe_reserve(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     """The reserve that the largest safe fraction leaves."""
     if device.is_host:
         return int(device.free * HOST_RESERVE_SHARE)
@@ -199,11 +199,11 @@ def _safe_fraction(
     device: Device, model: ModelSizes, settings: MemorySettings, stays: int
 ) -> float:
     """The largest share that leaves enough for the rest; 0 if nothing is left for KV."""
-    room = device.free - stays - wanted_reserve(device, model, settings)
+    room = device.free - stays - safe_reserve(device, model, settings)
     room -= _activations(model, settings) + _graphs(device, model, settings)
     room -= _tables(device, model, settings)
     # Some tables grow with the pool.
-    page_bytes = settings.page_size * model.token_bytes.of_rank(settings.ranks)
+    page_bytes = settings.page_size * model.token_bytes.per_rank(settings.ranks)
     kv = max(0, room) * page_bytes // (page_bytes + _side_bytes(settings))
     return (stays + kv) / device.free if kv else 0.0
 
@@ -225,7 +225,7 @@ def _activations(model: ModelSizes, settings: MemorySettings) -> int:
 
 
 def _row_bytes(model: ModelSizes, settings: MemorySettings) -> int:
-    widest = sum(part.of_rank(settings.ranks) for part in model.row_numbers)
+    widest = sum(part.per_rank(settings.ranks) for part in model.row_numbers)
     return (HIDDEN_COPIES * model.hidden_size + widest) * model.itemsize
 
 

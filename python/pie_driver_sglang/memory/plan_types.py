@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-EVERYWHERE: Final = 1
+REPLICATED: Final = 1
 """A `Part.most` of tensors that every rank has a full copy of."""
-ANY_RANKS: Final = 2**20
+SHARDED: Final = 2**20
 """A `Part.most` of tensors that any number of ranks divide."""
 
 
@@ -20,7 +20,7 @@ class Part(NamedTuple):
     most: int
     """Largest number of different shards; further ranks have copies."""
 
-    def of_rank(self, ranks: int) -> int:
+    def per_rank(self, ranks: int) -> int:
         """The size of one rank's shard."""
         return -(-self.size // min(self.most, ranks))
 

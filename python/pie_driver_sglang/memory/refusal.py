@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.memory.plan import plan_memory, shown, size_text, wanted_reserve
+from pie_driver_sglang.memory.plan import plan_memory, safe_reserve, shown, size_text
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Plan
 
 SHORT_CONTEXT: Final = 2048
@@ -42,9 +42,9 @@ def require_fit(device: Device, model: ModelSizes, settings: MemorySettings) -> 
     raise StartError(_reason(plan, model, settings), hint)
 
 
-def find_doubt(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str | None:
+def find_warning(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str | None:
     """A warning if the user has set a larger share than the plan considers safe; else None."""
-    wanted = wanted_reserve(plan.device, model, settings)
+    wanted = safe_reserve(plan.device, model, settings)
     if settings.fraction is None or plan.reserve >= wanted:
         return None
     safe = plan_memory(plan.device, model, settings._replace(fraction=None))
@@ -54,7 +54,7 @@ def find_doubt(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str |
     return f"{text}; up to {shown(safe.fraction)} is safe" if safe.tokens else text
 
 
-def exceeded(plan: Plan, text: str) -> StartError:
+def out_of_memory(plan: Plan, text: str) -> StartError:
     """The error for a device that ran out of memory although the plan fits."""
     smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
     return StartError(
@@ -63,7 +63,7 @@ def exceeded(plan: Plan, text: str) -> StartError:
     )
 
 
-def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
+def run_failure(plan: Plan, device: str, error: BaseException) -> StartError:
     """The error for a loaded model whose capture or warm-up fails.
 
     If memory ran out, the hint is a smaller share.
@@ -77,12 +77,12 @@ def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
     while found is not None:
         text = str(found).strip()
         if isinstance(found, MemoryError) or any(words in text for words in _NO_MEMORY):
-            return exceeded(plan, (text or type(found).__name__).splitlines()[0][:500])
+            return out_of_memory(plan, (text or type(found).__name__).splitlines()[0][:500])
         found = found.__cause__ or found.__context__
     return not_running(device, error)
 
 
-def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
+def pool_too_small(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
     """The error for a KV pool that is smaller than one context, although the plan fits.
 
     Args:
@@ -195,7 +195,7 @@ def _reason(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str:
     if settings.fraction is not None:
         share = size_text(int(settings.fraction * device.free))
         return f"{given}, which is {share} of the {free}, less than {_listed(staying)}"
-    others = {**passing, "reserve": wanted_reserve(device, model, settings)}
+    others = {**passing, "reserve": safe_reserve(device, model, settings)}
     total = f"{size_text(device.total)} in total"
     return f"the model needs more than the {free} ({total}): {_listed({**staying, **others})}"
 

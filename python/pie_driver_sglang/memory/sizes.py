@@ -13,8 +13,8 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
 from pie_driver_sglang.memory.plan_types import (
-    ANY_RANKS,
-    EVERYWHERE,
+    REPLICATED,
+    SHARDED,
     Device,
     MemorySettings,
     ModelSizes,
@@ -157,7 +157,7 @@ def memory_settings(
 def token_bytes(shape: Shape, itemsize: int) -> Part:
     """Keys and values of a token in all layers, as SGLang's `DefaultPoolConfigurator` counts."""
     if shape.latent:
-        return Part(shape.kv_layers * shape.latent * itemsize, EVERYWHERE)
+        return Part(shape.kv_layers * shape.latent * itemsize, REPLICATED)
     width = shape.head_dim + shape.v_head_dim
     return Part(shape.kv_layers * shape.kv_heads * width * itemsize, shape.kv_heads)
 
@@ -170,14 +170,14 @@ def row_numbers(shape: Shape) -> tuple[Part, ...]:
     dense, expert = 3 * shape.inner, 3 * shape.expert_inner
     divided = max(attention, dense, shape.chosen_experts * expert)
     copies = shape.chosen_experts + (RECURRENT_COPIES if shape.recurrent else 0)
-    return (Part(divided, ANY_RANKS), Part(copies * shape.hidden_size, EVERYWHERE))
+    return (Part(divided, SHARDED), Part(copies * shape.hidden_size, REPLICATED))
 
 
 def rotary_part(shape: Shape, context: int, itemsize: int, *, on_host: bool) -> Part:
     """SGLang's tables of sines and cosines: one for each kind of layer, in float32 on a GPU."""
     rows = max(shape.positions, context) + ROTARY_ROOM
     numbers = shape.rotary_tables * rows * shape.rotary_dim
-    return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), EVERYWHERE)
+    return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), REPLICATED)
 
 
 def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int) -> int:

@@ -8,7 +8,7 @@ from pie_driver_sglang._core import Counts
 from pie_driver_sglang.observability.served_model import ServedModel
 
 
-def figures(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any]:
+def log_fields(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any]:
     """What was served in a while, as values for a JSON log.
 
     Args:
@@ -49,7 +49,7 @@ def figures(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any
 
 
 def line(values: dict[str, Any]) -> str:
-    """The values of :func:`figures` as a line to read."""
+    """The values of :func:`log_fields` as a line to read."""
     used, total = values["used_pages"], values["total_pages"]
     parts = [
         f"{values['steps']:,} steps in {values['seconds']:.1f} s ({values['steps_per_s']:,.1f}/s)",

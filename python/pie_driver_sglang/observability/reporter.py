@@ -16,7 +16,7 @@ from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 from pie_driver_sglang.observability.backoff import Backoff
 from pie_driver_sglang.observability.driver_metrics import Exporter, serve_metrics, write_metrics
-from pie_driver_sglang.observability.log_line import figures, line
+from pie_driver_sglang.observability.log_line import line, log_fields
 from pie_driver_sglang.observability.served_model import ServedModel, for_group
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class _Window(NamedTuple):
     worked_s: float
 
 
-class WorkLog:
+class IntervalLog:
     """Decides when a line is due: after each interval that had work in it; an idle driver has none.
 
     Rates refer to the time in which there was work, to the second.
@@ -68,7 +68,7 @@ class WorkLog:
             return
         self._window = None
         fresh = counts.since(window_now.counts)
-        values = figures(fresh, window_now.worked_s, self._model)
+        values = log_fields(fresh, window_now.worked_s, self._model)
         logger.info("%s", line(values), extra={"kind": None, "fields": {"figures": values}})
 
 
@@ -190,7 +190,7 @@ class Reporter:
         tick_s = min(TICK_S, self._interval_s / _PARTS) if self._interval_s else TICK_S
         log = None
         if self._interval_s:
-            log = WorkLog(self._interval_s, model, read(), time.monotonic())
+            log = IntervalLog(self._interval_s, model, read(), time.monotonic())
         while not self._ended.wait(tick_s):
             try:
                 counts, now = read(), time.monotonic()

@@ -94,7 +94,7 @@ class NgramCorpus:
                 text = text.replace(ours, theirs)
             raise ValueError(text) from None
 
-    def hear(self, req_id: str, tokens: Sequence[int]) -> None:
+    def add_prompt(self, req_id: str, tokens: Sequence[int]) -> None:
         """Takes a request's whole text, one token at least, before its first decode."""
         start, known = self._known(tokens)
         self._drafter.append(_context(req_id), start, known)
@@ -192,13 +192,13 @@ def _context(req_id: str) -> int:
     return int.from_bytes(blake2b(req_id.encode(), digest_size=8).digest(), "little") or 1
 
 
-def _know_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
+def _configure_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
     """Has a new worker bring what one step may have said, of tokens that its model knows."""
     worker.max_trie_depth = max(worker.max_trie_depth, worker.draft_token_num)
     worker.ngram_corpus.vocab_size = worker.model_runner.model_config.vocab_size
 
 
-def _hear_batch(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
+def _add_prompts(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
     """Brings prompts to the corpus once all of one is computed, while the device is at it."""
     if batch.forward_mode.is_decode():
         worker.ngram_corpus.decoded(request.rid for request in batch.reqs)
@@ -206,7 +206,7 @@ def _hear_batch(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
         for request in batch.reqs:
             if request is not batch.chunked_req:
                 text = [*request.origin_input_ids, *request.output_ids]
-                worker.ngram_corpus.hear(request.rid, text)
+                worker.ngram_corpus.add_prompt(request.rid, text)
 
 
 def register() -> None:
@@ -214,4 +214,4 @@ def register() -> None:
     from pie_driver_sglang.backends.sglang.compat import hooks
 
     if hooks.is_named(NAME):
-        hooks.replace_corpus(NgramCorpus, made=_know_worker, stepped=_hear_batch)
+        hooks.replace_corpus(NgramCorpus, made=_configure_worker, stepped=_add_prompts)

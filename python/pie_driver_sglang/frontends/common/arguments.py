@@ -17,7 +17,7 @@ from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
-from pie_driver_sglang.config.reasoning_parsers import think_end_of
+from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
@@ -34,7 +34,7 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     parse_paths,
 )
 from pie_driver_sglang.memory.batch_sizes import LARGE_CHUNK_TOKENS
-from pie_driver_sglang.memory.gpus import look_at_cuda, nvml
+from pie_driver_sglang.memory.gpus import nvml, query_cuda
 
 _OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
 """Devices of SGLang that the driver does not support."""
@@ -261,7 +261,7 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
 def has_gpu() -> bool:
     """Whether this process may use a GPU: NVIDIA's driver shows one that is not hidden."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and bool(look_at_cuda(nvml()).gpus)
+    return not hidden and bool(query_cuda(nvml()).gpus)
 
 
 def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
@@ -310,7 +310,7 @@ def _reasoning_parser(name: Any) -> str | None:
     """Checks the name. With `auto` SGLang's server finds it out."""
     if name in (None, "auto"):
         return None
-    think_end_of(str(name))
+    reasoning_end(str(name))
     return str(name)
 
 

@@ -1,4 +1,4 @@
-"""SGLang's flags for this frontend: which the gateway takes, which the engine, and which none."""
+"""The flags of `serve --front gateway`: those of smg, of the engine, and the unsupported ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
-from pie_driver_sglang.config.http_limits import EDGE_FLAGS, EdgeSettings, take_edge_flags
+from pie_driver_sglang.config.flag_names import SGLANG_ALIASES, pop_flags
+from pie_driver_sglang.config.http_limits import HTTP_FLAGS, HttpSettings, take_http_flags
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
@@ -20,9 +20,9 @@ CONTRACTS: Final = ("vllm", "sglang")
 
 #: Other names of SGLang's command line, and the short ones of this package's commands.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
-    {**flag_names.SGLANG_ALIASES, "tp": "tp_size", "dp": "dp_size"}
+    {**SGLANG_ALIASES, "tp": "tp_size", "dp": "dp_size"}
 )
-#: Flags that are the gateway's, or say something to this command.
+#: Flags of SGLang that smg or this command supports.
 FRONT: Final = frozenset(
     {
         "chat_template",
@@ -46,7 +46,7 @@ FRONT: Final = frozenset(
 _LORA: Final = "the gateway passes no adapter's name on"
 _PRIORITY: Final = "the gateway passes no priority on"
 #: Flags that the engine or SGLang's server support, and this frontend does not.
-REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enable_lora": _LORA,
         "lora_paths": _LORA,
@@ -59,7 +59,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "skip_tokenizer_init": "the gateway tokenizes",
     }
 )
-#: Limits and permissions for which the gateway has no flag.
+#: Limits and permissions for which smg has no flag.
 _UNLIMITED: Final = frozenset(
     {
         "allow-pickled-adapters",
@@ -71,7 +71,7 @@ _UNLIMITED: Final = frozenset(
         "write-timeout",
     }
 )
-#: Flags whose owner is refused, but that the engine reads.
+#: Flags of an unsupported owner that the engine reads.
 _READ: Final = frozenset({"tokenizer_path"})
 _OWNERS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -84,19 +84,19 @@ _REMEDY: Final = "remove it, or start without `--front gateway`"
 
 
 class GatewayArguments(NamedTuple):
-    """A command line.
+    """A parsed command line.
 
     Attributes:
-        engine: What the engine starts with, by SGLang's names.
-        front: The gateway's flags among SGLang's, by their names.
+        engine: Arguments of the engine, by SGLang's names.
+        front: The flags of SGLang that the gateway supports, by their names.
         contract: One of `CONTRACTS`.
-        grpc_host: Where the services listen.
+        grpc_host: Where the gRPC services listen.
         grpc_port: The first service's port; 0 for any. Each replica has the next one.
-        prometheus_port: Of the metrics; 0 for any; None if it was not named.
-        words: Words for the gateway, as they are.
-        starts_gateway: Whether the gateway is to be started.
-        edge: What the gateway accepts from the network.
-        keys: What its clients must send.
+        prometheus_port: Of the metrics; 0 for any; None if it is not set.
+        smg: Arguments for smg, passed on unchanged.
+        starts_gateway: Whether smg is started.
+        http: Limits of the gateway.
+        keys: API keys.
     """
 
     engine: dict[str, Any]
@@ -105,9 +105,9 @@ class GatewayArguments(NamedTuple):
     grpc_host: str
     grpc_port: int
     prometheus_port: int | None
-    words: tuple[str, ...]
+    smg: tuple[str, ...]
     starts_gateway: bool
-    edge: EdgeSettings = EdgeSettings()
+    http: HttpSettings = HttpSettings()
     keys: ApiKeys = ApiKeys()
 
 
@@ -124,36 +124,38 @@ GATEWAY_FLAGS: Final[Mapping[str, tuple[Callable[[str], Any] | None, Any]]] = Ma
 )
 
 
-def parse_words(words: Sequence[str]) -> GatewayArguments:
-    """Reads a command line, without `--front`.
+def parse_gateway_arguments(arguments: Sequence[str]) -> GatewayArguments:
+    """Parse a command line, without `--front`.
 
     Raises:
         ConfigError: A flag is unknown, wrong, or not supported by this frontend.
     """
-    given: dict[str, Any] = {}
+    keys, rest = take_keys(arguments)
+    http, rest = take_http_flags(rest)
+    given_own, rest = pop_flags(rest, _takes_value)
     own = {name: default for name, (_, default) in GATEWAY_FLAGS.items()}
     options: dict[str, Any] = {}
-    passed: list[str] = []
-    keys, queue = take_keys(words)
-    edge, queue = take_edge_flags(queue)
-    while queue:
-        name, value = _split(queue.pop(0))
+    smg: list[str] = []
+    for flag, value in given_own:
+        name = _field(flag)
         if name == "option":
-            key, parsed = parse_option(_value(name, value, queue))
-            options[key] = parsed
+            key, options[key] = parse_option(value)
         elif name == "gateway_arg":
-            passed.append(_value(name, value, queue))
-        elif name in GATEWAY_FLAGS:
-            own[name] = _read_own(name, value, queue)
+            smg.append(value)
         else:
-            given[name] = _read(name, value, queue)
+            reader = GATEWAY_FLAGS[name][0]
+            own[name] = True if reader is None else _convert(name, reader, value)
+    given: dict[str, Any] = {}
+    while rest:
+        name, inline = _split(rest.pop(0))
+        given[name] = _read(name, inline, rest)
     if own["grpc_contract"] not in CONTRACTS:
         raise ConfigError(
             f"`--grpc-contract` is {quoted(own['grpc_contract'])}",
             f"expected one of {', '.join(CONTRACTS)}",
         )
     refuse(given)
-    _check_edge(edge, own["grpc_host"], allow_remote=own["grpc_allow_remote"])
+    _check_http(http, own["grpc_host"], allow_remote=own["grpc_allow_remote"])
     front = {name: value for name, value in given.items() if name in FRONT}
     engine = {name: value for name, value in given.items() if name not in FRONT}
     return GatewayArguments(
@@ -163,15 +165,28 @@ def parse_words(words: Sequence[str]) -> GatewayArguments:
         grpc_host=own["grpc_host"],
         grpc_port=own["grpc_port"],
         prometheus_port=own["prometheus_port"],
-        words=tuple(passed),
+        smg=tuple(smg),
         starts_gateway=not own["no_gateway"],
-        edge=edge,
+        http=http,
         keys=keys,
     )
 
 
-def _check_edge(edge: EdgeSettings, grpc_host: str, *, allow_remote: bool) -> None:
-    for name in sorted(edge.given & _UNLIMITED):
+def _takes_value(flag: str) -> bool | None:
+    name = _field(flag)
+    if name in GATEWAY_FLAGS:
+        return GATEWAY_FLAGS[name][0] is not None
+    return name in ("option", "gateway_arg") or None
+
+
+def _field(flag: str) -> str:
+    """The field of SGLang's settings, or the name in `GATEWAY_FLAGS`, of a flag."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def _check_http(http: HttpSettings, grpc_host: str, *, allow_remote: bool) -> None:
+    for name in sorted(http.given & _UNLIMITED):
         raise ConfigError(
             f"`--{name}` is not honoured by the gateway: smg has no flag for it", _REMEDY
         )
@@ -191,7 +206,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def refuse(given: Mapping[str, Any]) -> None:
-    """Refuses what this frontend does not support; what the engine does not, it refuses itself.
+    """Reject flags that this frontend does not support; the engine checks its own.
 
     Args:
         given: Flags by SGLang's names.
@@ -201,18 +216,17 @@ def refuse(given: Mapping[str, Any]) -> None:
     """
     for name in sorted(given.keys() - FRONT - _READ):
         owner = SERVER_ARGS[name].owner
-        reason = REFUSED.get(name) or _OWNERS.get(owner or "")
+        reason = UNSUPPORTED_FLAGS.get(name) or _OWNERS.get(owner or "")
         if reason is not None:
             raise ConfigError(f"{_flag(name)} is not honoured by the gateway: {reason}", _REMEDY)
 
 
-def _split(word: str) -> tuple[str, str | None]:
-    """The name of a flag, and its value if it is in the same word."""
-    name, equals, value = word.partition("=")
-    if not name.startswith("--") or len(name) == 2:
-        raise ConfigError(f"{quoted(word)} belongs to no flag", "flags begin with `--`")
-    bare = name[2:].replace("-", "_")
-    return ALIASES.get(bare, bare), value if equals else None
+def _split(argument: str) -> tuple[str, str | None]:
+    """The field of a flag, and its value if it is in the same argument."""
+    flag, equals, value = argument.partition("=")
+    if not flag.startswith("--") or len(flag) == 2:
+        raise ConfigError(f"{quoted(argument)} belongs to no flag", "flags begin with `--`")
+    return _field(flag), value if equals else None
 
 
 def _value(name: str, value: str | None, queue: list[str]) -> str:
@@ -223,17 +237,8 @@ def _value(name: str, value: str | None, queue: list[str]) -> str:
     return queue.pop(0)
 
 
-def _read_own(name: str, value: str | None, queue: list[str]) -> Any:
-    reader, _ = GATEWAY_FLAGS[name]
-    if reader is None:
-        if value is not None:
-            raise ConfigError(f"{_flag(name)} takes no value", f"write {_flag(name)} alone")
-        return True
-    return _convert(name, reader, _value(name, value, queue))
-
-
 def _read(name: str, value: str | None, queue: list[str]) -> Any:
-    """The value of a flag of SGLang's, as its type says."""
+    """The value of a flag of SGLang, converted to its type."""
     field = SERVER_ARGS.get(name)
     if field is None:
         if name == "config":
@@ -242,7 +247,7 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
             )
         names = (
             _bare(known)
-            for known in {*SERVER_ARGS, *GATEWAY_FLAGS, *EDGE_FLAGS, "option", "gateway_arg"}
+            for known in {*SERVER_ARGS, *GATEWAY_FLAGS, *HTTP_FLAGS, "option", "gateway_arg"}
         )
         raise ConfigError(
             f"there is no flag {_flag(name)}",
@@ -259,7 +264,7 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
         values = []
         while queue and not queue[0].startswith("--"):
             values.append(queue.pop(0))
-        return [_convert(name, _scalar(kind), word) for word in values]
+        return [_convert(name, _scalar(kind), each) for each in values]
     read = _convert(name, _scalar(kind), _value(name, value, queue))
     if kind.startswith("list"):
         read = [read]
@@ -274,13 +279,13 @@ def _check_choice(name: str, field: ServerArg, value: Any) -> None:
         )
 
 
-def _convert(name: str, reader: Callable[[str], Any], word: str) -> Any:
+def _convert(name: str, reader: Callable[[str], Any], text: str) -> Any:
     try:
-        return reader(word)
+        return reader(text)
     except ValueError:
         wanted = {int: "an integer", float: "a number", _boolean: "true or false"}
         expected = wanted.get(reader, "a JSON object")
-        raise ConfigError(f"{_flag(name)} is {quoted(word)}", f"expected {expected}") from None
+        raise ConfigError(f"{_flag(name)} is {quoted(text)}", f"expected {expected}") from None
 
 
 def _scalar(kind: str) -> Callable[[str], Any]:
@@ -291,11 +296,11 @@ def _scalar(kind: str) -> Callable[[str], Any]:
     return readers.get(inner, str)
 
 
-def _boolean(word: str) -> bool:
+def _boolean(text: str) -> bool:
     values = {"true": True, "1": True, "false": False, "0": False}
-    if word.lower() not in values:
+    if text.lower() not in values:
         raise ValueError
-    return values[word.lower()]
+    return values[text.lower()]
 
 
 def _bare(name: str) -> str:

@@ -18,14 +18,17 @@ from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import StartError, install_command
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.gateway import smg
-from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments, parse_words
+from pie_driver_sglang.frontends.gateway.gateway_flags import (
+    GatewayArguments,
+    parse_gateway_arguments,
+)
 from pie_driver_sglang.frontends.gateway.metrics_endpoint import DEFAULT_METRICS_PORT, MetricsServer
 from pie_driver_sglang.frontends.gateway.replicas import Replicas, served_name
 from pie_driver_sglang.observability.active import active_line
 from pie_driver_sglang.observability.engine_metrics import RuntimeExporter
 from pie_driver_sglang.observability.spans import check_tracing
 from pie_driver_sglang.server_guard import guarded_server
-from pie_driver_sglang.shared_names import take_token
+from pie_driver_sglang.shared_names import use_token
 
 FLAGS: Final = f"""\
   --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which is
@@ -42,26 +45,26 @@ with --front gateway:
   --dp-size N          replicas of the model, each with a service of its own
   --no-gateway         start the gRPC servers only, and print the command that starts smg
 """
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 
 
-def main(words: Sequence[str]) -> int:
-    """Serves until a signal ends it, or until it cannot serve."""
-    # First: it forks, and there are no threads yet.
+def main(command_line: Sequence[str]) -> int:
+    """Serve until a signal, or until a process fails."""
+    # First, because it forks: there are no threads yet.
     with _guarded():
-        _run(words)
+        _run(command_line)
     return 0
 
 
-def _run(words: Sequence[str]) -> None:
-    arguments = parse_words(words)
+def _run(command_line: Sequence[str]) -> None:
+    arguments = parse_gateway_arguments(command_line)
     engine = {**arguments.engine}
-    # Models with images take them with the flag and without it, as SGLang's.
+    # As in SGLang, models with images accept them with the flag and without it.
     engine.pop("enable_multimodal", None)
     if "preferred_sampling_params" in arguments.front:
         engine["preferred_sampling_params"] = arguments.front["preferred_sampling_params"]
-    # What is wrong with the gateway's flags is said before a model is downloaded or loaded.
-    smg.smg_words(arguments, (), Path(), 0)
+    # Checks the flags of smg before a model is downloaded or loaded.
+    smg.smg_arguments(arguments, (), Path(), 0)
     if arguments.front.get("enable_trace"):
         check_tracing()
     plan = parse_arguments(engine)
@@ -79,18 +82,18 @@ def _run(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Within it temporary files, and those of the drivers, go with this command."""
+    """Within it, temporary files of this command and of the drivers are removed at the end."""
     with guarded_server() as guard:
         os.environ.update(guard.environment)
         tempfile.tempdir = None
-        take_token()
+        use_token()
         yield
 
 
 def _metrics(
     arguments: GatewayArguments, replicas: Replicas
 ) -> contextlib.AbstractContextManager[MetricsServer | None]:
-    """The endpoint for Prometheus, if it is asked for: it is there while models are loaded."""
+    """The Prometheus endpoint, if enabled; it serves while models are loaded."""
     port = arguments.prometheus_port
     if port is None:
         if not arguments.front.get("enable_metrics"):
@@ -101,9 +104,9 @@ def _metrics(
 
 
 def _wait_loaded(replicas: Replicas, ending: Event) -> bool:
-    """Whether all drivers serve; False if a signal came before."""
-    while not replicas.wait_ready(_LOOK_S):
-        _pass_on(replicas)
+    """Wait until all drivers are ready; False if a signal came first."""
+    while not replicas.wait_ready(_POLL_S):
+        _forward_log(replicas)
         if ending.is_set():
             return False
     return True
@@ -121,29 +124,29 @@ def _serve(
     print_notice(active_line(replicas.active))
     assert plan.tokenizer is not None
     metrics_port = smg.free_port()
-    words = smg.smg_words(arguments, urls, plan.tokenizer, metrics_port)
+    command = smg.smg_arguments(arguments, urls, plan.tokenizer, metrics_port)
     if metrics is not None:
         metrics.add_gateway(metrics_port)
         print_notice(f"metrics at {_url(arguments, 'http', metrics.port)}/metrics")
     if not arguments.starts_gateway or not smg.is_installed():
-        _explain(arguments, words)
-        while not ending.wait(_LOOK_S):
-            _look(replicas)
+        _explain(arguments, command)
+        while not ending.wait(_POLL_S):
+            _check(replicas)
         return
     scheme = "https" if "ssl_certfile" in arguments.front else "http"
     url = _url(arguments, scheme, arguments.front.get("port", 30000))
-    gateway = smg.GatewayProcess(words, arguments, url)
+    gateway = smg.GatewayProcess(command, arguments, url)
     try:
-        gateway.wait_ready(lambda: _look(replicas, ending))
+        gateway.wait_ready(lambda: _check(replicas, ending))
         has_key = arguments.keys.api is not None
         announce_server(url, served_name(arguments), has_key=has_key)
-        while not ending.wait(_LOOK_S):
-            _look(replicas)
+        while not ending.wait(_POLL_S):
+            _check(replicas)
             if (status := gateway.poll()) is not None:
                 raise StartError(f"the gateway ended with status {status}", "its log says why")
         gateway.drain()
-        while gateway.is_draining() and not at_once.wait(_LOOK_S):
-            _pass_on(replicas)
+        while gateway.is_draining() and not at_once.wait(_POLL_S):
+            _forward_log(replicas)
     except _Ended:
         pass
     finally:
@@ -154,43 +157,47 @@ class _Ended(Exception):
     """A signal came before the gateway was ready."""
 
 
-def _look(replicas: Replicas, ending: Event | None = None) -> None:
-    """Passes the drivers' log on, and sees whether they live."""
-    _pass_on(replicas)
+def _check(replicas: Replicas, ending: Event | None = None) -> None:
+    """Forward the drivers' log, and raise if one has failed."""
+    _forward_log(replicas)
     replicas.wait_ready(0.0)
     if ending is not None and ending.is_set():
         raise _Ended
 
 
-def _pass_on(replicas: Replicas) -> None:
+def _forward_log(replicas: Replicas) -> None:
     for line in replicas.log_lines():
         sys.stderr.write(f"{line}\n")
 
 
 def _url(arguments: GatewayArguments, scheme: str, port: int) -> str:
-    """Where this machine reaches a port of the host that is listened at."""
+    """The URL of a port, as seen from this machine."""
     host = arguments.front.get("host", "127.0.0.1")
     reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return f"{scheme}://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
 
-def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
+def _explain(arguments: GatewayArguments, command: Sequence[str]) -> None:
     why = "`--no-gateway` was given"
     if arguments.starts_gateway:
         why = f"the gateway is not installed (`{install_command(smg.REQUIREMENT)}`)"
     keys = "" if arguments.keys.api is None else " --api-key ***"
-    print_notice(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}{keys}\n")
+    print_notice(
+        f"the services are open; {why}. Start it by\n\n  smg {shlex.join(command)}{keys}\n"
+    )
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[Event, Event]]:
-    """Events for the first SIGTERM or Ctrl-C, and for the second one."""
+    """Events that the first and the second SIGTERM or Ctrl-C set."""
     ending, at_once = Event(), Event()
 
-    def note(_number: int, _frame: FrameType | None) -> None:
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
         (at_once if ending.is_set() else ending).set()
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield ending, at_once
     finally:

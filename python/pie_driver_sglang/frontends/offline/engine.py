@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.reasoning_parsers import think_end_of
+from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.lora_adapters import (
@@ -23,9 +23,9 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     parse_paths,
 )
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
-from pie_driver_sglang.frontends.offline.outputs import CallAnswers
-from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptReader
-from pie_driver_sglang.frontends.offline.requests import Asked, Call, OpenRequests
+from pie_driver_sglang.frontends.offline.outputs import CallOutputs
+from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
+from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
 from pie_driver_sglang.observability.active import ActiveFile
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Engine:
             self._adapters = EngineAdapters(runtime, parsed.max_adapters)
             for adapter in parsed.adapters:
                 _with_hint(self._adapters.load, adapter)
-            self._prompts = PromptReader(
+            self._prompts = PromptParser(
                 self.tokenizer, parsed.sampling, self._adapters, self.context_length
             )
             self._attach(runtime, OpenRequests(runtime), active)
@@ -189,7 +189,7 @@ class Engine:
         extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._async_streamed(prompts, extra)
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        answers = CallOutputs(self.tokenizer, prompts.is_list, streams=False)
         with await self._async_submitted(prompts, extra, answers, streams=False) as call:
             async for event in call.async_events():
                 answers.take(event)
@@ -201,7 +201,7 @@ class Engine:
         Raises:
             ConfigError: Always.
         """
-        raise _noted(
+        raise _with_note(
             ConfigError(
                 "`encode` is not served: the driver runs causal language models, not embedding "
                 "models",
@@ -300,10 +300,10 @@ class Engine:
         try:
             return _core.Runtime(**active.runtime(keywords))
         except (ValueError, OverflowError) as error:
-            raise _noted(_native(error)) from error
+            raise _with_note(_native(error)) from error
         except TypeError as error:
             hint = "check the types of the arguments"
-            raise _noted(ConfigError(str(error), hint)) from error
+            raise _with_note(ConfigError(str(error), hint)) from error
 
     @property
     def _runtime(self) -> Any:
@@ -312,7 +312,7 @@ class Engine:
         return self._native_runtime
 
     def _read(self, *given: Any) -> CallPrompts:
-        """As `PromptReader.read`."""
+        """As `PromptParser.read`."""
         prompts: CallPrompts = _with_hint(self._prompts.read, *given)
         return prompts
 
@@ -325,13 +325,15 @@ class Engine:
     ) -> dict[str, Any]:
         for name, value in (("session_id", session_id), ("extra_key", extra_key)):
             if value is not None and not isinstance(value, str):
-                raise _noted(invalid_value(f"`{name}`", value, "a text"))
+                raise _with_note(invalid_value(f"`{name}`", value, "a text"))
         if not isinstance(require_reasoning, bool):
-            raise _noted(invalid_value("`require_reasoning`", require_reasoning, "True or False"))
+            raise _with_note(
+                invalid_value("`require_reasoning`", require_reasoning, "True or False")
+            )
         is_integer = isinstance(priority, int) and not isinstance(priority, bool)
         if priority is not None and not (is_integer and abs(priority) < 2**31):
             expected = f"an integer from {1 - 2**31} to {2**31 - 1}"
-            raise _noted(invalid_value("`priority`", priority, expected))
+            raise _with_note(invalid_value("`priority`", priority, expected))
         session = None
         if session_id is not None:
             # Numbers are never used again; both calls are atomic.
@@ -345,16 +347,16 @@ class Engine:
         """The tokens that end the model's thinking."""
         parser = self._arguments.reasoning_parser
         if parser is None or self.tokenizer is None:
-            raise _noted(
+            raise _with_note(
                 ConfigError(
                     "`require_reasoning` is set, but how the model ends its thinking is not known",
                     'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
                 )
             )
-        return list(self.tokenizer.encode_plain(think_end_of(parser)))
+        return list(self.tokenizer.encode_plain(reasoning_end(parser)))
 
     def _submitted(
-        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallOutputs, *, streams: bool
     ) -> Call:
         """Hands the requests in, those of texts part by part, and makes room for their answers."""
         call = Call(self._requests, streams=streams)
@@ -363,29 +365,29 @@ class Engine:
                 asked = []
                 for prompt in part:
                     room = self.context_length - len(prompt.tokens)
-                    parameters = {**prompt.sampling.submitted(room), **extra}
+                    parameters = {**prompt.sampling.runtime_arguments(room), **extra}
                     if prompt.adapter is not None:
                         parameters["adapter_id"] = prompt.adapter
                     if prompt.logprobs is not None:
-                        parameters |= prompt.logprobs.submitted()
-                    asked.append(Asked(prompt.tokens, prompt.sampling.n, parameters))
+                        parameters |= prompt.logprobs.runtime_arguments()
+                    asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
                 # What is refused, such as a huge `n`, gets no room for answers.
                 call.submit(asked)
                 for prompt in part:
                     answers.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
         except (TypeError, ValueError, OverflowError) as error:
             call.abort()
-            raise _noted(_native(error)) from error
+            raise _with_note(_native(error)) from error
         except DriverError as error:
             call.abort()
-            raise _noted(error) from None
+            raise _with_note(error) from None
         except BaseException:
             call.abort()
             raise
         return call
 
     async def _async_submitted(
-        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallOutputs, *, streams: bool
     ) -> Call:
         """Does the same in a thread. Of a caller that does not wait for it nothing is left."""
         submit = functools.partial(self._submitted, prompts, extra, answers, streams=streams)
@@ -397,7 +399,7 @@ class Engine:
             raise
 
     def _collected(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Any:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        answers = CallOutputs(self.tokenizer, prompts.is_list, streams=False)
         with self._submitted(prompts, extra, answers, streams=False) as call:
             for event in call.events():
                 answers.take(event)
@@ -406,7 +408,7 @@ class Engine:
     def _completed(
         self, prompts: CallPrompts, extra: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        answers = CallOutputs(self.tokenizer, prompts.is_list, streams=False)
         with self._submitted(prompts, extra, answers, streams=False) as call:
             for event in call.events():
                 index = answers.take(event)
@@ -414,7 +416,7 @@ class Engine:
                     yield {**answers.shown(index), "index": index}
 
     def _streamed(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
+        answers = CallOutputs(self.tokenizer, prompts.is_list, streams=True)
         with self._submitted(prompts, extra, answers, streams=True) as call:
             for event in call.events():
                 yield answers.shown(answers.take(event))
@@ -422,7 +424,7 @@ class Engine:
     async def _async_streamed(
         self, prompts: CallPrompts, extra: Mapping[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
+        answers = CallOutputs(self.tokenizer, prompts.is_list, streams=True)
         with await self._async_submitted(prompts, extra, answers, streams=True) as call:
             async for event in call.async_events():
                 yield answers.shown(answers.take(event))
@@ -459,10 +461,10 @@ def _with_hint(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except DriverError as error:
-        raise _noted(error) from None
+        raise _with_note(error) from None
 
 
-def _noted(error: _Error) -> _Error:
+def _with_note(error: _Error) -> _Error:
     """With the hint where a traceback shows it."""
     if error.hint:
         error.add_note(f"hint: {error.hint}")

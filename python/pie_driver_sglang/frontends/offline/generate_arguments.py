@@ -32,7 +32,7 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def parse_others(others: Mapping[str, Any], count: int) -> list[LogprobRequest | None]:
+def parse_generate_arguments(others: Mapping[str, Any], count: int) -> list[LogprobRequest | None]:
     """What each prompt asks for in log-probabilities.
 
     Args:

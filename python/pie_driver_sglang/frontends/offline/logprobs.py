@@ -42,7 +42,7 @@ class LogprobRequest(NamedTuple):
     """Index of the token of the prompt after which tokens have them, too; None: none has."""
     with_text: bool
 
-    def submitted(self) -> dict[str, Any]:
+    def runtime_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`."""
         original = os.environ.get(ORIGINAL, "").lower() in _TRUE
         asked = (self.top, list(self.given), self.start)
@@ -109,7 +109,7 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-class AnswerLogprobs:
+class OutputLogprobs:
     """Those of one sequence, in the form in which SGLang's `meta_info` has them."""
 
     def __init__(
@@ -125,8 +125,8 @@ class AnswerLogprobs:
         self._asked = asked
         self._tokenizer = tokenizer if asked.with_text else None
         self._prompt = [] if asked.start is None else list(prompt[asked.start :])
-        self._inputs = _Side()
-        self._outputs = _Side()
+        self._inputs = _TokenLogprobs()
+        self._outputs = _TokenLogprobs()
         self._is_computed = False
 
     def take(self, output: Any) -> None:
@@ -161,7 +161,7 @@ class AnswerLogprobs:
             found["output_token_ids_logprobs"] = list(outputs.given)
         return found
 
-    def _add(self, side: _Side, tokens: Sequence[int], places: Sequence[Any]) -> None:
+    def _add(self, side: _TokenLogprobs, tokens: Sequence[int], places: Sequence[Any]) -> None:
         owns = [own for own, _, _ in places]
         side.own += self._entries(tokens, owns)
         if self._asked.top:
@@ -179,7 +179,7 @@ class AnswerLogprobs:
         return list(zip(values, tokens, texts, strict=True))
 
 
-class _Side:
+class _TokenLogprobs:
     """Of a prompt's tokens, or of those that are produced."""
 
     def __init__(self) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, StopFilter
-from pie_driver_sglang.frontends.offline.logprobs import AnswerLogprobs, LogprobRequest
-from pie_driver_sglang.frontends.offline.requests import Event
+from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest, OutputLogprobs
+from pie_driver_sglang.frontends.offline.requests import OutputEvent
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters
 
 
-class Answer:
+class SequenceOutput:
     """One sequence that a request asked for, as far as it has come.
 
     Its text is decoded as it comes where it is streamed, and once at the end otherwise.
@@ -49,7 +49,7 @@ class Answer:
         self._finish: dict[str, Any] | None = None
         skip = sampling.skip_special_tokens
         self._stream = tokenizer.stream(prompt, skip) if tokenizer and streams else None
-        self._logprobs = logprobs and AnswerLogprobs(logprobs, prompt, tokenizer)
+        self._logprobs = logprobs and OutputLogprobs(logprobs, prompt, tokenizer)
         self._stops = StopFilter(sampling.trimmed, keep=sampling.no_stop_trim)
 
     @property
@@ -122,7 +122,7 @@ class Answer:
         return self._finish is not None and isinstance(self._finish.get("matched"), int)
 
 
-class CallAnswers:
+class CallOutputs:
     """All sequences of a call, those of a prompt side by side."""
 
     def __init__(self, tokenizer: ModelTokenizer | None, is_list: bool, *, streams: bool) -> None:
@@ -137,7 +137,7 @@ class CallAnswers:
         self._is_list = is_list
         self._streams = streams
         self._first: list[int] = []
-        self._answers: list[Answer] = []
+        self._answers: list[SequenceOutput] = []
 
     def add(
         self,
@@ -149,9 +149,9 @@ class CallAnswers:
         """Make room for the sequences of the next request, whose time begins now."""
         self._first.append(len(self._answers))
         parts = (name, tokens, sampling, self._tokenizer, self._streams, logprobs)
-        self._answers += [Answer(*parts) for _ in range(sampling.n)]
+        self._answers += [SequenceOutput(*parts) for _ in range(sampling.n)]
 
-    def take(self, event: Event) -> int:
+    def take(self, event: OutputEvent) -> int:
         """Add an output, and return the number of its sequence."""
         index: int = self._first[event.request] + event.output.sample
         answer = self._answers[index]

@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import EngineAdapters, require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_driver_sglang.frontends.offline.generate_arguments import parse_others
+from pie_driver_sglang.frontends.offline.generate_arguments import parse_generate_arguments
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
-from pie_driver_sglang.frontends.offline.requests import in_parts
+from pie_driver_sglang.frontends.offline.requests import batched_by_size
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
 
-PART_CHARACTERS: Final = 1 << 16
+BATCH_CHARACTERS: Final = 1 << 16
 """Of the texts that are tokenized at once, at most, unless one is longer. Requests with the first
 ones are computed while the others are tokenized."""
 
@@ -43,7 +43,7 @@ class CallPrompts(NamedTuple):
     has_texts: bool
 
 
-class PromptReader:
+class PromptParser:
     """Reads the prompts of calls, for one model."""
 
     def __init__(
@@ -90,7 +90,7 @@ class PromptReader:
         """
         texts, tokens, is_batch = self._inputs(prompt, input_ids)
         count = len(tokens)
-        logprobs = parse_others(others, count)
+        logprobs = parse_generate_arguments(others, count)
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
@@ -118,7 +118,9 @@ class PromptReader:
         if self._tokenizer is None or not call.has_texts:
             yield call.prompts
             return
-        for part in in_parts(call.prompts, lambda prompt: len(prompt.text), PART_CHARACTERS):
+        for part in batched_by_size(
+            call.prompts, lambda prompt: len(prompt.text), BATCH_CHARACTERS
+        ):
             found = self._tokenizer.encode([prompt.text for prompt in part])
             pairs = zip(part, found, strict=True)
             part = [prompt._replace(tokens=tokens) for prompt, tokens in pairs]

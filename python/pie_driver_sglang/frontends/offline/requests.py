@@ -23,7 +23,7 @@ _POLL_S: Final = 0.5
 """How often the thread looks whether it should end."""
 
 
-class Event(NamedTuple):
+class OutputEvent(NamedTuple):
     """Something for one request of a call."""
 
     request: int
@@ -32,7 +32,7 @@ class Event(NamedTuple):
     """A `_core.Output`; None where the runtime has ended."""
 
 
-class Asked(NamedTuple):
+class NewRequest(NamedTuple):
     """A request to hand in."""
 
     tokens: Any
@@ -43,12 +43,12 @@ class Asked(NamedTuple):
     """Of `_core.Runtime.submit`."""
 
 
-class Inbox:
+class OutputQueue:
     """The outputs of one call that it has not taken yet. The polling thread refers to this only."""
 
     def __init__(self) -> None:
         """Empty, and nobody is notified."""
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[OutputEvent] = queue.SimpleQueue()
         self._wake: Callable[[], object] | None = None
 
     def notify(self, wake: Callable[[], object]) -> None:
@@ -58,7 +58,7 @@ class Inbox:
 
     def put(self, number: int, output: Any) -> None:
         """Add an output; called by the polling thread, which no waiting call may end."""
-        self.events.put(Event(number, output))
+        self.events.put(OutputEvent(number, output))
         if self._wake is None:
             return
         try:
@@ -86,10 +86,10 @@ class Call:
         self._requests = requests
         self._open: dict[int, int] = {}
         self._count = 0
-        self._inbox = Inbox()
+        self._inbox = OutputQueue()
         self._left: dict[int, int] = {}
 
-    def submit(self, asked: Sequence[Asked]) -> None:
+    def submit(self, asked: Sequence[NewRequest]) -> None:
         """Hand requests in. They are numbered through, from 0, over all calls of this method."""
 
         def register(numbers: Iterable[int]) -> None:
@@ -100,7 +100,7 @@ class Call:
 
         self._requests.submit(asked, self._inbox, register, streams=self._streams)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[OutputEvent]:
         """All events until every request has ended; waits for them.
 
         Raises:
@@ -110,7 +110,7 @@ class Call:
             self._requests.require_own_process()
             yield self._taken(self._inbox.events.get())
 
-    async def async_events(self) -> AsyncIterator[Event]:
+    async def async_events(self) -> AsyncIterator[OutputEvent]:
         """As :meth:`events`; the running loop waits for them."""
         self._requests.require_own_process()
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
@@ -131,7 +131,7 @@ class Call:
         self._requests.forget(self._open)
         self._open.clear()
 
-    def _ready(self) -> Iterator[Event]:
+    def _ready(self) -> Iterator[OutputEvent]:
         """The events that have come by now."""
         while self._open:
             try:
@@ -140,7 +140,7 @@ class Call:
                 return
             yield self._taken(event)
 
-    def _taken(self, event: Event) -> Event:
+    def _taken(self, event: OutputEvent) -> OutputEvent:
         if event.output is None:
             raise StartError(
                 "the engine has ended", "make a new one; its log says why the drivers ended"
@@ -152,7 +152,7 @@ class Call:
             if not self._left[number]:
                 del self._open[number]
                 self._requests.forget([number], abort=False)
-        return Event(index, event.output)
+        return OutputEvent(index, event.output)
 
     def __enter__(self) -> Self:
         """Return the call."""
@@ -187,7 +187,7 @@ class OpenRequests:
             runtime: A `_core.Runtime` whose drivers are ready.
         """
         self._runtime = runtime
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, OutputQueue] = {}
         # Held while requests are handed in; a signal handler may hand in others.
         self._lock = threading.RLock()
         self._holder: int | None = None
@@ -211,8 +211,8 @@ class OpenRequests:
 
     def submit(
         self,
-        asked: Sequence[Asked],
-        inbox: Inbox,
+        asked: Sequence[NewRequest],
+        inbox: OutputQueue,
         register: Callable[[Iterable[int]], None],
         *,
         streams: bool,
@@ -301,7 +301,7 @@ class OpenRequests:
                 inbox.put(output.request, output)
 
 
-def in_parts(
+def batched_by_size(
     items: Iterable[_Item], size: Callable[[_Item], int], most: int
 ) -> Iterator[list[_Item]]:
     """Cut a sequence into parts of `most` together, or of one item that is larger."""

@@ -95,7 +95,7 @@ class SamplingParameters(NamedTuple):
         """
         return self.stop + tuple(text for text in self.stop_regex if _META.isdisjoint(text))
 
-    def submitted(self, room: int) -> dict[str, Any]:
+    def runtime_arguments(self, room: int) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`.
 
         Args:

@@ -21,7 +21,7 @@ Receive = Callable[[], Awaitable[Any]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
-class Level(enum.Enum):
+class AccessLevel(enum.Enum):
     """What a client must show to call a route."""
 
     OPEN = "nothing: health and metrics"
@@ -125,12 +125,12 @@ _ADMIN: Final = (
     "/update_weights_from_tensor",
 )
 #: Level by the path of a route. One that is not listed, as of another version, is for admins.
-ROUTE_LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
+ROUTE_LEVELS: Final[Mapping[str, AccessLevel]] = MappingProxyType(
     {
-        **dict.fromkeys(("/health", "/health_generate", "/ping", "/metrics"), Level.OPEN),
-        **dict.fromkeys(_USER, Level.USER),
-        **dict.fromkeys(_CONTROL, Level.CONTROL),
-        **dict.fromkeys(_ADMIN, Level.ADMIN),
+        **dict.fromkeys(("/health", "/health_generate", "/ping", "/metrics"), AccessLevel.OPEN),
+        **dict.fromkeys(_USER, AccessLevel.USER),
+        **dict.fromkeys(_CONTROL, AccessLevel.CONTROL),
+        **dict.fromkeys(_ADMIN, AccessLevel.ADMIN),
     }
 )
 #: Handlers whose paths an operator may choose by environment variables of SGLang.
@@ -175,8 +175,8 @@ def access_keys(keys: ApiKeys) -> AccessKeys:
     return AccessKeys(api, admin, secrets.token_urlsafe(32))
 
 
-def find_refusal(
-    level: Level, keys: AccessKeys, headers: Mapping[bytes, bytes], client: str | None
+def access_error(
+    level: AccessLevel, keys: AccessKeys, headers: Mapping[bytes, bytes], client: str | None
 ) -> tuple[int, str] | None:
     """Why a request may not call a route: a status and a message; None if it may.
 
@@ -187,19 +187,19 @@ def find_refusal(
         client: The client's address; None for a Unix socket.
     """
     token = _bearer(headers.get(b"authorization"))
-    if level is Level.OPEN:
+    if level is AccessLevel.OPEN:
         return None
-    if level is Level.ADMIN:
+    if level is AccessLevel.ADMIN:
         if keys.admin is None:
             return 403, _NEEDS_ADMIN
         return None if _is_key(token, keys.admin) else (401, _NEEDS_ADMIN)
     wanted = keys.api
-    if level is Level.CONTROL and keys.admin is not None:
+    if level is AccessLevel.CONTROL and keys.admin is not None:
         wanted = keys.admin
     if wanted is not None:
-        is_warm_up = level is Level.USER and _is_key(token, digest(keys.warm_up))
+        is_warm_up = level is AccessLevel.USER and _is_key(token, digest(keys.warm_up))
         return None if is_warm_up or _is_key(token, wanted) else (401, _NEEDS_KEY)
-    if level is Level.CONTROL and (b"origin" in headers or not is_local(client)):
+    if level is AccessLevel.CONTROL and (b"origin" in headers or not is_local(client)):
         return 403, _NEEDS_LOOPBACK
     return None
 
@@ -249,7 +249,7 @@ class AccessMiddleware:
         headers = dict(scope["headers"])
         client = scope.get("client")
         level = self._level(scope)
-        refusal = level and find_refusal(level, self._keys, headers, client and client[0])
+        refusal = level and access_error(level, self._keys, headers, client and client[0])
         if refusal:
             await _refuse(scope, send, *refusal)
         elif scope["type"] == "http":
@@ -257,7 +257,7 @@ class AccessMiddleware:
         else:
             await self._app(scope, receive, send)
 
-    def _level(self, scope: Scope) -> Level | None:
+    def _level(self, scope: Scope) -> AccessLevel | None:
         """The level of the route that serves a request; None if none does, or for a preflight."""
         path, method = scope["path"], scope.get("method", "GET")
         if method == "OPTIONS":
@@ -266,8 +266,8 @@ class AccessMiddleware:
         if route is None:
             return None
         if route in _READ_ONLY and method not in ("GET", "HEAD"):
-            return Level.ADMIN
-        return ROUTE_LEVELS.get(route, Level.ADMIN)
+            return AccessLevel.ADMIN
+        return ROUTE_LEVELS.get(route, AccessLevel.ADMIN)
 
     def _route(self, scope: Scope) -> str | None:
         """The path of the route that serves a request, with its parameters' names."""

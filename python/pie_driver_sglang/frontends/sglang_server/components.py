@@ -26,7 +26,7 @@ _SPARE_POSITIONS: Final = 6
 """Positions that SGLang's front end keeps free of a prompt."""
 
 
-class Parts:
+class SchedulerComponents:
     """The parts of a scheduler's process, in the order in which each needs those before it.
 
     Modules of SGLang are imported when the drivers have been started, which load meanwhile.
@@ -75,7 +75,7 @@ class Parts:
         return self._active.read()
 
     @property
-    def able(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, Any]:
         """What the driver can."""
         return self.runtime.capabilities()
 
@@ -83,8 +83,10 @@ class Parts:
     def tokens(self) -> int:
         """KV slots that the scheduler uses."""
         most = self._plan.runtime.get("max_total_pages")
-        pages = int(self.able["total_pages"])
-        return (pages if most is None else min(pages, most)) * int(self.able["kv_page_size"])
+        pages = int(self.capabilities["total_pages"])
+        return (pages if most is None else min(pages, most)) * int(
+            self.capabilities["kv_page_size"]
+        )
 
     @property
     def context_length(self) -> int:
@@ -93,7 +95,7 @@ class Parts:
             front_context_length,
         )
 
-        longest = (front_context_length(self._settings), int(self.able["max_model_len"]))
+        longest = (front_context_length(self._settings), int(self.capabilities["max_model_len"]))
         return min(*longest, self.tokens)
 
     @property
@@ -117,7 +119,7 @@ class Parts:
             max_prompt_tokens=self.prompt_length,
             context_length=self.context_length,
             truncate=bool(settings.allow_auto_truncate),
-            vocab_size=int(self.able["vocab_size"]),
+            vocab_size=int(self.capabilities["vocab_size"]),
             speculate=self._plan.speculates,
             refuse_priority=refuses_priority(settings),
             original_logprobs=messages.original_logprobs(),
@@ -179,7 +181,7 @@ class Parts:
 
     def facts(self) -> dict[str, Any]:
         """What `/server_info` shows besides counts."""
-        able, runtime = self.able, _of_replica(self._plan.runtime, self._given.replica)
+        able, runtime = self.capabilities, _of_replica(self._plan.runtime, self._given.replica)
         most = runtime.get("max_running_requests")
         return {
             "page_size": able["kv_page_size"],

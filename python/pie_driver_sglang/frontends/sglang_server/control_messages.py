@@ -17,10 +17,14 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors, messages
-from pie_driver_sglang.frontends.sglang_server.flow_control import Window
+from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
 from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
-from pie_driver_sglang.frontends.sglang_server.unsupported import EMBEDDING, INSTEAD, why_not_served
+from pie_driver_sglang.frontends.sglang_server.unsupported import (
+    EMBEDDING,
+    USE_SGLANG,
+    unsupported_reason,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class Reply(NamedTuple):
     to_tokenizer: list[bytes]
 
 
-class Control:
+class ControlHandler:
     """Answers messages by the runtime.
 
     Attributes:
@@ -60,7 +64,7 @@ class Control:
         facts: Mapping[str, Any],
         adapters: ServerAdapters,
         profiler: Profiler,
-        window: Window,
+        window: SendWindow,
     ) -> None:
         """Answers for a runtime.
 
@@ -93,7 +97,7 @@ class Control:
             "ProfileReq": self._profile,
         }
 
-    def obey(self, data: bytes) -> Reply:
+    def handle(self, data: bytes) -> Reply:
         """Does what a message says. One that cannot be read is logged, and has no answer."""
         try:
             message = messages.decode_message(data)
@@ -108,11 +112,13 @@ class Control:
         """The answer to a message, if it has one, and if it has one now."""
         name = type(message).__name__
         handler = self._handlers.get(name)
-        if refused := messages.refused_embeddings(message, f"not served: {EMBEDDING}; {INSTEAD}"):
+        if refused := messages.refused_embeddings(
+            message, f"not served: {EMBEDDING}; {USE_SGLANG}"
+        ):
             return [messages.encode_message(end) for end in refused]
         reason, said = None, None
         if handler is None:
-            reason = why_not_served(name)
+            reason = unsupported_reason(name)
         else:
             try:
                 said = handler(message)
@@ -129,10 +135,10 @@ class Control:
                 "error_message": reason,
                 "session_id": getattr(message, "session_id", None),
             }
-        answer = None if said is None else messages.answer_to(message, said)
+        answer = None if said is None else messages.reply_to(message, said)
         return [] if answer is None else [messages.encode_message(answer)]
 
-    def due(self) -> list[bytes]:
+    def pending_replies(self) -> list[bytes]:
         """Answers that took their time: to loads, and to flushes that waited for requests."""
         answers = []
         for until, message in list(self._flush_until):
@@ -143,7 +149,7 @@ class Control:
         while not self._done.empty():
             self._working -= 1
             answers.append(self._done.get())
-        found = (messages.answer_to(message, said) for message, said in answers)
+        found = (messages.reply_to(message, said) for message, said in answers)
         return [messages.encode_message(answer) for answer in found if answer is not None]
 
     @property
@@ -210,16 +216,16 @@ class Control:
 
     def _load_adapter(self, message: Any) -> None:
         given = (message.lora_id, message.lora_name, message.lora_path)
-        self._aside(message, lambda: self._adapters.load(*given))
+        self._run_in_thread(message, lambda: self._adapters.load(*given))
 
     def _load_tensors(self, message: Any) -> None:
         write = functools.partial(adapter_tensors.write_adapter, message)
         given = (message.lora_id, message.lora_name, write)
-        self._aside(message, lambda: self._adapters.load_tensors(*given))
+        self._run_in_thread(message, lambda: self._adapters.load_tensors(*given))
 
     def _unload_adapter(self, message: Any) -> None:
         given = (message.lora_id, message.lora_name)
-        self._aside(message, lambda: self._adapters.unload(*given))
+        self._run_in_thread(message, lambda: self._adapters.unload(*given))
 
     def _profile(self, message: Any) -> dict[str, Any]:
         starts = messages.starts_profile(message)
@@ -229,8 +235,8 @@ class Control:
             return {"success": False, "message": error.with_hint}
         return {"success": True, "message": text}
 
-    def _aside(self, message: Any, work: Callable[[], dict[str, Any]]) -> None:
-        """Has a thread do what takes its time; `due` has the answer."""
+    def _run_in_thread(self, message: Any, work: Callable[[], dict[str, Any]]) -> None:
+        """Has a thread do what takes its time; `pending_replies` has the answer."""
 
         def run() -> None:
             try:
@@ -242,7 +248,7 @@ class Control:
             self._done.put((message, said))
 
         self._working += 1
-        threading.Thread(target=run, name="aside", daemon=True).start()
+        threading.Thread(target=run, name="control", daemon=True).start()
 
     def _pause(self, message: Any) -> None:
         self._runtime.pause(retract=message.mode == "retract")

@@ -46,7 +46,7 @@ class Acknowledger:
             os.write(self._writers[replica].fileno(), b"\0")
 
 
-class Window:
+class SendWindow:
     """The scheduler's side: which messages are under way. For one thread."""
 
     def __init__(self, acknowledged: Connection | None) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.frontends.common.arguments import EngineArguments
-from pie_driver_sglang.frontends.sglang_server.components import Parts
-from pie_driver_sglang.frontends.sglang_server.flow_control import Window
+from pie_driver_sglang.frontends.sglang_server.components import SchedulerComponents
+from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
 from pie_driver_sglang.observability.active import active_line
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def run_scheduler(
     parent = scheduler_ipc.begin_process(given.settings, leads=leads)
     try:
         if leads:
-            window = Window(acknowledged[given.replica or 0] if acknowledged else None)
+            window = SendWindow(acknowledged[given.replica or 0] if acknowledged else None)
             with SchedulerProcess(plan, given, window) as process:
                 process.serve()
         else:
@@ -63,7 +63,7 @@ def run_scheduler(
 class SchedulerProcess:
     """The runtime, the sockets and the two threads. Use it as a context manager."""
 
-    def __init__(self, plan: EngineArguments, given: Any, window: Window) -> None:
+    def __init__(self, plan: EngineArguments, given: Any, window: SendWindow) -> None:
         """Starts the driver, and connects meanwhile.
 
         Args:
@@ -72,22 +72,22 @@ class SchedulerProcess:
             window: Of the messages of outputs.
         """
         self._window = window
-        parts = Parts(plan, given)
+        parts = SchedulerComponents(plan, given)
         from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
-        from pie_driver_sglang.frontends.sglang_server.control_messages import Control
+        from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
         from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 
         # Kept, because drivers that are started again write into a file of theirs.
         self._parts = parts
         self._pipe, self._runtime = given.pipe, parts.runtime
         self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
-        self._loads = load_snapshots.LoadBoard(given.settings, given.ports, given.replica)
+        self._loads = load_snapshots.LoadSnapshots(given.settings, given.ports, given.replica)
         parts.wait_ready()
         self._announced = _ready(parts.tokens, parts.prompt_length, parts.active)
         if not given.replica:
             print_notice(active_line(parts.active))
         self._front = parts.front()
-        self._control = Control(
+        self._control = ControlHandler(
             self._runtime,
             self._front,
             parts.facts(),
@@ -117,10 +117,10 @@ class SchedulerProcess:
             for line in unreadable:
                 logger.error("%s", line)
             for message in others:
-                reply = self._control.obey(message)
+                reply = self._control.handle(message)
                 to_detokenizer += reply.to_detokenizer
                 to_tokenizer += reply.to_tokenizer
-            sender.send(to_detokenizer, [*to_tokenizer, *self._control.due()])
+            sender.send(to_detokenizer, [*to_tokenizer, *self._control.pending_replies()])
             is_idle = not self._front.open_requests
             # The last counts stay, so those of an idle scheduler must be the last.
             if time.monotonic() - published > _PUBLISH_S or is_idle != was_idle:
@@ -158,7 +158,7 @@ class SchedulerProcess:
         self._sockets.close()
 
 
-def send_next(front: Any, sender: Any, window: Window) -> None:
+def send_next(front: Any, sender: Any, window: SendWindow) -> None:
     """Sends what is new, once the tokenizer manager has handled what was sent before.
 
     Args:

@@ -1,4 +1,4 @@
-"""The process of SGLang's HTTP server: whose scheduler it gets, and its start."""
+"""The process of SGLang's HTTP server: selects the scheduler, and starts the server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pie_driver_sglang.checkpoint.hub_cache import local_path
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.http_limits import EdgeSettings, take_edge_flags
+from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
@@ -37,29 +38,28 @@ SCHEDULERS: Final = ("auto", "pie", "sglang")
 _MODEL_FLAGS: Final = ("--model-path", "--model")
 
 
-class OwnArguments(NamedTuple):
-    """The flags of this command, and the words of SGLang's.
+class ServeArguments(NamedTuple):
+    """The flags of this command, and those of SGLang.
 
     Attributes:
         scheduler: One of `SCHEDULERS`.
         options: Arguments of the engine that SGLang has no flags for.
-        words: SGLang's command line.
-        edge: What the server accepts from the network.
-        keys: What clients must send.
+        sglang: SGLang's command line.
+        http: Limits of the HTTP server.
+        keys: API keys.
     """
 
     scheduler: str
     options: dict[str, Any]
-    words: list[str]
-    edge: EdgeSettings = EdgeSettings()
+    sglang: list[str]
+    http: HttpSettings = HttpSettings()
     keys: ApiKeys = ApiKeys()
 
 
-def run(words: Sequence[str]) -> int:
-    """Serves until it is ended."""
+def run(arguments: Sequence[str]) -> int:
+    """Serve until the server is ended; returns the exit status."""
     try:
-        own = split_words(with_packaged_model(words))
-        _serve(own)
+        _serve(split_arguments(with_packaged_model(arguments)))
     except DriverError as error:
         hint = f"\nhint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"pie-sglang: {error}\n{hint}")
@@ -67,76 +67,50 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def split_words(words: Sequence[str]) -> OwnArguments:
-    """Takes this command's flags out of a command line.
+def split_arguments(arguments: Sequence[str]) -> ServeArguments:
+    """Take this command's flags out of a command line.
 
     Raises:
         ConfigError: A flag has no value, or a wrong one.
     """
-    scheduler, options, rest = "auto", {}, []
-    keys, queue = take_keys(words)
-    edge, queue = take_edge_flags(queue)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in ("--scheduler", "--option"):
-            rest.append(word)
-            continue
-        if not equals:
-            if not queue:
-                raise ConfigError(f"`{name}` has no value", "see `pie-sglang serve --help`")
-            value = queue.pop(0)
-        if name == "--option":
-            key, parsed = parse_option(value)
-            options[key] = parsed
-        else:
-            scheduler = value
+    keys, rest = take_keys(arguments)
+    http, rest = take_http_flags(rest)
+    given, rest = pop_flags(rest, lambda flag: flag in ("--scheduler", "--option") or None)
+    options = dict(parse_option(value) for flag, value in given if flag == "--option")
+    scheduler = next((value for flag, value in reversed(given) if flag == "--scheduler"), "auto")
     if scheduler not in SCHEDULERS:
         raise ConfigError(
             f"`--scheduler` is {scheduler!r}", f"expected one of {', '.join(SCHEDULERS)}"
         )
-    return OwnArguments(scheduler, options, rest, edge, keys)
+    return ServeArguments(scheduler, options, rest, http, keys)
 
 
-def named_value(words: Sequence[str], *flags: str) -> str | None:
-    """The value that a command line gives to a flag of several names; None if it gives none."""
-    found = None
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        name, equals, value = word.partition("=")
-        if name in flags:
-            found = value if equals else following
-    return found
+def flag_value(arguments: Sequence[str], *flags: str) -> str | None:
+    """The last value of a flag, which may have several names; None if it is not set."""
+    found, _ = pop_flags(arguments, lambda flag: flag in flags or None)
+    return found[-1][1] if found else None
 
 
-def with_packaged_model(words: Sequence[str]) -> list[str]:
-    """Replaces the name of a packaged model by its folder. Clients still see the name.
+def with_packaged_model(arguments: Sequence[str]) -> list[str]:
+    """Replace the name of a packaged model by its folder; clients still see the name.
 
     Raises:
         ConfigError: The model cannot be downloaded.
     """
-    name = named_value(words, *_MODEL_FLAGS)
+    name = flag_value(arguments, *_MODEL_FLAGS)
     if name is None or name not in MODELS or Path(name).is_dir():
-        return list(words)
-    rest, queue = [], list(words)
-    while queue:
-        word = queue.pop(0)
-        flag, equals, _ = word.partition("=")
-        if flag in _MODEL_FLAGS:
-            del queue[: not equals]
-        else:
-            rest.append(word)
-    if named_value(rest, "--served-model-name") is None:
+        return list(arguments)
+    _, rest = pop_flags(arguments, lambda flag: flag in _MODEL_FLAGS or None)
+    if flag_value(rest, "--served-model-name") is None:
         rest += ["--served-model-name", name]
     return ["--model-path", str(packaged_folder(name)), *rest]
 
 
-def _serve(own: OwnArguments) -> None:
-    device = named_value(own.words, "--device")
-    place = {
-        "model_path": named_value(own.words, *_MODEL_FLAGS),
-        "revision": named_value(own.words, "--revision"),
-        "download_dir": named_value(own.words, "--download-dir"),
-    }
+def _serve(own: ServeArguments) -> None:
+    device = flag_value(own.sglang, "--device")
+    names = ("--revision", "--download-dir")
+    place = {name[2:].replace("-", "_"): flag_value(own.sglang, name) for name in names}
+    place["model_path"] = flag_value(own.sglang, *_MODEL_FLAGS)
     architectures: Sequence[str] = ()
     if place["model_path"] is not None:
         model = model_folder(place, with_weights=False)
@@ -147,46 +121,43 @@ def _serve(own: OwnArguments) -> None:
     with server_environment.importing_server():
         from pie_driver_sglang.frontends.sglang_server.compat import http_app, http_launch
 
-    given = http_launch.given_flags(own.words)
-    sees = takes_images({"architectures": architectures})
-    if sees:
+    given = http_launch.given_flags(own.sglang)
+    has_images = takes_images({"architectures": architectures})
+    if has_images:
         # SGLang serves the images of such a model with the flag and without it.
         given.pop("enable_multimodal", None)
     plan, reason = choose_scheduler(own, given)
     if plan is None:
-        words = [*own.words, *server_environment.with_prefix_index(given)]
-        arguments = http_launch.parse_flags(words)
-        print_notice(f"SGLang's own scheduler serves ({reason}), {_cache_of(words, own.words)}")
+        index = server_environment.with_prefix_index(given)
+        arguments = http_launch.parse_flags([*own.sglang, *index])
+        cache = "with our prefix index" if index else "with its own prefix cache"
+        print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
         scheduler = http_launch.sglang_scheduler(reason, on_cpu=arguments.device == "cpu")
     else:
         from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
 
         flag, value = TRANSPORT
-        transport = [f"--{flag.replace('_', '-')}", value] if sees else []
-        words = [*own.words, *pinned_revision(plan, given), *transport]
-        arguments = http_launch.parse_flags(words)
+        transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
+        added = [*pinned_revision(plan, given), *transport]
+        arguments = http_launch.parse_flags([*own.sglang, *added])
         scheduler = functools.partial(run_scheduler, plan)
-    http_app.attach_edge(arguments, own.edge, own.keys)
+    http_app.attach_http_config(arguments, own.http, own.keys)
     ready = functools.partial(_announce, arguments)
     http_launch.launch(arguments, scheduler, ready, is_ours=plan is not None)
 
 
-def _cache_of(words: Sequence[str], given: Sequence[str]) -> str:
-    return "with our prefix index" if len(words) > len(given) else "with its own prefix cache"
-
-
 def choose_scheduler(
-    own: OwnArguments, given: Mapping[str, Any]
+    own: ServeArguments, given: Mapping[str, Any]
 ) -> tuple[EngineArguments | None, str]:
-    """What our scheduler starts with, or None and the reason why SGLang's serves.
+    """The arguments of our scheduler, or None and the reason why SGLang's own serves.
 
     Args:
         own: This command's flags.
         given: The flags of SGLang that the user set.
 
     Raises:
-        ConfigError: A value is wrong, or the model cannot be had; our scheduler was asked for and
-            does not serve this; or neither can trace.
+        ConfigError: A value is wrong, the model is unavailable, our scheduler was requested and
+            does not support a flag, or tracing is not installed.
     """
     if given.get("enable_trace"):
         # SGLang's processes would end one after the other, each with a message of its own.
@@ -211,10 +182,10 @@ def choose_scheduler(
 
 
 def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str]:
-    """Flags by which SGLang's front end reads the same commit of a repository as our driver.
+    """Flags that pin SGLang's front end to the commit of a repository that our driver loads.
 
     Args:
-        plan: What our scheduler starts with.
+        plan: The arguments of our scheduler.
         given: The flags of SGLang that the user set.
     """
     # The flag would be that of the tokenizer's repository, too.

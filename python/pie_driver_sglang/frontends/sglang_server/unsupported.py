@@ -12,7 +12,7 @@ _EXPERTS: Final = "which experts were used is not recorded"
 _DUMPS: Final = "tensors are not dumped"
 _STORAGE: Final = "the prefix index has no storage after the host"
 _CORPUS: Final = "drafts come from the texts of requests alone"
-INSTEAD: Final = "start the server with `--scheduler sglang`"
+USE_SGLANG: Final = "start the server with `--scheduler sglang`"
 
 #: By the message's name.
 MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
@@ -62,11 +62,11 @@ CALLS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def why_no_medium(what: str, why: str = "the driver takes images, no audio or video") -> str:
+def unsupported_media(what: str, why: str = "the driver takes images, no audio or video") -> str:
     """Why what a request brings besides text is not served, for the client."""
-    return f"{what} is not served by this server's scheduler: {why}; remove it, or {INSTEAD}"
+    return f"{what} is not served by this server's scheduler: {why}; remove it, or {USE_SGLANG}"
 
 
-def why_not_served(message: str) -> str:
+def unsupported_reason(message: str) -> str:
     """Why a message is not served, for the client."""
-    return f"not served: {MESSAGES.get(message, _OTHER)}; {INSTEAD}"
+    return f"not served: {MESSAGES.get(message, _OTHER)}; {USE_SGLANG}"

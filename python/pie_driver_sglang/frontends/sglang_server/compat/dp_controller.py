@@ -23,7 +23,7 @@ _LOOK_MS: Final = 500
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[None]:
+def blocking_controller() -> Iterator[None]:
     """Within it SGLang's server starts a controller that sleeps."""
     with mock.patch.object(engine, "run_data_parallel_controller_process", run_controller):
         yield

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.environ import envs
 
 from pie_driver_sglang.config.api_keys import ApiKeys
-from pie_driver_sglang.config.http_limits import EdgeSettings
+from pie_driver_sglang.config.http_limits import HttpSettings
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server.access import (
     AccessKeys,
@@ -23,7 +23,10 @@ from pie_driver_sglang.frontends.sglang_server.access import (
     access_keys,
     is_local,
 )
-from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import OF_INPUT, not_taken
+from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
+    INPUT_ERRORS,
+    bad_request_text,
+)
 from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
 from pie_driver_sglang.frontends.sglang_server.error_responses import error_body, short
 
@@ -33,11 +36,11 @@ _MOST_DEPTH: Final = 256
 """Levels of lists and maps in a JSON body."""
 _MOST_NESTED: Final = 1 << 20
 """Lists and maps in a JSON body."""
-EDGE_ATTRIBUTE: Final = "pie_edge"
+HTTP_CONFIG_ATTRIBUTE: Final = "pie_edge"
 _WORKER_APP: Final = "pie_driver_sglang.frontends.sglang_server.compat.worker_app:app"
 
 
-class Edge(NamedTuple):
+class HttpConfig(NamedTuple):
     """What the server's processes know of its edge; it travels with SGLang's settings.
 
     Attributes:
@@ -45,11 +48,11 @@ class Edge(NamedTuple):
         keys: The server's keys, by their digests.
     """
 
-    settings: EdgeSettings
+    settings: HttpSettings
     keys: AccessKeys
 
 
-def attach_edge(arguments: Any, settings: EdgeSettings, keys: ApiKeys) -> None:
+def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) -> None:
     """Gives SGLang's settings our edge, and takes the keys out of them: SGLang logs its settings.
 
     Args:
@@ -62,8 +65,8 @@ def attach_edge(arguments: Any, settings: EdgeSettings, keys: ApiKeys) -> None:
     """
     api, admin = keys.api or arguments.api_key, keys.admin or arguments.admin_api_key
     # SGLang's settings refuse to be changed once they are resolved.
-    edge = Edge(settings, access_keys(ApiKeys(api, admin)))
-    vars(arguments).update({"api_key": None, "admin_api_key": None, EDGE_ATTRIBUTE: edge})
+    edge = HttpConfig(settings, access_keys(ApiKeys(api, admin)))
+    vars(arguments).update({"api_key": None, "admin_api_key": None, HTTP_CONFIG_ATTRIBUTE: edge})
     if arguments.enable_http2:
         raise ConfigError(
             "`--enable-http2` is not served: its server has no limits on connections",
@@ -83,16 +86,16 @@ def attach_edge(arguments: Any, settings: EdgeSettings, keys: ApiKeys) -> None:
         )
 
 
-def edge_of(arguments: Any) -> Edge:
+def http_config_of(arguments: Any) -> HttpConfig:
     """The edge that was attached to SGLang's settings; defaults where there is none."""
-    found = getattr(arguments, EDGE_ATTRIBUTE, None)
-    return found or Edge(EdgeSettings(), access_keys(ApiKeys()))
+    found = getattr(arguments, HTTP_CONFIG_ATTRIBUTE, None)
+    return found or HttpConfig(HttpSettings(), access_keys(ApiKeys()))
 
 
 @contextlib.contextmanager
 def serving_with(arguments: Any) -> Iterator[None]:
     """Within it, SGLang's server runs with the edge of these settings."""
-    adapt = functools.partial(_adapted, edge_of(arguments))
+    adapt = functools.partial(_adapted, http_config_of(arguments))
     limit_json()
     run, config = uvicorn.run, uvicorn.Config
     with (
@@ -102,7 +105,7 @@ def serving_with(arguments: Any) -> Iterator[None]:
         yield
 
 
-def _adapted(edge: Edge, app: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _adapted(edge: HttpConfig, app: Any, given: dict[str, Any]) -> dict[str, Any]:
     limits = edge.settings.connections
     timeout = limits.keep_alive_timeout_s
     if "keep-alive-timeout" not in edge.settings.given:
@@ -118,7 +121,7 @@ def _adapted(edge: Edge, app: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
     """SGLang's application with our levels of access, whose faults over bad input are 400."""
-    for kind in OF_INPUT:
+    for kind in INPUT_ERRORS:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(http_server.RequestValidationError, _name_fields)
     return AccessMiddleware(app, app.router.routes, keys)
@@ -127,7 +130,7 @@ def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
 async def _refuse(request: Any, error: Exception) -> Any:
     """Answers what a handler stumbles over; SGLang would answer 500."""
     logger.warning("a request to %s is not taken", request.url.path, exc_info=error)
-    body = error_body(400, short(not_taken(error)))
+    body = error_body(400, short(bad_request_text(error)))
     return http_server.Response(body, 400, media_type="application/json")
 
 

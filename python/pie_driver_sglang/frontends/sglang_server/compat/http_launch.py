@@ -29,8 +29,8 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
     tokenizer_workers,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
+    MsgpackManager,
     PieManager,
-    StatusManager,
 )
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
@@ -104,12 +104,12 @@ def launch(
         ready: Called when the server has answered its first request.
         is_ours: Whether the scheduler is this package's.
     """
-    kind: Callable[..., TokenizerManager] = StatusManager
-    telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    kind: Callable[..., TokenizerManager] = MsgpackManager
+    notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arguments.tokenizer_worker_num > 1:
         # They are processes of their own, which share no pipe: they acknowledge nothing.
         tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
-        telling = tokenizer_workers.telling(arguments, ready)
+        notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
         if is_ours:
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
@@ -117,11 +117,17 @@ def launch(
         kind = functools.partial(PieManager, acknowledger=acknowledger)
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
-    token = http_app.edge_of(arguments).keys.warm_up
+    token = http_app.http_config_of(arguments).keys.warm_up
     forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
     try:
-        counts = load_snapshots.own_names()
-        with telling, forks, counts, dp_controller.waiting(), http_app.serving_with(arguments):
+        counts = load_snapshots.token_names()
+        with (
+            notifying_ready,
+            forks,
+            counts,
+            dp_controller.blocking_controller(),
+            http_app.serving_with(arguments),
+        ):
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,

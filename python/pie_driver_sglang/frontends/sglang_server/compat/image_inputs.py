@@ -42,10 +42,10 @@ def read_images(pickle: bytes) -> list[ReadImage]:
 
 def _check(item: MultimodalDataItem, feature: Any) -> None:
     if not item.is_image():
-        raise ValueError(unsupported.why_no_medium(f"`{item.modality.name.lower()}_data`"))
+        raise ValueError(unsupported.unsupported_media(f"`{item.modality.name.lower()}_data`"))
     if not isinstance(feature, torch.Tensor) or not item.offsets:
         why = "the driver computes embeddings itself"
-        raise ValueError(unsupported.why_no_medium("an image without pixels", why))
+        raise ValueError(unsupported.unsupported_media("an image without pixels", why))
 
 
 def _read_item(
@@ -73,6 +73,6 @@ def _positions(output: MultimodalProcessorOutput, start: int, end: int) -> bytes
     image = axes[:, start:end]
     if end < axes.shape[1] and bool((axes[:, end] != image.max() + 1).any()):
         why = "its positions are of another kind"
-        raise ValueError(unsupported.why_no_medium("an image of this model", why))
+        raise ValueError(unsupported.unsupported_media("an image of this model", why))
     data: bytes = image.T.contiguous().to(torch.int32).numpy().tobytes()
     return data

@@ -19,7 +19,7 @@ from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
 
 @contextlib.contextmanager
-def own_names() -> Iterator[None]:
+def token_names() -> Iterator[None]:
     """Within it SGLang names the files of counts with the server's token (`shared_names`)."""
 
     def init_new(*arguments: Any, **options: Any) -> PortArgs:
@@ -48,7 +48,7 @@ def _reserve(path: str, size: int) -> None:
         ) from error
 
 
-class LoadBoard:
+class LoadSnapshots:
     """Publishes how busy the scheduler is."""
 
     def __init__(self, settings: Any, ports: Any, replica: int | None) -> None:

@@ -64,7 +64,7 @@ def encode_message(message: Any) -> bytes:
     return data
 
 
-def answer_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
+def reply_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
     """The answer that SGLang waits for; None for a message that has no answer.
 
     Args:
@@ -72,7 +72,7 @@ def answer_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
         fields: What the answer says, where its class has such a field; what it needs besides is
             empty.
     """
-    cls = _answer_class(type(message).__name__)
+    cls = _reply_class(type(message).__name__)
     if cls is None:
         return None
     known = {f.name: f for f in msgspec.structs.fields(cls)}
@@ -94,7 +94,7 @@ def _empty(type_: Any) -> Any:
     return made() if made in (bool, int, float, str, list, dict) else None
 
 
-def _answer_class(name: str) -> Any | None:
+def _reply_class(name: str) -> Any | None:
     if name.startswith(_LORA_ANSWERS):
         return io_struct.LoRAUpdateOutput
     return getattr(io_struct, name.removesuffix("Input") + "Output", None)

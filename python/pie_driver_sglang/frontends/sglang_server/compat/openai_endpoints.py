@@ -20,7 +20,7 @@ from pie_driver_sglang.errors import reason
 from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
 from pie_driver_sglang.frontends.sglang_server.error_responses import short
 
-OF_INPUT: Final = (
+INPUT_ERRORS: Final = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -45,7 +45,7 @@ _MOST_BYTES: Final = 256 << 20
 _OBJECT: Final = {"type": "object"}
 
 
-def not_taken(error: BaseException) -> str:
+def bad_request_text(error: BaseException) -> str:
     """What a client is told whose request a handler stumbled over."""
     return f"the request is not taken: {type(error).__name__}: {reason(error)}"
 
@@ -68,9 +68,9 @@ def _refusing(made: Callable[..., Any]) -> Callable[..., Any]:
     def create(self: Any, message: Any, *arguments: Any, **given: Any) -> Any:
         error = sys.exception()
         if given.get("status_code") == HTTPStatus.INTERNAL_SERVER_ERROR and isinstance(
-            error, OF_INPUT
+            error, INPUT_ERRORS
         ):
-            message = not_taken(error)
+            message = bad_request_text(error)
             given |= {"err_type": "BadRequest", "status_code": 400}
         return made(self, short(str(message)), *arguments, **given)
 

@@ -26,7 +26,10 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server import unsupported
 from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors
 from pie_driver_sglang.frontends.sglang_server.compat.detokenize_endpoint import correct_detokenize
-from pie_driver_sglang.frontends.sglang_server.compat.http_app import EDGE_ATTRIBUTE, edge_of
+from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
+    HTTP_CONFIG_ATTRIBUTE,
+    http_config_of,
+)
 from pie_driver_sglang.frontends.sglang_server.compat.ollama_endpoints import correct_ollama
 from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     accept_adapter_names,
@@ -46,7 +49,7 @@ _SHORT_TEXT: Final = 16_384
 """Characters that are tokenized in less time than a step takes."""
 
 
-class StatusManager(TokenizerManager):
+class MsgpackManager(TokenizerManager):
     """SGLang's tokenizer manager, for messages in msgpack.
 
     A status arrives as a number there, and the OpenAI layer takes only an ``HTTPStatus`` for an
@@ -68,7 +71,7 @@ class StatusManager(TokenizerManager):
         correct_detokenize()
         limit_stored_responses()
         correct_errors()
-        self._edge = edge_of(server_args).settings
+        self._edge = http_config_of(server_args).settings
         self._media = MediaFetcher(self._edge.media)
         super().__init__(server_args, *arguments, **keywords)
 
@@ -82,7 +85,7 @@ class StatusManager(TokenizerManager):
         """What schedulers say of themselves; SGLang's lists its settings, and so what keys are."""
         states: list[dict[Any, Any]] = await super().get_internal_state()
         for state in states:
-            state.pop(EDGE_ATTRIBUTE, None)
+            state.pop(HTTP_CONFIG_ATTRIBUTE, None)
         return states
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
@@ -163,7 +166,7 @@ class StatusManager(TokenizerManager):
         super()._handle_abort_req(recv_obj)
 
 
-class RefusingManager(StatusManager):
+class RefusingManager(MsgpackManager):
     """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
 
     # SGLang takes memory for any number before the scheduler sees the request.
@@ -182,7 +185,7 @@ class RefusingManager(StatusManager):
     def _validate_mm_limits(self, obj: Any) -> None:
         for name in ("audio_data", "video_data"):
             if has_valid_data(getattr(obj, name)):
-                raise ValueError(unsupported.why_no_medium(f"`{name}`"))
+                raise ValueError(unsupported.unsupported_media(f"`{name}`"))
         super()._validate_mm_limits(obj)
 
     async def _execute_profile(self, req: Any) -> Any:
@@ -217,7 +220,7 @@ class PieManager(RefusingManager):
             self._acknowledger.handled(recv_obj.dp_ranks)
 
 
-class StatusWorker(StatusManager, TokenizerWorker):
+class MsgpackWorker(MsgpackManager, TokenizerWorker):
     """One of several tokenizer managers, in front of SGLang's own scheduler."""
 
 
@@ -227,7 +230,9 @@ class PieWorker(RefusingManager, TokenizerWorker):
 
 def _refuse(reason: str) -> Callable[..., Any]:
     async def refuse(*_: Any, **__: Any) -> None:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"not served: {reason}; {unsupported.INSTEAD}")
+        raise HTTPException(
+            HTTPStatus.BAD_REQUEST, f"not served: {reason}; {unsupported.USE_SGLANG}"
+        )
 
     return refuse
 

@@ -30,24 +30,24 @@ class PieSettings(ServerArgs):
         return tokenizer_managers.PieWorker
 
 
-class StatusSettings(ServerArgs):
+class MsgpackSettings(ServerArgs):
     """Of a server with SGLang's own scheduler."""
 
     def get_tokenizer_worker_class(self) -> Any:
         """The class that reads statuses from msgpack."""
         from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
 
-        return tokenizer_managers.StatusWorker
+        return tokenizer_managers.MsgpackWorker
 
 
 def set_worker_class(settings: ServerArgs, *, is_ours: bool) -> None:
     """Has the settings name the class of our workers."""
     # A copy by its fields would be resolved a second time.
-    settings.__class__ = PieSettings if is_ours else StatusSettings
+    settings.__class__ = PieSettings if is_ours else MsgpackSettings
 
 
 @contextlib.contextmanager
-def telling(settings: ServerArgs, ready: Callable[[], None]) -> Iterator[None]:
+def notifying_ready(settings: ServerArgs, ready: Callable[[], None]) -> Iterator[None]:
     """Within it SGLang's server calls `ready` from a thread, once a worker has answered a request.
 
     SGLang calls no one back where it has several workers. The thread starts with their router,
