@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from logprob_answers import NewRequest, check_answer
+from logprob_answers import Asked, check_answer
 from pie_driver_sglang.cli import generate
 from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.frontends.offline.engine import Engine
@@ -17,13 +17,13 @@ from reference import Reference, random_tokens
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 KINDS = [
-    NewRequest(),
-    NewRequest(0),
-    NewRequest(0, 3, (7, 9, 7)),
-    NewRequest(11, 20),
-    NewRequest(30, 0, (5,)),
-    NewRequest(69, 2),
-    NewRequest(70, 1),
+    Asked(),
+    Asked(0),
+    Asked(0, 3, (7, 9, 7)),
+    Asked(11, 20),
+    Asked(30, 0, (5,)),
+    Asked(69, 2),
+    Asked(70, 1),
 ]
 """Prompts have 70 tokens: more than a step."""
 
@@ -54,7 +54,7 @@ class TestLogprobs:
                 assert answer["meta_info"]["cached_tokens"] <= kind.logprob_start_len
 
     def test_streams_and_samples(self, engine: Engine, reference: Reference) -> None:
-        asked, prompt = NewRequest(50, 2), random_tokens(reference.vocab_size, 60, "samples")
+        asked, prompt = Asked(50, 2), random_tokens(reference.vocab_size, 60, "samples")
         sampling = {"temperature": 1.5, "n": 3, "max_new_tokens": 6, "ignore_eos": True}
         last: dict[int, dict[str, Any]] = {}
         for answer in engine.generate(
@@ -75,7 +75,7 @@ class TestLogprobs:
     def test_a_request_for_no_token_is_scored(
         self, engine: Engine, reference: Reference, temperature: float
     ) -> None:
-        asked, prompt = NewRequest(-1, 0, (11, 12)), [5, 6, 7]
+        asked, prompt = Asked(-1, 0, (11, 12)), [5, 6, 7]
         sampling = {"temperature": temperature, "max_new_tokens": 0}
         answer = engine.generate(input_ids=prompt, sampling_params=sampling, **asked.arguments())
         assert answer["output_ids"] == []
@@ -87,7 +87,7 @@ class TestLogprobs:
     ) -> None:
         monkeypatch.setenv(ORIGINAL, "true")
         sampling = {"temperature": 1.5, "max_new_tokens": 4, "ignore_eos": True}
-        asked, prompt = NewRequest(-1, 4), [5, 6, 7]
+        asked, prompt = Asked(-1, 4), [5, 6, 7]
         answer = engine.generate(input_ids=prompt, sampling_params=sampling, **asked.arguments())
         check_answer(answer, asked, prompt, reference)
 
@@ -104,4 +104,4 @@ class TestLogprobs:
         decode = engine.tokenizer.decode
         answer = {"meta_info": meta, "output_ids": line["output_ids"]}
         texts = lambda token: decode([token], skip_special=False)  # noqa: E731
-        check_answer(answer, NewRequest(0, 2), prompt, reference, texts)
+        check_answer(answer, Asked(0, 2), prompt, reference, texts)

@@ -30,7 +30,7 @@ from pie_driver_sglang.frontends.sglang_server.access import (
     access_keys,
 )
 from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
-from pie_driver_sglang.frontends.sglang_server.error_responses import ClientAnswer, short_error
+from pie_driver_sglang.frontends.sglang_server.error_responses import ErrorSender, short_error
 
 uvicorn: Any = pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
@@ -40,7 +40,7 @@ LONG_S = 600.0
 READ_S = 60.0
 
 
-class HttpConfig(NamedTuple):
+class Edge(NamedTuple):
     """A server with limits, and what it holds."""
 
     port: int
@@ -85,7 +85,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.contextmanager
-def edge(**limits: Any) -> Iterator[HttpConfig]:
+def edge(**limits: Any) -> Iterator[Edge]:
     from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
 
     usage = ServerUsage()
@@ -105,7 +105,7 @@ def edge(**limits: Any) -> Iterator[HttpConfig]:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
     try:
-        yield HttpConfig(listener.getsockname()[1], usage, server)
+        yield Edge(listener.getsockname()[1], usage, server)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(READ_S)
@@ -460,7 +460,7 @@ def test_a_long_error_is_sent_in_one_piece() -> None:
     async def answer() -> None:
         headers = [(b"Content-Length", b"9009"), (b"content-type", b"application/json")]
         part = {"type": "http.response.body", "more_body": True}
-        to_client = ClientAnswer(send)
+        to_client = ErrorSender(send)
         await to_client.send({"type": "http.response.start", "status": 400, "headers": headers})
         await to_client.send({**part, "body": b'"' + b"x" * 4500})
         await to_client.send({**part, "body": b"x" * 4500 + b'"', "more_body": False})
@@ -480,7 +480,7 @@ def test_a_long_page_becomes_an_error_with_its_own_headers() -> None:
 
     async def answer() -> None:
         headers = [(b"content-type", b"text/html"), (b"Content-Encoding", b"gzip"), (b"x", b"y")]
-        to_client = ClientAnswer(send)
+        to_client = ErrorSender(send)
         await to_client.send({"type": "http.response.start", "status": 404, "headers": headers})
         await to_client.send({"type": "http.response.body", "body": b"<" * 5000})
 

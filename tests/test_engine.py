@@ -236,7 +236,7 @@ def test_a_coroutine_that_is_cancelled_leaves_nothing(
 
     asyncio.run(leave())
     wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
-    assert not engine._requests._inboxes
+    assert not engine._requests._queues
     assert engine.flush_cache()
 
 

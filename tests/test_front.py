@@ -398,7 +398,7 @@ class TestProcesses:
         try:
             for number in numbers:
                 signal.signal(number, lambda *_: None)
-            forking.run_afresh(found.extend, map(signal.getsignal, numbers))
+            forking.run_with_default_signals(found.extend, map(signal.getsignal, numbers))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What a driver says while it serves: the line of log_fields, the metrics, JSON logs."""
+"""What a driver says while it serves: the line of figures, the metrics, JSON logs."""
 
 from __future__ import annotations
 
@@ -379,10 +379,10 @@ def serve(client: _core.Client) -> dict[str, int]:
 
 
 def figures_of(log: str) -> dict[str, Any]:
-    """The log_fields of all lines so far, added up."""
+    """The figures of all lines so far, added up."""
     total: dict[str, Any] = {"steps": 0}
     for text in log.splitlines():
-        for name, value in json.loads(text).get("log_fields", {}).items():
+        for name, value in json.loads(text).get("figures", {}).items():
             if isinstance(value, int):
                 total[name] = total.get(name, 0) + value
     return total

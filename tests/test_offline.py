@@ -426,9 +426,9 @@ class TestAnswer:
     def test_an_end_by_length(self, tokenizer: ModelTokenizer, streams: bool) -> None:
         (tokens,) = tokenizer.encode(["def main"])
         answer = self.answer(tokenizer, streams)
-        answer.take(output(1, tokens[:1]))
-        assert not answer.is_over
-        answer.take(output(1, tokens[1:], "length", cached_tokens=1))
+        answer.add(output(1, tokens[:1]))
+        assert not answer.is_finished
+        answer.add(output(1, tokens[1:], "length", cached_tokens=1))
         answer.finish_text()
         found = answer.as_dict()
         assert found["text"] == "def main"
@@ -446,7 +446,7 @@ class TestAnswer:
     ) -> None:
         tokens = tokenizer.encode(["a b"])[0]
         answer = self.answer(tokenizer, streams, no_stop_trim=no_stop_trim)
-        answer.take(output(1, tokens, "stop", stop_token=tokens[-1]))
+        answer.add(output(1, tokens, "stop", stop_token=tokens[-1]))
         answer.finish_text()
         found = answer.as_dict()
         expected = tokenizer.decode(tokens if no_stop_trim else tokens[:-1])
@@ -463,10 +463,10 @@ class TestAnswer:
         stops = {"stop": ["never", "lf.v"], "no_stop_trim": no_stop_trim}
         answer = self.answer(tokenizer, streams, **stops)
         for token in tokens[:-1]:
-            answer.take(output(1, [token]))
+            answer.add(output(1, [token]))
             if streams and not no_stop_trim:
                 assert "return self".startswith(answer.as_dict()["text"])
-        answer.take(output(1, tokens[-1:], "stop", stop_string=1))
+        answer.add(output(1, tokens[-1:], "stop", stop_string=1))
         answer.finish_text()
         found = answer.as_dict()
         assert found["text"] == ("return self.v" if no_stop_trim else "return se")
@@ -474,13 +474,13 @@ class TestAnswer:
 
     def test_an_error_is_told(self, tokenizer: ModelTokenizer) -> None:
         answer = self.answer(tokenizer)
-        answer.take(output(1, [], "error", error="the queue is full"))
+        answer.add(output(1, [], "error", error="the queue is full"))
         finish = answer.as_dict()["meta_info"]["finish_reason"]
         assert finish == {"type": "abort", "message": "the queue is full"}
 
     def test_without_a_tokenizer_there_is_no_text(self) -> None:
         answer = SequenceOutput("name", self.PROMPT, SamplingParameters(), None, False)
-        answer.take(output(1, [3], "length"))
+        answer.add(output(1, [3], "length"))
         answer.finish_text()
         assert "text" not in answer.as_dict()
 
@@ -490,16 +490,16 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.outputs: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-        self.runtime_arguments: list[Any] = []
+        self.submitted: list[Any] = []
         self.aborted: list[int] = []
         self.is_shut = threading.Event()
 
     def submit(self, tokens: Any, **parameters: Any) -> int:
-        self.runtime_arguments.append((tokens, parameters))
+        self.submitted.append((tokens, parameters))
         return 0
 
     def submit_all(self, requests: Any) -> list[int]:
-        placed = [parameters["into"] is requests for _, parameters in self.runtime_arguments]
+        placed = [parameters["into"] is requests for _, parameters in self.submitted]
         return [number for number, here in enumerate(placed, 1) if here]
 
     def abort(self, number: int) -> None:
@@ -592,7 +592,7 @@ class TestRequests:
             loop.call_soon_threadsafe(lambda: None)
 
         with pytest.raises(RuntimeError, match="closed"):
-            left._inbox.notify(wake)
+            left._outputs.notify(wake)
         runtime.outputs.put([output(1, [8]), output(2, [6], "length")])
         runtime.outputs.put([output(1, [9]), output(2, [7], "length", sample=1)])
         assert [event.output.token_ids for event in other.events()] == [[6], [7]]
@@ -614,7 +614,7 @@ class TestRequests:
         del call, events
         gc.collect()
         assert runtime.aborted == [1, 2]
-        assert not requests._inboxes
+        assert not requests._queues
         requests.close()
 
     def test_a_poll_that_fails_ends_all_calls_and_the_drivers(
@@ -649,7 +649,7 @@ class TestRequests:
         ours = OpenRequests(runtime)
         with pytest.raises(StartError, match="is shut down"):
             Call(ours).submit([self.ONE])
-        assert not ours._inboxes
+        assert not ours._queues
         ours.close()
         assert not ours._thread.is_alive()
 
@@ -664,7 +664,7 @@ class TestRequests:
         with pytest.raises(KeyboardInterrupt):
             requests.submit([self.ONE], OutputQueue(), register, streams=False)
         assert runtime.aborted == [1]
-        assert not requests._inboxes
+        assert not requests._queues
         requests.close()
 
     def test_a_fork_cannot_use_it_and_ends_nothing(self) -> None:

@@ -10,7 +10,6 @@ next server finds the lock free and removes the files of the one before.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -18,9 +17,9 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.shared_names import TOKEN_LENGTH, TOKEN_VARIABLE, make_token
@@ -31,8 +30,6 @@ _LONGEST_PARENT: Final = 107 - len(f"/{_PREFIX}/") - 2 * TOKEN_LENGTH - 24
 """Bytes: the path of a socket has at most 107, and SGLang's names take up to 24 after the token."""
 _DONE: Final = b"done"
 """Tells the guard that the command has removed everything."""
-_SET_DEATH_SIGNAL: Final = 1
-"""``PR_SET_PDEATHSIG``."""
 _END_S: Final = 10.0
 """How long killed processes may take to be gone; those that use a GPU need some time."""
 _LAST_LOOK_S: Final = 2.0
@@ -186,20 +183,6 @@ def guarded_server() -> Iterator[ServerGuard]:
         yield guard
     finally:
         guard.remove()
-
-
-def die_with_this_process() -> Callable[[], None]:
-    """What a forked child calls before it runs its program: it is killed when this process ends."""
-    prctl: Any = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def follow() -> None:
-        prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-        # Checked after the call: a parent that ends from here on takes this process along.
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return follow
 
 
 def _become_guard(guard: ServerGuard, reader: int) -> None:

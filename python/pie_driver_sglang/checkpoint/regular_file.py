@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 CHUNK_BYTES: Final = 4 << 20
@@ -62,12 +61,7 @@ class RegularFile:
         """Returns the file."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Closes it."""
         os.close(self._descriptor)
 

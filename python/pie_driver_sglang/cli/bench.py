@@ -18,11 +18,12 @@ from typing import Any, Final
 
 from pie_driver_sglang.cli.bench_server import add_server_options, measure_server, server_table
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
+from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Workload, make_workload
 from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
+from pie_driver_sglang.errors import ConfigError, StartError, quoted
 from pie_driver_sglang.frontends.common.arguments import model_folder
 
 DRIVER_SIDE: Final = "pie"
@@ -34,14 +35,14 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.serve is not None:
         records = measure_server(options)
-        _write(options.json, json.dumps(records, indent=2))
+        write_output(options.json, json.dumps(records, indent=2) + "\n")
         if options.json != "-":
             sys.stdout.write(server_table(records))
         return 0
     options.model = default_model(options.model)
     workload = _workload(options)
     if options.side is not None:
-        _write(options.json, json.dumps(_measure(options, workload)))
+        write_output(options.json, json.dumps(_measure(options, workload)) + "\n")
         return 0
     sides = [DRIVER_SIDE, *dict.fromkeys(options.peer)]
     found = []
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
             rates = ", ".join(f"{rate:,.0f}" for rate in run["tokens_per_s"])
             sys.stderr.write(f"{side}, round {number + 1}: {rates} tok/s\n")
     record = _record(options, workload, sides, found)
-    _write(options.json, json.dumps(record, indent=2))
+    write_output(options.json, json.dumps(record, indent=2) + "\n")
     if options.json != "-":
         sys.stdout.write(_table(record))
     return 0
@@ -177,20 +178,6 @@ def _workload(options: argparse.Namespace) -> Workload:
         vocabulary=vocabulary,
         seed=options.seed or 0,
     )
-
-
-def _write(path: str | None, text: str) -> None:
-    if path is None:
-        return
-    if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,12 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
+from pie_driver_sglang.cli.report import open_output
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if not prompts:
         raise ConfigError("there are no prompts", "pass some, a `--file`, or lines on stdin")
     defaults = sampling_of(options)
-    with _opened(options.output) as output, started(options) as engine:
+    with open_output(options.output) as output, started(options) as engine:
         if options.chat:
             prompts = [_as_chat(engine, prompt) for prompt in prompts]
         summary = answer(engine, prompts, defaults, output, logprobs_of(options))
@@ -266,17 +266,6 @@ def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any])
         **{name: meta[name] for name in names},
         **logprobs,
     }
-
-
-def _opened(path: str | None) -> Any:
-    if path is None:
-        return nullcontext(sys.stdout)
-    try:
-        return Path(path).open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

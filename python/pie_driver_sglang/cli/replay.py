@@ -8,13 +8,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
 from pie_driver_sglang.cli.generate import Prompt, read_prompts
+from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.workloads import quantiles
-from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
     from pie_driver_sglang.frontends.offline.engine import Engine
@@ -62,10 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         found = asyncio.run(replay(engine, recorded, tokens, defaults, options.speed))
         seconds = time.perf_counter() - begun
     record = summarize(found, seconds)
-    if options.output is not None:
-        _write(options.output, "".join(map(_line, range(len(found)), recorded, found)))
-    if options.json is not None:
-        _write(options.json, json.dumps(record, indent=2) + "\n")
+    write_output(options.output, "".join(map(_line, range(len(found)), recorded, found)))
+    write_output(options.json, json.dumps(record, indent=2) + "\n")
     if options.json != "-":
         sys.stdout.write(latency_table(record))
     return int(record["failed"] > 0)
@@ -210,18 +208,6 @@ def _line(index: int, recorded: RecordedRequest, found: RequestResult) -> str:
         **({"error": found.error} if found.error else {}),
     }
     return json.dumps(line, ensure_ascii=False) + "\n"
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

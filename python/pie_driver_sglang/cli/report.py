@@ -1,13 +1,17 @@
-"""What a command has found, for people and for programs."""
+"""Output of commands: findings, and files or stdout."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TextIO
+
+from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -78,3 +82,38 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count > 1)}" if count else ""
+
+
+def open_output(path: str | None) -> contextlib.AbstractContextManager[TextIO]:
+    """A file to write; stdout for None.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if path is None:
+        return contextlib.nullcontext(sys.stdout)
+    try:
+        return Path(path).open("w", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write_output(path: str | None, text: str) -> None:
+    """Write a text to a file, to stdout for `-`, or nowhere for None.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if path == "-":
+        sys.stdout.write(text)
+    elif path is not None:
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
+    )

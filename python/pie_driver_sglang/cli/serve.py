@@ -7,6 +7,7 @@ nothing of SGLang and outlives them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final
 
+from pie_driver_sglang import _core
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
 from pie_driver_sglang.config.http_limits import HTTP_FLAGS, http_flags_help
@@ -32,7 +34,7 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
     unknown_flags,
     unserved_flag,
 )
-from pie_driver_sglang.server_guard import Session, die_with_this_process, guarded_server
+from pie_driver_sglang.server_guard import Session, guarded_server
 
 HELP: Final = f"""\
 usage: pie-sglang serve MODEL [options]
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
             env={**guard.environment, **keys.variables(), "PYTHONSAFEPATH": "1"},
             # Ctrl-C reaches this process alone.
             start_new_session=True,
-            preexec_fn=die_with_this_process(),
+            preexec_fn=functools.partial(_core.die_with_parent, os.getpid()),
         )
         guard.watch(Session.of(process.pid))
         return _wait(process)

@@ -50,13 +50,7 @@ def shared_prefix_batch_sizes(most: int) -> list[int]:
 
 
 def extended_batch_sizes(most: int) -> list[int]:
-    """Rows of the graphs that change logits as requests ask for, up to `most`."""
-    rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-    return [*(count for count in rows if count < most), most]
-
-
-def lora_batch_sizes(most: int) -> list[int]:
-    """Rows of the decode graphs that apply adapters: a subset of :func:`decode_batch_sizes`."""
+    """Rows of the graphs for extended steps and for LoRA, up to `most`."""
     rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
     return [*(count for count in rows if count < most), most]
 

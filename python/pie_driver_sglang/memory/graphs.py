@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 from pie_driver_sglang.memory.batch_sizes import (
     decode_batch_sizes,
     extended_batch_sizes,
-    lora_batch_sizes,
     prefill_batch_sizes,
     shared_prefix_batch_sizes,
 )
@@ -75,7 +74,7 @@ def graph_specs(
         *_specs(GraphKind.PLAIN, plain),
         *_specs(GraphKind.GROUPED, shared_prefix_batch_sizes(requests) if groups else ()),
         *_specs(GraphKind.EXTENDED, extended_batch_sizes(requests)),
-        *_specs(GraphKind.LORA, lora_batch_sizes(requests) if adapters else ()),
+        *_specs(GraphKind.LORA, extended_batch_sizes(requests) if adapters else ()),
     ]
 
 

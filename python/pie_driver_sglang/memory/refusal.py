@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -173,12 +174,8 @@ def _nearest_fraction(device: Device, model: ModelSizes, settings: MemorySetting
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest of ``1..=most`` that fits, by bisection; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    """The largest of ``1..=most`` that fits; 0 if none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def _reason(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from pie_driver_sglang._core import Counts
@@ -173,12 +172,7 @@ class Reporter:
             logger.info("metrics at http://127.0.0.1:%d/metrics", self._port)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the thread and closes the port."""
         self._ended.set()
         if self._thread is not None:

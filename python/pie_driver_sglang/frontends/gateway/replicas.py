@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
 from typing import Any, Final
 
 from pie_driver_sglang._core import Gateway, Runtime
@@ -130,12 +129,7 @@ class Replicas:
         """Return the replicas."""
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop everything."""
         self.close()
 

@@ -1,4 +1,4 @@
-"""Further arguments of SGLang's `generate`: those of log-probabilities, and refused ones."""
+"""Arguments of SGLang's `generate` besides prompts: log-probabilities, and unsupported ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.frontends.offline.logprobs import DEFAULTS, LogprobRequest, parse_logprobs
 
-#: Arguments of SGLang's `generate` that are refused unless they are empty, and why.
+#: Unsupported arguments, which must be empty, and the reason.
 REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "audio_data": "the offline engine takes text and tokens",
@@ -33,14 +33,14 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def parse_generate_arguments(others: Mapping[str, Any], count: int) -> list[LogprobRequest | None]:
-    """What each prompt asks for in log-probabilities.
+    """The log-probabilities that each prompt requests.
 
     Args:
         others: Arguments by their names.
         count: Prompts.
 
     Raises:
-        ConfigError: There is no such argument, it is not served, or its value is wrong.
+        ConfigError: An argument is unknown, unsupported, or has a wrong value.
     """
     for name, value in others.items():
         if name not in DEFAULTS:

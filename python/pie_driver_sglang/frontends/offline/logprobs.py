@@ -1,4 +1,4 @@
-"""Log-probabilities of an offline engine: what a call asks for, and SGLang's form of them."""
+"""Log-probabilities: the requested ones, and SGLang's form of their output."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pie_driver_sglang.frontends.common.lora_adapters import require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
 ORIGINAL: Final = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""SGLang's variable: log-probabilities are those before the temperature."""
+"""SGLang's variable: log-probabilities without the temperature."""
 
 _TRUE: Final = ("1", "t", "true", "y", "yes")
 
-#: Arguments of SGLang's `generate` that ask for them; each is one value for all prompts, or a list.
+#: SGLang's arguments and their defaults; each is one value for all prompts, or a list.
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "return_logprob": False,
@@ -28,18 +28,18 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 Entry = tuple[float | None, int, str | None]
-"""SGLang's form of a token: its log-probability, its number, and its text where that is wanted."""
+"""SGLang's tuple for a token: log-probability, id, and text if requested."""
 
 
 class LogprobRequest(NamedTuple):
-    """Which log-probabilities a prompt's answer has."""
+    """The log-probabilities that a prompt requests."""
 
     top: int
-    """The most probable tokens of each place, so many."""
+    """Top tokens per position."""
     given: tuple[int, ...]
-    """Tokens whose log-probabilities each place has."""
+    """Token ids whose log-probabilities each position has."""
     start: int | None
-    """Index of the token of the prompt after which tokens have them, too; None: none has."""
+    """First position of the prompt with log-probabilities; None for outputs only."""
     with_text: bool
 
     def runtime_arguments(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class LogprobRequest(NamedTuple):
 
 
 def parse_logprobs(given: Mapping[str, Any], count: int) -> list[LogprobRequest | None]:
-    """Check what a call asks for, for each of its prompts; None for one that asks for nothing.
+    """Validate the arguments; one request per prompt, None without log-probabilities.
 
     Args:
         given: Values by the names of `DEFAULTS`; None is the default.
@@ -110,18 +110,12 @@ def is_integer(value: Any) -> bool:
 
 
 class OutputLogprobs:
-    """Those of one sequence, in the form in which SGLang's `meta_info` has them."""
+    """The log-probabilities of one sequence, in the form of SGLang's `meta_info`."""
 
     def __init__(
         self, asked: LogprobRequest, prompt: Sequence[int], tokenizer: ModelTokenizer | None
     ) -> None:
-        """Nothing yet.
-
-        Args:
-            asked: What its request asks for.
-            prompt: The tokens of the prompt.
-            tokenizer: Of the texts; None for no texts.
-        """
+        """No log-probabilities yet."""
         self._asked = asked
         self._tokenizer = tokenizer if asked.with_text else None
         self._prompt = [] if asked.start is None else list(prompt[asked.start :])
@@ -129,13 +123,13 @@ class OutputLogprobs:
         self._outputs = _TokenLogprobs()
         self._is_computed = False
 
-    def take(self, output: Any) -> None:
-        """Add what a `_core.Output` brings."""
+    def add(self, output: Any) -> None:
+        """Append those of a `_core.Output`."""
         shape = (self._asked.top, len(self._asked.given))
         tokens = output.token_ids
         scored = output.scored
         if not self._is_computed and (tokens or scored is not None):
-            # What was ended before its prompt was computed has nothing of it.
+            # A request that ends before its prefill has none of the prompt.
             self._is_computed = True
             if self._prompt:
                 first, rest = self._prompt[0], self._prompt[1:]
@@ -180,7 +174,7 @@ class OutputLogprobs:
 
 
 class _TokenLogprobs:
-    """Of a prompt's tokens, or of those that are produced."""
+    """The entries of input tokens, or of output tokens."""
 
     def __init__(self) -> None:
         self.own: list[Entry] = []
@@ -188,7 +182,7 @@ class _TokenLogprobs:
         self.given: list[list[Entry] | None] = []
 
     def begin(self, first: Entry) -> None:
-        """Nothing comes before the first token of a prompt, so it has its own entry alone."""
+        """Add the first token of a prompt, which has no log-probability."""
         self.own.append(first)
         self.top.append(None)
         self.given.append(None)

@@ -1,4 +1,4 @@
-"""The answers of requests, in the form in which SGLang's engine gives them."""
+"""Outputs of requests, in the form of SGLang's `Engine.generate`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pie_driver_sglang.frontends.offline.sampling import SamplingParameters
 
 
 class SequenceOutput:
-    """One sequence that a request asked for, as far as it has come.
+    """One output sequence of a request, as far as it is generated.
 
-    Its text is decoded as it comes where it is streamed, and once at the end otherwise.
+    A streamed text is detokenized incrementally, any other once at the end.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class SequenceOutput:
         streams: bool,
         logprobs: LogprobRequest | None = None,
     ) -> None:
-        """An answer without tokens.
+        """An empty sequence.
 
         Args:
             name: SGLang's `rid`.
-            prompt: The tokens of the prompt.
-            sampling: Of the request.
-            tokenizer: None for an answer with tokens only.
-            streams: Keep the text up to date.
-            logprobs: Which log-probabilities it has.
+            prompt: The prompt's tokens.
+            sampling: The request's sampling parameters.
+            tokenizer: None for an output with tokens only.
+            streams: Whether to detokenize incrementally.
+            logprobs: The requested log-probabilities.
         """
         self._name = name
         self._prompt = prompt
@@ -53,7 +53,7 @@ class SequenceOutput:
         self._stops = StopFilter(sampling.trimmed, keep=sampling.no_stop_trim)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether it has ended."""
         return self._finish is not None
 
@@ -62,21 +62,21 @@ class SequenceOutput:
         """All tokens so far."""
         return self._tokens
 
-    def take(self, output: Any) -> None:
-        """Add what a `_core.Output` brings."""
+    def add(self, output: Any) -> None:
+        """Append a `_core.Output`."""
         new = output.token_ids
         self._tokens += new
         self._cached = output.cached_tokens
         if self._logprobs is not None:
-            self._logprobs.take(output)
+            self._logprobs.add(output)
         if output.finish_reason is not None:
             self._finish = _finish_reason(output, self._sampling, len(self._tokens))
             self._seconds = time.perf_counter() - self._started
         if self._stream is not None:
-            self._extend(self._stream, self._shown(new, output))
+            self._extend(self._stream, self._text_tokens(new, output))
 
     def finish_text(self) -> None:
-        """Decode the whole text of an answer that is not streamed."""
+        """Detokenize a sequence that is not streamed."""
         if self._tokenizer is None or self._stream is not None:
             return
         trim = self._ends_by_token and not self._sampling.no_stop_trim
@@ -86,7 +86,7 @@ class SequenceOutput:
         self._text = text + self._stops.finish(self._matched_text)
 
     def as_dict(self) -> dict[str, Any]:
-        """What SGLang's `Engine.generate` returns for one sequence."""
+        """The dictionary that SGLang's `Engine.generate` returns for a sequence."""
         found: dict[str, Any] = {} if self._tokenizer is None else {"text": self._text}
         found["output_ids"] = list(self._tokens)
         found["meta_info"] = {
@@ -102,14 +102,14 @@ class SequenceOutput:
             found["meta_info"]["e2e_latency"] = self._seconds
         return found
 
-    def _shown(self, new: Sequence[int], output: Any) -> Sequence[int]:
-        """The tokens whose text is shown: the one that ended the answer is not."""
+    def _text_tokens(self, new: Sequence[int], output: Any) -> Sequence[int]:
+        """The tokens that are detokenized, without a stop token."""
         is_stop = output.stop_token is not None and not self._sampling.no_stop_trim
         return new[:-1] if is_stop else new
 
     def _extend(self, stream: Any, new: Sequence[int]) -> None:
-        self._text += self._stops.push(stream.push(new, is_last=self.is_over))
-        if self.is_over:
+        self._text += self._stops.push(stream.push(new, is_last=self.is_finished))
+        if self.is_finished:
             self._text += self._stops.finish(self._matched_text)
 
     @property
@@ -123,21 +123,21 @@ class SequenceOutput:
 
 
 class CallOutputs:
-    """All sequences of a call, those of a prompt side by side."""
+    """All output sequences of a call, those of a prompt in a row."""
 
     def __init__(self, tokenizer: ModelTokenizer | None, is_list: bool, *, streams: bool) -> None:
-        """Answers of no request yet.
+        """Outputs of no request yet.
 
         Args:
-            tokenizer: None for answers with tokens only.
-            is_list: Several sequences were asked for: the result is a list.
-            streams: Keep the texts up to date.
+            tokenizer: None for outputs with tokens only.
+            is_list: Whether the result is a list.
+            streams: Whether to detokenize incrementally.
         """
         self._tokenizer = tokenizer
         self._is_list = is_list
         self._streams = streams
         self._first: list[int] = []
-        self._answers: list[SequenceOutput] = []
+        self._sequences: list[SequenceOutput] = []
 
     def add(
         self,
@@ -146,33 +146,33 @@ class CallOutputs:
         sampling: SamplingParameters,
         logprobs: LogprobRequest | None = None,
     ) -> None:
-        """Make room for the sequences of the next request, whose time begins now."""
-        self._first.append(len(self._answers))
+        """Add the sequences of the next request, whose latency counts from now."""
+        self._first.append(len(self._sequences))
         parts = (name, tokens, sampling, self._tokenizer, self._streams, logprobs)
-        self._answers += [SequenceOutput(*parts) for _ in range(sampling.n)]
+        self._sequences += [SequenceOutput(*parts) for _ in range(sampling.n)]
 
-    def take(self, event: OutputEvent) -> int:
-        """Add an output, and return the number of its sequence."""
+    def append(self, event: OutputEvent) -> int:
+        """Append an output, and return the index of its sequence."""
         index: int = self._first[event.request] + event.output.sample
-        answer = self._answers[index]
-        answer.take(event.output)
-        if answer.is_over:
-            answer.finish_text()
+        sequence = self._sequences[index]
+        sequence.add(event.output)
+        if sequence.is_finished:
+            sequence.finish_text()
         return index
 
-    def shown(self, index: int) -> dict[str, Any]:
-        """Return a sequence as far as it has come."""
-        found = self._answers[index].as_dict()
+    def partial(self, index: int) -> dict[str, Any]:
+        """Return a sequence as far as it is generated."""
+        found = self._sequences[index].as_dict()
         return {**found, "index": index} if self._is_list else found
 
     def result(self) -> Any:
-        """Return all answers, as a list where several were asked for."""
-        found = [answer.as_dict() for answer in self._answers]
+        """Return all sequences, or the only one."""
+        found = [sequence.as_dict() for sequence in self._sequences]
         return found if self._is_list else found[0]
 
 
 def _finish_reason(output: Any, sampling: SamplingParameters, count: int) -> dict[str, Any]:
-    """In SGLang's words."""
+    """SGLang's `finish_reason`."""
     kind = output.finish_reason
     if kind == "length":
         return {"type": "length", "length": count}

@@ -1,4 +1,4 @@
-"""What a server keeps for clients that may never come back."""
+"""A bounded store of responses, for clients that may never return."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from typing import Any
 class BoundedStore(dict[str, Any]):
     """A dictionary that drops its oldest entries beyond a number of entries and of bytes.
 
-    An entry counts for the length of its text, which is close to its memory for texts.
+    The size of an entry is the length of its text.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        """Holds nothing.
-
-        Args:
-            most: Entries.
-            most_bytes: Bytes of all entries; the last one stays, however large it is.
-        """
+        """Empty; at most `most` entries of `most_bytes` together, but always the last one."""
         super().__init__()
         self._most, self._most_bytes = most, most_bytes
         self._sizes: dict[str, int] = {}
         self._bytes = 0
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Keep an entry, and drop the oldest ones if there are too many."""
+        """Add an entry, and drop the oldest ones beyond the bounds."""
         self._bytes -= self._sizes.pop(key, 0)
         self._sizes[key] = size = len(str(value))
         self._bytes += size

@@ -1,4 +1,4 @@
-"""What a scheduler's process is made of: the runtime, its requests, adapters, metrics, spans."""
+"""The components of a scheduler process: runtime, requests, adapters, metrics, spans."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SPARE_POSITIONS: Final = 6
-"""Positions that SGLang's front end keeps free of a prompt."""
+"""Positions that SGLang's front end reserves beyond a prompt."""
 
 
 class SchedulerComponents:
-    """The parts of a scheduler's process, in the order in which each needs those before it.
+    """The components of a scheduler process, created in this order.
 
-    Modules of SGLang are imported when the drivers have been started, which load meanwhile.
+    SGLang is imported after the drivers have been started, which load meanwhile.
 
     Attributes:
-        runtime: The driver and its scheduler.
+        runtime: The native runtime: driver and scheduler.
     """
 
     def __init__(self, plan: EngineArguments, given: Any) -> None:
-        """Starts the driver.
+        """Start the driver.
 
         Args:
-            plan: What the runtime starts with.
+            plan: Arguments of the runtime.
             given: SGLang's arguments, as a ``SchedulerArguments``.
         """
         self._plan, self._given, self._settings = plan, given, given.settings
@@ -55,10 +55,10 @@ class SchedulerComponents:
         self.runtime = _core.Runtime(**self._active.runtime(keywords))
 
     def wait_ready(self) -> None:
-        """Waits until the driver serves.
+        """Wait until the driver is ready.
 
         Raises:
-            StartError: It cannot.
+            StartError: It failed.
         """
         while not self.runtime.wait_ready(0.5):
             self.forward_log()
@@ -71,22 +71,21 @@ class SchedulerComponents:
 
     @property
     def active(self) -> dict[str, Any]:
-        """What serves the model; see `observability.active`."""
+        """The active components; see `observability.active`."""
         return self._active.read()
 
     @property
     def capabilities(self) -> dict[str, Any]:
-        """What the driver can."""
+        """The driver's capabilities."""
         return self.runtime.capabilities()
 
     @property
-    def tokens(self) -> int:
-        """KV slots that the scheduler uses."""
+    def kv_tokens(self) -> int:
+        """Tokens of the KV pool that the scheduler uses."""
+        found = self.capabilities
         most = self._plan.runtime.get("max_total_pages")
-        pages = int(self.capabilities["total_pages"])
-        return (pages if most is None else min(pages, most)) * int(
-            self.capabilities["kv_page_size"]
-        )
+        pages = int(found["total_pages"])
+        return (pages if most is None else min(pages, most)) * int(found["kv_page_size"])
 
     @property
     def context_length(self) -> int:
@@ -96,15 +95,15 @@ class SchedulerComponents:
         )
 
         longest = (front_context_length(self._settings), int(self.capabilities["max_model_len"]))
-        return min(*longest, self.tokens)
+        return min(*longest, self.kv_tokens)
 
     @property
     def prompt_length(self) -> int:
-        """Most tokens of a prompt."""
+        """The maximum tokens of a prompt."""
         return max(1, self.context_length - _SPARE_POSITIONS)
 
     def front(self) -> _core.Front:
-        """The requests."""
+        """The native half of the frontend, which decodes requests and encodes outputs."""
         from pie_driver_sglang.frontends.sglang_server.compat import messages
         from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import refuses_priority
 
@@ -132,7 +131,7 @@ class SchedulerComponents:
         )
 
     def _read_images(self) -> Callable[[bytes], list[ReadImage]] | None:
-        """What reads the images of requests; None for a model without them."""
+        """The function that reads the images of requests; None for a text model."""
         if not self._takes_images:
             return None
         from pie_driver_sglang.frontends.sglang_server.compat.image_inputs import read_images
@@ -140,10 +139,10 @@ class SchedulerComponents:
         return read_images
 
     def adapters(self, front: _core.Front) -> ServerAdapters:
-        """The adapters, those of `--lora-paths` loaded.
+        """The LoRA adapters, with those of `--lora-paths` loaded.
 
         Raises:
-            StartError: The driver does not take one of these.
+            StartError: The driver rejects one of these.
         """
         from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
@@ -155,7 +154,7 @@ class SchedulerComponents:
         return adapters
 
     def metrics(self, front: _core.Front) -> MetricsThread | None:
-        """What writes metrics; None without `--enable-metrics`."""
+        """The thread that writes metrics; None without `--enable-metrics`."""
         if not self._settings.enable_metrics:
             return None
         from pie_driver_sglang.frontends.sglang_server.compat.prometheus import SchedulerMetrics
@@ -166,7 +165,7 @@ class SchedulerComponents:
         return MetricsThread(self.runtime, front, metrics)
 
     def spans(self, front: _core.Front) -> SpanThread | None:
-        """What exports the spans of requests; None without `--enable-trace`."""
+        """The thread that exports spans; None without `--enable-trace`."""
         settings, replica = self._settings, self._given.replica
         if not settings.enable_trace:
             return None
@@ -179,8 +178,8 @@ class SchedulerComponents:
             attributes={} if replica is None else {"dp_rank": replica},
         )
 
-    def facts(self) -> dict[str, Any]:
-        """What `/server_info` shows besides counts."""
+    def server_info(self) -> dict[str, Any]:
+        """The constant part of `/server_info`."""
         able, runtime = self.capabilities, _of_replica(self._plan.runtime, self._given.replica)
         most = runtime.get("max_running_requests")
         return {
@@ -189,7 +188,7 @@ class SchedulerComponents:
             "context_len": self.context_length,
             # SGLang lists the states of replicas as they come.
             "dp_rank": self._given.replica or 0,
-            # What the command line came to, and what the driver made of it.
+            # The parsed command line, and what the driver reports.
             "resolved": {name: value for name, value in runtime.items() if name != "python"},
             "capabilities": able,
             "active": self.active,
@@ -197,14 +196,14 @@ class SchedulerComponents:
 
 
 def _of_replica(runtime: dict[str, Any], replica: int | None) -> dict[str, Any]:
-    """A runtime's keywords for one of several replicas, each of which has a process of its own."""
+    """The runtime's arguments for one replica: each has a process of its own."""
     ranks, first = int(runtime["tensor_parallel_size"]), replica or 0
     devices = list(runtime["devices"])[first * ranks : (first + 1) * ranks]
     return {**runtime, "devices": devices, "replicas": 1}
 
 
 def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | None:
-    """What writes the times of requests, where the front end makes metrics of them."""
+    """The template for the times of requests, which SGLang's front end makes metrics of."""
     if not settings.enable_metrics:
         return None
     from pie_driver_sglang.frontends.sglang_server.compat import prometheus

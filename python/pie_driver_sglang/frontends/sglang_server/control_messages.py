@@ -1,7 +1,7 @@
-"""Messages of SGLang's front end that are not about requests, and their answers.
+"""Control messages of SGLang's front end, and the replies to them.
 
-SGLang waits for an answer to each without a limit, so every message gets one: what the runtime
-does not serve is answered with the reason.
+SGLang waits for each reply without a timeout, so every message gets one: an unsupported message is
+answered with the reason.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pie_driver_sglang.frontends.sglang_server.unsupported import (
 
 logger = logging.getLogger(__name__)
 
-#: Messages that the detokenizer obeys, too.
+#: Messages that are also forwarded to the detokenizer.
 _FORWARDED: Final = frozenset({"FreezeGCReq", "ConfigureLoggingReq"})
 _LOOK_S: Final = 0.05
-"""How often what takes its time is looked at: a flush that waits for requests, a load."""
+"""Poll period while a flush or an adapter load is pending."""
 _IDLE_S: Final = 0.5
-"""How long the next message is waited for otherwise."""
+"""Poll period otherwise."""
 _LONGEST_S: Final = 1e9
-"""Sessions that may be idle for longer than these 30 years may be so for ever."""
+"""A longer idle timeout of a session is none."""
 
 
-class Reply(NamedTuple):
-    """What comes of a message.
+class Replies(NamedTuple):
+    """Messages to send after a control message.
 
     Attributes:
         to_detokenizer: Messages for the detokenizer.
@@ -51,10 +51,10 @@ class Reply(NamedTuple):
 
 
 class ControlHandler:
-    """Answers messages by the runtime.
+    """Handles control messages.
 
     Attributes:
-        is_stopping: Whether the server has said that it ends.
+        is_stopping: Whether the server shuts down.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class ControlHandler:
         profiler: Profiler,
         window: SendWindow,
     ) -> None:
-        """Answers for a runtime.
+        """Handle messages for a runtime.
 
         Args:
-            runtime: What computes.
-            front: Its requests.
-            facts: What `/server_info` shows besides counts.
-            adapters: Those that requests may name.
-            profiler: What writes profiles.
-            window: Outputs that are on their way.
+            runtime: The native runtime.
+            front: Its requests and sessions.
+            facts: The constant part of `/server_info`.
+            adapters: LoRA adapters.
+            profiler: Writes profiles.
+            window: Counts the outputs in flight.
         """
         self._runtime, self._front, self._facts = runtime, front, facts
         self._adapters, self._profiler, self._window = adapters, profiler, window
@@ -97,19 +97,19 @@ class ControlHandler:
             "ProfileReq": self._profile,
         }
 
-    def handle(self, data: bytes) -> Reply:
-        """Does what a message says. One that cannot be read is logged, and has no answer."""
+    def handle(self, data: bytes) -> Replies:
+        """Handle a message. One that cannot be decoded is logged, and has no reply."""
         try:
             message = messages.decode_message(data)
         except Exception as error:
             logger.error("a message of %d bytes cannot be read: %s", len(data), error)
-            return Reply([], [])
+            return Replies([], [])
         to_tokenizer = self.answer(message)
         name = type(message).__name__
-        return Reply([data] if name in _FORWARDED else [], to_tokenizer)
+        return Replies([data] if name in _FORWARDED else [], to_tokenizer)
 
     def answer(self, message: Any) -> list[bytes]:
-        """The answer to a message, if it has one, and if it has one now."""
+        """The encoded replies to a message that are available at once."""
         name = type(message).__name__
         handler = self._handlers.get(name)
         if refused := messages.refused_embeddings(
@@ -123,9 +123,8 @@ class ControlHandler:
             try:
                 said = handler(message)
             except Exception as error:
-                # Clients send what nothing takes, such as a path with a zero byte, or a number for
-                # a name. Faults of ours look the same, so the log says where it was. Neither ends
-                # the process: others' requests run in it.
+                # Clients send values of any type, such as a path with a zero byte. Our own faults
+                # look the same, so the traceback is logged; the process serves others, and goes on.
                 logger.warning("a %s is not taken", name, exc_info=error)
                 reason = f"not taken: {error}"
         if reason is not None:
@@ -139,7 +138,7 @@ class ControlHandler:
         return [] if answer is None else [messages.encode_message(answer)]
 
     def pending_replies(self) -> list[bytes]:
-        """Answers that took their time: to loads, and to flushes that waited for requests."""
+        """Replies to pending adapter loads and cache flushes that have ended."""
         answers = []
         for until, message in list(self._flush_until):
             flushed = self._runtime.flush_cache()
@@ -154,12 +153,12 @@ class ControlHandler:
 
     @property
     def wait_ms(self) -> int:
-        """How long the next message may be waited for."""
+        """The longest wait for the next message."""
         is_busy = self._flush_until or self._working
         return int((_LOOK_S if is_busy else _IDLE_S) * 1000)
 
     def counts(self) -> dict[str, Any]:
-        """How busy the runtime is, by the names of SGLang's load snapshots."""
+        """The load, by the names of SGLang's load snapshots."""
         stats = self._runtime.stats()
         size = int(self._facts["page_size"])
         used = stats["pages_total"] - stats["pages_free"] - stats["pages_cached"]
@@ -207,7 +206,7 @@ class ControlHandler:
     def _open_session(self, message: Any) -> dict[str, Any]:
         name = message.session_id
         opened = name is not None and self._front.open_session(
-            name, streaming=bool(message.streaming), timeout_s=_patience(message.timeout)
+            name, streaming=bool(message.streaming), timeout_s=_idle_timeout(message.timeout)
         )
         return {"success": opened, "session_id": name}
 
@@ -236,7 +235,7 @@ class ControlHandler:
         return {"success": True, "message": text}
 
     def _run_in_thread(self, message: Any, work: Callable[[], dict[str, Any]]) -> None:
-        """Has a thread do what takes its time; `pending_replies` has the answer."""
+        """Run blocking work in a thread; `pending_replies` has its reply."""
 
         def run() -> None:
             try:
@@ -259,8 +258,8 @@ class ControlHandler:
         self._runtime.resume()
 
 
-def _patience(timeout_s: float | None) -> float | None:
-    """How long a session may be idle, of any number that a client gives; None is for ever."""
+def _idle_timeout(timeout_s: float | None) -> float | None:
+    """The idle timeout of a session, from any number of a client; None for no limit."""
     if timeout_s is None or not timeout_s < _LONGEST_S:
         return None
     return max(0.0, timeout_s)
@@ -272,14 +271,14 @@ def _flushed(flushed: bool) -> dict[str, Any]:
 
 
 class Throughput:
-    """Tokens a second since it was asked the last time, except for times that are too short."""
+    """Tokens per second since the last call, over at least a second."""
 
     def __init__(self) -> None:
-        """Counts from now on."""
+        """Count from now on."""
         self._at, self._tokens, self._last = time.monotonic(), 0, 0.0
 
     def of(self, tokens: int) -> float:
-        """The throughput, where so many tokens have come so far."""
+        """The throughput, given the total number of tokens."""
         now = time.monotonic()
         if now - self._at >= 1.0:
             self._last = (tokens - self._tokens) / (now - self._at)

@@ -1,4 +1,4 @@
-"""What SGLang's HTTP answers are held to: the status of a refusal, its headers, its length."""
+"""Error responses of the HTTP server: status, headers and length."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, Final
 Send = Callable[[Any], Awaitable[None]]
 
 _MOST_TEXT: Final = 500
-"""Characters of an error's text: SGLang's repeat what was sent."""
+"""Characters of an error's text: SGLang repeats the request in it."""
 _MOST_BODY: Final = 4096
-"""Bytes of an error."""
+"""Bytes of an error body."""
 
 
 def error_body(status: int, message: str) -> bytes:
-    """An error as SGLang's server words it."""
+    """An error in the format of SGLang's server."""
     kind = "invalid_request_error" if status < 500 else "server_overloaded"
     error = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
     return json.dumps(error).encode()
 
 
 def short(text: str) -> str:
-    """A text, on one line and cut where it is long."""
+    """A text, truncated and on one line where it is long."""
     if len(text) <= _MOST_TEXT:
         return text
-    # Only the beginning is looked at: a text may have megabytes.
+    # Only the beginning is read: a text may have megabytes.
     return " ".join(text[: 2 * _MOST_TEXT].split())[:_MOST_TEXT] + "…"
 
 
 def short_error(status: int, body: bytes) -> bytes:
-    """The body of an error, whose texts are cut where they are long."""
+    """The body of an error with long texts truncated."""
     if len(body) <= _MOST_TEXT:
         return body
     try:
@@ -50,22 +50,22 @@ def _short(value: Any) -> Any:
     return [_short(each) for each in value] if isinstance(value, list) else value
 
 
-class ClientAnswer:
-    """Sends one answer of an ASGI application as clients are promised it.
+class ErrorSender:
+    """Sends one response of an ASGI application, and rewrites errors.
 
-    Errors are held until they are whole. The status 501 becomes 400, because what is not
-    implemented is the request's choice. 429 and 503 get `Retry-After`.
+    Long texts are truncated. The status 501 becomes 400, because the request asked for what is not
+    implemented. 429 and 503 get `Retry-After`.
     """
 
     def __init__(self, send: Send) -> None:
-        """Wraps what sends."""
+        """Wrap an ASGI `send`."""
         self._send, self._start, self._body = send, dict[str, Any](), b""
 
     async def send(self, message: Any) -> None:
-        """Sends a message of the application, or keeps it."""
+        """Send a message, or buffer it if it belongs to an error."""
         kind = message["type"]
         if kind == "http.response.start" and message["status"] >= 400:
-            self._start = _promised(message)
+            self._start = _error_start(message)
         elif kind == "http.response.body" and self._start:
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
@@ -89,7 +89,7 @@ class ClientAnswer:
         await self._send({"type": "http.response.body", "body": body})
 
 
-def _promised(start: dict[str, Any]) -> dict[str, Any]:
+def _error_start(start: dict[str, Any]) -> dict[str, Any]:
     status = 400 if start["status"] == 501 else start["status"]
     headers = list(start.get("headers", ()))
     if status in (429, 503) and not any(name.lower() == b"retry-after" for name, _ in headers):

@@ -1,6 +1,6 @@
-"""The process in the place of SGLang's scheduler: sockets on one side, the runtime on the other.
+"""The scheduler process: SGLang's ZeroMQ sockets on one side, the native runtime on the other.
 
-One thread takes messages, one sends outputs. Between them and the driver is Rust.
+One thread receives messages, another sends outputs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from pie_driver_sglang.observability.active import active_line
 logger = logging.getLogger(__name__)
 
 _PUBLISH_S: Final = 0.5
-"""How old the counts for `/v1/loads` may be while requests run."""
+"""Period of the load snapshots for `/v1/loads` while requests run."""
 _SEND_WAIT_S: Final = 0.5
 _HANDLED_S: Final = 0.5
-"""How long outputs wait for a tokenizer manager that handles none."""
+"""How long outputs wait for acknowledgements of the tokenizer manager."""
 
 
 def run_scheduler(
     plan: EngineArguments, acknowledged: Sequence[Connection], *arguments: Any
 ) -> None:
-    """Runs in the process that SGLang starts for its scheduler.
+    """The entry point of the process that SGLang starts for its scheduler.
 
     Args:
-        plan: What the runtime starts with.
-        acknowledged: Acknowledgements of outputs, by replica; empty where there are none.
+        plan: Arguments of the runtime.
+        acknowledged: Acknowledgements of outputs, by replica; empty without.
         arguments: Those of SGLang's ``run_scheduler_process``.
     """
-    # transformers would import it, for what is not needed here: 700 modules.
+    # transformers would import its 700 modules without need.
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
     from pie_driver_sglang.frontends.sglang_server.compat import scheduler_ipc
 
@@ -64,46 +64,40 @@ class SchedulerProcess:
     """The runtime, the sockets and the two threads. Use it as a context manager."""
 
     def __init__(self, plan: EngineArguments, given: Any, window: SendWindow) -> None:
-        """Starts the driver, and connects meanwhile.
-
-        Args:
-            plan: What the runtime starts with.
-            given: SGLang's arguments.
-            window: Of the messages of outputs.
-        """
+        """Start the driver, and connect the sockets while it loads."""
         self._window = window
-        parts = SchedulerComponents(plan, given)
+        components = SchedulerComponents(plan, given)
         from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
         from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
         from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 
-        # Kept, because drivers that are started again write into a file of theirs.
-        self._parts = parts
-        self._pipe, self._runtime = given.pipe, parts.runtime
+        # Kept: it owns the file that restarted drivers write.
+        self._components = components
+        self._pipe, self._runtime = given.pipe, components.runtime
         self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
         self._loads = load_snapshots.LoadSnapshots(given.settings, given.ports, given.replica)
-        parts.wait_ready()
-        self._announced = _ready(parts.tokens, parts.prompt_length, parts.active)
+        components.wait_ready()
+        self._announced = _ready(components.kv_tokens, components.prompt_length, components.active)
         if not given.replica:
-            print_notice(active_line(parts.active))
-        self._front = parts.front()
+            print_notice(active_line(components.active))
+        self._front = components.front()
         self._control = ControlHandler(
             self._runtime,
             self._front,
-            parts.facts(),
-            parts.adapters(self._front),
+            components.server_info(),
+            components.adapters(self._front),
             Profiler(self._runtime, given.replica),
             window,
         )
-        self._metrics = parts.metrics(self._front)
-        self._spans = parts.spans(self._front)
+        self._metrics = components.metrics(self._front)
+        self._spans = components.spans(self._front)
         self._failure: BaseException | None = None
 
     def serve(self) -> None:
-        """Says that it is ready, and serves until SGLang says that it ends.
+        """Report readiness, and serve until SGLang shuts it down.
 
         Raises:
-            StartError: The drivers are gone for good.
+            StartError: The drivers cannot be restarted.
         """
         self._pipe.send(self._announced)
         sender = self._sockets.sender()
@@ -122,12 +116,12 @@ class SchedulerProcess:
                 to_tokenizer += reply.to_tokenizer
             sender.send(to_detokenizer, [*to_tokenizer, *self._control.pending_replies()])
             is_idle = not self._front.open_requests
-            # The last counts stay, so those of an idle scheduler must be the last.
+            # The last snapshot stays, so it must be that of an idle scheduler.
             if time.monotonic() - published > _PUBLISH_S or is_idle != was_idle:
                 self._loads.write(self._control.counts())
                 published, was_idle = time.monotonic(), is_idle
             self._front.reap_sessions()
-            self._parts.forward_log()
+            self._components.forward_log()
 
     def _send_outputs(self) -> None:
         try:
@@ -138,7 +132,7 @@ class SchedulerProcess:
             self._failure = error
 
     def _check(self) -> None:
-        """Ends the process if it cannot serve any longer."""
+        """Raise if the sender or the drivers have failed."""
         if self._failure is not None:
             raise self._failure
         self._runtime.wait_ready(0.0)
@@ -148,7 +142,7 @@ class SchedulerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the drivers and remove what is in shared memory."""
+        """Stop the drivers and remove the shared memory."""
         if self._metrics is not None:
             self._metrics.close()
         if self._spans is not None:
@@ -159,13 +153,7 @@ class SchedulerProcess:
 
 
 def send_next(front: Any, sender: Any, window: SendWindow) -> None:
-    """Sends what is new, once the tokenizer manager has handled what was sent before.
-
-    Args:
-        front: `_core.Front`.
-        sender: `SocketSender`.
-        window: Of the messages.
-    """
+    """Send new outputs, once the tokenizer manager has acknowledged the previous ones."""
     window.wait(_HANDLED_S)
     to_detokenizer, to_tokenizer, _ = front.poll(_SEND_WAIT_S)
     sender.send(to_detokenizer, to_tokenizer)
@@ -173,7 +161,7 @@ def send_next(front: Any, sender: Any, window: SendWindow) -> None:
 
 
 def _ready(tokens: int, longest: int, active: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang waits for; `/server_info` shows it."""
+    """The message that SGLang waits for; `/server_info` shows it."""
     return {
         "status": "ready",
         "max_total_num_tokens": tokens,

@@ -1,4 +1,4 @@
-"""What a client may ask of SGLang's server and our scheduler does not do, each with the reason."""
+"""Control messages and media that our scheduler does not support, each with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STORAGE: Final = "the prefix index has no storage after the host"
 _CORPUS: Final = "drafts come from the texts of requests alone"
 USE_SGLANG: Final = "start the server with `--scheduler sglang`"
 
-#: By the message's name.
+#: Reasons by the class of the message.
 MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "AddExternalCorpusReqInput": _CORPUS,
@@ -47,7 +47,7 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
 EMBEDDING: Final = "the driver serves causal language models, which have no embeddings to return"
 _OTHER: Final = "this scheduler does not know the message"
 
-#: Methods of the tokenizer manager whose messages have answers that cannot say no.
+#: Methods of the tokenizer manager whose replies have no field for an error.
 CALLS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "dump_expert_distribution_record": _EXPERTS,
@@ -63,10 +63,10 @@ CALLS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def unsupported_media(what: str, why: str = "the driver takes images, no audio or video") -> str:
-    """Why what a request brings besides text is not served, for the client."""
+    """The error for media that are not supported."""
     return f"{what} is not served by this server's scheduler: {why}; remove it, or {USE_SGLANG}"
 
 
 def unsupported_reason(message: str) -> str:
-    """Why a message is not served, for the client."""
+    """Why a control message is not supported, for the client."""
     return f"not served: {MESSAGES.get(message, _OTHER)}; {USE_SGLANG}"

@@ -1,4 +1,4 @@
-"""Adapters that a client sends as tensors, written to files, which is how the driver reads them."""
+"""LoRA adapters that a client sends as tensors, written to files for the driver."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _MOST_CONFIG_BYTES: Final = 1 << 20
 
 
 def is_pickled(message: Any) -> bool:
-    """Whether a ``LoadLoRAAdapterFromTensorsReqInput`` has pickles, which run code when read."""
+    """Whether a ``LoadLoRAAdapterFromTensorsReqInput`` has pickles, which can run code."""
     return bool(message.load_format != SAFETENSORS)
 
 
 def check_format(message: Any, *, allow_pickles: bool) -> None:
-    """Refuses an adapter that would have to be unpickled.
+    """Reject a pickled adapter, unless pickles are allowed.
 
     Args:
         message: A ``LoadLoRAAdapterFromTensorsReqInput``.
         allow_pickles: Whether the operator trusts the clients to run code.
 
     Raises:
-        ConfigError: It is pickled, or has not one file.
+        ConfigError: It is pickled, or is not exactly one file.
     """
     if is_pickled(message):
         if not allow_pickles:
@@ -53,10 +53,10 @@ def check_format(message: Any, *, allow_pickles: bool) -> None:
 
 
 def write_adapter(message: Any, folder: Path) -> None:
-    """Writes the adapter of a ``LoadLoRAAdapterFromTensorsReqInput`` as PEFT saves one.
+    """Write the adapter of a ``LoadLoRAAdapterFromTensorsReqInput`` in PEFT's format.
 
     Raises:
-        ConfigError: It adds tokens, or its tensors cannot be read or are not those that were sent.
+        ConfigError: It adds tokens, its tensors cannot be read, or a checksum differs.
     """
     if message.added_tokens_config:
         raise ConfigError(

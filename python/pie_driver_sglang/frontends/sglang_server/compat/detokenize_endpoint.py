@@ -1,4 +1,4 @@
-"""What SGLang's endpoints of tokens get wrong."""
+"""Correction of SGLang's `/detokenize`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SGLANGS: Final = OpenAIServingDetokenize._handle_non_streaming_request
 
 
 def correct_detokenize() -> None:
-    """Has ids refused that are no tokens: tokenizers fail on them, and SGLang answers 500."""
+    """Reject token ids outside the vocabulary, to which SGLang answers 500."""
     OpenAIServingDetokenize._handle_non_streaming_request = _handle
 
 
@@ -27,6 +27,6 @@ async def _handle(self: OpenAIServingDetokenize, adapted: Any, request: Any, raw
 
 
 def _count_tokens(manager: Any) -> int:
-    """The model's vocabulary, or the tokenizer's where that has more: both can be decoded."""
+    """The larger of the model's vocabulary and the tokenizer's."""
     known = len(manager.tokenizer) if hasattr(manager.tokenizer, "__len__") else 0
     return max(int(manager.model_config.vocab_size), known)

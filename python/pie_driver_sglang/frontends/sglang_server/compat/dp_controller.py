@@ -1,6 +1,6 @@
-"""SGLang's controller of replicas, as a process that sleeps while no message comes.
+"""SGLang's data-parallel controller, which blocks instead of polling.
 
-SGLang's own asks for messages without end, which takes a core from the drivers and the HTTP server.
+SGLang's own busy-polls its socket, which takes a core from the drivers and the HTTP server.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from sglang.srt.managers.io_struct import sock_recv
 from pie_driver_sglang.frontends.sglang_server.compat import forking
 
 _LOOK_MS: Final = 500
-"""How often SGLang's watchdog learns that the loop goes on."""
+"""How often SGLang's watchdog is fed."""
 
 
 @contextlib.contextmanager
 def blocking_controller() -> Iterator[None]:
-    """Within it SGLang's server starts a controller that sleeps."""
+    """Within it, SGLang's server starts this controller."""
     with mock.patch.object(engine, "run_data_parallel_controller_process", run_controller):
         yield
 
 
 def run_controller(**arguments: Any) -> None:
-    """Runs in the controller's process, with the arguments of SGLang's function."""
+    """The entry point of the controller process, with the arguments of SGLang's function."""
     with mock.patch.object(DataParallelController, "event_loop", _dispatch):
         run = data_parallel_controller.run_data_parallel_controller_process
-        forking.run_afresh(functools.partial(run, **arguments))
+        forking.run_with_default_signals(functools.partial(run, **arguments))
 
 
 def _dispatch(controller: DataParallelController) -> None:
-    """Hands on each message when it comes."""
+    """Dispatch each message when it arrives."""
     while True:
         controller.soft_watchdog.feed()
         if controller.recv_from_tokenizer.poll(_LOOK_MS):

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server, with this package's limits, keys and media in the place of its own."""
+"""SGLang's HTTP application with this package's limits, keys and media policy."""
 
 from __future__ import annotations
 
@@ -41,19 +41,14 @@ _WORKER_APP: Final = "pie_driver_sglang.frontends.sglang_server.compat.worker_ap
 
 
 class HttpConfig(NamedTuple):
-    """What the server's processes know of its edge; it travels with SGLang's settings.
-
-    Attributes:
-        settings: Limits and permissions.
-        keys: The server's keys, by their digests.
-    """
+    """HTTP limits and key digests of the server's processes, as an attribute of `ServerArgs`."""
 
     settings: HttpSettings
     keys: AccessKeys
 
 
 def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) -> None:
-    """Gives SGLang's settings our edge, and takes the keys out of them: SGLang logs its settings.
+    """Attach our HTTP configuration to SGLang's settings, and remove keys, which SGLang logs.
 
     Args:
         arguments: ``ServerArgs``.
@@ -61,7 +56,7 @@ def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) ->
         keys: Of command line and environment; those of a `--config` file are in `arguments`.
 
     Raises:
-        ConfigError: Another server than the one that has these limits would serve.
+        ConfigError: A server without these limits would serve.
     """
     api, admin = keys.api or arguments.api_key, keys.admin or arguments.admin_api_key
     # SGLang's settings refuse to be changed once they are resolved.
@@ -87,14 +82,14 @@ def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) ->
 
 
 def http_config_of(arguments: Any) -> HttpConfig:
-    """The edge that was attached to SGLang's settings; defaults where there is none."""
+    """The HTTP configuration of SGLang's settings; defaults where there is none."""
     found = getattr(arguments, HTTP_CONFIG_ATTRIBUTE, None)
     return found or HttpConfig(HttpSettings(), access_keys(ApiKeys()))
 
 
 @contextlib.contextmanager
 def serving_with(arguments: Any) -> Iterator[None]:
-    """Within it, SGLang's server runs with the edge of these settings."""
+    """Within it, SGLang's server runs with the HTTP configuration of its settings."""
     adapt = functools.partial(_adapted, http_config_of(arguments))
     limit_json()
     run, config = uvicorn.run, uvicorn.Config
@@ -120,7 +115,7 @@ def _adapted(edge: HttpConfig, app: Any, given: dict[str, Any]) -> dict[str, Any
 
 
 def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
-    """SGLang's application with our levels of access, whose faults over bad input are 400."""
+    """SGLang's application with our authentication, and 400 for exceptions over bad input."""
     for kind in INPUT_ERRORS:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(http_server.RequestValidationError, _name_fields)
@@ -128,28 +123,28 @@ def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
-    """Answers what a handler stumbles over; SGLang would answer 500."""
+    """Answer 400 to input that made a handler raise; SGLang answers 500."""
     logger.warning("a request to %s is not taken", request.url.path, exc_info=error)
     body = error_body(400, short(bad_request_text(error)))
     return http_server.Response(body, 400, media_type="application/json")
 
 
 async def _name_fields(request: Any, error: Any) -> Any:
-    """Says which fields are wrong; SGLang would repeat them, and name its own files."""
+    """Name the invalid fields; SGLang repeats them, and names its own files."""
     text = http_server._anthropic_validation_message(error.errors())
     handler = request.app.exception_handlers[http_server.HTTPException]
     return await handler(request, http_server.HTTPException(400, text))
 
 
 def send_warm_up(token: str, arguments: Any) -> bool:
-    """SGLang's warm-up requests, which show this server's own key."""
+    """Send SGLang's warm-up requests with this server's own key."""
     with_key = copy.copy(arguments)
     vars(with_key)["api_key"] = token
     return bool(http_server._execute_server_warmup(with_key))
 
 
 def limit_json() -> None:
-    """Has JSON bodies refused that are nested deeper than what reads them can follow."""
+    """Reject JSON bodies that are nested too deeply for their readers."""
     http_server.ORJSONRequest.json = _json
 
 

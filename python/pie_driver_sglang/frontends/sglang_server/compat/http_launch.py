@@ -1,4 +1,4 @@
-"""SGLang's command line, its HTTP server, and the schedulers that it starts."""
+"""Launches SGLang's HTTP server, with our scheduler or its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
 from pie_driver_sglang.observability.active import SGLANG, Active, active_line
 
 Scheduler = Callable[..., None]
-"""What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
+"""Runs in a scheduler process; called with the arguments of ``run_scheduler_process``."""
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 class _FlagParser(argparse.ArgumentParser):
-    """Says what is wrong in a line, in the place of a usage of hundreds."""
+    """Raises errors of one line instead of printing a usage of hundreds."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             raise ConfigError(f"wrong flags: {message}", FLAG_LIST)
-        # Words without dashes belong to the flag before them.
+        # Values belong to the flag before them.
         names = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
         if not names:
             raise ConfigError(f"{quoted(unknown)} belongs to no flag", FLAG_LIST)
@@ -80,7 +80,7 @@ class _FlagParser(argparse.ArgumentParser):
 
 @functools.cache
 def _flag_parser() -> argparse.ArgumentParser:
-    """SGLang's: hundreds of flags take a tenth of a second."""
+    """SGLang's parser, cached: its flags take 0.1 s to add."""
     parser = _FlagParser(prog="pie-sglang serve")
     ServerArgs.add_cli_args(parser)
     return parser
@@ -95,19 +95,19 @@ def parse_flags(words: Sequence[str]) -> ServerArgs:
 def launch(
     arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None], *, is_ours: bool
 ) -> None:
-    """Serves until the process is ended.
+    """Serve until the process is ended.
 
     Args:
         arguments: SGLang's settings.
-        scheduler: What runs in the scheduler's process; it can be pickled. One of ours is given
-            acknowledgements first, as `flow_control.Window` takes them, by replica.
+        scheduler: Runs in the scheduler process; can be pickled. Ours is called with
+            the pipes of `flow_control.SendWindow` first, by replica.
         ready: Called when the server has answered its first request.
         is_ours: Whether the scheduler is this package's.
     """
     kind: Callable[..., TokenizerManager] = MsgpackManager
     notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arguments.tokenizer_worker_num > 1:
-        # They are processes of their own, which share no pipe: they acknowledge nothing.
+        # Processes of their own, without the pipe: no flow control.
         tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
         notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
         if is_ours:
@@ -132,9 +132,11 @@ def launch(
                 arguments,
                 init_tokenizer_manager_func=manager,
                 execute_warmup_func=functools.partial(http_app.send_warm_up, token),
-                run_scheduler_process_func=functools.partial(forking.run_afresh, scheduler),
+                run_scheduler_process_func=functools.partial(
+                    forking.run_with_default_signals, scheduler
+                ),
                 run_detokenizer_process_func=functools.partial(
-                    forking.run_afresh, run_detokenizer_process
+                    forking.run_with_default_signals, run_detokenizer_process
                 ),
                 launch_callback=ready,
             )
@@ -143,22 +145,17 @@ def launch(
 
 
 def sglang_scheduler(reason: str, *, on_cpu: bool) -> Scheduler:
-    """SGLang's own scheduler; on the CPU with what it lacks there.
-
-    Args:
-        reason: Why it serves.
-        on_cpu: Whether the model runs there.
-    """
+    """SGLang's own scheduler, with the reason why it serves; patched for the CPU."""
     return functools.partial(run_sglang_scheduler, reason, on_cpu)
 
 
 def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
-    """Runs in the scheduler's process."""
+    """The entry point of the process of SGLang's scheduler."""
     from sglang.srt.managers.scheduler import Scheduler as SglangScheduler
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     def init_info(self: SglangScheduler) -> dict[str, Any]:
-        parts = _sglang_parts(self.server_args, reason)
+        parts = _active_components(self.server_args, reason)
         if not (self.ps.tp_rank or self.ps.dp_rank):
             print_notice(active_line(parts))
         return {**own_info(self), "scheduler": SGLANG, "active": parts}
@@ -172,8 +169,8 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
         run_scheduler_process(*arguments)
 
 
-def _sglang_parts(settings: ServerArgs, reason: str) -> dict[str, Any]:
-    """What serves the model where SGLang's scheduler does."""
+def _active_components(settings: ServerArgs, reason: str) -> dict[str, Any]:
+    """The active components with SGLang's scheduler."""
     active = Active()
     active.choose("scheduler", SGLANG, reason)
     active.choose("grammar", str(settings.grammar_backend))

@@ -1,4 +1,4 @@
-"""The counts that `/v1/loads` and data-parallel routing read, in SGLang's shared memory."""
+"""Load snapshots in shared memory, which `/v1/loads` and data-parallel routing read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
 @contextlib.contextmanager
 def token_names() -> Iterator[None]:
-    """Within it SGLang names the files of counts with the server's token (`shared_names`)."""
+    """Within it, SGLang names these files with the server's token (`shared_names`)."""
 
     def init_new(*arguments: Any, **options: Any) -> PortArgs:
         ports = make(*arguments, **options)
@@ -33,7 +33,7 @@ def token_names() -> Iterator[None]:
 
 
 def _reserve(path: str, size: int) -> None:
-    """Has the kernel find room for the file: SGLang maps it, and a write would be a SIGBUS."""
+    """Allocate the file, which SGLang maps: without space a write would raise SIGBUS."""
     try:
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o600)
@@ -49,18 +49,13 @@ def _reserve(path: str, size: int) -> None:
 
 
 class LoadSnapshots:
-    """Publishes how busy the scheduler is."""
+    """Publishes the load of the scheduler."""
 
     def __init__(self, settings: Any, ports: Any, replica: int | None) -> None:
-        """Opens the file.
-
-        Args:
-            settings: ``ServerArgs``.
-            ports: The names of the sockets, which name the file.
-            replica: Of data parallelism; None without.
+        """Open the file.
 
         Raises:
-            StartError: There is no room for it.
+            StartError: There is no space for it.
         """
         self._rank = replica or 0
         if not load_snapshot.should_use_zmq(settings):
@@ -69,11 +64,11 @@ class LoadSnapshots:
         self._writer = create_load_snapshot_writer(settings, ports, settings.dp_size, self._rank)
 
     def write(self, counts: dict[str, Any]) -> None:
-        """Publishes counts, by the names of SGLang's ``LoadSnapshot``."""
+        """Publish counts, by the names of SGLang's ``LoadSnapshot``."""
         self._writer.write(LoadSnapshot(timestamp=time.time(), dp_rank=self._rank, **counts))
 
     def close(self) -> None:
-        """Removes the file, which SGLang leaves."""
+        """Remove the file, which SGLang leaves behind."""
         path = getattr(self._writer, "path", None)
         self._writer.close()
         if path is not None:

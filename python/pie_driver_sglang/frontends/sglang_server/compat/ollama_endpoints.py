@@ -1,4 +1,4 @@
-"""What SGLang's endpoints of Ollama get wrong."""
+"""Corrections of SGLang's Ollama endpoints."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STREAMS: Final = {
 
 
 def correct_ollama() -> None:
-    """Has chats answered at all, streams end with their last text, and mistakes answered."""
+    """Fix chats with transformers 5, the last text of streams, and errors."""
     OllamaServing.__init__ = _init
     for name, stream in _STREAMS.items():
-        setattr(OllamaServing, name, _telling(stream))
+        setattr(OllamaServing, name, _with_stream_errors(stream))
 
 
-def _telling(stream: Callable[..., Any]) -> Callable[..., Any]:
+def _with_stream_errors(stream: Callable[..., Any]) -> Callable[..., Any]:
     async def respond(*arguments: Any) -> Any:
         response = await stream(*arguments)
         response.body_iterator = _with_error(response.body_iterator)
@@ -34,7 +34,7 @@ def _telling(stream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _with_error(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream has its status before it is refused, so that Ollama's have the error in a line."""
+    """Report an error as a line of the stream, whose status was sent before."""
     try:
         async for part in parts:
             yield part
@@ -47,21 +47,21 @@ def _init(self: OllamaServing, tokenizer_manager: Any) -> None:
 
 
 class Manager:
-    """The tokenizer manager, as these endpoints take it to be."""
+    """A tokenizer manager adapted to these endpoints."""
 
     def __init__(self, manager: Any) -> None:
-        """Stands in front of a manager."""
+        """Wrap a manager."""
         self._manager = manager
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the manager's."""
+        """Other attributes are the manager's."""
         return getattr(self._manager, name)
 
     async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """What the manager yields.
+        """Yield the manager's outputs.
 
         Raises:
-            HTTPException: 400, where the manager does not take the request.
+            HTTPException: 400, where the manager rejects the request.
         """
         _correct(obj)
         adds_up = self._manager.server_args.incremental_streaming_output
@@ -71,7 +71,7 @@ class Manager:
                 text = text + part["text"] if adds_up else part["text"]
                 whole = {**part, "text": text}
                 if obj.stream and part["meta_info"]["finish_reason"] is not None:
-                    # Of a part that ends a stream they leave out the text.
+                    # The endpoints ignore the text of the final part.
                     yield {**whole, "meta_info": {}}
                 yield whole
         except ValueError as error:

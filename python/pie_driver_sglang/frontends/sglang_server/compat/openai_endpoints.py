@@ -1,4 +1,4 @@
-"""What SGLang's chat endpoint gets wrong."""
+"""Corrections of SGLang's OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INPUT_ERRORS: Final = (
     ValueError,
     jinja2.TemplateError,
 )
-"""What handlers raise over values that they do not expect."""
+"""Exceptions of handlers over unexpected input."""
 _MESSAGES: Final = OpenAIServingChat._process_messages
 _SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
 _SCHEMA: Final = utils._get_tool_schema
@@ -39,21 +39,21 @@ _TAKEN: Final = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *inspect.signature(render_jinja_template).parameters,
 } - {"documents", "kwargs"}
-"""Arguments of the calls that fill in a template, and do not reach it."""
+"""Arguments of the rendering functions, which do not reach the template."""
 _MOST_RESPONSES: Final = 1000
 _MOST_BYTES: Final = 256 << 20
 _OBJECT: Final = {"type": "object"}
 
 
 def bad_request_text(error: BaseException) -> str:
-    """What a client is told whose request a handler stumbled over."""
+    """The error text for a request that made a handler raise."""
     return f"the request is not taken: {type(error).__name__}: {reason(error)}"
 
 
 def correct_errors() -> None:
-    """Has OpenAI's endpoints refuse what they stumble over, in a short text.
+    """Answer 400 with a short text to input that makes a handler raise.
 
-    SGLang answers 500, and repeats what was sent.
+    SGLang answers 500, and repeats the input.
     """
     kinds = [OpenAIServingBase]
     for kind in kinds:
@@ -78,10 +78,9 @@ def _refusing(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def correct_template_arguments() -> None:
-    """Has `chat_template_kwargs` refused that are not the template's.
+    """Reject `chat_template_kwargs` that are arguments of the rendering function.
 
-    They are keywords of a call that has its own: SGLang answers 500 to them. A template of the
-    client would run in the server's loop for as long as it likes.
+    SGLang answers 500 to them; a `chat_template` of the client could block the server's loop.
     """
     OpenAIServingChat._process_messages = _process_messages
 
@@ -96,10 +95,9 @@ def _process_messages(self: OpenAIServingChat, request: Any, is_multimodal: bool
 
 
 def correct_top_logprobs() -> None:
-    """Gives each token of a chunk its own ``top_logprobs``.
+    """Give each token of a streamed chunk its own ``top_logprobs``.
 
-    In a stream SGLang gives all of them those of the first, and a front end that lags gets
-    several tokens in one chunk.
+    SGLang repeats those of the chunk's first token.
     """
     OpenAIServingChat._process_logprobs_tokens = _process_logprobs_tokens
 
@@ -112,9 +110,9 @@ def _process_logprobs_tokens(
 
 
 def accept_adapter_names() -> None:
-    """Lets `model` name an adapter alone, as vLLM's clients do.
+    """Accept the name of an adapter as `model`, as vLLM does.
 
-    SGLang takes `served-name:adapter` only: it would serve such a request by the base model.
+    SGLang supports `served-name:adapter` only, and would use the base model.
     """
     OpenAIServingBase._resolve_lora_path = _resolve_lora_path
 
@@ -128,27 +126,27 @@ def _resolve_lora_path(self: OpenAIServingBase, request_model: str, explicit_lor
 
 
 def correct_tool_schemas() -> None:
-    """Has the call of a named tool be an object.
+    """Add `type: object` to the schema of a named tool's call.
 
-    SGLang's schema says which properties it has. By JSON Schema that allows a string, too; SGLang
-    relies on xgrammar, which takes such a schema for an object's.
+    SGLang's schema has properties only, which by JSON Schema also allows a string; SGLang relies on
+    xgrammar, which assumes an object.
     """
     utils._get_tool_schema = _get_tool_schema
 
 
 def limit_stored_responses() -> None:
-    """Bounds what the endpoint of responses keeps: SGLang keeps every one for ever."""
+    """Bound the store of `/v1/responses`: SGLang's never drops an entry."""
     try:
         from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
     except ImportError:
-        # SGLang serves without this endpoint then.
+        # Without optional packages SGLang has no such endpoint.
         return
     init = OpenAIServingResponses.__init__
 
     def with_bounds(self: Any, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)
         self.response_store = BoundedStore(_MOST_RESPONSES, _MOST_BYTES)
-        # A response that is there has its messages: they are larger, and are stored first.
+        # Messages are larger and stored first, so a stored response has its messages.
         self.msg_store = BoundedStore(2 * _MOST_RESPONSES, 4 * _MOST_BYTES)
 
     OpenAIServingResponses.__init__ = with_bounds

@@ -1,4 +1,4 @@
-"""What SGLang expects of a scheduler's process: its name, settings, sockets, and how it fails."""
+"""The interface of a scheduler process to SGLang: arguments, title, sockets, failure signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 from sglang.srt.utils.network import get_zmq_socket
 
 _PIPE: Final = {10: 9, 13: 9}
-"""Where the pipe stands, by the number of arguments."""
+"""Index of the pipe, by the number of arguments."""
 
 
 class SchedulerArguments:
@@ -31,30 +31,30 @@ class SchedulerArguments:
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
-        """Takes them by their places.
+        """Read the positional arguments.
 
         Raises:
-            RuntimeError: There are more or fewer than this version of SGLang has.
+            RuntimeError: Their number is that of another version of SGLang.
         """
-        place = _PIPE.get(len(arguments))
-        if place is None:
+        pipe = _PIPE.get(len(arguments))
+        if pipe is None:
             raise RuntimeError(
                 f"SGLang gives a scheduler {len(arguments)} arguments, expected 10 or 13: install "
                 "the version that this package names"
             )
         self.settings, self.ports = arguments[0], arguments[1]
         self.rank, self.replica = int(arguments[3]), arguments[8]
-        self.pipe = arguments[place]
+        self.pipe = arguments[pipe]
 
     @property
     def adapters(self) -> list[tuple[str, str, str]]:
-        """Those of `--lora-paths`, each with SGLang's id of it, its name and its path."""
+        """The adapters of `--lora-paths`: SGLang's id, name and path."""
         refs = self.settings.lora_paths if self.settings.enable_lora else None
         return [(ref.lora_id, ref.lora_name, ref.lora_path) for ref in refs or ()]
 
     @property
     def limits(self) -> dict[str, float]:
-        """How long requests may wait and run, in seconds, as SGLang's variables say."""
+        """Timeouts of waiting and running requests in seconds, from SGLang's variables."""
         limits = {
             "waiting_limit_s": float(envs.SGLANG_REQ_WAITING_TIMEOUT.get()),
             "running_limit_s": float(envs.SGLANG_REQ_RUNNING_TIMEOUT.get()),
@@ -63,15 +63,15 @@ class SchedulerArguments:
 
 
 def begin_process(settings: Any, *, leads: bool) -> psutil.Process:
-    """Makes this process a scheduler of SGLang's, and returns the one that started it.
+    """Set this process up as a scheduler of SGLang, and return its parent.
 
     Args:
         settings: ``ServerArgs``.
-        leads: Whether it is the one that SGLang waits for when it ends.
+        leads: Whether it is the scheduler that SGLang waits for at shutdown.
     """
     load_plugins()
     kill_itself_when_parent_died()
-    # SGLang finds those that end by themselves under this name.
+    # SGLang recognizes schedulers that end by themselves by this title.
     setproctitle.setproctitle("sglang::scheduler" if leads else "sglang::rank")
     # Ctrl-C is for the process that started this one, which lets requests finish first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -84,15 +84,15 @@ def begin_process(settings: Any, *, leads: bool) -> psutil.Process:
 
 
 def report_failure(parent: psutil.Process) -> None:
-    """Tells SGLang's server that the scheduler has failed; it ends with all of its processes."""
+    """Signal the failure to SGLang's server, which ends with all of its processes."""
     parent.send_signal(signal.SIGQUIT)
 
 
 class Sockets:
-    """The sockets of a scheduler. Sending takes one of them for each thread."""
+    """The ZeroMQ sockets of a scheduler; each thread needs its own sender."""
 
     def __init__(self, settings: Any, ports: Any) -> None:
-        """Connects to the tokenizer manager and the detokenizer."""
+        """Connect to the tokenizer manager and the detokenizer."""
         self._context = zmq.Context(2)
         self._ports = ports
         self._skips_detokenizer = bool(settings.skip_tokenizer_init)
@@ -100,7 +100,7 @@ class Sockets:
         self._input = get_zmq_socket(self._context, zmq.PULL, name, False)
 
     def receive(self, timeout_ms: int) -> list[bytes]:
-        """Every message that is there, after a wait for the first."""
+        """All available messages, after a wait for the first."""
         if not self._input.poll(timeout_ms):
             return []
         messages: list[bytes] = []
@@ -111,7 +111,7 @@ class Sockets:
                 return messages
 
     def sender(self) -> SocketSender:
-        """Sockets to send by, for one thread."""
+        """A sender for one thread."""
         to_tokenizer = self._push(self._ports.tokenizer_ipc_name)
         if self._skips_detokenizer:
             return SocketSender(to_tokenizer, to_tokenizer)
@@ -121,7 +121,7 @@ class Sockets:
         return get_zmq_socket(self._context, zmq.PUSH, name, False)
 
     def close(self) -> None:
-        """Drops what was not sent."""
+        """Close the sockets, and drop unsent messages."""
         self._context.destroy(linger=0)
 
 
@@ -129,11 +129,11 @@ class SocketSender:
     """Sends messages to the tokenizer manager and the detokenizer."""
 
     def __init__(self, to_tokenizer: Any, to_detokenizer: Any) -> None:
-        """Takes the sockets."""
+        """Use these sockets."""
         self._to_tokenizer, self._to_detokenizer = to_tokenizer, to_detokenizer
 
     def send(self, to_detokenizer: list[bytes], to_tokenizer: list[bytes]) -> None:
-        """Sends messages in their order."""
+        """Send messages in order."""
         for message in to_detokenizer:
             self._to_detokenizer.send(message)
         for message in to_tokenizer:
@@ -141,10 +141,10 @@ class SocketSender:
 
 
 def front_context_length(settings: Any) -> int:
-    """Positions of a context, as SGLang's front end checks requests by it."""
+    """The context length by which SGLang's front end validates requests."""
     return int(ModelConfig.from_server_args(settings).context_len)
 
 
 def refuses_priority(settings: Any) -> bool:
-    """Whether requests with a priority are refused, because the scheduler does not look at it."""
+    """Whether requests with a priority are rejected, because the scheduler ignores it."""
     return settings.abort_on_priority_when_disabled and not settings.enable_priority_scheduling

@@ -1,4 +1,4 @@
-"""What SGLang reads of the server's processes while it is imported. Imports nothing of it."""
+"""Environment variables and import settings of SGLang's server; imports nothing of it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
 from pie_driver_sglang.sglang_plugins import radix
 
 _VARIABLES: Final = {
-    # Messages in msgpack, which needs no Python to read.
+    # Messages in msgpack, which Rust can decode.
     "SGLANG_USE_PICKLE_IPC": "0",
-    # After a failure SGLang waits a minute for files that only help with its own scheduler.
+    # After a failure SGLang would wait a minute for dumps of its own scheduler.
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "JOBLIB_MULTIPROCESSING": "0",
 }
 _REPLACED_CACHES: Final = ("radix_cache_backend", "disaggregation_mode")
-"""Flags that choose a prefix cache, or do without one of ours."""
+"""Flags that choose another prefix cache."""
 
 
 def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
-    """Sets the variables of this process and of those that it starts.
+    """Set the variables of this process and of its children.
 
     Args:
-        architectures: Of the model; none if they are not known.
-        on_cpu: Whether the model runs there.
+        architectures: Of the model; empty if unknown.
+        on_cpu: Whether the model runs on the CPU.
     """
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    # Ours is the only encoding that our scheduler reads.
+    # Our scheduler supports no other encoding.
     os.environ["SGLANG_USE_PICKLE_IPC"] = _VARIABLES["SGLANG_USE_PICKLE_IPC"]
     if on_cpu:
-        # What SGLang compiles would ask for a C++ compiler, and hold up the first request.
+        # torch.compile would need a C++ compiler, and delay the first request.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     names = list(architectures)
     if names:
@@ -45,17 +45,13 @@ def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
 
 @contextmanager
 def importing_server() -> Iterator[None]:
-    """For the imports of SGLang, as the driver makes them."""
+    """Within it, SGLang is imported as in the driver."""
     with adapter.importing():
         yield
 
 
 def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
-    """The words that give SGLang's scheduler our prefix index; none if a flag is against it.
-
-    Args:
-        given: The flags that the user set.
-    """
+    """Arguments that enable our prefix index in SGLang's scheduler; none if a flag forbids it."""
     refused = {*radix.REFUSED_SETTINGS, *_REPLACED_CACHES}
     if any(given.get(name) for name in refused) or given.get("is_embedding"):
         return []

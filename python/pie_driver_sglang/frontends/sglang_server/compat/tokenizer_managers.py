@@ -1,4 +1,4 @@
-"""SGLang's tokenizer managers as our server has them, the only one or one of several."""
+"""Subclasses of SGLang's tokenizer manager, alone or as one of several workers."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
 _SHORT_TEXT: Final = 16_384
-"""Characters that are tokenized in less time than a step takes."""
+"""Characters whose tokenization takes less time than a step."""
 
 
 class MsgpackManager(TokenizerManager):
     """SGLang's tokenizer manager, for messages in msgpack.
 
-    A status arrives as a number there, and the OpenAI layer takes only an ``HTTPStatus`` for an
-    error: a stream that fails would end like one that was stopped.
+    There a status arrives as a number, and the OpenAI layer recognizes only an ``HTTPStatus`` as an
+    error: a failed stream would end like a finished one.
     """
 
     _most_samples = sys.maxsize
 
     def __init__(self, server_args: ServerArgs, *arguments: Any, **keywords: Any) -> None:
-        """Takes what SGLang's manager takes."""
+        """As SGLang's manager."""
         if server_args.device == "cpu":
-            # Or processors of images ask for CUDA.
+            # Otherwise image processors use CUDA.
             base_processor._is_cpu = True
         correct_template_arguments()
         correct_top_logprobs()
@@ -76,25 +76,25 @@ class MsgpackManager(TokenizerManager):
         super().__init__(server_args, *arguments, **keywords)
 
     async def sigterm_watchdog(self) -> None:
-        """Ends the server soon after SIGTERM: SGLang looks every five seconds whether it came."""
+        """End the server soon after SIGTERM, for which SGLang polls every five seconds."""
         while not self.gracefully_exit:
             await asyncio.sleep(_LOOK_S)
         await super().sigterm_watchdog()
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
-        """What schedulers say of themselves; SGLang's lists its settings, and so what keys are."""
+        """The schedulers' states, without the key digests in SGLang's settings."""
         states: list[dict[Any, Any]] = await super().get_internal_state()
         for state in states:
             state.pop(HTTP_CONFIG_ATTRIBUTE, None)
         return states
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
-        """What SGLang's manager yields."""
+        """Yield outputs, after checks that SGLang lacks."""
         _check_params(obj, self._most_samples)
         return super().generate_request(obj, request)
 
     async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
-        """Loads an adapter that a client sends, as safetensors unless pickles are allowed."""
+        """Load an adapter from a request, as safetensors unless pickles are allowed."""
         try:
             adapter_tensors.check_format(obj, allow_pickles=self._edge.allow_pickled_adapters)
             return await self._load_sent(obj, request)
@@ -105,8 +105,8 @@ class MsgpackManager(TokenizerManager):
     async def _load_sent(self, obj: Any, request: Any) -> Any:
         if adapter_tensors.is_pickled(obj):
             return await super().load_lora_adapter_from_tensors(obj, request)
-        # SGLang's scheduler unpickles what it is sent, and reads files. They stay, because it reads
-        # an adapter again that had to leave; the server's temporary folder ends with it.
+        # SGLang's scheduler loads pickles or files. The files stay, because an evicted adapter is
+        # loaded again; the server's temporary folder is removed at the end.
         folder = Path(tempfile.mkdtemp(prefix="adapter-"))
         await asyncio.to_thread(adapter_tensors.write_adapter, obj, folder)
         files = LoadLoRAAdapterReqInput(
@@ -125,7 +125,7 @@ class MsgpackManager(TokenizerManager):
         try:
             return await super()._tokenize_one_request(obj)
         except (RuntimeError, OSError, TypeError, LookupError, AttributeError) as error:
-            # Decoders and processors say so in many ways, which would all be answered 500.
+            # Any exception of decoders and processors would be answered 500.
             logger.warning("a request's media are not taken", exc_info=error)
             raise ValueError(
                 f"the request's media cannot be read: {errors.reason(error)}"
@@ -133,7 +133,7 @@ class MsgpackManager(TokenizerManager):
 
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
         if self.enable_metrics:
-            # Prometheus refuses others when the answer comes, and that would end the server.
+            # prometheus_client would raise with the response, which would end the server.
             _check_labels(getattr(obj, "custom_labels", None) or {}, self.metrics_collector.labels)
         with _reading_params():
             super()._validate_one_request(obj, input_ids)
@@ -146,11 +146,11 @@ class MsgpackManager(TokenizerManager):
         try:
             super()._dispatch_to_scheduler(obj)
         except (OverflowError, RecursionError) as error:
-            # msgpack has integers of 64 bits, and lists of lists to a certain depth.
+            # msgpack limits integers to 64 bits, and nesting.
             raise ValueError(f"the request cannot be passed on: {error}") from error
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
-        """Tokenizes short texts here, and long ones in a thread: meanwhile others are served."""
+        """Tokenize long texts in a thread, so that the loop serves others."""
         if self.async_dynamic_batch_tokenizer or _characters(texts) <= _SHORT_TEXT:
             return await super()._tokenize_texts(texts, is_cross_encoder)
         tokenized = super()._tokenize_texts(texts, is_cross_encoder)
@@ -167,17 +167,17 @@ class MsgpackManager(TokenizerManager):
 
 
 class RefusingManager(MsgpackManager):
-    """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
+    """The tokenizer manager of our scheduler: rejects what its replies cannot."""
 
-    # SGLang takes memory for any number before the scheduler sees the request.
+    # SGLang allocates for any number before the scheduler sees the request.
     _most_samples = MAX_SAMPLES
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:
-        # Our scheduler writes the files, and removes them when the adapter leaves.
+        # Our scheduler writes the files, and removes them with the adapter.
         return await TokenizerManager.load_lora_adapter_from_tensors(self, obj, request)
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
-        # SGLang would leave out what a model cannot see, except in chats.
+        # Except in chats, SGLang would ignore media that the model does not support.
         if self.mm_processor is None and obj.contains_mm_input():
             raise ValueError("Model only supports text input; received images, audio or video.")
         return await super()._tokenize_one_request(obj)
@@ -196,18 +196,18 @@ class RefusingManager(MsgpackManager):
 
 
 class PieManager(RefusingManager):
-    """The only tokenizer manager of a server: it says when it has handled outputs."""
+    """The only tokenizer manager of a server, which acknowledges outputs."""
 
     def __init__(self, *arguments: Any, acknowledger: Acknowledger, **keywords: Any) -> None:
-        """Takes what SGLang's manager takes, and where outputs are acknowledged."""
+        """As SGLang's manager, with the pipe for acknowledgements."""
         self._acknowledger = acknowledger
         super().__init__(*arguments, **keywords)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ends a request, or all whose names begin so: SGLang's passes on only names of its own."""
+        """Abort a request, or all whose ids have this prefix: SGLang ignores unknown ids."""
         exact = abort_all or not rid or rid in self.rid_to_state
         if exact or rid in self.logical_rid_to_child_rids:
-            # After it SGLang's scheduler and ours end those that begin so, too.
+            # Both schedulers abort by prefix, too.
             super().abort_request(rid, abort_all)
             return
         for name in [name for name in self.rid_to_state if name.startswith(rid)]:
@@ -238,26 +238,26 @@ def _refuse(reason: str) -> Callable[..., Any]:
 
 
 for _name, _reason in unsupported.CALLS.items():
-    # A name that SGLang does not have would refuse nothing.
+    # Raises for a name that SGLang does not have.
     getattr(TokenizerManager, _name)
     setattr(RefusingManager, _name, _refuse(_reason))
 
 
 @contextmanager
 def _reading_params() -> Iterator[None]:
-    """Within, what SGLang cannot read is a ValueError, which alone is an answer to the client."""
+    """Turn any exception into a ValueError, which is answered 400."""
     try:
         yield
     except (ValueError, HTTPException):
         raise
     except Exception as error:
-        # SGLang, tokenizers and `re` fail in any way on values of other types and sizes.
+        # SGLang, tokenizers and `re` raise anything on values of other types and sizes.
         reason = f"{error}" or type(error).__name__
         raise ValueError(f"`sampling_params` cannot be read: {reason:.200}") from error
 
 
 def _check_params(obj: Any, most_samples: int) -> None:
-    """Refuses what SGLang stumbles over before it looks at a prompt."""
+    """Reject parameters on which SGLang fails before it reads a prompt."""
     if isinstance(obj.text, list) and not obj.text:
         raise ValueError("`text` is a list of 0, it must have at least one prompt")
     params = obj.sampling_params
@@ -277,14 +277,14 @@ def _check_params(obj: Any, most_samples: int) -> None:
 
 
 def _count_prompts(obj: Any) -> int:
-    """How many prompts a request lists; 0 for one that is no list."""
+    """The number of prompts in a request's list; 0 for a single prompt."""
     prompts = obj.text if obj.text is not None else obj.input_ids
     listed = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     return len(prompts) if listed else 0
 
 
 def _read_count(count: Any, most: int) -> int:
-    """How many answers are asked for; a whole float is an integer."""
+    """Validate `n`; a whole float is an integer."""
     if isinstance(count, float) and count.is_integer():
         count = int(count)
     if isinstance(count, bool) or not isinstance(count, int) or abs(count) >= 1 << 31:
@@ -295,7 +295,7 @@ def _read_count(count: Any, most: int) -> int:
 
 
 def _characters(texts: Any) -> int:
-    """Of a text, or of all texts of a list."""
+    """Characters of a text, or of a list of texts."""
     listed = [texts] if isinstance(texts, str) else texts or ()
     return sum(len(text) for text in listed if isinstance(text, str))
 

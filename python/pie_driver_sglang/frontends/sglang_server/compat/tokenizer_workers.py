@@ -1,7 +1,7 @@
-"""The settings of a server with several tokenizer workers, each a process that uvicorn starts.
+"""Settings of a server with several tokenizer workers, which uvicorn starts as processes.
 
-A worker reads the settings from shared memory and asks them for its class. This module imports no
-HTTP server, for the scheduler and the detokenizer read the settings, too.
+A worker unpickles the settings, which name its class. This module imports no HTTP server, because
+the scheduler and the detokenizer unpickle the settings, too.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _ANSWER_S: Final = 60.0
 
 
 class PieSettings(ServerArgs):
-    """Of a server with our scheduler."""
+    """Settings of a server with our scheduler."""
 
     def get_tokenizer_worker_class(self) -> Any:
-        """The class that refuses what our scheduler does not serve."""
+        """The class that rejects what our scheduler does not support."""
         from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
 
         return tokenizer_managers.PieWorker
 
 
 class MsgpackSettings(ServerArgs):
-    """Of a server with SGLang's own scheduler."""
+    """Settings of a server with SGLang's own scheduler."""
 
     def get_tokenizer_worker_class(self) -> Any:
-        """The class that reads statuses from msgpack."""
+        """The class for messages in msgpack."""
         from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
 
         return tokenizer_managers.MsgpackWorker
 
 
 def set_worker_class(settings: ServerArgs, *, is_ours: bool) -> None:
-    """Has the settings name the class of our workers."""
+    """Make the settings name the class of our workers."""
     # A copy by its fields would be resolved a second time.
     settings.__class__ = PieSettings if is_ours else MsgpackSettings
 
 
 @contextlib.contextmanager
 def notifying_ready(settings: ServerArgs, ready: Callable[[], None]) -> Iterator[None]:
-    """Within it SGLang's server calls `ready` from a thread, once a worker has answered a request.
+    """Within it, a thread calls `ready` once a worker is healthy.
 
-    SGLang calls no one back where it has several workers. The thread starts with their router,
-    after all processes that may be forked.
+    With several workers SGLang has no such callback. The thread starts with their router, after all
+    processes that may be forked.
     """
     from sglang.srt.entrypoints import engine
 

@@ -1,4 +1,4 @@
-"""The application of one of several tokenizer workers, a process that uvicorn starts."""
+"""The HTTP application of one of several tokenizer workers, started by uvicorn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
 from pie_driver_sglang.shared_names import use_token
 
 _WAIT = http_server._wait_and_warmup
-# SGLang's workers read their settings from shared memory, whose name has the server's token.
+# The settings are in shared memory whose name has the server's token.
 use_token()
 
 
