@@ -274,7 +274,7 @@ class TestCuda:
         assert machine.torch_cuda(None) is None
 
     def test_the_installed_torch_is_read(self) -> None:
-        torch_cuda = machine.look().torch_cuda
+        torch_cuda = machine.query_machine().torch_cuda
         assert torch_cuda is not None
         assert torch_cuda >= (12, 0)
 

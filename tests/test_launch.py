@@ -586,7 +586,7 @@ def test_a_model_with_code_of_its_own_is_named(
         caplog.clear()
         model = ModelSection(snapshot_dir=tmp_path)
         config = msgspec.structs.replace(config_of(**options), model=model)
-        startup._tell_of_code(config)
+        startup._warn_of_code(config)
         return caplog.messages
 
     (tmp_path / "config.json").write_text('{"model_type": "x"}')

@@ -236,7 +236,7 @@ def test_ranks_together_have_every_number(tensors: list[tuple[str, list[int]]], 
         Tensor(f"model.layers.0.{name}.{index}", tuple(shape), 0, floating=True)
         for index, (name, shape) in enumerate(tensors)
     ]
-    total = 2 * sum(tensor.numbers for tensor in made)
+    total = 2 * sum(tensor.numel for tensor in made)
     parts = weight_parts(made, LOADING)
     assert sum(part.per_rank(1) for part in parts) == total
     rank = sum(part.per_rank(ranks) for part in parts)

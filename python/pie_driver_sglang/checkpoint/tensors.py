@@ -1,4 +1,4 @@
-"""What is known of a checkpoint: its tensors, where their bytes lie, and how a model loads them."""
+"""Types of checkpoints: tensors, their ranges in files and memory, and how a model loads them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _PIECE_BYTES: Final = 4096
 
 
 class Tensor(NamedTuple):
-    """One array of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     bytes: int
     """Bytes in the file."""
     floating: bool
-    """Whether it is loaded in the activations' dtype, unless the checkpoint is quantized."""
+    """Whether it is loaded in the activation dtype, unless the checkpoint is quantized."""
 
     @property
-    def numbers(self) -> int:
+    def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
 
 class FileRange(NamedTuple):
-    """The place of a tensor's bytes in a file."""
+    """The byte range of a tensor in a file."""
 
     path: Path
     offset: int
@@ -44,14 +44,14 @@ class FileRange(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A file of weights is damaged, or contradicts another one."""
+    """A weights file is damaged, or contradicts another one."""
 
 
 class LoadSettings(NamedTuple):
-    """How a checkpoint is loaded."""
+    """The settings that the loaded size of a checkpoint depends on."""
 
     itemsize: int
-    """Bytes of an activation."""
+    """Bytes of the activation dtype."""
     layers: int
     """Layers of the model; a checkpoint may have more."""
     kv_heads: int
@@ -61,16 +61,16 @@ class LoadSettings(NamedTuple):
     quantized: bool
     """Whether the checkpoint is quantized, so that its tensors keep their dtype."""
     online: str | None = None
-    """A method of `ONLINE_BYTES`, by which SGLang quantizes linear layers."""
+    """The online quantization of linear layers, a key of `ONLINE_BYTES`."""
 
 
 class Region(NamedTuple):
-    """The bytes of one strided tensor."""
+    """The memory of a strided tensor."""
 
     offset: int
     """Address of the first byte."""
     dims: tuple[tuple[int, int], ...]
-    """Length and stride in bytes of each dimension, by stride; none of them can be merged."""
+    """Length and stride in bytes of each dimension, by stride; contiguous ones are merged."""
 
     @property
     def end(self) -> int:
@@ -79,11 +79,11 @@ class Region(NamedTuple):
 
 
 class CheckpointModel(NamedTuple):
-    """Settings of a model that explain unread tensors."""
+    """The settings of a model that explain unread tensors."""
 
     layers: int
     next_layers: int = 0
-    """Additional layers for multi-token prediction."""
+    """Additional layers for multi-token prediction (MTP)."""
     tied: bool = False
     """Whether the LM head is the embedding table."""
     quantization: str | None = None

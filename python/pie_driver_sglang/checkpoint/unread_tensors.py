@@ -1,4 +1,4 @@
-"""Decides by its name whether a model may do without a tensor of its checkpoint."""
+"""Decides by name whether a tensor of a checkpoint may stay unread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMADE: Final = re.compile(
     r"|(^|\.)(attn|attention)\.(masked_)?bias$"  # GPT's triangles of ones.
     r"|\.position_ids$"
 )
-"""Tensors that follow from the configuration, so SGLang computes them."""
+"""Tensors that SGLang computes from the configuration."""
 _HEADS: Final = re.compile(r"^(model\.)?(score|classifier|v_head|value_head|reward_head)\.")
 """Heads for tasks other than text generation."""
 _NEXT_TOKENS: Final = re.compile(r"^(model\.|language_model\.)*mtp(\.|_)")
@@ -33,12 +33,12 @@ _OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 def required_tensors(
     names: Collection[str], read: Collection[str], model: CheckpointModel
 ) -> list[str]:
-    """Return the unread tensors without which the model may be wrong.
+    """Return the unread tensors that the model needs.
 
     Args:
         names: Tensors that were not read.
-        read: Those that were.
-        model: What is known of the model.
+        read: Tensors that were read.
+        model: Settings of the model.
     """
     kept = _prefixes(read)
     return [name for name in names if not _is_harmless(name, kept, model)]
@@ -55,7 +55,7 @@ def is_cache_scale(name: str) -> bool:
 
 
 def is_other_file(name: str) -> bool:
-    """Whether a file that SGLang also reads holds something other than the model."""
+    """Whether a file that SGLang reads holds no weights of the model."""
     return name in _OTHER_FILES
 
 
@@ -73,12 +73,12 @@ def _is_harmless(name: str, media: Collection[str], model: CheckpointModel) -> b
         or _HEADS.match(name) is not None
         or _NEXT_TOKENS.match(name) is not None
         or _CACHE_SCALE.search(name) is not None
-        # An encoder that is served must be there as a whole.
+        # An encoder that is used must be complete.
         or (apart is not None and apart[0] not in media)
         or (layer is not None and 0 <= int(layer[1]) - model.layers < model.next_layers)
         or (model.tied and name.endswith("lm_head.weight"))
         or (model.quantization is not None and _QUANTIZER.search(leaf) is not None)
-        # Those of GPTQ are zeros where the model has none.
+        # GPTQ writes zero biases.
         or (leaf == "bias" and "gptq" in (model.quantization or ""))
         or any(re.search(pattern, name) for pattern in model.ignored)
     )

@@ -1,4 +1,4 @@
-"""The device memory of a snapshot's weights, computed from the headers of its files."""
+"""The device memory of a snapshot's weights, from its safetensors headers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.we
 def load_settings(
     shape: Shape, itemsize: int, *, quantized: bool, method: str | None
 ) -> LoadSettings:
-    """How a model's checkpoint is loaded.
+    """The load settings of a model.
 
     Args:
-        shape: The model's.
-        itemsize: Bytes of an activation.
-        quantized: Whether the checkpoint is.
-        method: The quantization that the configuration names.
+        shape: Of the model.
+        itemsize: Bytes of the activation dtype.
+        quantized: Whether the checkpoint is quantized.
+        method: The configured online quantization.
     """
     return LoadSettings(
         itemsize=itemsize,
@@ -58,19 +58,18 @@ def load_settings(
 
 
 def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
-    """Lists the tensors of a snapshot from its headers; reads no weights.
+    """List the tensors of a snapshot from its headers; reads no weights.
 
     Args:
         folder: The snapshot.
-        itemsize: Bytes of a number, in files without such headers. Each counts as one tensor.
+        itemsize: Bytes of an element in files without headers, each of which counts as one tensor.
 
     Returns:
-        All tensors; none where there are no weights.
+        All tensors; empty without weights.
 
     Raises:
         OSError: A file cannot be read.
-        DamagedError: A file is not what its header says, or two files have different tensors of one
-            name.
+        DamagedError: A header is wrong, or two files have different tensors of one name.
     """
     files = _checkpoint_files(folder)
     if files:
@@ -84,8 +83,8 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
 def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part, ...]:
     """Sizes of loaded tensors, by the number of ranks that shard them.
 
-    Names decide about that: keys and values go by heads, norms and routers are copied, and so are
-    vision encoders, which is too much where SGLang divides them.
+    By their names: keys and values are sharded by heads; norms, routers and vision encoders are
+    replicated, which is too much where SGLang shards the latter.
     """
     sizes: Counter[int] = Counter()
     for tensor in tensors:
@@ -95,7 +94,7 @@ def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that SGLang reads: those of the index, if there is one."""
+    """The safetensors files that SGLang loads: those of the index, if there is one."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -111,10 +110,10 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
 
 
 def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
-    """Refuses different tensors of one name: the loader's choice depends on the order of files."""
-    places: dict[str, FileRange] = {}
+    """Reject different tensors of one name: which one is loaded depends on the order of files."""
+    ranges: dict[str, FileRange] = {}
     for tensor, place in found:
-        other = places.setdefault(tensor.name, place)
+        other = ranges.setdefault(tensor.name, place)
         if other is not place and not have_equal_bytes(other, place):
             raise DamagedError(
                 f"{other.path.name} and {place.path.name} have different tensors of the name "
@@ -123,21 +122,21 @@ def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
 
 
 def have_equal_bytes(one: FileRange, other: FileRange) -> bool:
-    """Whether two tensors are equal, by samples."""
+    """Whether samples of two tensors are equal."""
     return one.length == other.length and all(
         mine == theirs for mine, theirs in zip(one.samples(), other.samples(), strict=True)
     )
 
 
 def read_tensor_ranges(folder: Path) -> dict[str, FileRange]:
-    """Places of the tensors in a snapshot's safetensors files, by name."""
+    """Ranges of the tensors in a snapshot's safetensors files, by name."""
     return {
         tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
     }
 
 
 def torch_file(folder: Path, name: str) -> str | None:
-    """The torch file that holds a tensor, if that is known without reading it."""
+    """The torch file of a tensor, if it is known without reading it."""
     index = folder / "pytorch_model.bin.index.json"
     if index.is_file():
         file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
@@ -147,7 +146,7 @@ def torch_file(folder: Path, name: str) -> str | None:
 
 
 def _header(path: Path) -> list[tuple[Tensor, FileRange]]:
-    """Reads a header (https://huggingface.co/docs/safetensors): a length, and a table in JSON."""
+    """Read a safetensors header (https://huggingface.co/docs/safetensors): a length, and JSON."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -202,7 +201,7 @@ def _most_ranks(tensor: Tensor, loading: LoadSettings) -> int:
 def _loaded_bytes(tensor: Tensor, loading: LoadSettings) -> int:
     if loading.quantized or not tensor.floating:
         return tensor.bytes
-    numbers = tensor.numbers
+    numbers = tensor.numel
     if _VOCABULARY.search(tensor.name):
         rows = -(-loading.vocabulary // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
         if tensor.shape[0] == loading.vocabulary:

@@ -1,6 +1,6 @@
-"""`pie-sglang bench`: tokens per second on a workload, alone or alternating with a peer.
+"""`pie-sglang bench`: throughput on a workload, alone or alternating with a peer.
 
-With `--serve` a running server is measured: `bench_server.py`.
+`--serve` measures a running server: `bench_server.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     sides = [DRIVER_SIDE, *dict.fromkeys(options.peer)]
     found = []
     for number in range(options.rounds):
-        # Each in a process of its own, one after the other: a device has room for one engine.
+        # Processes one after the other: a device has memory for one engine.
         for side in sides:
             run = _run_side(side, arguments)
             found.append({"side": side, "round": number, **run})
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
-    """Starts one engine and plays the workload; what is compiled on the way is not counted."""
+    """Start one engine and run the workload, after a warm-up run."""
     if options.side == DRIVER_SIDE:
         with started(options) as engine:
-            return _play(engine, workload, options.repeats)
+            return _run_workload(engine, workload, options.repeats)
     from pie_driver_sglang.backends.sglang.compat.offline_peer import peer_engine
 
     engine = peer_engine(
@@ -75,12 +75,12 @@ def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
         requests=len(workload.prompts),
     )
     try:
-        return _play(engine, workload, options.repeats)
+        return _run_workload(engine, workload, options.repeats)
     finally:
         engine.shutdown()
 
 
-def _play(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
+def _run_workload(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
     seconds, cached, asked = [], 0, sum(workload.outputs)
     for repeat in range(repeats + 1):
         engine.flush_cache()
@@ -108,7 +108,7 @@ def _run_side(side: str, arguments: Sequence[str]) -> dict[str, Any]:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "pie_driver_sglang", "bench", *arguments]
         command += ["--side", side, "--json", str(path)]
-        # What an engine prints is no part of the record.
+        # Output of an engine goes to stderr.
         status = subprocess.run(command, stdout=2, check=False).returncode
         if status or not path.is_file():
             raise StartError(f"the process of {side} ended with status {status}", "see above")
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=1, metavar="N", help="starts of every engine")
     add("--peer", choices=PEERS, action="append", default=[], help="compare with it, alternating")
     add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
-    # Of the processes that the command starts.
+    # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
     add_server_options(parser)
     add_engine_options(parser, samples=False)

@@ -1,4 +1,4 @@
-"""`pie-sglang check CONFIG`: everything that a start refuses before it loads a model."""
+"""`pie-sglang check CONFIG`: all checks of a start before the model is loaded."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def _all_errors(table: Mapping[str, Any], first: ConfigError) -> list[ConfigErro
 
 
 def _option_errors(options: Mapping[str, Any], device: str) -> Iterator[ConfigError]:
-    """One error for each option that is wrong, whatever the others are."""
-    # Some options need others, so each is tried with all that are right alone.
+    """The errors of all options."""
+    # Some options need others, so each is checked with all that are valid alone.
     right = {key: value for key, value in options.items() if not _error({key: value}, device)}
     for key in options.keys() - right.keys():
         error = _error({**right, key: options[key]}, device)
@@ -163,7 +163,7 @@ def _try_trace(path: str) -> None:
 
 
 def _refusal(name: str, text: str, check: Any) -> Finding:
-    """What a check says: `text` where it raises nothing."""
+    """The finding of a check; `text` if it passes."""
     with _warnings() as warnings:
         try:
             check()
@@ -174,7 +174,7 @@ def _refusal(name: str, text: str, check: Any) -> Finding:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects what the driver would log as a warning."""
+    """Collect the driver's warnings."""
     messages: list[str] = []
 
     class Collect(logging.Handler):

@@ -1,4 +1,4 @@
-"""`pie-sglang plan`: the memory of a model on a device that need not be there."""
+"""`pie-sglang plan`: plans the memory of a model on any device."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from pie_driver_sglang.memory.plan_types import Device, MemorySettings, Plan
 from pie_driver_sglang.memory.refusal import find_warning, require_fit
 
 CONTEXT_BYTES: Final = GIB // 2
-"""What the CUDA context takes of a GPU before anything else does. A guess."""
+"""Memory of the CUDA context. A guess."""
 
 
 class Planned(NamedTuple):
-    """A plan, with what it was made from."""
+    """A plan, with its inputs."""
 
     plan: Plan
     settings: MemorySettings
     architecture: str
     dtype: str
     weights: str
-    """How the size of the weights is known."""
+    """Source of the weights' sizes."""
     warning: str | None
     """Why it may run out of memory all the same."""
     refusal: StartError | None
-    """Why the driver would not start; None where the model fits."""
+    """Why the model does not fit; None if it does."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     name = options.first if options.model is None else options.model
     if name is None:
         parser.error("no model is named: `pie-sglang plan Qwen/Qwen3-8B`")
-    # Of a repository what `serve` reads first: configurations and the index of the weights.
+    # Downloads configurations and the index of the weights.
     planned = make_plan(
         model_folder({"model_path": name}, with_weights=False),
         device=_device(options.device_gib, options.cpu),
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 def make_plan(
     folder: Path, *, device: Device, table: dict[str, Any], ranks: int, dtype: str
 ) -> Planned:
-    """Plans a model as a driver would.
+    """Plan a model as a driver would.
 
     Args:
         folder: With the model's `config.json`; weights need not be there.

@@ -1,4 +1,4 @@
-"""`pie-sglang replay FILE`: sends recorded requests at their times, and tells the latencies."""
+"""`pie-sglang replay FILE`: sends requests at recorded times, and reports latencies."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class RecordedRequest(NamedTuple):
     """A request of a trace."""
 
     at_s: float
-    """When it arrives, in seconds from the beginning."""
+    """Arrival time in seconds."""
     prompt: Prompt
 
 
 class RequestResult(NamedTuple):
-    """What became of a request; times in milliseconds."""
+    """The result of a request; times in milliseconds."""
 
     late_ms: float
-    """How long after its time it was sent, because this process was busy."""
+    """Delay of its submission, because this process was busy."""
     first_token_ms: float | None
     total_ms: float
     token_gaps_ms: list[float]
-    """Between pieces of the answer, by the tokens of the later one."""
+    """Inter-token latencies."""
     answer: dict[str, Any] | None
     error: str
-    """Why there is no answer."""
+    """The error; empty without."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ async def replay(
     defaults: dict[str, Any],
     speed: float,
 ) -> list[RequestResult]:
-    """Sends every request at its time, whether those before are answered or not.
+    """Send every request at its arrival time (open loop).
 
     Args:
         engine: It answers.
@@ -169,7 +169,7 @@ def summarize(found: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
 
 
 def latency_table(record: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as a text table."""
     lines = [
         f"{record['requests']:,} requests in {record['seconds']:.1f} s, {record['failed']:,} "
         f"failed; {record['output_tokens']:,} tokens ({record['output_tokens_per_s']:,.1f} tok/s), "

@@ -19,14 +19,14 @@ _COLORS: Final[Mapping[str, str]] = MappingProxyType({"ok": "32", "warn": "33", 
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """The result of a check.
 
     Attributes:
-        name: What it is, in a word or two.
-        status: `fail` is what would end a start, `warn` what costs speed or is not sure.
+        name: Of the check.
+        status: `fail` prevents a start, `warn` costs speed or is uncertain.
         text: One sentence or a list of values.
-        hint: What to do; empty if nothing is to be done.
-        values: The same for programs; JSON must be able to hold it.
+        hint: What to do; may be empty.
+        values: JSON values, for programs.
     """
 
     name: str
@@ -42,13 +42,7 @@ def exit_status(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool, stream: TextIO | None = None) -> int:
-    """Prints findings and returns the exit status for them.
-
-    Args:
-        findings: In the order in which they are shown.
-        as_json: Print one JSON object: `ok`, and `findings` with the fields of each.
-        stream: Where to; None for stdout.
-    """
+    """Print findings, or one JSON object with `ok` and `findings`; returns the exit status."""
     stream = stream or sys.stdout
     status = exit_status(findings)
     if as_json:

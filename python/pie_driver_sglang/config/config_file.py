@@ -1,8 +1,8 @@
-"""The file that the Pie runtime writes for the driver, read and checked.
+"""Reads and checks the configuration file that the Pie runtime writes for the driver.
 
-The sections, keys and defaults are those of the Pie driver protocol, which asks for unknown
-sections and keys to be tolerated: they are ignored with a warning, except in `[driver.options]`.
-Everything that can be checked without SGLang is checked here, so a mistake shows within a second.
+Sections, keys and defaults are those of the Pie driver protocol. As it requires, unknown sections
+and keys are ignored, with a warning, except in `[driver.options]`. All checks that need no SGLang
+are made here, so errors are reported within a second.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _File(msgspec.Struct):
     driver: _DriverTable
 
 
-#: What the file may hold. The runtime's other launchers look for `telemetry`.
+#: Known keys by section. `telemetry` is read by the runtime's other launchers.
 _KNOWN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "": frozenset({"model", "driver", "telemetry"}),
@@ -106,7 +106,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def parse_config(table: Mapping[str, Any]) -> DriverConfig:
-    """Check what a configuration file holds, and the model's snapshot.
+    """Check the contents of a configuration file, and the model's snapshot.
 
     Args:
         table: The sections `model` and `driver`.
@@ -127,7 +127,7 @@ def parse_config(table: Mapping[str, Any]) -> DriverConfig:
 
 
 def _read(path: Path) -> bytes:
-    """Read the file; anything but a regular file could block for ever."""
+    """Read the file; only a regular one, since others may block."""
     shown = quoted(path)
     hint = "check the path after `--config`"
     try:
@@ -160,14 +160,14 @@ def _convert(table: Mapping[str, Any]) -> _File:
 
 
 def _unknown(table: Mapping[str, Any], section: str) -> list[str]:
-    """The keys of a section that the protocol does not know, or those of the file for ``""``."""
+    """The unknown keys of a section, or of the file for ``""``."""
     found = table.get(section, {}) if section else table
     keys = sorted(found.keys() - _KNOWN[section]) if isinstance(found, Mapping) else []
     return [quoted(key).strip("'") for key in keys]
 
 
 def _wrong_type(text: str, table: Mapping[str, Any]) -> ConfigError:
-    """Turn msgspec's sentence into one with the key's dotted path and its value."""
+    """Msgspec's error with the dotted path of the key and its value."""
     what, _, where = text.partition(" - at `$")
     keys = re.findall(r"[A-Za-z_]\w*", where)
     missing = re.search(r"missing required field `(\w+)`", what)
@@ -266,7 +266,7 @@ def _check_devices(listed: list[str] | str, tensor_parallel_size: int) -> tuple[
 
 
 def _check_device(device: str) -> str:
-    """Return `cpu` or `cuda:N`. All `cpu:N` are one CPU: the runtime refuses equal names."""
+    """Return `cpu` or `cuda:N`; `cpu:N` is `cpu`, because the runtime needs different names."""
     match = re.fullmatch("(cpu|cuda)(?::([0-9]{1,4}))?", device)
     if not match:
         raise ConfigError(
@@ -300,7 +300,7 @@ def _check_model(table: _ModelTable) -> ModelSection:
     return ModelSection(name=table.name, hf_repo=table.hf_repo, snapshot_dir=path)
 
 
-#: Where SGLang's loaders of local files look; a format that is not here brings its own weights.
+#: File patterns of SGLang's loaders; other formats have weights elsewhere.
 _WEIGHT_PATTERNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "auto": ("*.safetensors", "*.bin", "*.pt"),
@@ -362,10 +362,7 @@ def _indexed_files(snapshot_dir: Path) -> set[str]:
 
 
 def _check_tokenizer(snapshot_dir: Path, load_format: str) -> None:
-    """Refuse a snapshot without a tokenizer, which the runtime would miss only after the start.
-
-    Dummy weights are for measurements, which need none.
-    """
+    """Reject a snapshot without a tokenizer, which the runtime needs; not with dummy weights."""
     names = ("tokenizer.json", "tiktoken.model")
     if load_format == "dummy" or any((snapshot_dir / name).is_file() for name in names):
         return

@@ -1,4 +1,4 @@
-"""What the launcher's file says once it is checked, and the limits that others need."""
+"""The checked configuration of a driver."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 
 from pie_driver_sglang.config.options import DriverOptions
 
-#: The activation types that the driver can run.
+#: Supported activation dtypes.
 ACTIVATION_DTYPES: Final = ("bfloat16", "float16", "float32")
 
-#: The most devices of one model; more do not fit a host.
+#: Maximum devices of one model, all of one host.
 MAX_RANKS: Final = 64
 
 NEVER_PARK = 2**64 - 1

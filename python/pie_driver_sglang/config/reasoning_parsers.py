@@ -1,4 +1,4 @@
-"""How models end their thinking, by the name of SGLang's reasoning parser."""
+"""The text that ends a model's reasoning, by the name of SGLang's reasoning parser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _USUAL_PARSERS: Final = (
     "step3p5",
 )
 
-#: The text that ends a model's thinking, by parser; a test compares it with SGLang's parsers.
+#: By parser; a test compares it with SGLang's parsers.
 REASONING_ENDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(_USUAL_PARSERS, _USUAL),
@@ -46,7 +46,7 @@ REASONING_ENDS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def reasoning_end(parser: str) -> str:
-    """The text that ends the thinking of a model with this reasoning parser.
+    """The text that ends the reasoning of a model with this parser.
 
     Raises:
         ConfigError: SGLang has no parser of that name.

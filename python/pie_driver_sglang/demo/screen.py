@@ -20,15 +20,7 @@ _WIDTH: Final = 110
 
 @dataclass
 class StreamedAnswer:
-    """A streamed answer, as far as it has come.
-
-    Attributes:
-        title: Its sampler.
-        question: What was asked.
-        text: The text so far.
-        tokens: Its tokens, known at the end.
-        done: Whether it has ended.
-    """
+    """A streamed answer; `title` is its sampler, and `tokens` are known at the end."""
 
     title: str
     question: str
@@ -45,10 +37,10 @@ class PlainScreen:
         print(printable(line), flush=True)
 
     def waiting(self, elapsed_s: float, line: str) -> None:
-        """Shows how a start proceeds; called many times."""
+        """Shows the progress of a start."""
 
     def growing(self, answers: Sequence[StreamedAnswer]) -> None:
-        """Shows answers as far as they have come; called many times."""
+        """Shows partial answers."""
 
     def answers(self, answers: Sequence[StreamedAnswer]) -> None:
         """Shows whole answers."""

@@ -1,4 +1,4 @@
-"""What a driver tells the Pie runtime that it can do."""
+"""The capabilities that a driver announces to the Pie runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from pie_driver_sglang.errors import StartError, quoted
 
-#: Value of a limit that the driver does not have.
+#: Value of a limit that does not apply.
 UNLIMITED: Final = 2**32 - 1
 
 _MUST_BE_POSITIVE: Final = frozenset(
@@ -23,7 +23,7 @@ _MUST_BE_POSITIVE: Final = frozenset(
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the driver can do. Counts are u32; a batch is what one request frame holds.
+    """The capabilities of a driver. Counts are u32; a batch is the content of one frame.
 
     Attributes:
         total_pages: KV pages that the runtime may use, ids 0 to total_pages - 1.
@@ -36,7 +36,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         max_prob_rows: Rows of probabilities in one batch.
         max_custom_mask_bytes: Bytes of packed attention masks in one batch.
         max_sampler_rows: Sampler slots in one batch.
-        max_logprob_labels: Labels whose log-probability one batch may ask for.
+        max_logprob_labels: Labels whose log-probability one batch may request.
         arch_name: Architecture; selects the chat template.
         vocab_size: Output vocabulary in tokens.
         max_model_len: Positions of one context.

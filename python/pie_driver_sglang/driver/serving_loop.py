@@ -21,9 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> None:
-    """Serves until the server is stopped.
-
-    A failed request is aborted. The loop goes on as long as the engine can.
+    """Serve until the server is stopped; failed requests are aborted.
 
     Raises:
         LostError: The device is lost.
@@ -43,9 +41,9 @@ def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> N
 
 
 def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
-    """Runs every kind of pass, sampler and copy once, so that no request waits for first use.
+    """Run every kind of pass, sampler and copy once, so that no request waits for first use.
 
-    They write to the first pages of the pools, which are still free.
+    They write to the first pages of the pools, which are free.
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
@@ -61,7 +59,7 @@ def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
 
 
 class BatchTimes(NamedTuple):
-    """Host times of a batch, in nanoseconds. The GPU runs asynchronously."""
+    """Host times of a batch, in nanoseconds; the GPU runs asynchronously."""
 
     forward_ns: int
     """Issuing the forward passes."""
@@ -74,8 +72,8 @@ class BatchTimes(NamedTuple):
 
 
 def run_batch(batch: _core.Batch, engine: ModelExecutor) -> BatchTimes:
-    """Runs every pass of a batch and samples its slots."""
-    # Drop the times of a failed batch or of the warm-up.
+    """Run every pass of a batch, and sample its slots."""
+    # Discard the times of a failed batch or of the warm-up.
     engine.take_waits()
     forward_ns = sample_ns = 0
     while True:
@@ -100,7 +98,7 @@ def run_batch(batch: _core.Batch, engine: ModelExecutor) -> BatchTimes:
 
 
 def _serve_batch(batch: _core.Batch, engine: ModelExecutor, trace: Trace | None) -> None:
-    # Read first: an answered batch has no counts any more.
+    # First, because an answered batch has no counts.
     requests, tokens = batch.requests, batch.tokens
     try:
         times = run_batch(batch, engine)
@@ -135,7 +133,7 @@ def _trace_step(step: _core.Step, trace: Trace) -> None:
         "respond": step.respond_ns,
     }
     counts = {"requests": step.requests, "tokens": step.tokens}
-    trace.step(step.received_ns, phases, **counts, row="graph path")
+    trace.step(step.received_ns, phases, **counts, path="graph path")
 
 
 def _serve_copy(copy: _core.Copy, engine: ModelExecutor) -> None:
@@ -166,9 +164,9 @@ def _micros(nanoseconds: int) -> int:
 
 
 def _warm_up_batches(facts: Facts, adapter_id: int | None) -> list[list[Request]]:
-    """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
+    """Decodes, a prefill of one page, a mixed batch, and a prefill with an attention mask.
 
-    Each with every class of sampler; with an adapter, every other request is bound to it.
+    Each with every class of sampler; with an adapter, every other request uses it.
     """
     page_size, has_state = facts.page_size, facts.state_slots > 0
     count = min(facts.total_pages, facts.state_slots or 8, 8)
@@ -182,7 +180,7 @@ def _warm_up_batches(facts: Facts, adapter_id: int | None) -> list[list[Request]
         slots = [(row, sampler) for sampler in samplers]
         mask = [0, 2] if page % 2 else None
         positions = list(range(tokens))
-        bound = adapter_id if adapter_id is not None and page % 2 == 0 else -1
+        adapter = adapter_id if adapter_id is not None and page % 2 == 0 else -1
         return Request(
             [0] * tokens,
             positions,
@@ -191,7 +189,7 @@ def _warm_up_batches(facts: Facts, adapter_id: int | None) -> list[list[Request]
             slots,
             masks=masks,
             logit_mask=mask,
-            adapter_id=bound,
+            adapter_id=adapter,
             state_slot=page if has_state else None,
             state_reset=has_state,
         )

@@ -1,7 +1,7 @@
 """The start-up sequence: configuration, region, model, handshake; then serving until SIGTERM.
 
-What can be checked cheaply is checked first: configuration, snapshot and region errors show within
-a second, before torch or SGLang is imported.
+Cheap checks come first: configuration, snapshot and region errors are reported within a second,
+before torch or SGLang is imported.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _FRAME_BYTES = 4096
 _REQUEST_BYTES = 96
 _TOKEN_BYTES = 32
 
-_PATIENCE_S = 2.0
-"""How long a failed start waits for room on stderr."""
+_STDERR_TIMEOUT_S = 2.0
+"""How long a failed start waits for a blocked stderr."""
 
 
 def main(
@@ -70,23 +70,21 @@ def main(
     guard: _core.ExitGuard | None = None,
     start_worker: Start | None = None,
 ) -> int:
-    """Runs the driver.
+    """Run the driver.
 
     Args:
         argv: The arguments after the program's name; None for the process's own.
-        guard: Handles SIGTERM already; None to handle it from here on.
-        start_worker: How to start the other ranks of a model on several devices; None for new
-            interpreters.
+        guard: The handler of SIGTERM; None to install one.
+        start_worker: Starts the other ranks of a model; None for new interpreters.
 
     Returns:
         The exit status of a failed start or a lost device, or 0. A running driver ends by SIGTERM
-        or with its parent, natively and with status 0. The handshake's pipe of a failed start stays
-        open until the process ends: the runtime terminates the driver when it closes, so the reason
-        must be printed by then.
+        or with its parent, natively and with status 0. After a failed start the handshake pipe
+        stays open until the error is printed: when it closes, the runtime terminates the driver.
     """
     arguments = _parser().parse_args(argv)
     use_token()
-    # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
+    # Inferlets print to the inherited stdout; output of libraries belongs to the log.
     os.dup2(2, 1)
     # Ctrl-C reaches the whole process group; the server decides when its drivers stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,7 +98,7 @@ def main(
         config = load_config(arguments.config)
         _name_lines(config, guard)
         check_versions()
-        _tell_of_code(config)
+        _warn_of_code(config)
         check_budget(config.driver.options.cpu_mem_budget_in_gb)
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
         run(config, guard, handshake, workers)
@@ -116,8 +114,8 @@ def main(
     return 0
 
 
-def _tell_of_code(config: DriverConfig) -> None:
-    """Says so where the model's folder brings code that will be run."""
+def _warn_of_code(config: DriverConfig) -> None:
+    """Warn if the model's folder has Python code that will be run."""
     if not config.driver.options.trust_remote_code:
         return
     if names := files_with_code(config.model.snapshot_dir):
@@ -131,13 +129,13 @@ def run(
     handshake: Handshake,
     start_workers: Callable[[], AbstractContextManager[Workers | None]],
 ) -> None:
-    """Starts the driver, announces it and serves.
+    """Start the driver, announce it and serve.
 
     Args:
-        config: What to serve.
-        guard: Removes the region when this process must end.
-        handshake: The way to the runtime.
-        start_workers: Starts the other ranks, if there are any, for as long as its context lasts.
+        config: The checked configuration.
+        guard: Removes the region when this process ends.
+        handshake: The pipe to the runtime.
+        start_workers: Starts the other ranks, if any, for the duration of its context.
 
     Raises:
         DriverError: The start failed, or the device was lost; no region is left over.
@@ -150,7 +148,7 @@ def run(
     server = _open_region(config, guard)
     try:
         if trace is not None:
-            # Only now: a driver that a live one refuses must not touch its trace.
+            # After the region is locked: the trace of a live driver must not be overwritten.
             trace.begin()
         with start_workers() as workers, Reporter(driver.group_id, options) as reporter:
             engine = _start(config, server, workers)
@@ -194,7 +192,7 @@ def _log_source(config: DriverConfig) -> LogSource:
 
 
 def _name_lines(config: DriverConfig, guard: _core.ExitGuard) -> None:
-    """From here on log lines name group, rank and device, in the options' format and level."""
+    """Log with group, rank and device, in the options' format and level."""
     options, source = config.driver.options, _log_source(config)
     log_format = options.log_format
     configure_logging(options.log_level, source=source, log_format=log_format)
@@ -204,15 +202,14 @@ def _name_lines(config: DriverConfig, guard: _core.ExitGuard) -> None:
 def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
     """The capabilities for the handshake; limits that the driver handles itself are unlimited.
 
-    Every batch of tokens, pages and images within the limits fits a request of `request_bytes`
-    bytes, next to one logit mask of any kind. Pie announces no limit for logit masks: a batch with
-    several that share few runs can exceed it, and must be split by its sender. The runtime of this
-    project counts the bytes of each row, masks and lists of tokens included.
+    Every batch of tokens, pages and images within the limits fits a frame of `request_bytes` bytes,
+    with one logit mask of any kind. The protocol has no limit on logit masks: a batch with several
+    can exceed it, and must be split by its sender, as this project's runtime does.
     """
     requests = config.driver.options.max_forward_requests
     room = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
     room -= _image_bytes(config, config.model.hf_config)
-    # Half of the room for tokens, half for pages; a whole context always fits.
+    # Half of the space for tokens, half for pages; a whole context always fits.
     pool_tokens = facts.total_pages * facts.page_size
     tokens = max(facts.context_length, min(pool_tokens, room // 2 // _TOKEN_BYTES))
     if room < _TOKEN_BYTES * tokens + 4 * -(-tokens // facts.page_size):
@@ -240,17 +237,16 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
         rs_cache_required=facts.state_slots > 0,
         rs_cache_slots=facts.state_slots,
         rs_cache_slot_bytes=facts.state_bytes,
-        # What is rejected would stay in recurrent state.
+        # Rejected drafts would stay in recurrent state.
         system_speculation_supported=not facts.state_slots,
         enable_system_speculation=config.driver.options.spec_ngram_enabled,
     )
 
 
 def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
-    """Largest size of a request, in bytes.
+    """The maximum frame size in bytes.
 
-    One whole context in a full batch, one logit mask or a bias for each token, and the images of
-    `max_image_tokens`.
+    A full context in a full batch, a logit mask or a bias per token, and `max_image_tokens`.
     """
     options = config.driver.options
     context = options.context_length or context_length(hf_config)
@@ -262,7 +258,7 @@ def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
 
 
 def _image_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
-    """Room for the images of a request."""
+    """Bytes of the images of a frame."""
     return config.driver.options.max_image_tokens * image_token_bytes(hf_config)
 
 
@@ -288,7 +284,7 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
         )
     except RingError as error:
         message, _, hint = str(error).partition("\n\nhint: ")
-        # The errors without a hint are those of a region that is larger than the protocol allows.
+        # Errors without a hint: the region is larger than the protocol allows.
         remedy = "lower `context_length` or, of a model with images, `max_image_tokens`"
         raise StartError(message, hint or f"{remedy} in the options") from error
 
@@ -304,9 +300,9 @@ def _workers(
         return
 
     def fail(error: DriverError) -> None:
-        # The other threads go on until the process ends, but must not log after this.
-        end_logging(_PATIENCE_S)
-        # A rank's progress bar may have left its line open.
+        # Other threads run until the process ends, but must not log after this.
+        end_logging(_STDERR_TIMEOUT_S)
+        # A rank's progress bar may have left its line unfinished.
         guard.exit(_fail(error, begin="\n"))
 
     with Workers(path, devices, fail, start) as workers:
@@ -314,7 +310,7 @@ def _workers(
 
 
 def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> ModelExecutor:
-    """Loads the model and runs every kind of pass once."""
+    """Load the model and warm it up."""
     driver = config.driver
     planner, own = load_rank(config, ALONE if workers is None else workers.rank)
     engine: ModelExecutor = own if workers is None else LeaderExecutor(own, workers.broadcast)
@@ -342,12 +338,12 @@ def _report(kind: str, text: str) -> None:
 
 
 def _fail(error: DriverError, begin: str = "") -> int:
-    # A full pipe must not keep the handshake open.
+    # A full stderr pipe must not keep the handshake open.
     room = select.poll()
     room.register(2, select.POLLOUT)
-    if room.poll(1000 * _PATIENCE_S):
+    if room.poll(1000 * _STDERR_TIMEOUT_S):
         with contextlib.suppress(OSError):
-            # In one call, since other threads may write, too.
+            # In one call, because other threads may write.
             sys.stderr.write(f"{begin}{format_failure(error)}\n")
             sys.stderr.flush()
     return 1

@@ -1,4 +1,4 @@
-"""Sizes of passes and CUDA graphs that the driver chooses."""
+"""Batch sizes of forward passes and of captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from typing import Final
 from pie_driver_sglang.config.options import PAGED_DECODE
 
 CHUNK_TOKENS: Final = {"cpu": 2048, "cuda": 8192}
-"""Most tokens of one pass, unless `chunked_prefill_size` is set."""
+"""Default `chunked_prefill_size`."""
 LARGE_BYTES: Final = 90 << 30
 LARGE_CHUNK_TOKENS: Final = 16384
-"""The same on a GPU with at least `LARGE_BYTES`: even in a small model, such a pass takes the GPU
-longer than the host needs to launch its kernels."""
+"""The default on a GPU with at least `LARGE_BYTES`: even with a small model, such a pass takes
+longer than launching its kernels."""
 MAX_SLOTS: Final = 512
-"""Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
+"""Maximum rows of logits: 512 of a 152k vocabulary take 311 MB in float32."""
 LONGEST_GRAPH: Final = 2304
-"""Rows of the largest graph, unless one decode of each request needs more."""
+"""Tokens of the largest graph, unless a full decode batch needs more."""
 LONGEST_SPARSE_GRAPH: Final = 4096
-"""The same for a mixture of experts: its longer passes still end before the host has launched their
-kernels (benches/notebook/gpu.md)."""
+"""The same for MoE models, whose longer passes are still launch-bound (benches/notebook/gpu.md)."""
 SPARSE_STEP: Final = 256
-"""Rows between the longest graphs."""
+"""Step between the longest graphs."""
 DRAFT_ROOM: Final = 64
-"""Tokens after the last position that a request's drafts may occupy."""
+"""Tokens beyond the context length for drafts."""
 
 GRAPH_BACKENDS: Final = frozenset({"triton", PAGED_DECODE})
-"""Attention backends whose decodes can be captured: their metadata is made on the device alone."""
+"""Attention backends whose decodes can be captured: they compute metadata on the device."""
 
 
 def chunk_tokens(device_type: str, device_bytes: int, chunked_prefill_size: int | None) -> int:
-    """Most tokens of one pass on `cpu` or `cuda`."""
+    """Maximum tokens of a forward pass on `cpu` or `cuda`."""
     if chunked_prefill_size is not None and chunked_prefill_size > 0:
         return chunked_prefill_size
     if device_type == "cuda" and device_bytes >= LARGE_BYTES:
@@ -38,27 +37,27 @@ def chunk_tokens(device_type: str, device_bytes: int, chunked_prefill_size: int 
 
 
 def decode_batch_sizes(most: int) -> list[int]:
-    """Rows of the decode graphs, up to `most`: dense where a step is short."""
+    """Batch sizes of the decode graphs, up to `most`; dense where a step is short."""
     rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
     return [*(count for count in rows if count < most), most]
 
 
 def shared_prefix_batch_sizes(most: int) -> list[int]:
-    """Rows of the graphs for decodes that read shared prefixes once, up to `most` and 256."""
+    """Batch sizes of the shared-prefix decode graphs, up to `most` and 256."""
     rows = (16, 32, 64, 128, 192)
     return [*(count for count in rows if count < most), min(most, 256)]
 
 
 def extended_batch_sizes(most: int) -> list[int]:
-    """Rows of the graphs for extended steps and for LoRA, up to `most`."""
+    """Batch sizes of the graphs for extended steps and for LoRA, up to `most`."""
     rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
     return [*(count for count in rows if count < most), most]
 
 
 def prefill_batch_sizes(most: int, chunk_tokens: int, *, sparse: bool) -> list[int]:
-    """Rows of the graphs that hold prompts, more than `most` and within one pass.
+    """Tokens of the prefill graphs, more than `most` and within one pass.
 
-    `sparse` is whether the model is a mixture of experts.
+    `sparse`: whether it is an MoE model.
     """
     rows = [8 * count * 2**octave for octave in range(6) for count in range(4, 8)]
     rows += range(2048, LONGEST_SPARSE_GRAPH, SPARSE_STEP)
@@ -67,5 +66,5 @@ def prefill_batch_sizes(most: int, chunk_tokens: int, *, sparse: bool) -> list[i
 
 
 def row_pages(context_length: int, page_size: int) -> int:
-    """Pages of one row of the block table."""
+    """Pages per row of the block table."""
     return -(-(context_length + DRAFT_ROOM) // page_size)

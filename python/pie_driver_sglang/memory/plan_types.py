@@ -1,16 +1,13 @@
-"""What a memory plan is made of: a device, a model's sizes, settings, and the plan itself.
-
-All sizes are bytes unless a field says otherwise.
-"""
+"""The types of memory plans: device, model sizes, settings, and the plan. Sizes are in bytes."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 REPLICATED: Final = 1
-"""A `Part.most` of tensors that every rank has a full copy of."""
+"""`Part.most` of tensors that are replicated on every rank."""
 SHARDED: Final = 2**20
-"""A `Part.most` of tensors that any number of ranks divide."""
+"""`Part.most` of tensors that any number of ranks shard."""
 
 
 class Part(NamedTuple):
@@ -18,7 +15,7 @@ class Part(NamedTuple):
 
     size: int
     most: int
-    """Largest number of different shards; further ranks have copies."""
+    """Maximum number of shards; further ranks have copies."""
 
     def per_rank(self, ranks: int) -> int:
         """The size of one rank's shard."""
@@ -33,11 +30,11 @@ class Device(NamedTuple):
     total: int
     """Bytes."""
     free: int
-    """Bytes that no process uses yet."""
+    """Free bytes."""
 
     @property
     def is_host(self) -> bool:
-        """Whether it is the host's memory."""
+        """Whether it is the CPU."""
         return self.name == "cpu"
 
 
@@ -73,20 +70,20 @@ class MemorySettings(NamedTuple):
     context_length: int
     page_size: int
     requests: int
-    """Rows of the block table and of the largest decode graph."""
+    """Maximum batch size: of the block table and of the largest decode graph."""
     chunk_tokens: int
     """Tokens of the largest pass."""
     slots: int
-    """Rows of logits that are computed at once."""
+    """Maximum rows of logits."""
     ranks: int = 1
     fraction: float | None = None
-    """`mem_fraction_static`; None for the largest safe share."""
+    """`mem_fraction_static`; None for the largest safe value."""
     captures: bool = True
-    """Whether graphs are captured."""
+    """Whether CUDA graphs are captured."""
     prompts: bool = True
-    """Whether graphs for prompts are captured."""
+    """Whether prefill graphs are captured."""
     triton_tables: bool = False
-    """Whether SGLang's triton backend decodes; it lists all tokens of all rows."""
+    """Whether SGLang's triton backend decodes, which needs index tables."""
     workspace_bytes: int = 0
     """Workspace of the attention backends."""
     swap_bytes: int = 0
@@ -95,7 +92,7 @@ class MemorySettings(NamedTuple):
     adapter_rank: int = 0
     image_tokens: int = 0
     kept_pages: int = 0
-    """Pages that the pool has if they fit, even if that takes of the reserve; 0 to plan them."""
+    """Pages of the pool if they fit, even from the reserve; 0 for as many as planned."""
 
     @property
     def context_tokens(self) -> int:
@@ -104,11 +101,11 @@ class MemorySettings(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A rank's memory row by row, in bytes. The rows add up to the free memory."""
+    """The memory plan of a rank, in bytes. The rows add up to the free memory."""
 
     device: Device
     fraction: float
-    """Share of the free memory for weights, adapters, state and KV."""
+    """Fraction of the free memory for weights, adapters, state and KV."""
     weights: int
     copied: int
     """Weights that every rank has a full copy of; 0 for a single rank."""
@@ -119,7 +116,7 @@ class Plan(NamedTuple):
     tables: int
     """Block table, staging areas and input buffers."""
     reserve: int
-    """The rest; below 0 if there is too little memory."""
+    """The rest; negative if there is too little memory."""
     tokens: int
     """Tokens of the KV pool, in whole pages."""
     token_bytes: int
@@ -136,7 +133,7 @@ class Plan(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The memory of a loaded model, in bytes."""
+    """The measured memory of a loaded model, in bytes."""
 
     weights: int
     adapters: int

@@ -1,4 +1,4 @@
-"""Refuses a model that does not fit its device, and names one key that would make it fit."""
+"""Rejects a model that does not fit its device, and names one option that would make it fit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pie_driver_sglang.memory.plan import plan_memory, safe_reserve, shown, size
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Plan
 
 SHORT_CONTEXT: Final = 2048
-"""A shorter context is proposed only if no other key helps."""
+"""A shorter context is suggested only if no other option helps."""
 SHORT_CHUNK: Final = 256
-"""No shorter pass is proposed."""
+"""The shortest chunk that is suggested."""
 RANKS: Final = (2, 4, 8, 16, 32, 64)
-"""Numbers of GPUs that are proposed."""
+"""Numbers of GPUs that are suggested."""
 SMALLER_BY: Final = 0.05
-"""Reduction of the share that is proposed after the plan was wrong."""
+"""Reduction of the fraction that is suggested after an out-of-memory error."""
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-"""How torch, CUDA, Triton and cuBLAS say that memory ran out."""
+"""Out-of-memory messages of torch, CUDA, Triton and cuBLAS."""
 _FRACTIONS: Final = [thousandths / 1000 for thousandths in range(10, 991)]
 
 
 def require_fit(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
-    """Plans a model that fits.
+    """Plan a model that fits.
 
     Raises:
-        StartError: It does not fit; the hint names a key and a value that would make it fit.
+        StartError: It does not fit; the hint names an option and a value with which it would.
     """
     plan = plan_memory(device, model, settings)
     if plan.fits(settings):
@@ -44,19 +44,19 @@ def require_fit(device: Device, model: ModelSizes, settings: MemorySettings) -> 
 
 
 def find_warning(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str | None:
-    """A warning if the user has set a larger share than the plan considers safe; else None."""
-    wanted = safe_reserve(plan.device, model, settings)
-    if settings.fraction is None or plan.reserve >= wanted:
+    """A warning if the user's fraction is larger than the safe one; else None."""
+    needed = safe_reserve(plan.device, model, settings)
+    if settings.fraction is None or plan.reserve >= needed:
         return None
     safe = plan_memory(plan.device, model, settings._replace(fraction=None))
-    reserve, enough = size_text(plan.reserve), size_text(wanted)
+    reserve, enough = size_text(plan.reserve), size_text(needed)
     text = f"`mem_fraction_static` = {settings.fraction} leaves a reserve of {reserve}, of {enough}"
     text += " that are safe: a large batch may run out of memory"
     return f"{text}; up to {shown(safe.fraction)} is safe" if safe.tokens else text
 
 
 def out_of_memory(plan: Plan, text: str) -> StartError:
-    """The error for a device that ran out of memory although the plan fits."""
+    """The error for running out of memory although the plan fits."""
     smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
     return StartError(
         f"{plan.device.name} has less memory than was planned with: {text}",
@@ -67,7 +67,7 @@ def out_of_memory(plan: Plan, text: str) -> StartError:
 def run_failure(plan: Plan, device: str, error: BaseException) -> StartError:
     """The error for a loaded model whose capture or warm-up fails.
 
-    If memory ran out, the hint is a smaller share.
+    After an out-of-memory error the hint is a smaller fraction.
 
     Args:
         plan: The plan of the model.
@@ -114,7 +114,7 @@ def pool_too_small(plan: Plan, tokens: int, least: int, weights: int) -> StartEr
 def find_remedy(
     device: Device, model: ModelSizes, settings: MemorySettings
 ) -> tuple[str, int | float] | None:
-    """A key and a value that make the model fit; None if there is none."""
+    """An option and a value with which the model fits; None if there is none."""
 
     def fits(**changes: Any) -> bool:
         changed = settings._replace(**changes)
@@ -126,7 +126,7 @@ def find_remedy(
 def _remedies(
     device: Device, model: ModelSizes, settings: MemorySettings, fits: Callable[..., bool]
 ) -> Iterator[tuple[str, int | float]]:
-    """Keys and values that help, in the order of what they cost the user."""
+    """Options and values that help, the cheapest first."""
     if settings.fraction is not None:
         fraction = _nearest_fraction(device, model, settings)
         if fits(fraction=fraction):
@@ -155,13 +155,13 @@ def _remedies(
 
 
 def _divide(model: ModelSizes, ranks: int) -> bool:
-    """Whether the heads divide evenly among ranks; KV heads may be copied."""
+    """Whether ranks can shard the heads evenly; KV heads may be replicated."""
     kv_heads = model.token_bytes.most
     return model.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def _nearest_fraction(device: Device, model: ModelSizes, settings: MemorySettings) -> float:
-    """The smallest share that holds one context; the largest safe one if the given does already."""
+    """The smallest fraction that holds one context, or the safe one if the given is too large."""
 
     def holds_context(fraction: float) -> bool:
         plan = plan_memory(device, model, settings._replace(fraction=fraction))

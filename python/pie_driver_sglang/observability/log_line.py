@@ -1,4 +1,4 @@
-"""The line that a driver logs while it serves."""
+"""The statistics that a driver logs while it serves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pie_driver_sglang.observability.served_model import ServedModel
 
 
 def log_fields(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any]:
-    """What was served in a while, as values for a JSON log.
+    """The statistics of an interval, as fields of a JSON log.
 
     Args:
-        counts: What came in the while.
-        seconds: How long it was; rates refer to it.
-        model: What is served.
+        counts: The counts of the interval.
+        seconds: Its length.
+        model: The served model.
 
     Returns:
         Counts as integers; `seconds` and rates per second as numbers; times in microseconds, None
@@ -49,7 +49,7 @@ def log_fields(counts: Counts, seconds: float, model: ServedModel) -> dict[str, 
 
 
 def line(values: dict[str, Any]) -> str:
-    """The values of :func:`log_fields` as a line to read."""
+    """The values of :func:`log_fields` as a text line."""
     used, total = values["used_pages"], values["total_pages"]
     parts = [
         f"{values['steps']:,} steps in {values['seconds']:.1f} s ({values['steps_per_s']:,.1f}/s)",

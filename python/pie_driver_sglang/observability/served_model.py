@@ -1,4 +1,4 @@
-"""What the figures of a driver refer to."""
+"""The model that the metrics of a driver refer to."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class ServedModel(NamedTuple):
-    """The model, and the pool that its KV is in."""
+    """The name of the model, and the size of its KV pool."""
 
     name: str
     total_pages: int
-    """Pages that the runtime may name."""
+    """KV pages."""
     page_size: int
-    """Tokens of a page."""
+    """Tokens per page."""
 
 
 def for_group(path: str | None, group: int) -> str | None:
-    """The path of an option for one of several drivers: `{group}` becomes the group's number."""
+    """An option's path with `{group}` replaced by the driver's group."""
     return None if path is None else path.replace("{group}", str(group))

@@ -1,4 +1,4 @@
-"""The arguments of the engine by name: which are served, by whom, and why others are refused."""
+"""The engine's arguments by name: supported ones by component, and why others are not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ READ: Final = (
     "tokenizer_path",
     "tp_size",
 )
-#: Arguments of the engine itself, which SGLang does not have.
+#: Arguments that SGLang does not have.
 OWN: Final = (
     "devices",
     "grammar_compile_timeout_s",

@@ -68,31 +68,31 @@ class EngineArguments(NamedTuple):
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
-    """Check keyword arguments, and download the model if it is not here.
+    """Parse keyword arguments, and download the model if it is not local.
 
     Args:
-        given: Arguments by their names. None for a value means its default.
+        given: Arguments by name; None means the default.
 
     Raises:
-        Unsupported: SGLang may do what is asked, but this package does not.
-        ConfigError: An argument is unknown or wrong, or there is no such model.
+        Unsupported: This package does not support a feature of SGLang.
+        ConfigError: An argument is unknown or wrong, or the model does not exist.
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
-    # Weights come last: what is wrong with the arguments is reported before the download.
+    # Weights last: wrong arguments are reported before the download.
     model = model_folder(values, with_weights=False)
     parsed = _parsed(values, model)
     if values.get("load_format") == "dummy":
         return parsed
     complete = model_folder(values, with_weights=True)
-    # The download may bring a later commit than that of the configuration in the cache.
+    # The downloaded commit may be later than that of the cached configuration.
     return parsed if complete == model else _parsed(values, complete)
 
 
 def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
-    """The arguments checked against the configuration in the model's folder."""
+    """Validate the arguments against the model's configuration."""
     devices = _devices(values)
     kind = devices[0]
     options = _options(values)
@@ -115,7 +115,7 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
     if chunk != -1:
         runtime["chunked_prefill_size"] = chunk
     elif not kind.startswith("cpu"):
-        # As many as a pass of the driver has on a large GPU; a smaller one divides the step.
+        # The chunk of a large GPU; the driver of a smaller one splits the step.
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
     _require_integer(values, "max_total_tokens", 1)
     if "max_total_tokens" in values:
@@ -134,16 +134,14 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
 
 
 def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
-    """The folder of a model: a path, a packaged model, or a repository's snapshot.
-
-    What is not on this machine is downloaded.
+    """The folder of a model: a path, a packaged model, or a snapshot; downloaded if needed.
 
     Args:
-        values: Arguments: `model_path`, `revision` and `download_dir` are read.
+        values: With `model_path`, `revision` and `download_dir`.
         with_weights: Whether weights are needed, or only configurations and the tokenizer.
 
     Raises:
-        ConfigError: It is neither a folder nor a repository that can be had.
+        ConfigError: It is neither a folder nor an available repository.
     """
     name = values.get("model_path")
     if name is None or name == "":
@@ -165,7 +163,7 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
 
 
 def step_image_bytes(plan: EngineArguments) -> int:
-    """Most bytes that the images of a step bring: as the driver has room for; 0 for none."""
+    """Maximum bytes of the images of a step, as in the driver; 0 for text models."""
     options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
     return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
 
@@ -186,20 +184,20 @@ def _refuse_unserved(values: Mapping[str, Any]) -> None:
 
 
 def _options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The table `[driver.options]`: its own names, and what goes on to SGLang."""
+    """The table `[driver.options]`: the driver's options, and settings of SGLang."""
     taken = {*SCHEDULER, *READ, *OWN}
     options = {name: value for name, value in values.items() if name not in taken or name in BOTH}
-    # As SGLang has it: a repository's code runs only where the caller says so.
+    # As in SGLang, remote code is opt-in.
     options.setdefault("trust_remote_code", False)
     if values.get("lora_paths"):
-        # As SGLang does, unless adapters are turned off by name.
+        # As in SGLang, unless adapters are disabled explicitly.
         options.setdefault("enable_lora", True)
-        # As SGLang does, too; smaller ones keep the default, for adapters that come later.
+        # As in SGLang; smaller ranks keep the default, for adapters that are loaded later.
         largest = largest_rank(parse_paths(values["lora_paths"]))
         if largest > parse_options({}, "cpu").max_lora_rank:
             options.setdefault("max_lora_rank", largest)
     if "log_level" in values:
-        # Python's name of the highest level, which the driver does not use.
+        # Python's highest level, which the driver does not have.
         level = str(values["log_level"]).lower()
         options["log_level"] = "error" if level == "critical" else level
     algorithm = values.get("speculative_algorithm")
@@ -259,13 +257,13 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
 
 
 def has_gpu() -> bool:
-    """Whether this process may use a GPU: NVIDIA's driver shows one that is not hidden."""
+    """Whether this process can use an NVIDIA GPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not hidden and bool(query_cuda(nvml()).gpus)
 
 
 def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
-    """The type of the activations, as SGLang resolves it on a GPU."""
+    """The activation dtype, as SGLang resolves it on a GPU."""
     if isinstance(name, str):
         name = _DTYPE_ALIASES.get(name.lower(), name.lower())
     if name == "auto":
@@ -283,7 +281,7 @@ def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
     name = values.get("tokenizer_path") or values["model_path"]
     if str(name) == str(values["model_path"]):
         return model
-    # A revision is the model's: the tokenizer is another repository.
+    # The revision is that of the model's repository.
     return model_folder({**values, "model_path": name, "revision": None}, with_weights=False)
 
 
@@ -307,7 +305,7 @@ def _check_grammar_backend(name: Any) -> None:
 
 
 def _reasoning_parser(name: Any) -> str | None:
-    """Checks the name. With `auto` SGLang's server finds it out."""
+    """Validate the name; None for `auto`, which SGLang's server resolves."""
     if name in (None, "auto"):
         return None
     reasoning_end(str(name))

@@ -1,4 +1,4 @@
-"""Which of SGLang's flags the front end or our runtime serves, and why another is not served."""
+"""Which of SGLang's flags the front end or our runtime supports, and why not the others."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ OWN_FLAGS: Final = """\
   --option KEY=VALUE   an option of the driver (docs/options.md) or an argument of the engine
                        (docs/engine.md); may be given several times
 """
-#: The names of these, and of the one that chooses the front end.
+#: The names of these, and `--front`.
 OWN_NAMES: Final = ("--scheduler", "--option", "--front")
 FLAG_LIST: Final = "`pie-sglang serve --help` lists all flags"
 
-#: The flag that says how long a step may take.
+#: The timeout of a step.
 WATCHDOG: Final = "watchdog_timeout"
-#: The flag by which SGLang's processor hands pixels on, with the value that our scheduler reads.
+#: How SGLang's processor passes pixels, with the value that our scheduler supports.
 TRANSPORT: Final = ("mm_feature_transport", "cpu")
-#: Owners whose flags SGLang's front end serves by itself.
+#: Owners whose flags SGLang's front end supports by itself.
 _FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
-#: Flags of other owners that say nothing to a scheduler.
+#: Flags of other owners that do not concern the scheduler.
 _FRONT: Final = frozenset(
     {
         "abort_on_priority_when_disabled",
@@ -53,7 +53,7 @@ RENAMED: Final[Mapping[str, str]] = MappingProxyType(
 
 _OUTPUTS: Final = "the driver does not return them"
 _ADAPTERS: Final = "the driver loads and applies adapters by its own means"
-#: Flags that ask a scheduler for more than ours has, and the reason.
+#: Flags that our scheduler does not support, and the reason.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
@@ -110,22 +110,14 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def served_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What our runtime starts with, by the names of the engine's arguments.
-
-    Args:
-        given: The flags that the user set, by their fields in SGLang's ``ServerArgs``.
-    """
+    """The arguments of our runtime among the flags that the user set (``ServerArgs`` fields)."""
     known = {*SCHEDULER, *READ, *valid_names()} - _REASONS.keys()
     named = {RENAMED.get(name, name): value for name, value in given.items()}
     return {name: value for name, value in named.items() if name in known}
 
 
 def unserved_flag(given: Mapping[str, Any]) -> str | None:
-    """The first flag that our runtime does not serve, with the reason; None if it serves all.
-
-    Args:
-        given: As for :func:`served_arguments`.
-    """
+    """The first flag that our runtime does not support, with the reason; None without one."""
     served = {*SCHEDULER, *READ, *valid_names(), *RENAMED, *_FRONT} - _REASONS.keys()
     for name in sorted(given):
         if (name, given[name]) == TRANSPORT:
@@ -141,15 +133,15 @@ def unserved_flag(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refuse_other_engines_flags(words: Sequence[str]) -> None:
-    """Refuses flags of vLLM. SGLang's parser reads some as an abbreviation of another flag.
+def refuse_other_engines_flags(arguments: Sequence[str]) -> None:
+    """Reject flags of vLLM, of which SGLang's parser reads some as abbreviations.
 
     Raises:
-        ConfigError: There are some; the hint has SGLang's names.
+        ConfigError: With SGLang's names as the hint.
     """
     # What follows `--gateway-arg` is a flag of smg.
-    pairs = zip(["", *words], words, strict=False)
-    flags = [word.partition("=")[0] for before, word in pairs if before != "--gateway-arg"]
+    pairs = zip(["", *arguments], arguments, strict=False)
+    flags = [each.partition("=")[0] for before, each in pairs if before != "--gateway-arg"]
     found = [
         flag
         for flag in flags
@@ -162,12 +154,7 @@ def refuse_other_engines_flags(words: Sequence[str]) -> None:
 
 
 def unknown_flags(names: Sequence[str], known: Iterable[str]) -> ConfigError:
-    """The error for flags that do not exist.
-
-    Args:
-        names: The flags.
-        known: Those that exist, of which the hint names the nearest.
-    """
+    """The error for flags that do not exist, with the nearest of `known` as the hint."""
     listed = ", ".join(f"`{name}`" for name in names)
     known = list(known)
     hints = dict.fromkeys(other_engines_flag(name) or nearest(name, known) for name in names)
