@@ -66,7 +66,7 @@ def load_broken(
         stderr: Where to log.
     """
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -108,7 +108,7 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
         stderr: Where to log.
     """
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -150,7 +150,7 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
     from pie_driver_sglang.backends.sglang.compat.lora import slot_tensors
     from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.backends.sglang.lora import adapters
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -227,7 +227,7 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     from sglang.srt.lora.lora import LoRAAdapter
 
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -330,7 +330,7 @@ def _steps_of(
     number: int, config_path: str, steps: Sequence[Load | Fetch], rendezvous: int
 ) -> list[tuple[str, Any]]:
     from pie_driver_sglang.backends.sglang.start import load_rank
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.errors import AdapterError
     from pie_driver_sglang.ranks.types import Rank
 

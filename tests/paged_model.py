@@ -24,8 +24,8 @@ import pytest
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 2

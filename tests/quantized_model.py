@@ -20,7 +20,7 @@ import fp8_rounding
 from paged_model import MULTIPROCESSORS, STEPS, Contexts, TorchBatches, alone, decode
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
 
 TOLERANCE = 0.02
 """Of the largest logit: a number that float32 rounds to the other side is an FP8 step off."""

@@ -109,7 +109,7 @@ class Scores:
 def driver_scores(arguments: argparse.Namespace, windows: Windows) -> Scores:
     """By the driver's engine, as it runs passes and graphs."""
     from pie_driver_sglang.backends.sglang import environment
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     options = [line.format(attention=arguments.sglang_attention) for line in WAYS[arguments.way]]
     on_cpu = arguments.device == "cpu"

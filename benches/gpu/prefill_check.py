@@ -47,12 +47,12 @@ from serving import PAGE
 from step_check import Steps
 
 from pie_driver_sglang.config.options import DEFAULT_MAX_FORWARD_REQUESTS
-from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
-from pie_driver_sglang.memory.limits import (
+from pie_driver_sglang.memory.batch_sizes import (
     LONGEST_SPARSE_GRAPH,
     decode_batch_sizes,
     prefill_batch_sizes,
 )
+from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
 
 ROUNDS, SETTLE = 5, 2
 TOLERANCE: Final = 0.03

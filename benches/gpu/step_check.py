@@ -37,7 +37,7 @@ from processes import Runner
 from serving import PAGE, write_config
 
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.memory.graphs import plain_specs
 
 REPEATS = 20

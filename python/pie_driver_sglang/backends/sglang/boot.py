@@ -33,13 +33,18 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     publish_settings,
 )
 from pie_driver_sglang.backends.sglang.lora import adapters
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
-from pie_driver_sglang.memory.limits import row_pages
+from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.plan import table
-from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
-from pie_driver_sglang.memory.types import Plan
+from pie_driver_sglang.memory.plan_types import Plan
+from pie_driver_sglang.memory.refusal import (
+    find_warning,
+    out_of_memory,
+    pool_too_small,
+    require_fit,
+)
 from pie_driver_sglang.ranks.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -98,7 +103,7 @@ def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
     tokens = _make_pool(runner)
     least = -(-context // page_size) * page_size
     if tokens < least:
-        raise shrunk(plan, tokens, least, measure.weight_bytes(runner))
+        raise pool_too_small(plan, tokens, least, measure.weight_bytes(runner))
     support.check_pool(runner)
     pages = row_pages(context, page_size)
     replace_block_table(runner, requests, pages * page_size)
@@ -156,7 +161,7 @@ def _plan(
     settings = measure.settings_of(config, model_config, args, device)
     plan = require_fit(device, sizes, settings)
     logger.info("%s", table(plan))
-    doubt = find_doubt(plan, sizes, settings)
+    doubt = find_warning(plan, sizes, settings)
     if doubt is not None:
         logger.warning("%s", doubt)
     share, limit = plan.fraction, plan.tokens if settings.kept_pages else None
@@ -203,7 +208,7 @@ def within(plan: Plan) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise exceeded(plan, _first_line(error)) from error
+        raise out_of_memory(plan, _first_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from pie_driver_sglang.kernels.sampling.outputs import Outputs
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, run_group
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records, TokenHistory
-from pie_driver_sglang.memory.types import Loaded
+from pie_driver_sglang.memory.plan_types import Loaded
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup

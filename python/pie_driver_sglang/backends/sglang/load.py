@@ -26,13 +26,13 @@ from pie_driver_sglang.backends.sglang.page_pools import PagePools, host_pages, 
 from pie_driver_sglang.backends.sglang.state_pool import StatePool
 from pie_driver_sglang.backends.sglang.vision import find_vision
 from pie_driver_sglang.config.arch import arch_name
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.engine.executor import Facts
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
 from pie_driver_sglang.memory.graphs import GraphSpec, graph_specs
-from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens, decode_batch_sizes
-from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.memory.refusal import run_failure
 from pie_driver_sglang.observability.active import SGLANG, Active
 from pie_driver_sglang.ranks.types import ALONE, Rank
 
@@ -188,4 +188,4 @@ def _steps(
         return CudaSteps(engine, specs, slots, adapters)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
-        raise not_run(engine.plan, engine.plan.device.name, error) from error
+        raise run_failure(engine.plan, engine.plan.device.name, error) from error

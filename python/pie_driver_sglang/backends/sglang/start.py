@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.backends.sglang.device import begin_context, check_device
-from pie_driver_sglang.config.types import NEVER_PARK, DriverConfig
+from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 
 if TYPE_CHECKING:
     from pie_driver_sglang import _core
