@@ -290,7 +290,9 @@ class CudaSteps(GraphRunner):
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can."""
         fused = self._engine.fused
-        return fused.applied() if fused is not None and fused.takes(rows) else nullcontext()
+        return (
+            fused.patched_decode() if fused is not None and fused.supports(rows) else nullcontext()
+        )
 
 
 def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:

@@ -195,7 +195,7 @@ class SglangExecutor:
         if batch.mask is not None:
             return self._masked_attention.applied(batch.mask, forward_batch)
         if self.fused is not None and is_prefill(forward_batch):
-            return self.fused.prefilling()
+            return self.fused.patched_prefill()
         return contextlib.nullcontext()
 
     def unbind_adapters(self) -> None:

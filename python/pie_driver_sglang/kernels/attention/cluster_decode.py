@@ -1,6 +1,6 @@
 """The attention of a step of one row by clusters of CTAs, from the product of its layer on.
 
-``cuda/single_decode.cu`` has the kernel. It computes what ``single_decode.py`` does, but merges
+``cuda/cluster_decode.cu`` has the kernel. It computes what ``single_decode.py`` does, but merges
 partial results in the distributed shared memory of a cluster instead of in global memory.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from pie_driver_sglang.kernels.attention.partial_results import LOG2E
 from pie_driver_sglang.kernels.attention.single_decode import LoneRow
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads
+from pie_driver_sglang.kernels.gemm.types import Heads
 
 _DIMS = (64, 128)
 """Head sizes."""
@@ -37,7 +37,7 @@ class ClusterTuning:
 
 def cluster_tuning(heads: Heads) -> ClusterTuning | None:
     """The best on an H100; None for heads with which other kernels are faster."""
-    _, kv_heads, _ = heads.keys.shape
+    _, kv_heads, _ = heads.k_cache.shape
     cluster = _CLUSTERS.get(kv_heads)
     return None if cluster is None else ClusterTuning(cluster)
 
@@ -56,12 +56,12 @@ class ClusterAttention:
         # Half a second, which other models need not wait for.
         from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-        _, kv_heads, dim = heads.keys.shape
-        group = heads.queries // kv_heads
-        constants = {
+        _, kv_heads, dim = heads.k_cache.shape
+        group = heads.num_q_heads // kv_heads
+        macros = {
             "BF16": int(dtype is torch.bfloat16), "DIM": dim, "GROUP": group,
             "CLUSTER": tuning.cluster, "THREADS": tuning.threads,
-            "NORMED": int(heads.query_norm is not None),
+            "QK_NORM": int(heads.q_norm is not None),
         }  # fmt: skip
         # What `Shared` of the source takes, rounded up to its alignment.
         floats = (tuning.threads // 32 + tuning.cluster) * group * (dim + 2)
@@ -69,7 +69,7 @@ class ClusterAttention:
         self._threads = tuning.threads
         self._grid = (tuning.cluster, kv_heads)
         self._kernel = CudaKernel(
-            "single_decode.cu", constants, heads.keys.device,
+            "cluster_decode.cu", macros, heads.k_cache.device,
             shared_bytes=shared, cluster=tuning.cluster,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ class ClusterAttention:
     def fits(self) -> bool:
         """Whether the clusters of all KV heads run at once on its GPU."""
         _, kv_heads = self._grid
-        return self._kernel.clusters_at_once(self._grid, self._threads) >= kv_heads
+        return self._kernel.max_active_clusters(self._grid, self._threads) >= kv_heads
 
     def attend(self, qkv: torch.Tensor, heads: Heads, row: LoneRow, scale: float) -> torch.Tensor:
         """Norms and turns heads, stores the new key and value, and attends. Can be captured.
@@ -98,37 +98,36 @@ class ClusterAttention:
             ValueError: The row's numbers, or the table of rotations, are of other types, which the
                 kernel would misread.
         """
-        if heads.rotations.dtype is not torch.float32:
+        if heads.cos_sin_cache.dtype is not torch.float32:
             raise ValueError(
-                f"a table of rotations in {heads.rotations.dtype}: the kernel reads float32"
+                f"a table of rotations in {heads.cos_sin_cache.dtype}: the kernel reads float32"
             )
         table, *numbers = row
         types = [table.dtype, *(number.dtype for number in numbers)]
         if types != [torch.int32] + [torch.int64] * len(numbers):
             raise ValueError(f"a row of {types}: its slots are int32, other numbers int64")
-        dim = heads.keys.shape[2]
-        out = qkv.new_empty(1, heads.queries * dim)
-        norms = (heads.query_norm, heads.key_norm)
+        dim = heads.k_cache.shape[2]
+        out = qkv.new_empty(1, heads.num_q_heads * dim)
+        norms = (heads.q_norm, heads.k_norm)
         self._kernel.launch(
-            self._grid, self._threads,
-            qkv, out, *(qkv if norm is None else norm.weight for norm in norms),
-            *(numpy.float32(0.0 if norm is None else norm.epsilon) for norm in norms),
-            heads.rotations, *row, heads.keys, heads.values, numpy.float32(scale * LOG2E.value),
-            heads.rotations.stride(0), row.table.stride(0),
-            heads.keys.stride(0), heads.keys.stride(1),
-            heads.values.stride(0), heads.values.stride(1),
+            self._grid, self._threads, qkv, out, *(qkv if norm is None else norm.weight for norm in
+            norms), *(numpy.float32(0.0 if norm is None else norm.epsilon) for norm in norms),
+            heads.cos_sin_cache, *row, heads.k_cache, heads.v_cache, numpy.float32(scale *
+            LOG2E.value), heads.cos_sin_cache.stride(0), row.table.stride(0),
+            heads.k_cache.stride(0), heads.k_cache.stride(1), heads.v_cache.stride(0),
+            heads.v_cache.stride(1),
         )  # fmt: skip
         return out
 
 
 def knows_heads(heads: Heads, dtype: torch.dtype) -> bool:
     """Whether the kernel knows such heads, and was measured on GPUs like theirs."""
-    keys = heads.keys
+    keys = heads.k_cache
     _, kv_heads, dim = keys.shape
-    known = heads.halves and heads.queries <= kv_heads * _MOST_HEADS and dim in _DIMS
+    known = heads.is_neox and heads.num_q_heads <= kv_heads * _MOST_HEADS and dim in _DIMS
     # SGLang casts the table to the activations' type where its own kernel does not rotate.
-    known = known and heads.rotations.dtype is torch.float32
-    others = [norm.weight.dtype for norm in (heads.query_norm, heads.key_norm) if norm is not None]
+    known = known and heads.cos_sin_cache.dtype is torch.float32
+    others = [norm.weight.dtype for norm in (heads.q_norm, heads.k_norm) if norm is not None]
     typed = dtype in (torch.bfloat16, torch.float16) and {keys.dtype, *others} == {dtype}
     return (
         known and typed and keys.device.type == "cuda"

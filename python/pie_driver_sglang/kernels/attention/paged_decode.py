@@ -20,7 +20,7 @@ from pie_driver_sglang.kernels.attention.partial_results import (
     store_partial,
 )
 from pie_driver_sglang.kernels.attention.split_plan import DecodeRows, WorkPlan, seen_from
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
 _MOST_PAGES = 8
 """Most pages of a block that are looked up one by one; otherwise each token's slot is loaded."""
@@ -78,7 +78,7 @@ def attend_paged(
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
         CAPPED=rule.cap > 0, WINDOWED=plan.split.windowed, SINKS=rule.sinks is not None,
         GROUPED=groups is not None, TILE=tile,
-        num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
+        num_warps=how.warps, num_stages=how.stages, **pdl_options(queries.device),
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def _attend(
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
-    GROUPED: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+    GROUPED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of blocks, for the query heads of one KV head.
 
@@ -217,14 +217,14 @@ def _attend(
     heads = kv_head * GROUP + group % GROUP
     own_queries = queries + heads * DIM
     first_rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
-    if CHAINED:
+    if PDL:
         first_slots = _slots(found, PAGE, PAGES, BLOCK)
         _ask(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM, DIM_BLOCK)
         _ask(
             values + kv_head * value_head_stride, first_slots, value_slot_stride, VALUE_DIM,
             VALUE_BLOCK,
         )  # fmt: skip
-        follow()
+        pdl_wait_trigger()
     q = _load_queries(own_queries, first_rows, number <= ahead, query_stride, DIM, DIM_BLOCK)
     for tile in range(start, until):
         last = tl.minimum(end, stop)

@@ -20,8 +20,8 @@ from pie_driver_sglang.kernels.attention.partial_results import (
     merge_or_store,
     store_partial,
 )
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads
-from pie_driver_sglang.kernels.pdl import chained, lead
+from pie_driver_sglang.kernels.gemm.types import Heads
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
 
 _MOST_HEADS = 16
 """Query heads of a KV head, at most: the smallest tile of a product."""
@@ -52,7 +52,7 @@ def tuning_of(heads: Heads) -> LoneTuning | None:
 
     With 8 KV heads these are as fast at 512 tokens, and faster at 4,096.
     """
-    _, kv_heads, dim = heads.keys.shape
+    _, kv_heads, dim = heads.k_cache.shape
     if kv_heads > _MOST_KV_HEADS:
         return None
     return LoneTuning(max(16, min(32, 4096 // dim)), 8, max(1, 128 // kv_heads), 96, 8192)
@@ -75,8 +75,8 @@ class LoneRow(NamedTuple):
 
 def takes(heads: Heads) -> bool:
     """Whether the kernel knows such heads."""
-    _, kv_heads, dim = heads.keys.shape
-    return heads.halves and heads.queries <= kv_heads * _MOST_HEADS and dim in _DIMS
+    _, kv_heads, dim = heads.k_cache.shape
+    return heads.is_neox and heads.num_q_heads <= kv_heads * _MOST_HEADS and dim in _DIMS
 
 
 def attend_lone(
@@ -104,22 +104,23 @@ def attend_lone(
     Returns:
         ``[1, queries * dim]``.
     """
-    _, kv_heads, dim = heads.keys.shape
+    _, kv_heads, dim = heads.k_cache.shape
     programs = min(arrived.shape[1], tuning.programs)
-    out = qkv.new_empty(1, heads.queries * dim)
-    group = heads.queries // kv_heads
-    parts, sums = alloc_partials(2 * programs, out.view(1, heads.queries, dim), dim)
-    norms = (heads.query_norm, heads.key_norm)
+    out = qkv.new_empty(1, heads.num_q_heads * dim)
+    group = heads.num_q_heads // kv_heads
+    parts, sums = alloc_partials(2 * programs, out.view(1, heads.num_q_heads, dim), dim)
+    norms = (heads.q_norm, heads.k_norm)
     weights = [qkv if norm is None else norm.weight for norm in norms]
     epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
     _attend_lone[(kv_heads, programs)](
-        qkv, out, *weights, *epsilons, heads.rotations, *row, heads.keys, heads.values,
+        qkv, out, *weights, *epsilons, heads.cos_sin_cache, *row, heads.k_cache, heads.v_cache,
         arrived, parts, sums, scale * LOG2E.value,
-        heads.rotations.stride(0), row.table.stride(0),
-        heads.keys.stride(0), heads.keys.stride(1), heads.values.stride(0), heads.values.stride(1),
+        heads.cos_sin_cache.stride(0), row.table.stride(0),
+        heads.k_cache.stride(0), heads.k_cache.stride(1),
+        heads.v_cache.stride(0), heads.v_cache.stride(1),
         GROUP=group, DIM=dim, BLOCK=tuning.block, HEAD_BLOCK=triton.next_power_of_2(group),
-        GROUP_BLOCK=_MOST_HEADS, NORMED=heads.query_norm is not None, MERGED=tuning.merged,
-        num_warps=tuning.warps, num_stages=3, maxnreg=tuning.registers, **chained(qkv.device),
+        GROUP_BLOCK=_MOST_HEADS, NORMED=heads.q_norm is not None, MERGED=tuning.merged,
+        num_warps=tuning.warps, num_stages=3, maxnreg=tuning.registers, **pdl_options(qkv.device),
     )  # fmt: skip
     return out
 
@@ -131,7 +132,7 @@ def _attend_lone(
     rotation_stride, table_stride,
     key_stride, key_head_stride, value_stride, value_head_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, NORMED: tl.constexpr, MERGED: tl.constexpr, CHAINED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, NORMED: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tokens, for the query heads of one KV head."""
     HALF: tl.constexpr = DIM // 2
@@ -158,8 +159,8 @@ def _attend_lone(
     cosine = tl.load(turn).to(tl.float32)[None, :]
     sine = tl.load(turn + HALF).to(tl.float32)[None, :]
     own_slot = tl.load(slot).to(tl.int64)
-    if CHAINED:
-        lead()
+    if PDL:
+        pdl_trigger_wait()
     group = tl.arange(0, GROUP_BLOCK)
     number = group // GROUP
     heads = kv_head * GROUP + group % GROUP

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
 _FEW_ROWS = 256
 """Up to this many rows are planned at once; more in larger chunks."""
@@ -170,7 +170,7 @@ def plan_splits(rows: DecodeRows, split: SplitPlan, multiprocessors: int) -> Wor
         BLOCK=split.tuning.block, WINDOWED=split.windowed, GROUPED=groups is not None,
         TILE=split.tile,
         ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=split.kv_heads, HEADS=heads,
-        num_warps=8, **chained(rows.kv_lens.device),
+        num_warps=8, **pdl_options(rows.kv_lens.device),
     )  # fmt: skip
     return WorkPlan(split, *made)
 
@@ -258,11 +258,11 @@ def _plan_splits(
     totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Plans `PROGRAMS` programs. Each instance sums all rows; the first one stores the tiles."""
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     lanes = tl.arange(0, ROWS)
     used = 0
     if GROUPED:

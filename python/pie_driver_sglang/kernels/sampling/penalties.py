@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     LOGIT_BLOCK,
     LogitRows,
@@ -51,7 +51,7 @@ def widened(
     if slots:
         _widen[(slots, triton.cdiv(vocab, LOGIT_BLOCK.value))](
             logits, logits.stride(0), vocab, records, places, changed, is_changed, softcap or 0.0,
-            CAPPED=softcap is not None, num_warps=_WARPS, **chained(logits.device),
+            CAPPED=softcap is not None, num_warps=_WARPS, **pdl_options(logits.device),
         )  # fmt: skip
     return LogitRows(logits, changed, is_changed)
 
@@ -79,7 +79,7 @@ def adjust(
         count = min(len(counts), slots - first)
         _adjust[(count,)](
             logits, logits.stride(0), vocab, table, table.stride(0), tokens,
-            records, words, counts, first, num_warps=_WARPS, **chained(logits.device),
+            records, words, counts, first, num_warps=_WARPS, **pdl_options(logits.device),
         )  # fmt: skip
 
 
@@ -102,17 +102,18 @@ def note(
     count = len(slots)
     grid = (triton.cdiv(count, _NOTE_BLOCK.value) + _NOTE_PROGRAMS,)
     _note[grid](
-        tokens, slots, ids, count, words, pairs, PROGRAMS=_NOTE_PROGRAMS, **chained(tokens.device)
+        tokens, slots, ids, count, words, pairs, PROGRAMS=_NOTE_PROGRAMS,
+        **pdl_options(tokens.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _widen(
     logits, stride, vocab, records, places, changed, is_changed, cap,
-    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     record = records + 8 * row
     penalized = tl.load(record + 2) > tl.load(record + 1)
@@ -130,10 +131,10 @@ def _widen(
 @triton.jit
 def _adjust(
     logits, stride, vocab, table, table_stride, tokens, records, words, counts, first_slot,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     number = tl.program_id(0).to(tl.int64)
     slot = first_slot + number
     base = logits + slot * stride
@@ -186,10 +187,10 @@ def _ids(row, tokens, at, end, vocab):
 
 @triton.jit
 def _note(
-    tokens, slots, ids, count, words, pairs, PROGRAMS: tl.constexpr, CHAINED: tl.constexpr
+    tokens, slots, ids, count, words, pairs, PROGRAMS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     number = tl.program_id(0)
     others = tl.num_programs(0) - PROGRAMS
     if number < others:

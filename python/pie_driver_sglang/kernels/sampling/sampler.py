@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     LOGIT_BLOCK,
     LogitRows,
@@ -92,7 +92,7 @@ def sample_step(
     params = SlotParams(*(field.contiguous() for field in params))
     # The lower half of a bfloat16 in float32 is zero.
     shift = 16 if logits.dtype == torch.bfloat16 and logit_rows.changed is None else 0
-    how = {"CAPPED": softcap is not None, **chained(logits.device)}
+    how = {"CAPPED": softcap is not None, **pdl_options(logits.device)}
     cap = softcap or 0.0
     _survey[(rows, parts)](
         *logit_rows.arguments(), *params[:4], tops, ids, masses, peaks, cap,
@@ -117,7 +117,7 @@ def mask_logits(logit_rows: LogitRows, slot_masks: torch.Tensor, words: torch.Te
     # Most rows have no mask, and empty programs take time, too.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
     _mask_logits[grid](
-        *logit_rows.arguments(), slot_masks, words, **chained(logits.device)
+        *logit_rows.arguments(), slot_masks, words, **pdl_options(logits.device)
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def publish(results: torch.Tensor, target: torch.Tensor) -> None:
     count = len(results)
     grid = (triton.cdiv(count, _PUBLISH_BLOCK.value),)
     _publish[grid](
-        results, target, count, FENCED=results.is_cuda, **chained(results.device)
+        results, target, count, FENCED=results.is_cuda, **pdl_options(results.device)
     )  # fmt: skip
 
 
@@ -180,15 +180,15 @@ def update_table(
 def _survey(
     logits, stride, vocab, changed, is_changed, temperatures, top_ks, top_ps, min_ps,
     tops, ids, masses, peaks, cap,
-    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For a block of a row: the largest logit, an id, and the sum of weights relative to it.
 
     The id is -1 if there is a NaN; else, for a row that takes the arg-max, the lowest id with that
     logit. For a row with filters, also the largest logit of each span.
     """
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -226,11 +226,11 @@ def _is_filtered(top_ks, top_ps, min_ps, row, vocab):
 def _sample_rows(
     logits, stride, vocab, changed, is_changed, tops, ids, masses, peaks, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, room, left, results, step, cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draws a row's token, or says that the row is left to the search."""
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     token = vocab
@@ -275,11 +275,11 @@ def _sample_left(
     logits, stride, vocab, changed, is_changed, tops, masses, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, left, coarse, fine, candidates, results, step,
     cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draws the token of a row that is left to the search."""
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(left + row) == 0:
         return
@@ -323,10 +323,10 @@ def _draw_any(
 
 @triton.jit
 def _mask_logits(
-    logits, stride, vocab, changed, is_changed, slot_masks, words, CHAINED: tl.constexpr
+    logits, stride, vocab, changed, is_changed, slot_masks, words, PDL: tl.constexpr
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     slot = tl.program_id(0).to(tl.int64)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:
@@ -378,9 +378,9 @@ def _fetch(source, target, count):
 
 
 @triton.jit
-def _publish(results, target, count, FENCED: tl.constexpr, CHAINED: tl.constexpr):
-    if CHAINED:
-        follow()
+def _publish(results, target, count, FENCED: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl_wait_trigger()
     places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
     known = places < count
     values = tl.load(results + places, mask=known)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
 _BLOCK = tl.constexpr(8192)
 _GIVEN_BLOCK = tl.constexpr(128)
@@ -49,7 +49,7 @@ def find(
     width = triton.next_power_of_2(max(most, 1))
     largest, masses = (logits.new_empty(slots, parts, dtype=torch.float32) for _ in range(2))
     keys, ids = (logits.new_empty(slots, parts, width, dtype=torch.int32) for _ in range(2))
-    how = {"WIDTH": width, "num_warps": _WARPS, **chained(logits.device)}
+    how = {"WIDTH": width, "num_warps": _WARPS, **pdl_options(logits.device)}
     _survey[(slots, parts)](
         logits, logits.stride(0), vocab, records, largest, masses, keys, ids, **how,
     )  # fmt: skip
@@ -63,11 +63,11 @@ def find(
 @triton.jit
 def _survey(
     logits, stride, vocab, records, largest, masses, keys, ids,
-    WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a block of a row: the largest logit, the weight relative to it, the largest ones."""
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     slot = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     record = records + 6 * slot
@@ -94,10 +94,10 @@ def _survey(
 @triton.jit
 def _write(
     logits, stride, vocab, tokens, records, words, largest, masses, keys, ids, parts, out,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     slot = tl.program_id(0).to(tl.int64)
     record = records + 6 * slot
     token = tl.load(tokens + slot) & 0xFFFFFFFF

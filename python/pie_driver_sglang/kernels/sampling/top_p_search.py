@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import follow
+from pie_driver_sglang.kernels.pdl import pdl_wait_trigger
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     LOGIT_BLOCK,
     LogitRows,
@@ -94,10 +94,10 @@ def search(
 def _count_coarse(
     logits, stride, vocab, changed, is_changed, tops, masses,
     left, temperatures, top_ks, top_ps, coarse, cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(left + row) == 0) | (
         (tl.load(top_ks + row) >= vocab) & (tl.load(top_ps + row) >= 1.0)
@@ -122,10 +122,10 @@ def _count_coarse(
 def _count_fine(
     logits, stride, vocab, changed, is_changed, tops, masses,
     left, temperatures, top_ks, top_ps, coarse, fine, cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)

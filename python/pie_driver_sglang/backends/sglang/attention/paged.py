@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.attention import RadixAttention
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
     from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
-    from pie_driver_sglang.kernels.gemm.dense_layers import Heads
+    from pie_driver_sglang.kernels.gemm.types import Heads
 
 _LEAST_HEADS = 1 << 14
 """Query heads of all rows of a step from which on prompts attend by a kernel of prefills."""
@@ -164,7 +164,7 @@ class PagedDecode(AttentionBackend):
         )  # fmt: skip
         return out.flatten(1)
 
-    def attend_lone(
+    def attend_single(
         self,
         qkv: torch.Tensor,
         heads: Heads,
@@ -207,7 +207,7 @@ class PagedDecode(AttentionBackend):
 
     def _clustered(self, heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
         """The kernel of such heads in clusters of CTAs, where it is the fastest."""
-        shape = (heads.queries, *heads.keys.shape[1:], heads.query_norm is not None)
+        shape = (heads.num_q_heads, *heads.k_cache.shape[1:], heads.q_norm is not None)
         if shape not in self._clustered_heads:
             self._clustered_heads[shape] = cluster_decode.find_clusters(heads, dtype)
         return self._clustered_heads[shape]
