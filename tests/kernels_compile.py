@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pie_driver_sglang.kernels.attention import paged_decode, single_decode, split_plan
-from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
 from pie_driver_sglang.kernels.attention.split_plan import (
     DecodeRows,
@@ -142,7 +142,7 @@ def attention(
     pool: torch.dtype,
     queries: torch.dtype,
     page: int,
-    rule: Rule,
+    rule: AttentionParams,
     window: int,
     count: int = FEW,
     prompts: bool = False,
@@ -176,7 +176,7 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     count = case[7] if len(case) > 7 else FEW
     grouped = grouped and window < 0 and not prompts
     kernels = recorded(functools.partial(attention, *case, grouped=grouped))
-    assert [kernel.name for kernel in kernels] == ["_plan_splits", "_attend"]
+    assert [kernel.name for kernel in kernels] == ["_plan_splits", "_paged_decode"]
     page, block = case[4], split_tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
     slots = paged_decode._pages(block, page)
@@ -202,17 +202,23 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     assert "ld.global.cg" in others[-1]
 
 
-def check_lone() -> None:
+def check_single_decode() -> None:
     """What is stored already is loaded before the wait, and parts are merged safely."""
     for queries, kv_heads, dim in ((16, 4, 128), (32, 4, 128), (40, 4, 128), (14, 2, 64)):
         storage = torch.zeros(64, kv_heads, dim, dtype=torch.bfloat16)
         norm, one = Norm(storage[0, 0], 1e-6), torch.zeros(1, dtype=torch.int64)
         heads = Heads(queries, norm, norm, torch.zeros(512, dim), True, storage, storage)
-        row = single_decode.LoneRow(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
+        row = single_decode.DecodeToken(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
         qkv = torch.zeros(1, (queries + 2 * kv_heads) * dim, dtype=torch.bfloat16)
-        arrived = torch.zeros(kv_heads, 33, dtype=torch.int32)
+        semaphores = torch.zeros(kv_heads, 33, dtype=torch.int32)
         attend = functools.partial(
-            single_decode.attend_lone, qkv, heads, row, arrived, 0.1, single_decode.tuning_of(heads)
+            single_decode.attend_single,
+            qkv,
+            heads,
+            row,
+            semaphores,
+            0.1,
+            single_decode.find_single_decode_config(heads),
         )
         [kernel] = recorded(attend)
         check_order(kernel, early=None, leads=True)
@@ -295,7 +301,7 @@ def check_dense(dtype: torch.dtype) -> None:
     check_order(kernel, early=2)
 
 
-def check_few_rows(dtype: torch.dtype) -> None:
+def check_small_m(dtype: torch.dtype) -> None:
     """Of what a kernel touches before it waits, all is weights; cuts fit shared memory."""
 
     def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -489,26 +495,30 @@ def check_sampling(dtype: torch.dtype) -> None:
     for rows, cap in kinds if dtype == torch.bfloat16 else kinds[:1]:
         sample = functools.partial(sampler.sample_step, rows, params, results, step, cap)
         kernels = recorded(sample)
-        names = ["_survey", "_sample_rows", "_count_coarse", "_count_fine", "_sample_left"]
+        names = ["_block_stats", "_sample_rows", "_count_coarse", "_count_fine", "_sample_deferred"]
         assert [kernel.name for kernel in kernels] == names
         masked = torch.zeros(40, 2, dtype=torch.int32)
         kernels += recorded(functools.partial(sampler.mask_logits, rows, masked, words))
-        kernels += recorded(functools.partial(penalties.widened, logits, records, asked, cap))
-        assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_widen"]
+        kernels += recorded(
+            functools.partial(penalties.cast_modified_rows, logits, records, asked, cap)
+        )
+        assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_cast_modified_rows"]
         for kernel in kernels:
             check_order(kernel)
     slots, ids, pairs = results.clone(), results.clone(), words[:2]
-    kernels = recorded(lambda: penalties.note(tokens, slots, ids, words, pairs))
+    kernels = recorded(lambda: penalties.record_tokens(tokens, slots, ids, words, pairs))
     counts = torch.zeros(64, 151_936, dtype=torch.int32)
     kernels += recorded(
-        lambda: penalties.adjust(wide, tokens.view(4, 128), tokens, records, words, counts)
+        lambda: penalties.apply_penalties(wide, tokens.view(4, 128), tokens, records, words, counts)
     )
     kernels += recorded(
-        functools.partial(token_logprobs.find, wide, results, asked, words, words.clone(), 32)
+        functools.partial(
+            token_logprobs.compute_logprobs, wide, results, asked, words, words.clone(), 32
+        )
     )
     with mock.patch.object(torch.Tensor, "is_cuda", True):
         kernels += recorded(lambda: sampler.publish(results, results.clone()))
-    names = ["_note", "_adjust", "_survey", "_write", "_publish"]
+    names = ["_record_tokens", "_apply_penalties", "_block_top", "_write_logprobs", "_publish"]
     assert [kernel.name for kernel in kernels] == names
     for kernel in kernels:
         check_order(kernel)
@@ -530,25 +540,33 @@ def check_staging() -> None:
 
 
 CASES: list[Any] = [
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
-    (128, 5, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
-    (64, 71, torch.float16, torch.float16, 64, Rule(0.1, cap=3.0), -1),
-    (80, 5, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
-    (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
-    (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 256),
-    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 256),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1),
+    (128, 5, torch.bfloat16, torch.bfloat16, 1, AttentionParams(0.1), 100),
+    (64, 71, torch.float16, torch.float16, 64, AttentionParams(0.1, logit_cap=3.0), -1),
+    (
+        80,
+        5,
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        16,
+        AttentionParams(0.1, sinks=torch.zeros(40)),
+        -1,
+    ),
+    (256, 1, torch.float8_e5m2, torch.bfloat16, 24, AttentionParams(0.1), 0),
+    (128, 5, torch.float32, torch.float32, 16, AttentionParams(0.1), -1),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1, 256),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1, 256),
     # Prompts.
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304, True),
-    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640, True),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1, 2304, True),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), 100, 640, True),
 ]
 
 
 if __name__ == "__main__":
     check_attention()
-    check_lone()
+    check_single_decode()
     check_dense(torch.bfloat16)
-    check_few_rows(torch.bfloat16)
+    check_small_m(torch.bfloat16)
     check_tiles()
     check_quantized()
     check_experts(torch.bfloat16)

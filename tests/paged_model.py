@@ -215,12 +215,12 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
 
     last, facts = len(LENGTHS) - 1, engine.facts
     contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
-    kernel = mock.Mock(wraps=single_decode.attend_lone)
+    kernel = mock.Mock(wraps=single_decode.attend_single)
     with (
         # Halves of such heads are too small for a GPU.
         mock.patch.object(single_decode, "_DIMS", (8, 16, 32, 64, 128)),
-        mock.patch.object(single_decode, "_MOST_KV_HEADS", 64),
-        mock.patch.object(single_decode, "attend_lone", kernel),
+        mock.patch.object(single_decode, "_MAX_KV_HEADS", 64),
+        mock.patch.object(single_decode, "attend_single", kernel),
     ):
         found = expected.clone()
         found[:, last:] = decode(server, engine, contexts, dense.patched_decode)
@@ -251,15 +251,15 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
             heads.cos_sin_cache.stride(1) == heads.k_cache.stride(2) == heads.v_cache.stride(2) == 1
         )
         semaphores = torch.zeros(heads.k_cache.shape[1], 1, dtype=torch.int32)
-        tuning = single_decode.LoneTuning(16, 4, 1, 128, 256)
-        return single_decode.attend_lone(qkv, heads, row, semaphores, scale, tuning)
+        tuning = single_decode.SingleDecodeConfig(16, 4, 1, 128, 256)
+        return single_decode.attend_single(qkv, heads, row, semaphores, scale, tuning)
 
     kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
     found: Any = decode_backend(runner) or runner.attn_backend
     # No kernel was found for its heads, as they are on no GPU.
     assert set(found._clustered_heads.values()) == {None}
     found._clustered_heads.clear()
-    with mock.patch.object(cluster_decode, "find_clusters", lambda *_: kernel):
+    with mock.patch.object(cluster_decode, "make_cluster_decode", lambda *_: kernel):
         yield kernel.attend
     found._clustered_heads.clear()
 
@@ -391,8 +391,8 @@ def ranked(runner: Any) -> Iterator[Any]:
     from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
     from pie_driver_sglang.kernels.gemm import norm_rope
 
-    def add_rms_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
-        assert turn == sums.add_rms_norm.call_count % 2 ^ 1
+    def add_rms_norm(buffer: int, part: Any, residual: Any, norm: Any) -> Any:
+        assert buffer == sums.add_rms_norm.call_count % 2 ^ 1
         return norm_rope.add_rms_norm(part[None], residual, norm)
 
     sums = mock.Mock(spec=LamportAllReduceNorm, max_rows=256)

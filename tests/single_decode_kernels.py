@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.kernels.attention.single_decode import (
-    LoneRow,
-    LoneTuning,
-    attend_lone,
-    takes,
+    DecodeToken,
+    SingleDecodeConfig,
+    attend_single,
+    supports_single_decode,
 )
 from pie_driver_sglang.kernels.gemm.types import Heads, Norm
 
@@ -24,7 +24,7 @@ SCALE = 0.2
 TOLERANCE = 1e-5
 MORE_SLOTS = 156
 NO_SLOT = 2**31 - 1
-Attend = Callable[[torch.Tensor, Heads, LoneRow, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, Heads, DecodeToken, float], torch.Tensor]
 
 
 class Case(NamedTuple):
@@ -81,7 +81,7 @@ def error(case: Case, heads: Heads, attend: Attend, tolerance: float = TOLERANCE
     qkv = torch.randn(1, (queries + 2 * kv_heads) * dim, device=device).to(dtype)
     numbers = (torch.tensor([number], device=device) for number in (2, length, length + 3))
     table_row, kv_len, position = numbers
-    row = LoneRow(table, table_row, kv_len, position, slots[-1:].clone())
+    row = DecodeToken(table, table_row, kv_len, position, slots[-1:].clone())
     found = attend(qkv, heads, row, SCALE)
     given = qkv.view(-1, dim)
     rotation = heads.cos_sin_cache[position[0]]
@@ -103,17 +103,19 @@ def error(case: Case, heads: Heads, attend: Attend, tolerance: float = TOLERANCE
 def check(case: Case, programs: int, block: int) -> None:
     """One row by Triton's kernel."""
     heads = make_heads(case)
-    assert takes(heads)
-    arrived = torch.zeros(case.kv_heads, programs, dtype=torch.int32)
+    assert supports_single_decode(heads)
+    semaphores = torch.zeros(case.kv_heads, programs, dtype=torch.int32)
     attend = functools.partial(
-        attend_lone, arrived=arrived, tuning=LoneTuning(block, 4, programs, 128, 256)
+        attend_single,
+        semaphores=semaphores,
+        tuning=SingleDecodeConfig(block, 4, programs, 128, 256),
     )
 
-    def by_triton(qkv: torch.Tensor, heads: Heads, row: LoneRow, scale: float) -> torch.Tensor:
+    def by_triton(qkv: torch.Tensor, heads: Heads, row: DecodeToken, scale: float) -> torch.Tensor:
         return attend(qkv, heads, row, scale=scale)
 
     off = error(case, heads, by_triton)
-    assert not arrived.any()
+    assert not semaphores.any()
     assert off < TOLERANCE, (off, case, programs, block)
 
 
@@ -128,7 +130,7 @@ if __name__ == "__main__":
     check(Case(120, 5, 1, 64, True), 9, 16)
     check(Case(70, 16, 1, 32, False), 4, 16)
     check(Case(40, 3, 3, 128, True), 2, 16)
-    assert not takes(make_heads(Case(1, 4, 2, 32, False))._replace(is_neox=False))
-    assert not takes(make_heads(Case(1, 34, 2, 32, False)))
-    assert not takes(make_heads(Case(1, 2, 2, 80, False)))
+    assert not supports_single_decode(make_heads(Case(1, 4, 2, 32, False))._replace(is_neox=False))
+    assert not supports_single_decode(make_heads(Case(1, 34, 2, 32, False)))
+    assert not supports_single_decode(make_heads(Case(1, 2, 2, 80, False)))
     print("all close")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang.kernels.attention import cluster_decode
-from pie_driver_sglang.kernels.attention.single_decode import LoneRow
+from pie_driver_sglang.kernels.attention.single_decode import DecodeToken
 from pie_driver_sglang.kernels.cuda import compiled
 from pie_driver_sglang.kernels.cuda.compiled import compile_source, read_source
 from pie_driver_sglang.kernels.gemm import fp8_gemv, wgmma
@@ -221,7 +221,7 @@ def test_no_register_is_spilled(file: str, constants: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
 @pytest.mark.parametrize("rows", [64, 128, 224])
-@pytest.mark.parametrize("number", [0, 2, 3], ids=["stores", "joins", "add_residual"])
+@pytest.mark.parametrize("number", [0, 2, 3], ids=["store", "swiglu", "residual"])
 def test_wgmma_gemm_keeps_accumulators_in_registers(number: int, rows: int, fp8: bool) -> None:
     config = wgmma_config("8B", number, rows, fp8=fp8)
     _, log = nvrtc_makes("wgmma_gemm.cu", layer_macros("8B", number, rows, fp8=fp8), ARCH)
@@ -447,7 +447,7 @@ def heads(queries: int, kv_heads: int, dim: int) -> Heads:
 
 
 def test_nothing_is_supported_without_a_gpu() -> None:
-    assert cluster_decode.find_clusters(heads(32, 8, 128), torch.bfloat16) is None
+    assert cluster_decode.make_cluster_decode(heads(32, 8, 128), torch.bfloat16) is None
     weights = QuantizedWeights(torch.zeros(64, 4096, dtype=FP8), torch.ones(64))
     assert not fp8_gemv.supports_gemv(weights)
 
@@ -460,7 +460,7 @@ def test_which_heads_are_supported(
 
     def takes(given: Heads, dtype: torch.dtype = torch.bfloat16) -> bool:
         keys = _OnGpu(given.k_cache)
-        return cluster_decode.knows_heads(given._replace(k_cache=keys), dtype)
+        return cluster_decode.supports_cluster_decode(given._replace(k_cache=keys), dtype)
 
     hopper = device == (9, 0)
     assert takes(heads(32, 8, 128)) == hopper
@@ -474,7 +474,8 @@ def test_which_heads_are_supported(
     norm = Norm(torch.ones(128), 1e-6)
     assert not takes(heads(32, 8, 128)._replace(q_norm=norm, k_norm=norm)), "float32 norms"
     tunings = {
-        count: cluster_decode.cluster_tuning(heads(count, count, 128)) for count in range(1, 17)
+        count: cluster_decode.find_cluster_config(heads(count, count, 128))
+        for count in range(1, 17)
     }
     assert {count for count, tuning in tunings.items() if tuning} == {4, 5, 6, 7, 8}
     for count, tuning in tunings.items():
@@ -482,18 +483,18 @@ def test_which_heads_are_supported(
 
 
 def test_a_row_of_other_types_is_refused() -> None:
-    kernel = cluster_decode.ClusterAttention.__new__(cluster_decode.ClusterAttention)
+    kernel = cluster_decode.ClusterDecode.__new__(cluster_decode.ClusterDecode)
     one = torch.zeros(1, dtype=torch.int64)
     table = torch.zeros(2, 8, dtype=torch.int32)
-    row = LoneRow(table, one, one.int(), one, one)
+    row = DecodeToken(table, one, one.int(), one, one)
     with pytest.raises(ValueError, match="other numbers int64"):
         kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), row, 1.0)
-    row = LoneRow(table, *[one] * 4)
+    row = DecodeToken(table, *[one] * 4)
     cast = heads(4, 4, 64).cos_sin_cache.bfloat16()
     with pytest.raises(ValueError, match=r"rotations in torch\.bfloat16"):
         kernel.attend(torch.zeros(1, 64), heads(4, 4, 64)._replace(cos_sin_cache=cast), row, 1.0)
     with pytest.raises(ValueError, match="slots are int32"):
-        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), LoneRow(one, *[one] * 4), 1.0)
+        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), DecodeToken(one, *[one] * 4), 1.0)
 
 
 class _OnGpu:

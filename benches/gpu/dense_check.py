@@ -6,7 +6,7 @@ Without one of the three it does the first two.
 
 --parity: each kernel in bfloat16 against float64.
 --times: microseconds of a layer without its attention, in graphs of layers whose weights exceed the
-    L2 cache: the kernels of `few_rows`, those of `dense_layers`, and what SGLang runs for Qwen 3.
+    L2 cache: `small_m`, `linear` with `norm_rope`, and what SGLang runs for Qwen 3.
 --tune: microseconds of each product, alone and cut in every way, and cuBLAS; prints the best.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first runs on tiny sizes.

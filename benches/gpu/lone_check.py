@@ -27,7 +27,7 @@ sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 import single_decode_kernels
 from pie_driver_sglang.kernels.attention import cluster_decode
-from pie_driver_sglang.kernels.attention.cluster_decode import ClusterAttention, ClusterTuning
+from pie_driver_sglang.kernels.attention.cluster_decode import ClusterConfig, ClusterDecode
 from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled
 from pie_driver_sglang.kernels.gemm.fp8_gemv import Fp8Gemv, GemvConfig
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedWeights, quantize
@@ -47,7 +47,7 @@ ROWS = (
     (300, 40, 8, 128, True), (700, 32, 4, 128, True), (5000, 16, 8, 128, True),
     (70, 8, 4, 64, True), (900, 48, 8, 64, True), (129, 6, 6, 128, True),
 )  # fmt: skip
-TUNINGS = (None, ClusterTuning(8), ClusterTuning(16, 128), ClusterTuning(4, 512))
+TUNINGS = (None, ClusterConfig(8), ClusterConfig(16, 128), ClusterConfig(4, 512))
 """The kernel's own choice first."""
 
 
@@ -80,10 +80,10 @@ def attention_errors(report: Report) -> Iterator[float]:
         for dtype in (torch.bfloat16, torch.float16):
             case = single_decode_kernels.Case(*row, dtype, "cuda")
             heads = single_decode_kernels.make_heads(case)
-            assert cluster_decode.knows_heads(heads, dtype)
+            assert cluster_decode.supports_cluster_decode(heads, dtype)
             for tuning in TUNINGS if dtype is torch.bfloat16 else TUNINGS[:1]:
-                kernel = ClusterAttention(
-                    heads, dtype, tuning or cluster_decode.cluster_tuning(heads)
+                kernel = ClusterDecode(
+                    heads, dtype, tuning or cluster_decode.find_cluster_config(heads)
                 )
                 off = single_decode_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
                 report.add(part="attention", case=str(case), tuning=str(tuning), off=off)
