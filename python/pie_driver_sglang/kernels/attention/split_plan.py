@@ -237,13 +237,13 @@ def _row_tiles(
 
 @triton.jit
 def _group_tiles(
-    prefix_lens, places, group_starts, entries_used, rows, row_count, BLOCK_KV: tl.constexpr,
+    prefix_lens, group_indices, group_starts, entries_used, rows, row_count, BLOCK_KV: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The same for tiles of prefix groups, with indices into `Prefixes.order` and lengths."""
     prefix = tl.load(prefix_lens + rows, mask=rows < row_count, other=0)
     listed = prefix > 0
-    entries = tl.load(places + rows, mask=listed, other=0)
+    entries = tl.load(group_indices + rows, mask=listed, other=0)
     start = tl.load(group_starts + entries, mask=listed, other=0)
     # Entries after the last one are undefined.
     known = listed & (entries + 1 < entries_used)
@@ -261,7 +261,7 @@ def _max(a, b):
 
 @triton.jit(do_not_specialize=["row_count", "max_tiles", "program_count", "window"])
 def _plan_splits(
-    table_rows, kv_lens, prefix_lens, places, _order, group_starts, entry_count,
+    table_rows, kv_lens, prefix_lens, group_indices, _order, group_starts, entry_count,
     totals, tiles, tile_ranges, semaphores, half_semaphores, row_count, max_tiles, program_count,
     window, BLOCK_KV: tl.constexpr, WINDOWED: tl.constexpr, PREFIX_GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -288,7 +288,7 @@ def _plan_splits(
         tile_count += tl.sum((rows_before >= 0).to(tl.int32))
         if PREFIX_GROUPS:
             rows_before, blocks, _, _ = _group_tiles(
-                prefix_lens, places, group_starts, entries_used, rows, row_count, BLOCK_KV,
+                prefix_lens, group_indices, group_starts, entries_used, rows, row_count, BLOCK_KV,
                 TILE_ROWS,
             )  # fmt: skip
             total += tl.sum(blocks)
@@ -317,7 +317,7 @@ def _plan_splits(
         own = tl.load(table_rows + rows, mask=is_tile & is_first, other=0).to(tl.int32)
         if PREFIX_GROUPS:
             group_ahead, group_blocks, entries, prefix = _group_tiles(
-                prefix_lens, places, group_starts, entries_used, rows, row_count, BLOCK_KV,
+                prefix_lens, group_indices, group_starts, entries_used, rows, row_count, BLOCK_KV,
                 TILE_ROWS,
             )  # fmt: skip
             is_group = group_ahead >= 0
@@ -364,16 +364,16 @@ def _plan_splits(
 
 
 @triton.jit
-def _count_at_most(places, blocks, tiles):
+def _count_at_most(ends, blocks, tiles):
     """Number of tiles at or before each block: ``[blocks]`` int32."""
-    return tl.sum(((places[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
+    return tl.sum(((ends[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
-def _store_tiles(place, max_tiles, last, rows_before, end, kv_len, table_row, group_mask):
+def _store_tiles(field, max_tiles, last, rows_before, end, kv_len, table_row, group_mask):
     """Stores the first five fields of tiles."""
-    tl.store(place, last, mask=group_mask)
-    tl.store(place + max_tiles, rows_before, mask=group_mask)
-    tl.store(place + 2 * max_tiles, end, mask=group_mask)
-    tl.store(place + 3 * max_tiles, kv_len, mask=group_mask)
-    tl.store(place + 4 * max_tiles, table_row, mask=group_mask)
+    tl.store(field, last, mask=group_mask)
+    tl.store(field + max_tiles, rows_before, mask=group_mask)
+    tl.store(field + 2 * max_tiles, end, mask=group_mask)
+    tl.store(field + 3 * max_tiles, kv_len, mask=group_mask)
+    tl.store(field + 4 * max_tiles, table_row, mask=group_mask)

@@ -191,8 +191,9 @@ def _route_row(
         tl.store(ids + pair, topk_ids, mask=listed)
         tl.store(weights + pair, topk_weights, mask=listed)
         if WRITE_LISTS:
-            place = tl.atomic_add(counts + topk_ids, 1, mask=listed, sem="relaxed")
-            tl.store(pairs + topk_ids * tl.num_programs(1) + place, pair.to(tl.int32), mask=listed)
+            position = tl.atomic_add(counts + topk_ids, 1, mask=listed, sem="relaxed")
+            pair_ptrs = pairs + topk_ids * tl.num_programs(1) + position
+            tl.store(pair_ptrs, pair.to(tl.int32), mask=listed)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -270,8 +271,8 @@ def _route_tile(
         pair = row_ids[:, None] * TOP_K + rank
         tl.store(ids + pair, topk_ids, mask=listed)
         tl.store(weights + pair, topk_weights, mask=listed)
-        place = tl.atomic_add(counts + topk_ids, 1, mask=listed, sem="relaxed")
-        tl.store(pairs + topk_ids * count + place, pair, mask=listed)
+        position = tl.atomic_add(counts + topk_ids, 1, mask=listed, sem="relaxed")
+        tl.store(pairs + topk_ids * count + position, pair, mask=listed)
 
 
 @triton.jit

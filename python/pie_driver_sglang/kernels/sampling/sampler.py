@@ -214,12 +214,12 @@ def _block_stats(
         offsets = block * LOGIT_BLOCK + tl.arange(0, LOGIT_BLOCK)
         at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
         found = tl.min(tl.where(x != x, -1, at_top), 0)
-    place = row * tl.num_programs(1) + block
-    tl.store(block_max + place, top)
-    tl.store(ids + place, found)
-    tl.store(block_sum + place, mass)
+    index = row * tl.num_programs(1) + block
+    tl.store(block_max + index, top)
+    tl.store(ids + index, found)
+    tl.store(block_sum + index, mass)
     if (temperature > 0.0) & _is_filtered(top_ks, top_ps, min_ps, row, vocab):
-        segments = place * _SEGMENTS_PER_BLOCK + tl.arange(0, _SEGMENTS_PER_BLOCK)
+        segments = index * _SEGMENTS_PER_BLOCK + tl.arange(0, _SEGMENTS_PER_BLOCK)
         tl.store(segment_max + segments, tl.max(tl.reshape(x, [_SEGMENTS_PER_BLOCK, SEGMENT]), 1))
 
 
@@ -392,26 +392,26 @@ def _fetch(source, target, count):
 def _publish(results, target, count, FENCED: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         pdl_wait_trigger()
-    places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
-    known = places < count
-    values = tl.load(results + places, mask=known)
+    result_ids = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
+    known = result_ids < count
+    values = tl.load(results + result_ids, mask=known)
     if FENCED:
         # In front of each store: its value passes through.
         values = tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [values],
             dtype=tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
-    tl.store(target + places, values, mask=known)
+    tl.store(target + result_ids, values, mask=known)
 
 
 @triton.jit
 def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):
     first = tl.program_id(0) * _UPDATE_BLOCK
     used = tl.load(count)
-    places = first + tl.arange(0, _UPDATE_BLOCK)
-    known = places < tl.minimum(used, most)
-    entries = tl.load(updates + 2 * places, mask=known, other=0)
-    slots = tl.load(updates + 2 * places + 1, mask=known, other=0)
+    update_ids = first + tl.arange(0, _UPDATE_BLOCK)
+    known = update_ids < tl.minimum(used, most)
+    entries = tl.load(updates + 2 * update_ids, mask=known, other=0)
+    slots = tl.load(updates + 2 * update_ids + 1, mask=known, other=0)
     _write_pages(table, page, entries, slots, known, PAGE)
     # Rare: a context with a long cached prefix joined.
     stride_of_grid = tl.num_programs(0) * _UPDATE_BLOCK

@@ -85,9 +85,9 @@ class TokenHistory:
 
     def _penalize(self, logits: torch.Tensor, records: Records) -> None:
         first, end = records.slots[:, 1].long(), records.slots[:, 2].long()
-        rows, places = _expand_ranges(first, end)
+        rows, positions = _expand_ranges(first, end)
         table_rows = records.slots[:, 0].long()[rows]
-        tokens = self.tokens[self._table[table_rows, places].long()].long()
+        tokens = self.tokens[self._table[table_rows, positions].long()].long()
         counts = torch.zeros_like(logits)
         one = torch.ones((), dtype=logits.dtype, device=logits.device)
         counts.index_put_((rows, tokens), one, accumulate=True)
@@ -100,8 +100,8 @@ class TokenHistory:
 
 def _add_biases(logits: torch.Tensor, records: Records) -> None:
     first, count = records.slots[:, 6].long(), records.slots[:, 7].long()
-    rows, places = _expand_ranges(torch.zeros_like(count), count)
-    at = first[rows] + 2 * places
+    rows, positions = _expand_ranges(torch.zeros_like(count), count)
+    at = first[rows] + 2 * positions
     tokens = records.words[at].long()
     values = records.words[at + 1].contiguous().view(torch.float32)
     logits.index_put_((rows, tokens), values, accumulate=True)
