@@ -109,7 +109,7 @@ class Prefill:
         from pie_driver_sglang.backends.sglang.compat.passes import make_batch
 
         batch = make_batch(self._inputs, self._extends)
-        with contextlib.nullcontext() if layers is None else layers.prefilling():
+        with contextlib.nullcontext() if layers is None else layers.patched_prefill():
             self._engine.runner.forward(batch)
         states: torch.Tensor = self._engine.hidden.states
         return states

@@ -33,7 +33,11 @@ from pie_driver_sglang.backends.sglang.measure import free_bytes, weight_bytes
 from pie_driver_sglang.backends.sglang.staging import views
 from pie_driver_sglang.backends.sglang.vision import ImageInputs
 from pie_driver_sglang.engine.executor import Facts
-from pie_driver_sglang.kernels.sampling.logprobs_reference import PLACE_WORDS, Places, place_words
+from pie_driver_sglang.kernels.sampling.logprobs_reference import (
+    LOGPROB_REQUEST_WORDS,
+    LogprobRequests,
+    logprob_words,
+)
 from pie_driver_sglang.kernels.sampling.outputs import Outputs
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, run_group
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
@@ -158,8 +162,8 @@ class SglangExecutor:
         if further:
             pairs = torch.from_numpy(_numbers(further).reshape(-1, 2).copy())
             slots, ids = pairs.to(fields.memory.device).unbind(1)
-            self.history.note(slots, ids)
-        self.history.note(fields["out_cache_loc"][:tokens], fields["input_ids"][:tokens])
+            self.history.record(slots, ids)
+        self.history.record(fields["out_cache_loc"][:tokens], fields["input_ids"][:tokens])
 
     def _run_step(self, steps: GraphRunner, batch: Pass | Forward) -> None:
         """Runs a decode as the graph path does, except for its outputs."""
@@ -195,7 +199,7 @@ class SglangExecutor:
         if batch.mask is not None:
             return self._masked_attention.applied(batch.mask, forward_batch)
         if self.fused is not None and is_prefill(forward_batch):
-            return self.fused.prefilling()
+            return self.fused.patched_prefill()
         return contextlib.nullcontext()
 
     def unbind_adapters(self) -> None:
@@ -219,7 +223,7 @@ class SglangExecutor:
         """Computes the staged slot group from its logits, which may be changed."""
         slots, fields = len(group), self._device
         if group.records:
-            self.history.adjust(logits, _records(group, logits.device))
+            self.history.apply_penalties(logits, _records(group, logits.device))
         if group.mask_words:
             apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
@@ -231,7 +235,7 @@ class SglangExecutor:
         outputs = run_group(logits, group, params, labels)
         if group.places:
             places = _places(group, params.temperatures)
-            words = place_words(logits, places, outputs.tokens)
+            words = logprob_words(logits, places, outputs.tokens)
             outputs = outputs._replace(place_words=words)
         started = time.perf_counter_ns()
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
@@ -438,17 +442,17 @@ def _records(group: SlotGroup, device: torch.device) -> Records:
     return Records(slots.view(-1, RECORD_WORDS), words)
 
 
-def _places(group: SlotGroup, temperatures: torch.Tensor) -> Places:
+def _places(group: SlotGroup, temperatures: torch.Tensor) -> LogprobRequests:
     """The places of a group, whose slots have these temperatures."""
     device = temperatures.device
     columns, given = (
         torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
-        for part, width in ((group.places, PLACE_WORDS), (group.given, 2))
+        for part, width in ((group.places, LOGPROB_REQUEST_WORDS), (group.given, 2))
     )
     slots, tokens, tops, scaled = columns.unbind(1)
     # Of slots that are greedy it is 1.
     divisors = torch.where(scaled > 0, temperatures[slots], 1.0)
-    return Places(slots, tokens, tops, divisors, given)
+    return LogprobRequests(slots, tokens, tops, divisors, given)
 
 
 def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ from pie_driver_sglang.backends.sglang.graph_runner import GraphRunner
 from pie_driver_sglang.backends.sglang.layers.selection import (
     FusedLayers,
     fuse_layers,
-    known_layers,
+    read_supported_layers,
 )
 from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
 from pie_driver_sglang.backends.sglang.measure import chosen_experts
@@ -135,7 +135,7 @@ def _fuse(runner: ModelRunner, options: DriverOptions, active: Active) -> FusedL
     try:
         expect(options.fuse_layers, "`fuse_layers` is false")
         if runner.device != "cuda":
-            known_layers(runner)
+            read_supported_layers(runner)
             raise UnknownLayer(NEEDS_GPU)
         found = fuse_layers(runner)
     except UnknownLayer as reason:

@@ -1,4 +1,4 @@
-"""What several kernels, and those who call them, share."""
+"""Sampling parameters of slots, and the layout of their records in a step."""
 
 from __future__ import annotations
 

@@ -30,17 +30,17 @@ from pie_driver_sglang.kernels.attention import (
     single_decode,
     split_plan,
 )
-from pie_driver_sglang.kernels.attention.cluster_decode import ClusterAttention
-from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.cluster_decode import ClusterDecode
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.prompt_rows import Prompts, find_prompts
-from pie_driver_sglang.kernels.attention.single_decode import LoneRow
+from pie_driver_sglang.kernels.attention.single_decode import DecodeToken
 from pie_driver_sglang.kernels.attention.split_plan import DecodeRows, Prefixes, SplitPlan, WorkPlan
 
 if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.attention import RadixAttention
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
     from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
-    from pie_driver_sglang.kernels.gemm.dense_layers import Heads
+    from pie_driver_sglang.kernels.gemm.types import Heads
 
 _LEAST_HEADS = 1 << 14
 """Query heads of all rows of a step from which on prompts attend by a kernel of prefills."""
@@ -96,7 +96,7 @@ class PagedDecode(AttentionBackend):
         self.knows_groups = any(layer.sliding_window_size in (None, -1) for layer in self._layers)
         self._step: _Step | None = None
         self._prefixes: Prefixes | None = None
-        self._clustered_heads: dict[tuple[int, ...], ClusterAttention | None] = {}
+        self._clustered_heads: dict[tuple[int, ...], ClusterDecode | None] = {}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: a graph's memory comes from its pool."""
@@ -152,7 +152,7 @@ class PagedDecode(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             store_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
+        rule = AttentionParams(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         rows, shares, prompts = self._step
         if prompts is not None:
@@ -164,7 +164,7 @@ class PagedDecode(AttentionBackend):
         )  # fmt: skip
         return out.flatten(1)
 
-    def attend_lone(
+    def attend_single(
         self,
         qkv: torch.Tensor,
         heads: Heads,
@@ -189,27 +189,27 @@ class PagedDecode(AttentionBackend):
             len(qkv) != 1
             or rows.prefixes is not None
             or not plain
-            or not single_decode.takes(heads)
+            or not single_decode.supports_single_decode(heads)
         ):
             return None
-        row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions,
+        row = DecodeToken(rows.table, rows.table_rows, rows.kv_lens, positions,
                       forward_batch.out_cache_loc)  # fmt: skip
         clusters = self._clustered(heads, qkv.dtype)
         if clusters is not None:
             return clusters.attend(qkv, heads, row, layer.scaling)
-        tuning = single_decode.tuning_of(heads)
+        tuning = single_decode.find_single_decode_config(heads)
         if tuning is None:
             return None
-        return single_decode.attend_lone(
-            qkv, heads, row, shares[self._cut(layer, 1)].arrived, layer.scaling,
+        return single_decode.attend_single(
+            qkv, heads, row, shares[self._cut(layer, 1)].semaphores, layer.scaling,
             tuning,
         )  # fmt: skip
 
-    def _clustered(self, heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
+    def _clustered(self, heads: Heads, dtype: torch.dtype) -> ClusterDecode | None:
         """The kernel of such heads in clusters of CTAs, where it is the fastest."""
-        shape = (heads.queries, *heads.keys.shape[1:], heads.query_norm is not None)
+        shape = (heads.num_q_heads, *heads.k_cache.shape[1:], heads.q_norm is not None)
         if shape not in self._clustered_heads:
-            self._clustered_heads[shape] = cluster_decode.find_clusters(heads, dtype)
+            self._clustered_heads[shape] = cluster_decode.make_cluster_decode(heads, dtype)
         return self._clustered_heads[shape]
 
     def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:

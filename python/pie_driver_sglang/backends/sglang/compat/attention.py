@@ -22,7 +22,7 @@ from sglang.srt.model_executor.model_runner_components import attention_backend_
 if TYPE_CHECKING:
     import torch
 
-    from pie_driver_sglang.kernels.attention.masked_reference import Rule
+    from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
     from pie_driver_sglang.kernels.attention.prompt_rows import Prompts
 
 __all__ = ["AttentionBackend", "RadixAttention"]
@@ -77,7 +77,7 @@ def attend_prompts(
     values: torch.Tensor,
     out: torch.Tensor,
     prompts: Prompts,
-    rule: Rule,
+    rule: AttentionParams,
     page_size: int,
 ) -> None:
     """Attends with the rows of prompts by FlashAttention-3; others become zeros. Can be captured.

@@ -28,7 +28,7 @@ from pie_driver_sglang.backends.sglang.compat.quantized import (
     UnknownQuantization,
     read_quantized,
 )
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
 

@@ -1,8 +1,7 @@
-"""Which kernels run the layers of a model, where SGLang runs one for each operation.
+"""Chooses the fused layers of a model; SGLang runs one kernel an operation.
 
-Models whose layers are built as Llama's run as kernels that know each other while a graph is
-captured: in FP8 (``quantized.py``), of a mixture (``small_m.py``), or of plain numbers
-(``dense.py``). All others run as SGLang has them.
+Llama-like models run fused layers while a graph is captured: FP8 weights (``fp8.py``), mixtures of
+experts (``small_batch.py``) or dense 16-bit weights (``dense.py``). All others run SGLang's layers.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.pools import keeps_heads
 from pie_driver_sglang.backends.sglang.compat.ranks import place_of, shares_memory, tensor_group
 from pie_driver_sglang.backends.sglang.layers.dense import DenseLayers
-from pie_driver_sglang.backends.sglang.layers.fp8 import QuantizedLayers
-from pie_driver_sglang.backends.sglang.layers.small_batch import ExpertLayers, FewRows
+from pie_driver_sglang.backends.sglang.layers.fp8 import Fp8Layers
+from pie_driver_sglang.backends.sglang.layers.small_batch import MoeLayers, SmallBatchLayers
 from pie_driver_sglang.kernels.comm import all_reduce_norm
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
-from pie_driver_sglang.kernels.gemm import dense_layers
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm
+from pie_driver_sglang.kernels.gemm.linear import MAX_SHARED_BYTES
+from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
 
 if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
 
 _WIDEST = 16384
-"""Hidden states of which one program normalizes a row."""
-_STORED = ("fa3",)
-"""SGLang's backends whose prefills attend to nothing but what is stored."""
-FROZEN = (
+"""Widest hidden states that one program normalizes."""
+_KV_CACHE_BACKENDS = ("fa3",)
+"""SGLang's attention backends whose prefills attend to nothing but the KV cache."""
+FROZEN_NORMS = (
     "weights cannot be updated: the weights of norms were multiplied into the layers after them; "
     "start with `fuse_layers = false` to update weights"
 )
@@ -52,48 +51,47 @@ FROZEN_SCALES = (
     "weights cannot be updated: the layers have read the scales of FP8 weights; start with "
     "`fuse_layers = false` to update weights"
 )
-"""The same of weights in FP8."""
+"""The same for FP8 weights."""
 
-FusedLayers = DenseLayers | QuantizedLayers | ExpertLayers
-"""The layers of a model that few kernels can run."""
+FusedLayers = DenseLayers | Fp8Layers | MoeLayers
+"""The fused layers of a model."""
 
 
 def fuse_layers(runner: ModelRunner) -> FusedLayers:
-    """Chooses the kernels of a model's layers.
+    """Chooses the fused layers of a model.
 
     Raises:
-        UnknownLayer: None of them knows the model, with the reason.
+        UnknownLayer: None of them supports the model, with the reason.
     """
     attention = decode_backend(runner)
     if not isinstance(attention, PagedDecode):
         raise UnknownLayer("it attends by another backend")
-    expect(_has_room(runner), "a multiprocessor has too little shared memory")
-    model, norm, layers = known_layers(runner)
-    prefills = resolved(runner).attention_backends[0] in _STORED
+    expect(_has_shared_memory(runner), "a multiprocessor has too little shared memory")
+    model, norm, layers = read_supported_layers(runner)
+    prefills = resolved(runner).attention_backends[0] in _KV_CACHE_BACKENDS
     if isinstance(layers[0], QuantizedLayer):
         expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
         expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
         refuse_updates(runner, FROZEN_SCALES)
-        return QuantizedLayers(model, layers, norm, attention, prefills=prefills)
-    _expect_plain(layers)
-    sums = _all_reduce(runner, norm)
-    # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
-    # must add up what products are, and may as well normalize it.
-    folds = not resolved(runner).enable_lora and sums is None
+        return Fp8Layers(model, layers, norm, attention, prefills=prefills)
+    _expect_plain_weights(layers)
+    all_reduce = _make_all_reduce(runner, norm)
+    # LoRA needs normalized rows. With tensor parallelism the all-reduce kernel normalizes anyway.
+    folds = not resolved(runner).enable_lora and all_reduce is None
     if isinstance(layers[0], ExpertLayer):
-        few = FewRows.of(layers, norm, attention)
-        expect(few is not None, "its experts have other shapes")
+        small_batch = SmallBatchLayers.of(layers, norm, attention)
+        expect(small_batch is not None, "its experts have other shapes")
         expect(folds and _fold(runner, layers), "its norms cannot be folded")
-        assert few is not None
-        return ExpertLayers(model, few)
+        assert small_batch is not None
+        return MoeLayers(model, small_batch)
     folded = folds and _fold(runner, layers)
-    return DenseLayers(model, layers, norm, attention, sums, prefills=prefills, folded=folded)
+    return DenseLayers(model, layers, norm, attention, all_reduce, prefills=prefills, folded=folded)
 
 
-def known_layers(
+def read_supported_layers(
     runner: ModelRunner,
 ) -> tuple[Any, Norm, list[Layer] | list[QuantizedLayer] | list[ExpertLayer]]:
-    """The decoder of a model, its last norm and its layers, if they are built as Llama's.
+    """The decoder of a model, its last norm and its layers, if they are Llama-like.
 
     Raises:
         UnknownLayer: They are not, with the reason.
@@ -107,8 +105,8 @@ def known_layers(
     return model, norm, read_layers(model, pool)
 
 
-def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:
-    """Weights may lie on the host, or be of a type that computes in its own way."""
+def _expect_plain_weights(layers: list[Layer] | list[ExpertLayer]) -> None:
+    """Refuses weights on another device, or of a tensor subclass."""
     for layer in layers:
         weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
         if isinstance(layer, ExpertLayer):
@@ -116,15 +114,16 @@ def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:
             weights += [mixture.router.weight, mixture.gate_up, mixture.down]
         plain = all(type(weight) is torch.Tensor for weight in weights)
         expect(plain, "its weights are not plain tensors")
-        there = all(weight.device == layer.heads.keys.device for weight in weights)
+        there = all(weight.device == layer.heads.k_cache.device for weight in weights)
         expect(there, "some of its weights lie elsewhere")
 
 
 def _fold(runner: ModelRunner, layers: list[Layer] | list[ExpertLayer]) -> bool:
-    """Gives the weights of norms to the products after them, if these can take rows as they are.
+    """Folds norm weights into the matrices after them, if possible.
 
-    The products of such rows may be too large for float16. A bias would need another scale. From
-    then on weights cannot be updated. A router keeps its norm, so that rows keep their experts.
+    Not in float16, where GEMMs of unnormalized rows may overflow, nor with biases, which must not
+    be scaled. Afterwards weights cannot be updated. A router keeps its norm: rounding its weights
+    again would change the experts of rows.
     """
     if layers[0].before.weight.dtype == torch.float16:
         return False
@@ -137,46 +136,46 @@ def _fold(runner: ModelRunner, layers: list[Layer] | list[ExpertLayer]) -> bool:
         for norm, matrix in normed:
             matrix.weight.mul_(norm.weight)
             norm.weight.fill_(1.0)
-    refuse_updates(runner, FROZEN)
+    refuse_updates(runner, FROZEN_NORMS)
     return True
 
 
-def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
+def _make_all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     (rank, ranks), (width,), dtype = place_of(runner), norm.weight.shape, norm.weight.dtype
     if ranks == 1:
         return None
     tuning = all_reduce_norm.TUNINGS.get(ranks)
     if tuning is None:
         raise UnknownLayer(f"{ranks} ranks add up what they have")
-    # They are sent in words of 4 bytes.
+    # Rows are sent in words of 4 bytes.
     expect(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
     group = tensor_group()
     expect(shares_memory(group), "its ranks do not share memory")
-    obstacles = process_groups.gathered(_find_obstacle(runner, tuning))
-    expect(not any(obstacles), "; ".join(filter(None, obstacles)))
-    size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
-    shared, why = None, ""
+    reasons = process_groups.gathered(_unsupported_reason(runner, tuning))
+    expect(not any(reasons), "; ".join(filter(None, reasons)))
+    size = LamportAllReduceNorm.size(ranks, tuning.max_rows, width, dtype)
+    memory, error_text = None, ""
     try:
-        shared = all_reduce_norm.map_peer_memory(group.cpu_group, norm.weight.device, size)
+        memory = all_reduce_norm.map_peer_memory(group.cpu_group, norm.weight.device, size)
     except RuntimeError as error:
-        why = str(error)
-    # What one rank does all must do.
-    reasons = "; ".join(filter(None, process_groups.gathered(why)))
-    if shared is None or reasons:
-        raise UnknownLayer(f"its ranks do not share memory: {reasons}")
-    return LamportAllReduceNorm(shared, rank, width, dtype, tuning)
+        error_text = str(error)
+    # All ranks must decide alike.
+    errors = "; ".join(filter(None, process_groups.gathered(error_text)))
+    if memory is None or errors:
+        raise UnknownLayer(f"its ranks do not share memory: {errors}")
+    return LamportAllReduceNorm(memory, rank, width, dtype, tuning)
 
 
-def _find_obstacle(runner: ModelRunner, tuning: all_reduce_norm.AllReduceTuning) -> str:
-    """Why the kernels of ranks could wait for each other for ever; empty if they cannot."""
+def _unsupported_reason(runner: ModelRunner, tuning: all_reduce_norm.AllReduceTuning) -> str:
+    """Why the all-reduce kernels could deadlock on this GPU; empty if they cannot."""
     if runner.device != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
-    return all_reduce_norm.find_obstacle(int(properties.multi_processor_count), tuning)
+    return all_reduce_norm.unsupported_reason(int(properties.multi_processor_count), tuning)
 
 
-def _has_room(runner: ModelRunner) -> bool:
+def _has_shared_memory(runner: ModelRunner) -> bool:
     if runner.device != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
-    return int(properties.shared_memory_per_block_optin) >= dense_layers.SHARED_BYTES
+    return int(properties.shared_memory_per_block_optin) >= MAX_SHARED_BYTES

@@ -12,19 +12,19 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.kernels.attention.single_decode import (
-    LoneRow,
-    LoneTuning,
-    attend_lone,
-    takes,
+    DecodeToken,
+    SingleDecodeConfig,
+    attend_single,
+    supports_single_decode,
 )
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, Norm
+from pie_driver_sglang.kernels.gemm.types import Heads, Norm
 
 EPSILON = 1e-6
 SCALE = 0.2
 TOLERANCE = 1e-5
 MORE_SLOTS = 156
 NO_SLOT = 2**31 - 1
-Attend = Callable[[torch.Tensor, Heads, LoneRow, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, Heads, DecodeToken, float], torch.Tensor]
 
 
 class Case(NamedTuple):
@@ -71,28 +71,28 @@ def error(case: Case, heads: Heads, attend: Attend, tolerance: float = TOLERANCE
     """How far off one row is, relative to the largest number; checks what is stored."""
     dtype, device, dim = case.dtype, case.device, case.dim
     length, queries, kv_heads = case.length, case.queries, case.kv_heads
-    table = torch.full((3, len(heads.keys)), NO_SLOT, dtype=torch.int32, device=device)
-    slots = torch.randperm(len(heads.keys), device=device)[:length]
+    table = torch.full((3, len(heads.k_cache)), NO_SLOT, dtype=torch.int32, device=device)
+    slots = torch.randperm(len(heads.k_cache), device=device)[:length]
     table[2, :length] = slots.int()
     old = slots[:-1]
     stored = torch.randn(2, length - 1, kv_heads, dim, device=device).to(dtype)
-    heads.keys[old], heads.values[old] = stored
-    keys, values = heads.keys.double(), heads.values.double()
+    heads.k_cache[old], heads.v_cache[old] = stored
+    keys, values = heads.k_cache.double(), heads.v_cache.double()
     qkv = torch.randn(1, (queries + 2 * kv_heads) * dim, device=device).to(dtype)
     numbers = (torch.tensor([number], device=device) for number in (2, length, length + 3))
     table_row, kv_len, position = numbers
-    row = LoneRow(table, table_row, kv_len, position, slots[-1:].clone())
+    row = DecodeToken(table, table_row, kv_len, position, slots[-1:].clone())
     found = attend(qkv, heads, row, SCALE)
     given = qkv.view(-1, dim)
-    rotation = heads.rotations[position[0]]
-    q = turned(given[:queries], heads.query_norm, rotation)
-    k = turned(given[queries : queries + kv_heads], heads.key_norm, rotation)
+    rotation = heads.cos_sin_cache[position[0]]
+    q = turned(given[:queries], heads.q_norm, rotation)
+    k = turned(given[queries : queries + kv_heads], heads.k_norm, rotation)
     v = given[queries + kv_heads :].double()
     keys[slots[-1]], values[slots[-1]] = k, v
     # Nothing but the new token is stored.
     off = float(keys[slots[-1]].abs().max()) * tolerance
-    assert torch.allclose(heads.keys.double(), keys, atol=off, rtol=tolerance, equal_nan=True)
-    assert torch.equal(heads.values.double().nan_to_num(), values.nan_to_num())
+    assert torch.allclose(heads.k_cache.double(), keys, atol=off, rtol=tolerance, equal_nan=True)
+    assert torch.equal(heads.v_cache.double().nan_to_num(), values.nan_to_num())
     group = queries // kv_heads
     k, v = (each[slots].repeat_interleave(group, 1) for each in (keys, values))
     weights = torch.softmax(torch.einsum("hd,thd->ht", q, k) * SCALE, -1)
@@ -103,17 +103,19 @@ def error(case: Case, heads: Heads, attend: Attend, tolerance: float = TOLERANCE
 def check(case: Case, programs: int, block: int) -> None:
     """One row by Triton's kernel."""
     heads = make_heads(case)
-    assert takes(heads)
-    arrived = torch.zeros(case.kv_heads, programs, dtype=torch.int32)
+    assert supports_single_decode(heads)
+    semaphores = torch.zeros(case.kv_heads, programs, dtype=torch.int32)
     attend = functools.partial(
-        attend_lone, arrived=arrived, tuning=LoneTuning(block, 4, programs, 128, 256)
+        attend_single,
+        semaphores=semaphores,
+        tuning=SingleDecodeConfig(block, 4, programs, 128, 256),
     )
 
-    def by_triton(qkv: torch.Tensor, heads: Heads, row: LoneRow, scale: float) -> torch.Tensor:
+    def by_triton(qkv: torch.Tensor, heads: Heads, row: DecodeToken, scale: float) -> torch.Tensor:
         return attend(qkv, heads, row, scale=scale)
 
     off = error(case, heads, by_triton)
-    assert not arrived.any()
+    assert not semaphores.any()
     assert off < TOLERANCE, (off, case, programs, block)
 
 
@@ -128,7 +130,7 @@ if __name__ == "__main__":
     check(Case(120, 5, 1, 64, True), 9, 16)
     check(Case(70, 16, 1, 32, False), 4, 16)
     check(Case(40, 3, 3, 128, True), 2, 16)
-    assert not takes(make_heads(Case(1, 4, 2, 32, False))._replace(halves=False))
-    assert not takes(make_heads(Case(1, 34, 2, 32, False)))
-    assert not takes(make_heads(Case(1, 2, 2, 80, False)))
+    assert not supports_single_decode(make_heads(Case(1, 4, 2, 32, False))._replace(is_neox=False))
+    assert not supports_single_decode(make_heads(Case(1, 34, 2, 32, False)))
+    assert not supports_single_decode(make_heads(Case(1, 2, 2, 80, False)))
     print("all close")

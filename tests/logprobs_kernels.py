@@ -12,7 +12,11 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.kernels.sampling import token_logprobs as kernels
-from pie_driver_sglang.kernels.sampling.logprobs_reference import LEAST, Places, place_words
+from pie_driver_sglang.kernels.sampling.logprobs_reference import (
+    MIN_LOGPROB,
+    LogprobRequests,
+    logprob_words,
+)
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 
 SLOTS = 6
@@ -48,7 +52,7 @@ class Case(NamedTuple):
     def expected(self, slot: int) -> torch.Tensor:
         """Log-probabilities of the vocabulary, by float64."""
         scaled = (self.logits[slot].float() / self.divisors[slot]).double()
-        return torch.log_softmax(scaled, dim=-1).clamp(min=LEAST)
+        return torch.log_softmax(scaled, dim=-1).clamp(min=MIN_LOGPROB)
 
     def check(self, slot: int, words: torch.Tensor, *, ties: bool) -> None:
         """Compares the words of a place."""
@@ -97,14 +101,16 @@ def check_places() -> None:
     for case in cases():
         records, words, end = case.records()
         out = torch.full((end + 4,), UNTOUCHED, dtype=torch.int32)
-        kernels.find(case.logits, case.tokens, records, words, out, 32)
+        kernels.compute_logprobs(case.logits, case.tokens, records, words, out, 32)
         assert (out[:3] == UNTOUCHED).all()
         assert (out[end:] == UNTOUCHED).all()
         asked = [slot for slot in range(SLOTS) if case.asked[slot]]
         for slot, following in itertools.zip_longest(asked, asked[1:]):
             last = end if following is None else int(records[following, 1])
             case.check(slot, out[int(records[slot, 1]) : last], ties=True)
-        plain = place_words(case.logits, Places.of_step(records, words), case.tokens & 0xFFFFFFFF)
+        plain = logprob_words(
+            case.logits, LogprobRequests.of_step(records, words), case.tokens & 0xFFFFFFFF
+        )
         first = 0
         for slot in asked:
             length = 1 + 2 * case.tops[slot] + len(case.given[slot])
@@ -120,7 +126,7 @@ def check_slots_that_draw_nothing() -> None:
     records[1, 1] = 5
     out = torch.full((10,), UNTOUCHED, dtype=torch.int32)
     tokens = torch.tensor([40, 3])
-    kernels.find(torch.zeros(2, 40), tokens, records, torch.zeros(1).int(), out, 2)
+    kernels.compute_logprobs(torch.zeros(2, 40), tokens, records, torch.zeros(1).int(), out, 2)
     assert (out[:5] == UNTOUCHED).all()
     assert out[6:8].tolist() == [0, 1]
 

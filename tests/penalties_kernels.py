@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from pie_driver_sglang.kernels.sampling.penalties import adjust, note, widened
+from pie_driver_sglang.kernels.sampling.penalties import (
+    apply_penalties,
+    cast_modified_rows,
+    record_tokens,
+)
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.kernels.sampling.token_history import Records, TokenHistory
 
@@ -43,13 +47,13 @@ def check_adjusted() -> None:
     tokens = torch.randint(0, VOCAB, (9000,), generator=generator)
     # Some of them often.
     tokens[::3] = 17
-    history.note(torch.arange(9000), tokens)
+    history.record(torch.arange(9000), tokens)
     asked = records(generator)
     wide = torch.randn(SLOTS, VOCAB + 3, generator=generator)
     logits, expected = wide.clone()[:, :VOCAB], wide.clone()[:, :VOCAB]
-    history.adjust(expected, asked)
+    history.apply_penalties(expected, asked)
     counts = torch.zeros(3, VOCAB, dtype=torch.int32)
-    adjust(logits, table, history.tokens, asked.slots, asked.words, counts)
+    apply_penalties(logits, table, history.tokens, asked.slots, asked.words, counts)
     assert not counts.any(), "counts are left"
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     changed = (expected != wide[:, :VOCAB]).sum(dim=1).tolist()
@@ -57,7 +61,7 @@ def check_adjusted() -> None:
     assert all(changed[1:]), changed
 
 
-def check_widened() -> None:
+def check_cast() -> None:
     """Rows that are not contiguous, of more than one block, with a soft cap and without."""
     generator = torch.Generator().manual_seed(6)
     for dtype in (torch.bfloat16, torch.float32):
@@ -70,7 +74,7 @@ def check_widened() -> None:
         records[2, 7] = 1
         places[3, 0] = 1
         records[4, 1:3] = 7
-        rows = widened(logits, records, places)
+        rows = cast_modified_rows(logits, records, places)
         assert rows.logits is logits
         assert rows.is_changed is not None
         assert rows.is_changed.tolist() == [1, 0, 1, 1, 0]
@@ -78,7 +82,7 @@ def check_widened() -> None:
             assert torch.equal(rows.latest()[row], logits[row].float())
         capped = 30 * torch.tanh(logits.float() / 30)
         capped[1, ::3] = -torch.inf
-        rows = widened(logits, records, places, 30.0)
+        rows = cast_modified_rows(logits, records, places, 30.0)
         assert rows.is_changed is not None
         assert rows.is_changed.all()
         torch.testing.assert_close(rows.latest(), capped, rtol=1e-5, atol=1e-5)
@@ -95,7 +99,7 @@ def check_noted() -> None:
         words = torch.cat([torch.full((3,), -7, dtype=torch.int32), words, words[:2]])
         tokens = torch.full((4000,), -1, dtype=torch.int32)
         pairs = torch.tensor([3, count], dtype=torch.int32)
-        note(tokens, own, ids[:rows], words, pairs)
+        record_tokens(tokens, own, ids[:rows], words, pairs)
         expected = torch.full((4000,), -1, dtype=torch.int32)
         expected[own] = ids[:rows].int()
         expected[further] = ids[rows:].int()
@@ -104,6 +108,6 @@ def check_noted() -> None:
 
 if __name__ == "__main__":
     check_adjusted()
-    check_widened()
+    check_cast()
     check_noted()
     print("adjusted and noted")

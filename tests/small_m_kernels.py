@@ -9,16 +9,30 @@ import itertools
 
 import torch
 
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm
-from pie_driver_sglang.kernels.gemm.small_m import Cut, Scratch, Stream, begin, find_cut, product
+from pie_driver_sglang.kernels.gemm.small_m import find_small_m_config, small_m_gemm, start_residual
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    STORE,
+    LinearWeights,
+    Norm,
+    Residual,
+    TileConfig,
+    Workspace,
+)
 from pie_driver_sglang.kernels.moe.experts import (
     Experts,
-    add_chosen,
-    expert_product,
-    find_cuts,
-    most_rows,
+    add_moe,
+    expert_gemm,
+    find_expert_configs,
+    max_rows,
 )
-from pie_driver_sglang.kernels.moe.routing import FEWEST, Router, Routing, route, routing_scratch
+from pie_driver_sglang.kernels.moe.routing import (
+    FEWEST,
+    Router,
+    Routing,
+    route,
+    routing_workspace_sizes,
+)
 
 ROWS = (1, 5, 16, 20)
 TOLERANCE = 1e-5
@@ -31,9 +45,9 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert error < TOLERANCE, error
 
 
-def make_scratch() -> Scratch:
+def make_workspace() -> Workspace:
     """With parts that no sum may contain."""
-    return Scratch(torch.full((100_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
+    return Workspace(torch.full((100_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
 
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:
@@ -42,9 +56,9 @@ def normalized(rows: torch.Tensor) -> torch.Tensor:
     return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPSILON)
 
 
-def squares_of(stream: Stream) -> None:
+def check_sum_squares(stream: Residual) -> None:
     """The sums of squares are those of the rows."""
-    close(stream.squares.sum(1), stream.rows.double().square().sum(1))
+    close(stream.sum_squares.sum(1), stream.rows.double().square().sum(1))
 
 
 def check_products() -> None:
@@ -52,37 +66,48 @@ def check_products() -> None:
     for count, parts, stages in itertools.product(ROWS, (1, 2), (1, 3)):
         if (count, stages) in ((1, 3), (16, 1), (20, 3)):
             continue
-        scratch, cut = make_scratch(), Cut(16, 32, parts, stages=stages)
+        block_m = 1 if count == 1 else 16 if count <= 16 else 32
+        workspace, config = make_workspace(), TileConfig(block_m, 16, 32, parts, num_stages=stages)
         rows, matrix = torch.randn(count, 128), LinearWeights(torch.randn(96, 128))
-        stream = begin(rows, 3)
-        squares_of(stream)
+        stream = start_residual(rows, 3)
+        check_sum_squares(stream)
         exact = rows.double() @ matrix.weight.double().T
         # Rows may lie in something wider.
         wider = torch.cat([rows, rows], 1)[:, :128]
-        close(product(wider, matrix, cut, scratch), exact)
+        close(small_m_gemm(wider, matrix, config, workspace), exact)
         scaled = normalized(rows) @ matrix.weight.double().T
-        found = product(rows, matrix, cut, scratch, stream=stream, epsilon=EPSILON)
+        found = small_m_gemm(
+            rows, matrix, config, workspace, sum_squares=stream.sum_squares, epsilon=EPSILON
+        )
         close(found, scaled)
         gate, up = scaled.chunk(2, dim=-1)
-        found = product(rows, matrix, cut, scratch, stream=stream, epsilon=EPSILON, gated=True)
+        found = small_m_gemm(
+            rows,
+            matrix,
+            config,
+            workspace,
+            sum_squares=stream.sum_squares,
+            epsilon=EPSILON,
+            swiglu=True,
+        )
         close(found, torch.nn.functional.silu(gate) * up)
         before = torch.randn(count, 96)
-        into = Stream(before.clone(), torch.full((count, 6), torch.nan))
-        assert product(rows, matrix, cut, scratch, into=into) is into.rows
+        into = Residual(before.clone(), torch.full((count, 6), torch.nan))
+        assert small_m_gemm(rows, matrix, config, workspace, residual=into) is into.rows
         close(into.rows, before.double() + exact)
-        squares_of(into)
-        assert not scratch.arrived.any()
+        check_sum_squares(into)
+        assert not workspace.semaphores.any()
 
 
 def check_shapes() -> None:
     """Shapes of models whose layers are of other sizes than any that was measured."""
     for rows, (outputs, inputs) in itertools.product((1, 3), ((96, 64), (48, 80))):
-        for adds in (False, True):
-            cut = find_cut(rows, outputs, inputs, adds=adds)
-            assert cut is not None
-            assert cut.fits(outputs, inputs)
+        for epilogue in (STORE, ADD_RESIDUAL):
+            config = find_small_m_config(rows, outputs, inputs, epilogue)
+            assert config is not None
+            assert config.fits(outputs, inputs)
             x, matrix = torch.randn(rows, inputs), LinearWeights(torch.randn(outputs, inputs))
-            found = product(x, matrix, cut, make_scratch())
+            found = small_m_gemm(x, matrix, config, make_workspace())
             close(found, x.double() @ matrix.weight.double().T)
 
 
@@ -122,40 +147,40 @@ def check_experts() -> None:
     cases = [(each, *shape) for shape, some in zip(shapes, counts, strict=True) for each in some]
     for count, total, chosen, width, middle, sums in cases:
         experts = make_experts(total, chosen, width, middle, normalized=sums)
-        norm, scratch = Norm(torch.rand(width) + 0.5, EPSILON), make_scratch()
+        norm, workspace = Norm(torch.rand(width) + 0.5, EPSILON), make_workspace()
         rows = torch.randn(count, width)
         exact, ids, weights = mixed(rows, norm, experts)
-        stream = begin(rows.clone(), 5)
-        routing = route(stream, norm, experts.router, scratch)
+        stream = start_residual(rows.clone(), 5)
+        routing = route(stream, norm, experts.router, workspace)
         assert torch.equal(routing.experts, ids.int())
         close(routing.weights, weights)
         close(routing.rows, normalized(rows) * norm.weight.double())
         clear(routing)
-        after = add_chosen(stream, norm, experts, scratch)
+        after = add_moe(stream, norm, experts, workspace)
         assert after.rows is stream.rows
         close(after.rows, exact)
-        squares_of(after)
-        assert not scratch.arrived.any()
+        check_sum_squares(after)
+        assert not workspace.semaphores.any()
 
 
 def check_lists() -> None:
     """Pairs of each expert are listed once; sums of squares may be unknown."""
     experts = make_experts(37, 5, 208, 16, normalized=True)
     rows, norm = torch.randn(40, 208), Norm(torch.rand(208) + 0.5, EPSILON)
-    scratch = make_scratch()
-    floats, counters = routing_scratch(40, 37)
-    assert floats <= len(scratch.parts)
-    assert counters <= len(scratch.arrived)
+    workspace = make_workspace()
+    floats, counters = routing_workspace_sizes(40, 37)
+    assert floats <= len(workspace.partial_sums)
+    assert counters <= len(workspace.semaphores)
     exact, ids, weights = mixed(rows, norm, experts)
-    unknown = Stream(rows.clone(), torch.empty(40, 0))
-    routing = route(unknown, norm, experts.router, scratch)
+    unknown = Residual(rows.clone(), torch.empty(40, 0))
+    routing = route(unknown, norm, experts.router, workspace)
     assert torch.equal(routing.experts, ids.int())
     close(routing.weights, weights)
     assert routing.lists is not None
     for number, (pairs, count) in enumerate(zip(*routing.lists, strict=True)):
         assert sorted(pairs[:count].tolist()) == (ids.flatten() == number).nonzero()[:, 0].tolist()
     clear(routing)
-    close(add_chosen(unknown, norm, experts, scratch).rows, exact)
+    close(add_moe(unknown, norm, experts, workspace).rows, exact)
 
 
 def check_ties() -> None:
@@ -164,8 +189,8 @@ def check_ties() -> None:
     weight = experts.router.weight[:1].repeat(12, 1)
     experts = experts._replace(router=experts.router._replace(weight=weight))
     for count in (FEWEST, 6, 20):
-        stream = begin(torch.randn(count, 64), 1)
-        routing = route(stream, Norm(torch.ones(64), EPSILON), experts.router, make_scratch())
+        stream = start_residual(torch.randn(count, 64), 1)
+        routing = route(stream, Norm(torch.ones(64), EPSILON), experts.router, make_workspace())
         assert (routing.experts == torch.arange(3)).all()
         close(routing.weights, torch.full((count, 3), 1 / 3, dtype=torch.float64))
 
@@ -180,27 +205,31 @@ def check_one_expert_of_many_rows(count: int) -> None:
     rows = weight[:1] + 0.01 * torch.randn(count, 64)
     exact, ids, _ = mixed(rows, norm, experts)
     assert sorted(ids.unique().tolist()) == [0, 1]
-    close(add_chosen(begin(rows.clone(), 1), norm, experts, make_scratch()).rows, exact)
+    close(add_moe(start_residual(rows.clone(), 1), norm, experts, make_workspace()).rows, exact)
 
 
 def check_cuts() -> None:
     """Cuts fit, and pairs are computed alone up to some rows."""
     experts = make_experts(3, 2, 96, 64, normalized=True)
     for rows in (1, FEWEST, FEWEST + 1, 64):
-        cuts = find_cuts(rows, experts)
-        assert cuts is not None
-        assert cuts[0].fits(64, 96)
-        assert cuts[1].fits(96, 64)
-    assert find_cuts(1, make_experts(3, 2, 90, 64, normalized=True)) is None
+        configs = find_expert_configs(rows, experts)
+        assert configs is not None
+        assert configs[0].fits(64, 96)
+        assert configs[1].fits(96, 64)
+    assert find_expert_configs(1, make_experts(3, 2, 90, 64, normalized=True)) is None
     # Of the Qwen3-30B-A3B and of Mixtral: of more rows an expert would have too many pairs.
-    assert most_rows(make_experts(128, 8, 2, 1, normalized=True)) == 256
-    assert most_rows(make_experts(8, 2, 2, 1, normalized=True)) == 64
+    assert max_rows(make_experts(128, 8, 2, 1, normalized=True)) == 256
+    assert max_rows(make_experts(8, 2, 2, 1, normalized=True)) == 64
     routing = Routing(
         torch.randn(FEWEST, 96), torch.tensor([[2, 0]] * FEWEST, dtype=torch.int32),
         torch.ones(FEWEST, 2),
     )  # fmt: skip
-    found = expert_product(
-        torch.randn(2 * FEWEST, 64), experts.down, routing, Cut(16, 32), gated=False
+    found = expert_gemm(
+        torch.randn(2 * FEWEST, 64),
+        experts.down,
+        routing,
+        TileConfig(1, 16, 32, num_stages=1),
+        swiglu=False,
     )
     assert found.shape == (2 * FEWEST, 96)
 
