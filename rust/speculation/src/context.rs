@@ -3,7 +3,7 @@
 //! Positions are the context's: that of its first token need not be 0, since a context may become known in the middle.
 
 use crate::config::LONGEST_CONTEXT;
-use crate::copying::Copying;
+use crate::copy_tracker::CopyTracker;
 use crate::index::{BOUNDARY, Index, Match};
 
 /// Going back undoes at most this many tokens, or indexes as many again. Beyond that the context starts anew.
@@ -19,7 +19,7 @@ pub(crate) struct Context {
     /// Waits in the drafter's queue for its turn to be shared.
     queued: bool,
     /// The copy that was found last.
-    copying: Option<Copying>,
+    copying: Option<CopyTracker>,
 }
 
 impl Context {
@@ -58,30 +58,30 @@ impl Context {
     }
 
     /// Finds what the context copies, by the longest match of its end; returns it if a change has just ended.
-    pub(crate) fn follow(&mut self, own: Option<Match>) -> Option<Copying> {
+    pub(crate) fn follow(&mut self, own: Option<Match>) -> Option<CopyTracker> {
         let end = self.end();
-        let found = own.map(|found| Copying {
+        let found = own.map(|found| CopyTracker {
             source: self.start + self.index.next(found) - 1,
             end,
             matched: found.length,
         });
         // No place matches better than the longest match.
-        let continued = |copying: &Copying| {
+        let continued = |copying: &CopyTracker| {
             found.filter(|found| copying.end < end && copying.expected(end) == found.source)
         };
         let matching = |source: usize| self.matching(source);
         let copying = self
             .copying
             .and_then(|copying| continued(&copying).or_else(|| copying.at(end, matching)));
-        let yields = |found: &Copying| Copying::yields_to(copying, end, found.matched);
+        let yields = |found: &CopyTracker| CopyTracker::yields_to(copying, end, found.matched);
         self.copying = found.filter(yields).or(copying);
         self.resumed()
     }
 
     /// The copy that goes on after a change which has just ended.
-    pub(crate) fn resumed(&self) -> Option<Copying> {
-        let ended = |copying: &Copying| copying.end == self.end() && copying.is_resumed();
-        let continues = |copying: &Copying| self.token(copying.source) != Some(BOUNDARY);
+    pub(crate) fn resumed(&self) -> Option<CopyTracker> {
+        let ended = |copying: &CopyTracker| copying.end == self.end() && copying.is_resumed();
+        let continues = |copying: &CopyTracker| self.token(copying.source) != Some(BOUNDARY);
         self.copying.filter(ended).filter(continues)
     }
 
@@ -197,7 +197,7 @@ impl Context {
 
 #[cfg(test)]
 impl Context {
-    pub(crate) fn copying(&self) -> Option<Copying> {
+    pub(crate) fn copying(&self) -> Option<CopyTracker> {
         self.copying
     }
 

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::naive::Naive;
+use crate::reference::Reference;
 
 /// A model of the history.
 struct Model {
@@ -71,7 +71,7 @@ impl Model {
     /// The position of the token that is drafted after `text`: where it last followed a different one, or became the most
     /// frequent. `written` tells whether the young generation ends with `text`.
     fn expected(&self, text: &[u32], written: bool) -> Option<usize> {
-        let naive = Naive {
+        let naive = Reference {
             text: &self.young,
             depth: self.depth,
         };

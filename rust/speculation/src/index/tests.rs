@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::naive::Naive;
+use crate::reference::Reference;
 
 fn own_draft(index: &Index, draft: Draft) -> Vec<u32> {
     let mut suffix = index.tail().to_vec();
@@ -18,7 +18,7 @@ fn own_draft(index: &Index, draft: Draft) -> Vec<u32> {
 }
 
 fn check(index: &Index, shortest: usize) {
-    let naive = Naive {
+    let naive = Reference {
         text: index.text(),
         depth: index.depth,
     };
@@ -47,7 +47,7 @@ fn check(index: &Index, shortest: usize) {
 }
 
 fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
-    let naive = Naive {
+    let naive = Reference {
         text: index.text(),
         depth: index.depth,
     };
