@@ -1,6 +1,6 @@
 //! A scheduler in the middle of its work.
 
-use pie_scheduler::{StepOutput, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler, StepOutput};
 
 const PAGE_SIZE: u32 = 16;
 /// Tokens that a request produces. Its prompt is shorter than the context by half of them.
@@ -113,7 +113,9 @@ impl Decodes {
             token_ends: &self.ends,
             ..StepOutput::default()
         };
-        self.scheduler.process_output(self.now, &answer).expect("its step");
+        self.scheduler
+            .process_output(self.now, &answer)
+            .expect("its step");
         self.scheduler.outputs(&mut self.outputs);
         let ended = self.outputs.iter().filter(|output| output.finish.is_some());
         for _ in 0..ended.count() {

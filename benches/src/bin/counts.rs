@@ -169,7 +169,8 @@ fn evict() {
 /// 20,000 leaves of one page each, used in another order than they were inserted in.
 fn leaves() -> RadixIndex {
     const LEAVES: u32 = 20_000;
-    let mut index = RadixIndex::new(pie_kv_cache::radix::Config::default()).expect("a valid config");
+    let mut index =
+        RadixIndex::new(pie_kv_cache::radix::Config::default()).expect("a valid config");
     let key = |leaf| [leaf / 100, leaf];
     for leaf in 0..LEAVES {
         let pages = [2 * leaf, 2 * leaf + 1];

@@ -180,7 +180,7 @@ fn a_limit_that_is_raised_is_the_limit() {
 }
 
 #[test]
-fn what_is_asked_is_cut_to_what_there_is_room_for() {
+fn max_tokens_are_cut_to_the_context_length() {
     let cut = |min, max| {
         let raw = RawRequest {
             min_new_tokens: min,
@@ -275,7 +275,7 @@ proptest! {
 
     /// Whatever numbers come, a request is refused by one line, or is within its limits.
     #[test]
-    fn any_request_is_refused_or_within_its_limits(raw in any_raw()) {
+    fn any_request_is_rejected_or_within_its_limits(raw in any_raw()) {
         let (least, most) = (raw.min_new_tokens, raw.max_new_tokens);
         match ingress().validate(raw, unbound) {
             Err(refusal) => prop_assert!(!refusal.to_string().contains('\n'), "{}", refusal),

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_bring_each_token_of_the_prompt_once() {
+    fn rows_return_each_prompt_token_once() {
         let mut kept = LogprobBuffer::new(WANTED, 10);
         assert_eq!(kept.cacheable(), 2);
         assert_eq!(kept.of_row(0, 2), 3..3);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn another_number_of_words_is_found() {
+    fn a_wrong_number_of_words_is_detected() {
         let mut kept = LogprobBuffer::new(WANTED, 10);
         assert!(!kept.take(3..5, 0, 0, &words(3..4)));
         assert!(!kept.take(3..4, 1, 1, &words(3..4)));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_as_long_as_their_places_allow() {
+    fn rows_are_limited_by_logprob_words() {
         let kept = LogprobBuffer::new(WANTED, 10);
         assert_eq!(kept.end_of_row(0, 3), 5);
         assert_eq!(kept.of_row(0, 5).len(), 3);

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_share_of_prompts_fills_the_gap() {
+    fn prefills_fill_the_latency_limit() {
         for (gap_us, decode_us, token_us, expected) in [
             (6000, 2000, 2.0, 1900),
             (6000, 2000, 10.0, 380),
@@ -327,7 +327,7 @@ mod tests {
 
     /// Steps of few requests end a burst; the next one starts with many and has no decode-only step for long.
     #[test]
-    fn what_decodes_take_follows_from_what_they_read() {
+    fn decode_time_follows_from_kv_tokens() {
         let step = |context: u64| 900 + context / 40;
         let mut budget = with_limits(6000, 0, 8192);
         for requests in (1..=256).rev() {
@@ -354,7 +354,7 @@ mod tests {
 
     /// Without streams there is no limit, and the budget for streams stays.
     #[test]
-    fn steps_without_streams_do_not_change_what_streams_need() {
+    fn steps_without_streams_do_not_change_the_budget_of_streams() {
         let mut budget = with_limits(6000, 0, 8192);
         let found = converge(&mut budget, 2000, 10.0);
         for _ in 0..20 {
@@ -401,7 +401,7 @@ mod tests {
 
     /// Decodes take 9 ms, a prefill token 25 µs: usually prefills get as much time as decodes.
     #[test]
-    fn parts_of_prompts_grow_while_many_wait() {
+    fn chunks_grow_while_many_requests_wait() {
         let mut budget = PrefillBudget::new(&Config::default(), 8192);
         let usual = converge(&mut budget, 9000, 25.0);
         assert!(usual.abs_diff(352) <= 70, "{usual}");
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_pays_as_long_as_copies_are_cheaper() {
+    fn the_host_is_preferred_while_copies_are_cheaper() {
         let mut budget = with_limits(0, 0, 8192);
         assert!(budget.prefer_host(16));
         budget.record(load(0, 1000), 10_000, 0);

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_are_never_more_than_the_most() {
+    fn sessions_are_limited() {
         let mut sessions = Sessions::default();
         for session in 0..2 * MOST as u64 {
             assert_eq!(sessions.keep(session, NodeId::default(), session), None);

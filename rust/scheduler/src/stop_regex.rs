@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn expressions_are_found_over_the_borders_of_tokens() {
+    fn expressions_match_across_token_boundaries() {
         for (patterns, tokens, expected) in [
             (&["b+c"][..], &["ab", "b", "bc", "d"][..], Some((3, 0))),
             (
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_character_that_is_cut_is_waited_for() {
+    fn an_incomplete_character_is_waited_for() {
         let [smile, accent] = ["\u{1f600}".as_bytes(), "\u{e9}".as_bytes()];
         // The word boundary is only known with the whole character.
         let word: &[&[u8]] = &[b"foo", &accent[..1], &accent[1..]];
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_texts_are_told_apart() {
+    fn literals_are_matched_as_stop_strings() {
         let regexes = StopRegexes::new(&["a.c", "stop it", "[x]", "\u{4f60}"]).unwrap();
         let plain = ["stop it", "\u{4f60}"].map(|text| text.as_bytes().into());
         assert_eq!(regexes.plain().texts(), plain);
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_refused_by_name() {
+    fn invalid_expressions_are_rejected_by_name() {
         for (pattern, words) in [
             ("(a", "unclosed group"),
             ("(?=a)", "look-around"),
@@ -385,7 +385,7 @@ mod tests {
     proptest! {
         /// Compares each token with a search of the whole text.
         #[test]
-        fn it_finds_what_a_search_of_the_whole_text_finds(
+        fn matches_equal_a_search_of_the_whole_text(
             pattern in r"\(?[ab]\)?[*+?]?[bc.é]{1,2}(\{1,3\}|\+|\?|\\b|\|c)?[a-c]?(\$|\\b|\\w)?",
             text in "[abcé😀 ]{0,24}",
             cuts in prop::collection::vec(1_usize..5, 24),

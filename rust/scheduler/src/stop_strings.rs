@@ -156,7 +156,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn finds_what_a_search_of_the_whole_text_finds(
+        fn stop_strings_equal_a_search_of_the_whole_text(
             strings in prop::collection::vec(prop::collection::vec(0_u8..3, 1..6), 0..5),
             tokens in prop::collection::vec(prop::collection::vec(0_u8..3, 0..4), 0..20),
         ) {

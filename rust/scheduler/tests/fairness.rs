@@ -66,7 +66,7 @@ fn more_requests_than_rows_take_turns() {
 }
 
 #[test]
-fn prompts_go_on_beside_decodes_that_fill_every_row() {
+fn prefills_progress_next_to_decodes_that_fill_every_row() {
     let limits = Limits {
         max_forward_requests: 3,
         ..LIMITS
@@ -85,7 +85,7 @@ fn prompts_go_on_beside_decodes_that_fill_every_row() {
 }
 
 #[test]
-fn decodes_go_on_beside_a_long_prompt() {
+fn decodes_progress_next_to_a_long_prefill() {
     let config = Config {
         chunk_tokens: 70,
         ..Config::default()
@@ -117,7 +117,7 @@ fn decodes_go_on_beside_a_long_prompt() {
 
 /// With a rule for what a step takes, the share of prompts comes to what the limit allows, and decodes wait no longer.
 #[test]
-fn the_gap_between_tokens_keeps_to_its_limit() {
+fn inter_token_latency_is_limited() {
     let gap_us = STEP_US + 8 * TOKEN_US + 300 * TOKEN_US;
     let config = Config {
         gap_us,
@@ -152,7 +152,7 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
 /// Two bursts of streams, the first of which shows what steps take: while most of the second wait, larger parts of prompts bring their
 /// first tokens sooner, and all of them end sooner.
 #[test]
-fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
+fn larger_chunks_shorten_time_to_first_token_in_a_burst() {
     const REQUESTS: u64 = 64;
     let bursts = |gap_growth| {
         let config = Config {
@@ -196,7 +196,7 @@ fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
 
 /// Without streams a step has as many prompts as its time allows; as soon as one streams, a chunk, and less next to decodes.
 #[test]
-fn steps_without_streams_are_as_large_as_their_time_allows() {
+fn steps_without_streams_fill_their_target_time() {
     let config = Config {
         chunk_tokens: 100,
         step_us: 1000 * TOKEN_US,
@@ -232,7 +232,7 @@ fn steps_without_streams_are_as_large_as_their_time_allows() {
 }
 
 #[test]
-fn a_request_is_overtaken_so_often_and_no_more() {
+fn overtakes_are_limited() {
     let config = Config {
         policy: Policy::Lpm,
         max_running: 1,
@@ -258,7 +258,7 @@ fn a_request_is_overtaken_so_often_and_no_more() {
 }
 
 #[test]
-fn a_request_with_many_parameters_is_not_overtaken_for_ever_by_those_with_few() {
+fn a_request_with_many_parameters_does_not_starve() {
     let limits = Limits {
         frame: FrameBytes {
             params: 100,
@@ -293,7 +293,7 @@ fn a_request_with_many_parameters_is_not_overtaken_for_ever_by_those_with_few() 
 }
 
 #[test]
-fn a_better_priority_takes_the_pages_of_others() {
+fn a_better_priority_preempts_others() {
     let limits = Limits {
         total_pages: 30,
         ..LIMITS
@@ -337,7 +337,7 @@ fn a_better_priority_takes_the_pages_of_others() {
 }
 
 #[test]
-fn no_pages_are_taken_for_a_request_whose_parameters_do_not_fit() {
+fn no_preemption_for_a_request_whose_parameters_do_not_fit() {
     let limits = Limits {
         total_pages: 30,
         frame: FrameBytes {
@@ -369,7 +369,7 @@ fn no_pages_are_taken_for_a_request_whose_parameters_do_not_fit() {
 }
 
 #[test]
-fn what_a_session_said_stays_for_its_next_request() {
+fn a_session_keeps_its_prefix_for_its_next_request() {
     let limits = Limits {
         total_pages: 60,
         ..LIMITS
@@ -400,7 +400,7 @@ fn what_a_session_said_stays_for_its_next_request() {
 }
 
 #[test]
-fn sessions_give_way_when_there_is_no_other_room() {
+fn sessions_end_when_pages_run_out() {
     let limits = Limits {
         total_pages: 40,
         ..LIMITS
@@ -435,7 +435,7 @@ fn samples_share_the_pages_of_their_prompt() {
 }
 
 #[test]
-fn those_that_begin_alike_wait_for_the_first_of_them() {
+fn requests_wait_for_a_shared_prefix() {
     let mut sim = sim(Config::default(), LIMITS);
     for _ in 0..5 {
         sim.submit(&TestRequest::plain(80, 4, 4));
@@ -447,7 +447,7 @@ fn those_that_begin_alike_wait_for_the_first_of_them() {
 }
 
 #[test]
-fn a_retracted_request_goes_on_from_the_host() {
+fn a_retracted_request_resumes_from_host_pages() {
     let limits = Limits {
         total_pages: 24,
         host_pages: 64,

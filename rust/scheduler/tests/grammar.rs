@@ -357,7 +357,7 @@ const SETS: [&[u32]; 9] = [
 proptest! {
     /// Whatever happens to the driver and the pages, each says what it says by itself.
     #[test]
-    fn bound_and_free_sequences_say_what_they_say_alone(
+    fn constrained_and_free_sequences_generate_what_they_do_alone(
         (pages, masks) in (14_u32..60, 1_u32..9),
         requests in prop::collection::vec((any::<bool>(), 1_usize..20, 1_u32..3, 0_usize..9), 1..7),
         events in prop::collection::vec(0_u8..12, 0..60),
@@ -411,7 +411,7 @@ proptest! {
 }
 
 #[test]
-fn tokens_without_alternative_are_not_drawn() {
+fn jump_forward_tokens_are_not_sampled() {
     let mut world = World::new(60);
     let path = Path::new(&SETS);
     world
@@ -428,7 +428,7 @@ fn tokens_without_alternative_are_not_drawn() {
 }
 
 #[test]
-fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
+fn a_request_whose_grammar_compiles_is_overtaken() {
     let mut world = World::new(60);
     let path = Path::new(&SETS);
     path.ready.store(false, Ordering::Relaxed);
@@ -452,7 +452,7 @@ fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
 }
 
 #[test]
-fn who_is_not_bound_does_not_wait_for_slow_masks() {
+fn free_sequences_do_not_wait_for_late_masks() {
     let free = |world: &mut World| {
         let request = NewRequest::new(2, vec![2], (), 12);
         world.scheduler.submit(request).unwrap();
@@ -479,7 +479,7 @@ fn who_is_not_bound_does_not_wait_for_slow_masks() {
 }
 
 #[test]
-fn a_constraint_that_fails_ends_its_sequences_with_the_reason() {
+fn a_grammar_that_fails_ends_its_sequences_with_the_reason() {
     let mut world = World::new(60);
     let broken = Arc::new(Path {
         sets: SETS.iter().map(|set| set.to_vec()).collect(),
@@ -523,7 +523,7 @@ fn a_constraint_that_fails_ends_its_sequences_with_the_reason() {
 }
 
 #[test]
-fn forced_tokens_end_at_the_most_that_there_may_be() {
+fn jump_forward_stops_at_max_tokens() {
     let mut world = World::new(60);
     let path = Path::new(&[&[5], &[6], &[7], &[8]]);
     let mut request = bound(1, vec![1], &path, 1);

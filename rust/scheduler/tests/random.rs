@@ -192,7 +192,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn every_request_gets_the_tokens_of_the_rule((config, limits, seed, events) in case(150)) {
+    fn every_request_gets_the_expected_tokens((config, limits, seed, events) in case(150)) {
         Sim::new(config, limits, seed % 1000).play(&events);
     }
 }

@@ -30,7 +30,7 @@ fn refusal(scheduler: &mut Scheduler<()>, request: NewRequest<()>) -> String {
 }
 
 #[test]
-fn a_refusal_names_value_limit_and_remedy() {
+fn an_error_names_value_limit_and_remedy() {
     let config = Config {
         max_queued: Some(2),
         ..Config::default()
@@ -83,7 +83,7 @@ fn a_refusal_names_value_limit_and_remedy() {
 }
 
 #[test]
-fn stop_tokens_are_forbidden_for_as_many_tokens_as_any_number_says() {
+fn stop_tokens_are_forbidden_until_any_min_tokens() {
     let mut scheduler = scheduler(Config::default(), LIMITS);
     let mut request = NewRequest::new(1, vec![1; 10], (), u32::MAX);
     request.stop.min_tokens = u32::MAX;
@@ -97,7 +97,7 @@ fn stop_tokens_are_forbidden_for_as_many_tokens_as_any_number_says() {
 }
 
 #[test]
-fn images_that_no_step_can_have_are_refused() {
+fn images_that_fit_no_step_are_rejected() {
     let limits = Limits {
         max_image_bytes: 100,
         max_forward_tokens: 300,
@@ -192,7 +192,7 @@ fn a_setting_out_of_range_is_refused() {
 }
 
 #[test]
-fn answers_must_fit_their_step() {
+fn outputs_must_fit_their_step() {
     let mut scheduler = scheduler(Config::default(), LIMITS);
     let nothing = StepOutput::default();
     assert_eq!(
@@ -233,7 +233,7 @@ fn answers_must_fit_their_step() {
 }
 
 #[test]
-fn a_prompt_alone_is_computed_and_kept() {
+fn a_prompt_without_output_is_prefilled_and_cached() {
     let mut scheduler = scheduler(Config::default(), LIMITS);
     let mut outputs = Outputs::default();
     for (id, cached) in [(1, 0), (2, 32)] {

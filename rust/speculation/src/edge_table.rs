@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_looks_at_its_own_entries_alone() {
+    fn a_split_visits_its_own_entries_only() {
         let mut table = EdgeTable::default();
         for count in 0..1_500_000_u32 {
             table.set(count, count % 97, Child::Leaf(count));

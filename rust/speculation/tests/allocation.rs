@@ -242,7 +242,7 @@ fn decoding_allocates_only_to_grow() {
 }
 
 #[test]
-fn choosing_allocates_nothing() {
+fn choose_allocates_nothing() {
     let mut policy = Policy::new(16, &[256, 512, 1024, 2048, 4096, 8192]);
     let offers: Vec<_> = (1..=256)
         .map(|context| DraftProposal {
@@ -282,7 +282,7 @@ fn choosing_allocates_nothing() {
 }
 
 #[test]
-fn rewinding_is_paid_for_once() {
+fn rewinds_do_not_accumulate_memory() {
     let mut random = Random(5);
     let text: Vec<_> = (0..5000).map(|_| random.zipf(300)).collect();
     let mut drafter = Drafter::new(ALONE).unwrap();

@@ -434,7 +434,7 @@ mod tests {
     /// Consecutive tokens must not cluster in the table, for nodes with many or few children. With random hashes an entry lies
     /// 0.8 slots after its home at this load.
     #[test]
-    fn searches_are_short_whatever_the_seed() {
+    fn probes_are_short_for_every_seed() {
         for seed in 1..=100 {
             let shared = SharedSeed::from_u64(seed);
             let hasher = FoldHasher::with_seed(seed, &shared);

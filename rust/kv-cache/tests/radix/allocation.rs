@@ -48,7 +48,7 @@ fn a_hit_and_a_miss_allocate_nothing() {
 }
 
 #[test]
-fn a_cut_copies_no_tokens() {
+fn a_split_copies_no_tokens() {
     let (mut index, text) = filled(1);
     let mut pages = Vec::with_capacity(4096);
     let before = index.memory_bytes();
@@ -59,7 +59,7 @@ fn a_cut_copies_no_tokens() {
 }
 
 #[test]
-fn what_is_evicted_is_given_back() {
+fn evicted_nodes_free_memory() {
     let (mut index, _) = filled(16);
     let mut evicted = EvictResult::default();
     let full = index.memory_bytes();
@@ -71,7 +71,7 @@ fn what_is_evicted_is_given_back() {
 }
 
 #[test]
-fn bytes_are_counted_as_they_are() {
+fn memory_bytes_are_exact() {
     let mut made = None;
     let held = measure(|| {
         let mut index = RadixIndex::new(Config::default()).expect("a valid config");

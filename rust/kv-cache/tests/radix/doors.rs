@@ -85,7 +85,7 @@ fn an_evicted_node_is_never_another_one() {
 }
 
 #[test]
-fn pictures_show_sizes_locks_and_tiers() {
+fn exports_show_sizes_locks_and_tiers() {
     let mut index = index(1);
     let key = Key::new(&[1, 2, 3, 4]).within("lora \"a\"");
     index
@@ -133,7 +133,7 @@ fn pictures_show_sizes_locks_and_tiers() {
 }
 
 #[test]
-fn joined_nodes_keep_the_later_time_and_the_higher_counts() {
+fn merged_nodes_keep_the_later_time_and_the_higher_counts() {
     let mut index = index(1);
     let insert = |index: &mut RadixIndex, tokens: &[u32], now, priority| {
         let how = InsertParams {

@@ -6,7 +6,7 @@ use super::sim::{Event, Poison, TestRequest};
 use super::{LIMITS, ROOMY, sim, step};
 
 #[test]
-fn a_request_alone_ends_when_its_steps_fail_three_times_in_a_row() {
+fn a_request_alone_ends_after_three_failed_steps_in_a_row() {
     let mut sim = sim(Config::default(), LIMITS);
     sim.submit(&TestRequest::plain(0, 6, 9));
     for _ in 0..2 {
@@ -57,7 +57,7 @@ fn poisoned(guilty: &[u64], kills: bool) -> (u32, u32) {
 }
 
 #[test]
-fn the_request_that_makes_steps_fail_is_found_by_halves() {
+fn the_request_that_makes_steps_fail_is_found_by_bisection() {
     for guilty in [0, 1, 37, 63] {
         // 64 rows, 32, …, 1.
         assert_eq!(poisoned(&[guilty], false).0, 7);
@@ -67,7 +67,7 @@ fn the_request_that_makes_steps_fail_is_found_by_halves() {
 }
 
 #[test]
-fn the_request_that_drivers_die_of_is_found_with_answers_in_between() {
+fn the_request_that_kills_drivers_is_found_by_bisection() {
     for guilty in [0, 1, 37, 63] {
         let (failures, most) = poisoned(&[guilty], true);
         assert_eq!(failures, 7);

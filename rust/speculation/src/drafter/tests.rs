@@ -39,7 +39,7 @@ fn words(length: usize) -> Vec<u32> {
 }
 
 #[test]
-fn going_back_is_little_work() {
+fn rewinds_are_cheap() {
     let (text, other) = (words(40_000), words(20));
     let config = Config {
         capacity: 0,
@@ -266,7 +266,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn it_remembers_and_drafts_as_the_model(
+    fn contexts_and_drafts_equal_the_reference(
         depth in 1..8_usize, min_n in 1..3_usize, capacity in prop_oneof![Just(0), Just(60), Just(600), Just(100_000)],
         context_bytes in prop_oneof![1 => Just(6_000_usize), 3 => Just(1 << 30)],
         events in prop::collection::vec(event(), 1..40),
@@ -311,7 +311,7 @@ impl Run {
 }
 
 #[test]
-fn what_is_known_is_not_learnt_again() {
+fn known_tokens_are_not_appended_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();
     run.say(1, 0, &text);
@@ -325,7 +325,7 @@ fn what_is_known_is_not_learnt_again() {
 }
 
 #[test]
-fn a_text_that_repeats_itself_leaves_room_in_trees() {
+fn repetitive_text_leaves_room_in_trees() {
     let mut run = new(10_000, usize::MAX);
     run.say(1, 0, &[4, 5, 6, 7, 8].repeat(30));
     run.say(2, 0, &[5, 20, 21, 22].repeat(40));
@@ -356,7 +356,7 @@ fn in_its_own_text_the_last_continuation_comes_first() {
 }
 
 #[test]
-fn the_context_that_was_not_used_for_longest_goes() {
+fn the_least_recently_used_context_is_released() {
     let text: Vec<u32> = (0..500).collect();
     let mut probe = new(0, usize::MAX);
     probe.say(1, 0, &text);
@@ -422,7 +422,7 @@ fn limits_are_checked() {
 }
 
 #[test]
-fn tokens_that_no_model_has_end_the_text() {
+fn out_of_range_tokens_end_the_text() {
     let mut run = new(1000, usize::MAX);
     for large in [BOUNDARY, 1 << 24, (1 << 24) + 2, u32::MAX] {
         let text = [1, 2, 3, large, 2, 9, large, 2, 9, large, 1, 2];

@@ -143,7 +143,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn it_finds_what_a_comparison_finds(
+    fn matches_equal_the_reference(
         depth in 1..8_usize, shortest in 1..3_usize, changes in prop::collection::vec(change(), 1..40),
     ) {
         let mut index = Index::new(depth, true);
@@ -169,7 +169,7 @@ proptest! {
     }
 
     #[test]
-    fn rewinding_restores_what_was(
+    fn rewinding_restores_the_index(
         depth in 1..8_usize, tokens in prop::collection::vec(0..4_u32, 1..120), back in 1..60_usize,
     ) {
         let mut index = Index::new(depth, true);

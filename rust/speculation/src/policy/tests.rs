@@ -131,7 +131,7 @@ fn policy() -> Policy {
 }
 
 #[test]
-fn nothing_accepted_costs_nothing() {
+fn rejected_drafts_cost_nothing() {
     for curve in [ROOFLINE, FLAT, LINEAR] {
         for contexts in [1, 3, 8, 32, 64, 200, 256] {
             let mut world = World::new(&vec![0.0; contexts], curve);
@@ -214,7 +214,7 @@ fn a_quiet_context_is_probed_again() {
 }
 
 #[test]
-fn steps_of_other_kinds_cost_apart() {
+fn costs_are_separate_for_each_kind_of_step() {
     for kind in [StepKind::Probed, StepKind::Adapters] {
         let mut policy = policy();
         let chosen = |policy: &mut Policy, kind| {
@@ -245,7 +245,7 @@ fn steps_of_other_kinds_cost_apart() {
 }
 
 #[test]
-fn drafts_may_make_a_step_another_one() {
+fn steps_with_drafts_may_have_their_own_cost() {
     let mut policy = policy();
     // Steps without drafts are graphs, however many contexts they are of.
     let chosen = |policy: &mut Policy, requests: usize, times: [u64; 2]| {
@@ -314,7 +314,7 @@ fn drafts_go_to_those_who_use_them() {
 }
 
 #[test]
-fn no_more_than_what_is_there() {
+fn no_more_drafts_than_proposed() {
     let mut policy = Policy::new(3, &SIZES);
     let mut lengths = vec![7];
     policy.choose(&[], &mut lengths);
@@ -374,7 +374,7 @@ fn counters_make_a_line() {
 }
 
 #[test]
-fn probes_go_round() {
+fn probes_are_round_robin() {
     let mut world = World::new(&[0.0; 5], ROOFLINE);
     let mut policy = policy();
     world.run(&mut policy, 3000);
@@ -405,7 +405,7 @@ fn probes_go_round() {
 }
 
 #[test]
-fn it_listens_where_drafts_may_come_true() {
+fn preselection_keeps_likely_drafts() {
     let mut policy = Policy::new(MOST, &SIZES);
     let offers = |lengths: [usize; 4]| {
         [1, 2, 3, 4]
@@ -462,7 +462,7 @@ fn it_listens_where_drafts_may_come_true() {
 }
 
 #[test]
-fn probes_go_round_where_few_ask() {
+fn probes_are_round_robin_with_few_requests() {
     let mut policy = Policy::new(MOST, &SIZES);
     for context in [1, 3] {
         (0..400).for_each(|_| policy.verified(context, 3, 4, 0));

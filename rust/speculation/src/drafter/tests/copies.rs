@@ -128,7 +128,7 @@ pub(super) fn candidate(
 }
 
 #[test]
-fn a_copy_goes_on_after_a_change() {
+fn a_copy_is_resumed_after_an_edit() {
     let mut run = super::new(0, usize::MAX);
     // 1 and 2 occur in many places.
     let text: Vec<u32> = (10..40).chain([1, 70, 1, 71, 1]).chain(40..60).collect();
@@ -151,7 +151,7 @@ fn a_copy_goes_on_after_a_change() {
 }
 
 #[test]
-fn changes_may_be_so_long() {
+fn edits_are_limited() {
     let text: Vec<u32> = (100..200).chain(100..110).collect();
     let after = |change: &[u32], on: u32| {
         let mut run = super::new(0, usize::MAX);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_was_said_before_is_not_shared_again() {
+fn repeated_text_is_not_shared_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();
     run.drafter.append_known(1, 0, &text);
@@ -17,7 +17,7 @@ fn what_was_said_before_is_not_shared_again() {
 }
 
 #[test]
-fn what_is_taken_back_before_it_is_shared_is_shared_later() {
+fn rewound_text_is_shared_later() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..300).collect();
     let mut append = |position, tokens| {
@@ -39,7 +39,7 @@ fn what_is_taken_back_before_it_is_shared_is_shared_later() {
 }
 
 #[test]
-fn texts_of_the_history_do_not_run_into_each_other() {
+fn matches_do_not_cross_texts_of_the_history() {
     let mut run = new(10_000, usize::MAX);
     for (context, start) in [(1, 100), (2, 200)] {
         run.say(context, 0, &(start..start + 50).collect::<Vec<_>>());
@@ -49,7 +49,7 @@ fn texts_of_the_history_do_not_run_into_each_other() {
 }
 
 #[test]
-fn a_short_context_is_shared_when_it_ends() {
+fn a_short_context_is_shared_on_release() {
     let mut run = new(10_000, usize::MAX);
     run.say(1, 0, &[5, 6, 7, 8, 9, 10, 11, 12]);
     assert_eq!(run.say(2, 0, &[4, 5, 6]).0, []);
@@ -58,7 +58,7 @@ fn a_short_context_is_shared_when_it_ends() {
 }
 
 #[test]
-fn the_text_of_others_must_match_by_more() {
+fn a_history_match_must_be_longer() {
     let mut run = new(10_000, usize::MAX);
     run.say(1, 0, &[9, 9, 1, 2, 3, 4, 50, 51, 52, 53]);
     run.drafter.release(1);
@@ -112,7 +112,7 @@ fn contexts_that_decode_together_do_not_share_in_the_same_step() {
 }
 
 #[test]
-fn what_all_contexts_start_with_is_in_the_history_once() {
+fn a_shared_prompt_is_in_the_history_once() {
     let mut run = new(100_000, usize::MAX);
     let shared: Vec<u32> = (0..2000).collect();
     for context in 1..=100_u32 {
