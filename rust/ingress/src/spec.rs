@@ -144,21 +144,16 @@ impl Ingress {
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
         let sampling = self.sampling(raw.sampling, raw.logit_bias)?;
         let draw = sampling.draw()?;
-        let logprobs = raw
-            .logprobs
-            .as_ref()
-            .map(|wanted| self.logprobs(wanted, raw.prompt.len()));
-        // Taken before image tokens get their placeholders.
-        let logprobs = logprobs.transpose()?;
-        let logprobs = logprobs.map(|wanted| LogprobRows::new(wanted, &raw.prompt));
+        // Of the prompt before image tokens get their placeholders.
+        let logprobs = match &raw.logprobs {
+            Some(wanted) => Some(LogprobRows::new(
+                self.logprobs(wanted, raw.prompt.len())?,
+                &raw.prompt,
+            )),
+            None => None,
+        };
         let grammar = match &raw.grammar {
-            Some(grammar) => {
-                let kind = grammar.kind();
-                self.limits
-                    .check(kind, "grammar_bytes", grammar.bytes() as u64)?;
-                let bound = bind(grammar, &raw.grammar_after);
-                Some(bound.map_err(|error| Refusal::Grammar { kind, error })?)
-            }
+            Some(grammar) => Some(self.grammar(grammar, &raw.grammar_after, bind)?),
             None => None,
         };
         let stops = StopTexts::new(stop_strings.clone(), stop_regexes.clone());
@@ -193,6 +188,18 @@ impl Ingress {
             logprobs,
             stops,
         })
+    }
+
+    fn grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable>,
+    ) -> Result<Arc<dyn GrammarHandle>, Refusal> {
+        let kind = grammar.kind();
+        let bytes = grammar.bytes() as u64;
+        self.limits.check(kind, "grammar_bytes", bytes)?;
+        bind(grammar, after).map_err(|error| Refusal::Grammar { kind, error })
     }
 
     fn check_names(&self, raw: &RawRequest) -> Result<(), Refusal> {
