@@ -67,12 +67,12 @@ impl LogprobBuffer {
         (from - 1).saturating_add(places)
     }
 
-    /// Buffers the words of a row: those of `prompt` tokens, then of `drawn` output tokens, of which `kept` are kept. Returns
+    /// Buffers the words of a row: those of `prompt` tokens, then of `sampled` output tokens, of which `kept` are kept. Returns
     /// whether their number is right.
     pub(crate) fn take(
         &mut self,
         prompt: Range<u32>,
-        drawn: usize,
+        sampled: usize,
         kept: usize,
         words: &[u32],
     ) -> bool {
@@ -80,7 +80,7 @@ impl LogprobBuffer {
         let Some((of_prompt, others)) = words.split_at_checked(prompt.len() * width) else {
             return false;
         };
-        if others.len() != drawn * width {
+        if others.len() != sampled * width {
             return false;
         }
         // A recomputed row may return some again.

@@ -8,17 +8,17 @@ use crate::sequence::{Sequence, State};
 use crate::step_output::StepOutput;
 
 impl<S> Sequence<S> {
-    /// Buffers the log-probabilities of `drawn` output tokens, of which `kept` are kept, and of prompt tokens. Returns whether
+    /// Buffers the log-probabilities of `sampled` output tokens, of which `kept` are kept, and of prompt tokens. Returns whether
     /// their number is right.
     fn take_logprobs(
         &mut self,
         (row, at): (&ScheduledRow, usize),
-        (drawn, kept): (usize, usize),
+        (sampled, kept): (usize, usize),
         output: &StepOutput<'_>,
     ) -> bool {
         let (start, end) = row.prompt_logprobs;
         match &mut self.logprobs {
-            Some(logprobs) => logprobs.take(start..end, drawn, kept, output.logprobs_of(at)),
+            Some(logprobs) => logprobs.take(start..end, sampled, kept, output.logprobs_of(at)),
             None => true,
         }
     }
