@@ -152,7 +152,7 @@ impl Harness {
         let mut arrival = NewRequest::new(id, prompt, scores, tokens);
         arrival.samples = u32::from(ask.samples % 4).max(1);
         arrival.drafts = ask.drafts;
-        arrival.ends.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
+        arrival.stop.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
         arrival.logprobs = ask.scores.then(|| Logprobs {
             words: SHAPE.words() as u32,
             prompt_from: None,
@@ -185,7 +185,9 @@ impl Harness {
             );
             match read {
                 Ok(_) => {
-                    let answered = self.scheduler.answer(self.now, &self.answer.as_sched());
+                    let answered = self
+                        .scheduler
+                        .process_output(self.now, &self.answer.as_sched());
                     answered.expect("what was read fits the step");
                 }
                 Err(error) => {
@@ -195,17 +197,19 @@ impl Harness {
                 }
             }
         }
-        self.scheduler.audit().expect("the books are right");
+        self.scheduler
+            .check_invariants()
+            .expect("the books are right");
         self.read_outputs();
     }
 
     fn lay_out(&mut self) {
-        let Some(step) = self.scheduler.step(self.now).expect("no bug was found") else {
+        let Some(step) = self.scheduler.schedule(self.now).expect("no bug was found") else {
             return;
         };
         let rows = step.rows().map(|row| Expected {
             draws: row.sampling.is_some(),
-            scores: row.asked.is_some() && row.sampling.is_some(),
+            scores: row.params.is_some() && row.sampling.is_some(),
             drafts: row.drafts.to_vec(),
             wants_drafts: row.wants_drafts,
             end: row.start + (row.tokens.len() + row.drafts.len()) as u32,
@@ -254,7 +258,7 @@ fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
         adapter: None,
         forbidden: row.forbidden,
         mask: row.mask,
-        extension: row.asked.as_ref().map(|asked| Extended {
+        extension: row.params.as_ref().map(|asked| Extended {
             asked,
             history: row.history,
             prompt_logprobs: row.prompt_logprobs,

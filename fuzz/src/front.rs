@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_engine::{Constrain, Delta, End, Grammar, Rejected, Unbindable};
+use pie_engine::{Delta, End, Grammar, GrammarHandle, Rejected, Unbindable};
 use pie_frontends::sglang_zmq::{Backend, Front, Outgoing};
 use pie_ingress::{LogprobRows, RequestSpec};
 use rmpv::Value;
@@ -213,7 +213,7 @@ impl Backend for Runtime {
         Ok(id)
     }
 
-    fn bind(&self, _: &Grammar, _: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    fn bind(&self, _: &Grammar, _: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         Err(Unbindable::NoTokenizer)
     }
 

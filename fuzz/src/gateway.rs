@@ -325,9 +325,9 @@ fn read(contract: Contract, has_images: bool, message: &[u8]) {
     };
     assert!((1..=1024).contains(&spec.samples()), "{}", spec.samples());
     assert!(!spec.prompt().is_empty());
-    let (arrival, _) = spec.into_arrival();
-    assert!(arrival.ends.min_tokens <= arrival.ends.max_tokens);
-    let mut stops = arrival.ends.stop_tokens.iter();
+    let (arrival, _) = spec.into_request();
+    assert!(arrival.stop.min_tokens <= arrival.stop.max_tokens);
+    let mut stops = arrival.stop.stop_tokens.iter();
     assert!(stops.all(|&token| token < VOCABULARY));
 }
 

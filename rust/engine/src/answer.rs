@@ -105,9 +105,9 @@ impl Answer {
     }
 
     /// The same, as a scheduler takes it.
-    pub fn as_sched(&self) -> pie_scheduler::Answer<'_> {
+    pub fn as_sched(&self) -> pie_scheduler::StepOutput<'_> {
         let part = |ends: &[u32]| ends.last().map_or(0, |&end| end as usize);
-        pie_scheduler::Answer {
+        pie_scheduler::StepOutput {
             tokens: &self.tokens[..part(&self.token_ends)],
             token_ends: &self.token_ends,
             drafts: &self.drafts[..part(&self.draft_ends)],

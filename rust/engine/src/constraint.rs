@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
-use pie_scheduler::{Begun, Constrain, Constraint, Mask};
+use pie_scheduler::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask};
 
 /// A grammar for the sequences of requests: [`NewRequest::constraint`](crate::NewRequest::constraint).
 ///
@@ -29,19 +29,19 @@ impl GrammarConstraint {
     }
 }
 
-fn failed(error: &GrammarError) -> Begun {
+fn failed(error: &GrammarError) -> GrammarStatus {
     let reason = error.to_string().into();
     if error.is_temporary() {
-        Begun::Busy(reason)
+        GrammarStatus::Busy(reason)
     } else {
-        Begun::Failed(reason)
+        GrammarStatus::Invalid(reason)
     }
 }
 
-impl Constrain for GrammarConstraint {
-    fn begin(&self, most: u32, jumps: bool) -> Begun {
+impl GrammarHandle for GrammarConstraint {
+    fn create_matcher(&self, most: u32, jumps: bool) -> GrammarStatus {
         let ready = match self.pending.progress() {
-            Progress::Compiling => return Begun::Waiting,
+            Progress::Compiling => return GrammarStatus::Compiling,
             Progress::Failed(error) => return failed(&error),
             Progress::Ready(ready) => ready,
         };
@@ -50,7 +50,7 @@ impl Constrain for GrammarConstraint {
             ready,
             jumps,
         };
-        Begun::Ready(if self.after.is_empty() {
+        GrammarStatus::Ready(if self.after.is_empty() {
             Box::new(follow.from(most))
         } else {
             Box::new(Thinking {
@@ -62,7 +62,7 @@ impl Constrain for GrammarConstraint {
         })
     }
 
-    fn is_waiting(&self) -> bool {
+    fn is_compiling(&self) -> bool {
         matches!(self.pending.progress(), Progress::Compiling)
     }
 }
@@ -91,16 +91,16 @@ impl Follow {
 #[derive(Debug)]
 struct Following(Follower);
 
-impl Constraint for Following {
-    fn take(&mut self, token: u32, most: u32) -> bool {
+impl GrammarMatcher for Following {
+    fn accept_token(&mut self, token: u32, most: u32) -> bool {
         self.0.take(&[token], most as usize)
     }
 
-    fn prepare(&mut self, budget: &mut Duration) -> bool {
+    fn prepare_mask(&mut self, budget: &mut Duration) -> bool {
         self.0.prepare(budget)
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+    fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
         let next = self.0.following().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         Ok(Some(next.mask))
@@ -117,10 +117,10 @@ struct Thinking {
     binds: Option<Following>,
 }
 
-impl Constraint for Thinking {
-    fn take(&mut self, token: u32, most: u32) -> bool {
+impl GrammarMatcher for Thinking {
+    fn accept_token(&mut self, token: u32, most: u32) -> bool {
         if let Some(binds) = &mut self.binds {
-            return binds.take(token, most);
+            return binds.accept_token(token, most);
         }
         self.last.push(token);
         if *self.last == *self.end {
@@ -131,15 +131,15 @@ impl Constraint for Thinking {
         false
     }
 
-    fn prepare(&mut self, budget: &mut Duration) -> bool {
+    fn prepare_mask(&mut self, budget: &mut Duration) -> bool {
         let binds = self.binds.as_mut();
-        binds.is_none_or(|binds| binds.prepare(budget))
+        binds.is_none_or(|binds| binds.prepare_mask(budget))
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+    fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
         self.binds
             .as_mut()
-            .map_or(Ok(None), |binds| binds.next(forced))
+            .map_or(Ok(None), |binds| binds.next_mask(forced))
     }
 }
 
@@ -150,12 +150,12 @@ mod tests {
     use super::*;
 
     /// What comes of a grammar that is compiled so.
-    fn begun(text: &str, settings: Settings) -> Begun {
+    fn begun(text: &str, settings: Settings) -> GrammarStatus {
         let vocabulary = Vocabulary::new(&[b"a".to_vec(), Vec::new()], &[], &[1]).unwrap();
         let compiler = Compiler::with_settings(vocabulary, settings).unwrap();
         let constraint = GrammarConstraint::new(&compiler, &Grammar::Regex(text.into()), &[]);
         let _ = constraint.pending.wait();
-        constraint.begin(9, true)
+        constraint.create_matcher(9, true)
     }
 
     #[test]
@@ -172,12 +172,12 @@ mod tests {
             limit: 1024,
         };
         for begun in [begun("a", no_process), failed(&full)] {
-            let Begun::Busy(reason) = begun else {
+            let GrammarStatus::Busy(reason) = begun else {
                 panic!("the grammar is blamed: {begun:?}")
             };
             assert!(reason.ends_with("try again later"), "{reason}");
         }
         let wrong = begun("(", Settings::default());
-        assert!(matches!(wrong, Begun::Failed(_)), "{wrong:?}");
+        assert!(matches!(wrong, GrammarStatus::Invalid(_)), "{wrong:?}");
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pie_ring::{CallError, RegionError};
-use pie_scheduler::SchedError;
+use pie_scheduler::SchedulerError;
 use pie_wire::WireError;
 
 /// Why a driver cannot be started, or why it cannot serve any longer.
@@ -93,7 +93,7 @@ pub enum RuntimeError {
 
     /// A setting of the scheduler cannot be meant.
     #[error("the scheduler cannot be made: {0}")]
-    Scheduler(#[from] SchedError),
+    Scheduler(#[from] SchedulerError),
 
     /// The handshake does not follow the protocol.
     #[error("the handshake has the line {line:?}: {problem}")]

@@ -146,7 +146,7 @@ impl List<'_> {
 
 fn requests(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
     let counts = &stats.scheduler;
-    let waiting = counts.waiting.saturating_sub(counts.unbound);
+    let waiting = counts.waiting.saturating_sub(counts.grammar_queue);
     list.gauge(
         "sglang:num_running_reqs",
         "Sequences that hold pages.",
@@ -160,7 +160,7 @@ fn requests(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
     list.gauge(
         "sglang:num_grammar_queue_reqs",
         "Sequences that wait for their grammar.",
-        counts.unbound as f64,
+        counts.grammar_queue as f64,
     );
     list.gauge(
         "sglang:num_retracted_reqs",

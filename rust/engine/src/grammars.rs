@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pie_grammar::{Compiler, Grammar, GrammarError, Settings as CompilerSettings, Vocabulary};
-use pie_scheduler::Constrain;
+use pie_scheduler::GrammarHandle;
 
 use crate::constraint::GrammarConstraint;
 
@@ -68,7 +68,7 @@ impl Grammars {
         &self,
         grammar: &Grammar,
         after: &[u32],
-    ) -> Result<Arc<dyn Constrain>, Unbindable> {
+    ) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         let compiler = self.compiler()?;
         Ok(Arc::new(GrammarConstraint::new(&compiler, grammar, after)))
     }

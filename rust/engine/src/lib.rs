@@ -62,8 +62,9 @@ pub use pie_grammar::{
     Settings as CompilerSettings, Vocabulary, compiler_process,
 };
 pub use pie_scheduler::{
-    Config, Constrain, Eviction, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Refusal,
-    Stats, StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
+    Config, Eviction, GrammarHandle, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Stats,
+    StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, SubmitError,
+    TokenBytes,
 };
 pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use pie_ring::{CallError, Client};
-use pie_scheduler::{Answer, Copies, Move, Row, SchedError, Scheduler};
+use pie_scheduler::{Copies, PageCopy, Row, Scheduler, SchedulerError, StepOutput};
 use pie_wire::CopyDirection;
 
 use crate::driver::Driver;
@@ -115,17 +115,17 @@ impl<'c, 'a> Relay<'c, 'a> {
         {
             replica.end_trace();
         }
-        let answer = Answer {
+        let answer = StepOutput {
             copies_us,
             ..self.link.answer().as_sched()
         };
-        scheduler(replica)?.answer(seen, &answer)?;
+        scheduler(replica)?.process_output(seen, &answer)?;
         sent
     }
 
     fn lay_out(&mut self, replica: &mut Replica) -> Result<Option<Laid<'c>>, Failure> {
         let now = replica.now();
-        let Some(step) = scheduler(replica)?.step(now)? else {
+        let Some(step) = scheduler(replica)?.schedule(now)? else {
             return Ok(None);
         };
         let mut copies = (!step.copies.is_empty()).then(|| step.copies.clone());
@@ -216,8 +216,8 @@ impl From<Halt> for Failure {
     }
 }
 
-impl From<SchedError> for Failure {
-    fn from(error: SchedError) -> Self {
+impl From<SchedulerError> for Failure {
+    fn from(error: SchedulerError) -> Self {
         Self::Kv(error.to_string())
     }
 }
@@ -229,7 +229,7 @@ fn copy(link: &mut Link<'_>, copies: &Copies) -> Result<u64, Failure> {
         (CopyDirection::D2H, &copies.to_host),
         (CopyDirection::H2D, &copies.to_device),
     ] {
-        let pairs = moves.iter().map(|&Move { from, to }| (from, to));
+        let pairs = moves.iter().map(|&PageCopy { from, to }| (from, to));
         match link.copy(direction, pairs).map_err(Failure::from) {
             Ok(()) => {}
             Err(Failure::Step(error)) => {
@@ -259,7 +259,7 @@ fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Draw>, Halt> {
 }
 
 pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> FrameRow<'a> {
-    let extension = row.asked.extension.as_ref().map(|asked| Extended {
+    let extension = row.params.extension.as_ref().map(|asked| Extended {
         asked,
         history: row.history,
         prompt_logprobs: row.prompt_logprobs,
@@ -278,6 +278,6 @@ pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> FrameRow<'a> {
         forbidden: row.forbidden,
         mask: row.mask,
         extension,
-        pictures: row.asked.pictures.as_deref(),
+        pictures: row.params.pictures.as_deref(),
     }
 }

@@ -206,7 +206,7 @@ impl Replica {
             Duration::from_micros(deadline.saturating_sub(self.now()))
         });
         // A grammar that is compiled now makes no sound.
-        let awaits = |scheduler: &Scheduler<_>| scheduler.awaits_constraint();
+        let awaits = |scheduler: &Scheduler<_>| scheduler.awaits_grammar();
         let watch = if self.scheduler.as_ref().is_some_and(awaits) {
             COMPILING
         } else {
@@ -323,7 +323,7 @@ impl Replica {
             Finish::Unready => End::Unready,
             Finish::Deadline => End::Deadline,
             Finish::Displaced => End::Displaced,
-            Finish::Constraint => End::Grammar(reason.unwrap_or_default().into()),
+            Finish::Grammar => End::Grammar(reason.unwrap_or_default().into()),
             Finish::Busy => End::Busy(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 let why = reason.unwrap_or("the driver gave it no token\n\nhint: its log says why");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pie_grammar::Grammar;
 use pie_ring::{CallError, Client};
-use pie_scheduler::{Constrain, NewRequest};
+use pie_scheduler::{GrammarHandle, NewRequest};
 
 use crate::error::RuntimeError;
 use crate::grammars::{Grammars, Unbindable};
@@ -255,7 +255,11 @@ impl Service {
     ///
     /// # Errors
     /// [`Unbindable`].
-    pub fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    pub fn bind(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         self.grammars.bind(grammar, after)
     }
 

@@ -1,7 +1,7 @@
 //! What steps of decodes allocate, from the scheduler to the bytes of the frame: nothing.
 
 use allocation_counter::measure;
-use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler, StepOutput};
 use pie_wire::Sampler;
 
 use crate::frame::{FrameBuilder, FrameMeta, FrameRow};
@@ -69,7 +69,7 @@ impl Steps {
 
     /// Lays a step out and encodes it; returns its rows and those of them that draw.
     fn lay_out(&mut self) -> (usize, usize) {
-        let step = self.scheduler.step(self.now).unwrap().unwrap();
+        let step = self.scheduler.schedule(self.now).unwrap().unwrap();
         let turns = step.rows().map(|row| turn(&row));
         self.builder.lay_out_in(&mut self.outline, turns);
         self.builder.encode(&mut self.frame).unwrap();
@@ -81,12 +81,12 @@ impl Steps {
         for row in 0..=rows {
             self.ends[row] = row.min(draws) as u32;
         }
-        let answer = Answer {
+        let answer = StepOutput {
             tokens: &self.tokens[..draws],
             token_ends: &self.ends[..=rows],
-            ..Answer::default()
+            ..StepOutput::default()
         };
-        self.scheduler.answer(self.now, &answer).unwrap();
+        self.scheduler.process_output(self.now, &answer).unwrap();
         self.scheduler.outputs(&mut self.outputs);
     }
 }

@@ -13,7 +13,8 @@ use std::ops::Range;
 use std::time::Duration;
 
 use pie_speculation::{
-    Config, ConfigError, Counters as DraftCounters, Drafter, Drafts, Kind, Offer, Policy, Step,
+    Config, ConfigError, Counters as DraftCounters, DraftProposal, Drafter, Drafts, Policy, Step,
+    StepKind,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -61,7 +62,7 @@ struct DraftRequest {
     promising: bool,
 }
 
-const NOTHING: Offer = Offer {
+const NOTHING: DraftProposal = DraftProposal {
     context: 0,
     match_length: 0,
     drafts: 0,
@@ -82,10 +83,10 @@ pub(crate) struct FrameDrafts {
     prepared: bool,
     /// A graph computes the frame.
     graph: bool,
-    kind: Kind,
+    kind: StepKind,
     tokens: Vec<u32>,
     drafts: Vec<Draft>,
-    offers: Vec<Offer>,
+    offers: Vec<DraftProposal>,
     marks: Vec<bool>,
     lengths: Vec<usize>,
 }
@@ -97,7 +98,7 @@ impl FrameDrafts {
         self.lengths.clear();
         self.prepared = false;
         self.graph = false;
-        self.kind = Kind::Plain;
+        self.kind = StepKind::Plain;
     }
 
     /// Notes that a request asks for drafts.
@@ -112,7 +113,7 @@ impl FrameDrafts {
     }
 
     /// Notes of what kind the frame is.
-    pub(crate) fn set_kind(&mut self, kind: Kind) {
+    pub(crate) fn set_kind(&mut self, kind: StepKind) {
         self.kind = kind;
     }
 
@@ -280,7 +281,7 @@ impl Drafting {
     }
 
     /// Takes what is in `text` as the context's end from KV index `start` on, and drafts what follows.
-    fn append(&mut self, context: u64, start: usize, drafts: usize) -> Offer {
+    fn append(&mut self, context: u64, start: usize, drafts: usize) -> DraftProposal {
         let step = Step {
             context,
             position: start as u32,
@@ -289,7 +290,7 @@ impl Drafting {
         };
         self.found.clear();
         self.drafter.append(&step, &mut self.found);
-        Offer {
+        DraftProposal {
             context,
             match_length: self.found.match_length(0),
             drafts: self.found.tokens(0).len(),
@@ -384,7 +385,7 @@ impl Drafting {
             tokens: first..drafts.tokens.len(),
             first_position,
         };
-        drafts.offers[index] = Offer {
+        drafts.offers[index] = DraftProposal {
             drafts: drafts.tokens.len() - first,
             ..offer
         };
@@ -442,7 +443,7 @@ impl Drafting {
             return;
         };
         // Where there are graphs, a step without one says nothing about theirs, unless none ever runs such steps.
-        if drafts.kind == Kind::Plain && drafts.graph != self.graphs {
+        if drafts.kind == StepKind::Plain && drafts.graph != self.graphs {
             return;
         }
         self.policy.set_kind(drafts.kind);

@@ -7,7 +7,7 @@ pub(crate) mod passes;
 
 use std::mem;
 
-use pie_speculation::Kind;
+use pie_speculation::StepKind;
 use rustc_hash::FxHashSet;
 
 use crate::block::PassBlock;
@@ -448,12 +448,12 @@ impl Parts {
     }
 
     /// What makes a step of the frame cost something else than others.
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> StepKind {
         let bound = (self.requests.iter()).any(|request| request.adapter().is_some());
         match (bound, self.contents.slots().has_probes()) {
-            (true, _) => Kind::Bound,
-            (false, true) => Kind::Probed,
-            (false, false) => Kind::Plain,
+            (true, _) => StepKind::Adapters,
+            (false, true) => StepKind::Probed,
+            (false, false) => StepKind::Plain,
         }
     }
 

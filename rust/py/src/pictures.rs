@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_engine::{Constrain, Grammar, Picture, Pictures, Rejected, Service, Unbindable};
+use pie_engine::{Grammar, GrammarHandle, Picture, Pictures, Rejected, Service, Unbindable};
 use pie_frontends::sglang_zmq::Backend;
 use pie_ingress::RequestSpec;
 use pyo3::prelude::*;
@@ -29,7 +29,7 @@ impl Backend for ServiceWithImages<'_, '_> {
         Backend::submit(self.service, spec)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         self.service.bind(grammar, after)
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pie_kv_cache::radix::{Config, Insertion, Key, Policy};
+use pie_kv_cache::radix::{Config, InsertParams, Key, Policy};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -24,7 +24,7 @@ pub(crate) struct RadixIndex {
     now: u64,
     tokens: Vec<u32>,
     pages: Vec<u32>,
-    evicted: pie_kv_cache::radix::Evicted,
+    evicted: pie_kv_cache::radix::EvictResult,
 }
 
 #[pymethods]
@@ -55,7 +55,7 @@ impl RadixIndex {
             now: 0,
             tokens: Vec::new(),
             pages: Vec::new(),
-            evicted: pie_kv_cache::radix::Evicted::default(),
+            evicted: pie_kv_cache::radix::EvictResult::default(),
         })
     }
 
@@ -169,7 +169,7 @@ impl RadixIndex {
         arrays::read("pages", pages, None, arrays::PAGES, &mut self.pages)?;
         self.put(
             namespace,
-            Insertion {
+            InsertParams {
                 now,
                 priority,
                 chunked,
@@ -219,7 +219,7 @@ impl RadixIndex {
         taken
             .and_then(|()| pool.inner.cache(&pages[existing..]))
             .map_err(from_pages)?;
-        let how = Insertion {
+        let how = InsertParams {
             now,
             priority,
             chunked,
@@ -456,7 +456,7 @@ impl RadixIndex {
         arrays::read("tokens", tokens, limit, arrays::TOKENS, &mut self.tokens)
     }
 
-    fn put(&mut self, namespace: Option<&str>, how: Insertion) -> PyResult<Inserted> {
+    fn put(&mut self, namespace: Option<&str>, how: InsertParams) -> PyResult<Inserted> {
         let key = key(&self.tokens, namespace);
         let inserted = self.inner.insert(key, &self.pages, how);
         let inserted = inserted.map_err(|error| from_radix(&error))?;
@@ -477,7 +477,7 @@ fn key<'a>(tokens: &'a [u32], namespace: Option<&'a str>) -> Key<'a> {
 pub(crate) struct Match {
     /// Pages of the prefix on the device, int32.
     pages: Array,
-    found: pie_kv_cache::radix::Match,
+    found: pie_kv_cache::radix::MatchResult,
     /// The index in which a lock is held.
     index: Option<Py<RadixIndex>>,
     held: AtomicBool,
@@ -487,7 +487,7 @@ impl Match {
     /// A match, with a lock in `index`.
     pub(crate) fn new(
         pages: Array,
-        found: pie_kv_cache::radix::Match,
+        found: pie_kv_cache::radix::MatchResult,
         index: Option<Py<RadixIndex>>,
     ) -> Self {
         let held = AtomicBool::new(index.is_some());
@@ -499,7 +499,7 @@ impl Match {
         }
     }
 
-    pub(crate) fn found(&self) -> &pie_kv_cache::radix::Match {
+    pub(crate) fn found(&self) -> &pie_kv_cache::radix::MatchResult {
         &self.found
     }
 }

@@ -16,8 +16,8 @@ pub(crate) struct Inserted {
     node: u64,
 }
 
-impl From<pie_kv_cache::radix::Inserted> for Inserted {
-    fn from(inserted: pie_kv_cache::radix::Inserted) -> Self {
+impl From<pie_kv_cache::radix::InsertResult> for Inserted {
+    fn from(inserted: pie_kv_cache::radix::InsertResult) -> Self {
         Self {
             existing: inserted.existing,
             pages: inserted.pages,
@@ -47,7 +47,10 @@ pub(crate) struct Evicted {
 }
 
 impl Evicted {
-    pub(crate) fn new(py: Python<'_>, evicted: &pie_kv_cache::radix::Evicted) -> PyResult<Self> {
+    pub(crate) fn new(
+        py: Python<'_>,
+        evicted: &pie_kv_cache::radix::EvictResult,
+    ) -> PyResult<Self> {
         Ok(Self {
             device: Array::new(py, &evicted.device)?,
             moves: moved(py, &evicted.moves)?,
@@ -189,7 +192,7 @@ impl From<Event> for CacheEvent {
 }
 
 /// Copies as pairs of pages, `(n, 2)`.
-pub(crate) fn moved(py: Python<'_>, moves: &[pie_kv_cache::radix::Move]) -> PyResult<Array> {
+pub(crate) fn moved(py: Python<'_>, moves: &[pie_kv_cache::radix::PageCopy]) -> PyResult<Array> {
     let ids: Vec<_> = moves.iter().map(|it| [it.from, it.to]).collect();
     Array::pairs(py, &ids)
 }

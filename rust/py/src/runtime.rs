@@ -15,7 +15,7 @@ use pie_engine::{
     CompilerSettings, Config, DriverSettings, FigureReader, GrammarLimits, GrammarSettings,
     JsonSpace, Pause, Rejected, Sampling, Service, ServiceSettings, TraceEnd, TraceSettings,
 };
-use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
+use pie_ingress::{Ingress, ModelInfo, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -442,7 +442,7 @@ impl Runtime {
         if let Some(requests) = into {
             return Ok(requests.add(spec));
         }
-        let (arrival, deadline) = spec.into_arrival();
+        let (arrival, deadline) = spec.into_request();
         let submitted = self.service.submit(arrival, deadline);
         submitted.map_err(|rejected| from_rejected(&rejected))
     }
@@ -454,7 +454,7 @@ impl Runtime {
     ///     StartError: No driver is left.
     ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
     fn submit_all(&self, requests: &Requests) -> PyResult<Vec<u64>> {
-        let arrivals = requests.take().into_iter().map(RequestSpec::into_arrival);
+        let arrivals = requests.take().into_iter().map(RequestSpec::into_request);
         self.service
             .submit_all(arrivals)
             .map_err(|rejected| from_rejected(&rejected))
@@ -614,7 +614,7 @@ impl Runtime {
                 Ok(_) => from_rejected(&Rejected::NotReady),
             });
         };
-        let facts = ModelFacts {
+        let facts = ModelInfo {
             vocab_size: caps.vocab_size,
             eos_token_ids: self.stop_tokens.clone(),
             // The scheduler knows its pool.

@@ -59,9 +59,10 @@ pub(crate) fn params_bytes(draw: &Draw) -> u32 {
 #[cfg(test)]
 mod tests {
     use pie_scheduler::{
-        Answer, Begun, Config, Constrain, Constraint, Limits, Mask, NewRequest, Outputs,
+        Config, GrammarHandle, GrammarMatcher, GrammarStatus, Limits, Mask, NewRequest, Outputs,
+        StepOutput,
     };
-    use pie_scheduler::{Finish, Refusal, Scheduler};
+    use pie_scheduler::{Finish, Scheduler, SubmitError};
     use pie_wire::{LogprobsAsked, Penalties};
 
     use super::*;
@@ -76,23 +77,23 @@ mod tests {
     #[derive(Debug)]
     struct Changing(u32);
 
-    impl Constrain for Changing {
-        fn begin(&self, _: u32, _: bool) -> Begun {
-            Begun::Ready(Box::new(Self(self.0)))
+    impl GrammarHandle for Changing {
+        fn create_matcher(&self, _: u32, _: bool) -> GrammarStatus {
+            GrammarStatus::Ready(Box::new(Self(self.0)))
         }
 
-        fn is_waiting(&self) -> bool {
+        fn is_compiling(&self) -> bool {
             false
         }
     }
 
-    impl Constraint for Changing {
-        fn take(&mut self, _: u32, _: u32) -> bool {
+    impl GrammarMatcher for Changing {
+        fn accept_token(&mut self, _: u32, _: u32) -> bool {
             self.0 += 1000;
             false
         }
 
-        fn next(&mut self, _: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+        fn next_mask(&mut self, _: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
             let words = (0..VOCAB / 32).map(|word| word.wrapping_mul(self.0 + 1) | 0x5555_0001);
             Ok(Some(Arc::new(words.collect())))
         }
@@ -137,7 +138,7 @@ mod tests {
             }
         }
 
-        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), Refusal> {
+        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), SubmitError> {
             arrival.params_bytes = params_bytes(&arrival.sampling);
             self.scheduler.submit(arrival)
         }
@@ -145,7 +146,7 @@ mod tests {
         /// One step. Returns the requests of its rows that draw.
         fn step(&mut self) -> Vec<u64> {
             self.now += 1000;
-            let step = self.scheduler.step(self.now).unwrap().unwrap();
+            let step = self.scheduler.schedule(self.now).unwrap().unwrap();
             let rows: Vec<_> = step.rows().collect();
             self.builder.lay_out(rows.iter().map(turn));
             let max = frame_bytes(VOCAB, CAPACITY, 0).max;
@@ -156,12 +157,12 @@ mod tests {
             let ends: Vec<u32> = (0..=rows.len())
                 .map(|row| row.min(drawn.len()) as u32)
                 .collect();
-            let answer = Answer {
+            let answer = StepOutput {
                 tokens: &vec![7; drawn.len()],
                 token_ends: &ends,
-                ..Answer::default()
+                ..StepOutput::default()
             };
-            self.scheduler.answer(self.now, &answer).unwrap();
+            self.scheduler.process_output(self.now, &answer).unwrap();
             let mut outputs = Outputs::default();
             self.scheduler.outputs(&mut outputs);
             let ends = outputs.iter().filter_map(|it| Some((it.id, it.finish?)));
@@ -195,7 +196,7 @@ mod tests {
         let mut world = World::new();
         for id in 0..256 {
             let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 4);
-            arrival.constraint = Some(Arc::new(Changing(id as u32)));
+            arrival.grammar = Some(Arc::new(Changing(id as u32)));
             arrival.streams = false;
             world.submit(arrival).unwrap();
         }
@@ -210,7 +211,7 @@ mod tests {
         let mut world = World::new();
         for id in 0..400 {
             let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 4], greedy(), 4);
-            arrival.constraint = Some(Arc::new(Changing(0)));
+            arrival.grammar = Some(Arc::new(Changing(0)));
             arrival.streams = false;
             world.submit(arrival).unwrap();
         }
@@ -268,8 +269,8 @@ mod tests {
         );
         // As many stop tokens as there are go as bits.
         let mut arrival = NewRequest::new(0, vec![1], greedy(), 2);
-        arrival.ends.min_tokens = 2;
-        arrival.ends.stop_tokens = (0..VOCAB).rev().collect();
+        arrival.stop.min_tokens = 2;
+        arrival.stop.stop_tokens = (0..VOCAB).rev().collect();
         world.submit(arrival).unwrap();
         world.run();
     }

@@ -352,8 +352,8 @@ fn frames_of_small_slots_have_few_rows() {
     let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
         let mut arrival = NewRequest::new(0, prompt.clone(), GREEDY, *output);
         if index % 8 == 7 {
-            arrival.ends.min_tokens = *output;
-            arrival.ends.stop_tokens = (200..600).rev().collect();
+            arrival.stop.min_tokens = *output;
+            arrival.stop.stop_tokens = (200..600).rev().collect();
         }
         bench.service.submit(arrival, None).unwrap()
     };
@@ -723,7 +723,7 @@ fn stop_tokens_minimum_lengths_and_samples() {
     let stop = whole[12];
     let first = whole.iter().position(|&token| token == stop).unwrap();
     let arrival = |min_tokens, samples| NewRequest {
-        ends: StopCriteria {
+        stop: StopCriteria {
             max_tokens: 40,
             min_tokens,
             stop_tokens: vec![stop],
@@ -802,7 +802,7 @@ fn log_probabilities_belong_to_their_tokens() {
                 ..NewRequest::new(0, prompt.clone(), GREEDY.into(), *output)
             };
             if index.is_multiple_of(5) {
-                arrival.ends.max_tokens = 0;
+                arrival.stop.max_tokens = 0;
             }
             let params = LogprobParams {
                 top_logprobs_num: index as u32 % 3,

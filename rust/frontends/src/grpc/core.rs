@@ -158,7 +158,7 @@ impl Core {
                 "a request {name} has not ended: give each request another request_id"
             )));
         }
-        let (arrival, deadline) = spec.into_arrival();
+        let (arrival, deadline) = spec.into_request();
         let submitted = self.service.submit(arrival, deadline);
         let id = submitted.map_err(|error| rejected(&error))?;
         open.queues.insert(id, Arc::clone(&queue));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_engine::{Constrain, Grammar, Pictures, Rejected, Service, Unbindable};
+use pie_engine::{Grammar, GrammarHandle, Pictures, Rejected, Service, Unbindable};
 use pie_ingress::RequestSpec;
 
 /// Why a backend that reads no media takes none.
@@ -20,7 +20,7 @@ pub trait Backend {
     ///
     /// # Errors
     /// [`Unbindable`].
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable>;
     /// Ends a request; one that has ended is ignored.
     fn abort(&self, request: u64);
     /// Lets go of what it keeps for a session, by the number that requests name as theirs.
@@ -36,11 +36,11 @@ pub trait Backend {
 
 impl Backend for Service {
     fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
-        let (arrival, deadline) = spec.into_arrival();
+        let (arrival, deadline) = spec.into_request();
         Self::submit(self, arrival, deadline)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         Self::bind(self, grammar, after)
     }
 

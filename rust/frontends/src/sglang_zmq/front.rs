@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pie_engine::{Delta, End, Pictures, Timelines, TracedRequest};
 use pie_ingress::{
-    Failure, Ingress, ModelFacts, Outcome, RawRequest, Refusal, RequestLimits, RequestSpec,
+    Failure, Ingress, ModelInfo, Outcome, RawRequest, Refusal, RequestLimits, RequestSpec,
     one_line, outcome,
 };
 
@@ -129,7 +129,7 @@ impl Front {
     /// # Errors
     /// [`FrontError`] if the installed classes are not those that are served.
     pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
-        let facts = ModelFacts {
+        let facts = ModelInfo {
             vocab_size: settings.vocab_size,
             eos_token_ids: settings.eos_tokens.clone(),
             max_prompt_tokens: Some(settings.max_prompt_tokens),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_engine::{
-    Constrain, Delta, End, Grammar, Picture, Pictures, Refusal, Rejected, Sampler, TraceParent,
-    Unbindable,
+    Delta, End, Grammar, GrammarHandle, Picture, Pictures, Rejected, Sampler, SubmitError,
+    TraceParent, Unbindable,
 };
 use pie_frontends::sglang_zmq::{
     Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing,
@@ -42,14 +42,14 @@ fn a_request_goes_in_and_its_tokens_come_out() {
     let arrival = kept.arrivals.borrow()[0].clone();
     assert_eq!(arrival.prompt, [10, 11, 12, 13, 14, 15]);
     assert_eq!(
-        (arrival.ends.max_tokens, arrival.ends.stop_tokens),
+        (arrival.stop.max_tokens, arrival.stop.stop_tokens),
         (7, vec![5, 2])
     );
     assert_eq!(
         (arrival.namespace.as_deref(), arrival.priority),
         (Some("salt"), Some(3))
     );
-    assert_eq!(&*arrival.ends.stop_strings.texts()[0], b"end");
+    assert_eq!(&*arrival.stop.stop_strings.texts()[0], b"end");
     assert!(matches!(
         arrival.sampling.sampler,
         Sampler::TopP {
@@ -474,13 +474,13 @@ fn a_probe_is_answered_by_outputs_or_is_a_request() {
 fn failures_have_a_status() {
     for (end, status) in [
         (
-            End::Refused(Refusal::QueueFull {
+            End::Refused(SubmitError::QueueFull {
                 waiting: 3,
                 limit: 3,
             }),
             503,
         ),
-        (End::Refused(Refusal::Empty), 400),
+        (End::Refused(SubmitError::Empty), 400),
         (End::Displaced, 503),
         (
             End::Busy("no compiler can be started: try again later".into()),
@@ -671,7 +671,7 @@ impl Backend for Sees {
         self.0.submit(spec)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         self.0.bind(grammar, after)
     }
 
@@ -826,7 +826,7 @@ fn prompt_and_answer_fit_the_context() {
     ] {
         let request = generate(name, &[10, 11, 12], &[], &[("max_new_tokens", asked)]);
         front.receive(&kept, [&encoded(&request)[..]]);
-        let ends = kept.arrivals.borrow().last().unwrap().ends.clone();
+        let ends = kept.arrivals.borrow().last().unwrap().stop.clone();
         assert_eq!(ends.max_tokens, given, "{name}");
     }
 }

@@ -197,7 +197,7 @@ impl Counts {
             running: counts.running,
             waiting: counts.waiting,
             retracted: counts.retracted,
-            unbound: counts.unbound,
+            unbound: counts.grammar_queue,
             running_tokens: counts.running_tokens,
             steps: counts.steps,
             prompt_steps: counts.prompt_steps,

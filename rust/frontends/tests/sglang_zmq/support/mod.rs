@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use pie_engine::{Constrain, Delta, Draw, End, Grammar, NewRequest, Rejected, Unbindable};
+use pie_engine::{Delta, Draw, End, Grammar, GrammarHandle, NewRequest, Rejected, Unbindable};
 use pie_frontends::sglang_zmq::{Backend, Front, FrontSettings, MessageClass, MessageField};
 use pie_ingress::{RequestLimits, RequestSpec};
 use rmpv::Value;
@@ -21,11 +21,11 @@ pub(crate) struct Kept {
 impl Backend for Kept {
     fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
         let mut arrivals = self.arrivals.borrow_mut();
-        arrivals.push(spec.into_arrival().0);
+        arrivals.push(spec.into_request().0);
         Ok(arrivals.len() as u64 - 1)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
         let mut bound = self.bound.borrow_mut();
         bound.push((grammar.clone(), after.to_vec()));
         Err(Unbindable::NoTokenizer)
