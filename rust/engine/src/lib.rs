@@ -65,7 +65,7 @@ pub use pie_scheduler::{
     Config, Constrain, Eviction, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Refusal,
     Stats, StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
 };
-pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
+pub use pie_wire::{LogprobShape, Logprobs, Penalties, RequestExtension, Sampler};
 pub use replica::Pause;
 pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};

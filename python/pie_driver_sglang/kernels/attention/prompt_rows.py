@@ -1,6 +1,6 @@
 """Which rows of a step are prompts, found on the device: what kernels of prefills must know.
 
-In a graph every token of a prompt is a row (``rust/planner/src/stages/graph.rs``). Consecutive rows
+In a graph every token of a prompt is a row (``rust/planner/src/staging/graph.rs``). Consecutive rows
 of one context, of which each sees one token more, are a prompt here, and any other row is a decode.
 All sizes are fixed, so this can be captured.
 """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 RECORD_WORDS = 8
-"""Words of a slot's record, as `rust/planner/src/sampler/extra.rs` writes them."""
+"""Words of a slot's record, as `rust/planner/src/sampler/logits_processors.rs` writes them."""
 ROWS_AT_ONCE = 64
 """Slots that a GPU counts tokens for at once: it takes a word for each of them and each token."""
 

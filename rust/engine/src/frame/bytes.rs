@@ -62,7 +62,7 @@ mod tests {
         Answer, Begun, Config, Constrain, Constraint, Limits, Mask, NewRequest, Outputs,
     };
     use pie_scheduler::{Finish, Refusal, Scheduler};
-    use pie_wire::{LogprobsAsked, Penalties};
+    use pie_wire::{LogprobOptions, Penalties};
 
     use super::*;
     use crate::frame::FrameBuilder;
@@ -254,9 +254,9 @@ mod tests {
         let mut draw = greedy();
         let ids = vec![5; CAPACITY / 4];
         let extension = Arc::make_mut(draw.extension.get_or_insert_default());
-        extension.logprobs = Some(LogprobsAsked {
+        extension.logprobs = Some(LogprobOptions {
             token_ids: ids,
-            ..LogprobsAsked::default()
+            ..LogprobOptions::default()
         });
         let refusal = world
             .submit(NewRequest::new(0, vec![1], draw, 4))
