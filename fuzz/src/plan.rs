@@ -5,7 +5,8 @@ use pie_planner::{ComputedPlan, ForwardTimings, Limits, Planner, StagedPass, Vis
 use pie_wire::{ArchivedForwardRequest, ArchivedPayload, Payload, RESPONSE_ROOT_LEN};
 use rkyv::util::AlignedVec;
 
-use crate::common::device::{Answer, DRIVER, Device, answer, check_archive};
+use crate::common::answer::{Answer, answer, check_archive};
+use crate::common::device::{DRIVER, Device};
 use crate::common::engine::{Engine, next_group, next_pass, put};
 use crate::common::generate::{POSITIONS, VOCAB};
 use crate::common::naive::{Plan, Slot};

@@ -31,7 +31,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(1);
 /// // In a worker, which inherits the descriptor:
 /// let inherited = broadcast.fd().try_clone_to_owned()?;
 /// let mut listener = Listener::open(inherited, 0)?;
-/// let (kind, len) = listener.with_next(Wait::Park, |kind, message| (kind, message.len()))?;
+/// let (kind, len) = listener.receive_with(Wait::Park, |kind, message| (kind, message.len()))?;
 /// assert_eq!((kind, len), (7, 22));
 /// # Ok(())
 /// # }
