@@ -339,7 +339,7 @@ def test_a_driver_tells_what_its_client_counts(llama_snapshot: Path, tmp_path: P
     assert {(entry["group"], entry["rank"], entry["device"]) for entry in own} == {
         (group, 0, "cpu")
     }
-    assert any("request 0 of context 77 emptied: page id" in entry["message"] for entry in lines)
+    assert any("request 0 of context 77 rejected: page id" in entry["message"] for entry in lines)
     assert lines[-1]["message"] == "stopped by SIGTERM"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", lines[-1]["time"])
 

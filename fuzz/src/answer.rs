@@ -7,7 +7,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use pie_engine::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
 use pie_scheduler::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
 use pie_wire::{
-    AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
+    ForwardResponse, LogprobOptions, LogprobRows, LogprobShape, RequestExtension, ResponseFrame,
     ResponsePayload, Sampler, StatusResponse,
 };
 
@@ -16,7 +16,7 @@ use crate::memory;
 const VOCAB: u32 = 50;
 /// Steps after which every request has ended.
 const MOST_STEPS: usize = 4096;
-const SHAPE: PlaceShape = PlaceShape { top: 1, given: 0 };
+const SHAPE: LogprobShape = LogprobShape { top: 1, given: 0 };
 const LIMITS: Limits = Limits {
     total_pages: 32,
     host_pages: 0,
@@ -140,7 +140,7 @@ impl Harness {
             .collect();
         let tokens = u32::from(ask.tokens % 16);
         let scores = RequestExtension {
-            logprobs: Some(LogprobsAsked {
+            logprobs: Some(LogprobOptions {
                 scaled: false,
                 top: SHAPE.top,
                 token_ids: Vec::new(),
@@ -269,14 +269,14 @@ fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
 }
 
 /// What a driver that works answers.
-fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, AnswerRows) {
+fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, LogprobRows) {
     let mut response = ForwardResponse {
         num_requests: rows.len() as u32,
         tokens_indptr: vec![0],
         spec_indptr: vec![0],
         ..ForwardResponse::default()
     };
-    let mut scores = AnswerRows::default();
+    let mut scores = LogprobRows::default();
     for (request, row) in rows.iter().enumerate() {
         let accepted = row.drafts.len().min(accepted.into());
         let before = response.tokens.len();
@@ -367,7 +367,7 @@ fn edit(response: &mut ForwardResponse, array: u8, at: u8, value: u32) {
     }
 }
 
-fn forward(response: ForwardResponse, scores: &AnswerRows) -> Vec<u8> {
+fn forward(response: ForwardResponse, scores: &LogprobRows) -> Vec<u8> {
     let mut bytes = frame(ResponsePayload::Forward(response), false);
     if scores.bytes() > 0 {
         let at = bytes.len();

@@ -106,7 +106,7 @@ class Batch:
         Takes what the last staged slot group yields: for each class its slots' values one after the other.
 
         Args:
-            tokens: `[token slots]` int64; one outside the vocabulary empties its request.
+            tokens: `[token slots]` int64; one outside the vocabulary rejects its request.
             dist_ids: `[listed]` int64: the tokens of each distribution, most probable first.
             dist_probs: `[listed]` float32: their probabilities.
             logits: `[raw slots * vocabulary]` float32.
@@ -1360,10 +1360,10 @@ class Planner:
             max_slots: Logit rows computed at once.
             random_seed: Key of the randomness of unseeded samplers.
             states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
-            masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
+            masks: The engine applies attention masks; otherwise requests whose mask is not causal are rejected.
             adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
             vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
-                the longest side. None: requests with images are emptied.
+                the longest side. None: requests with images are rejected.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.

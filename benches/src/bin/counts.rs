@@ -225,10 +225,10 @@ fn groups() {
     let mut path = HostPath::default();
     path.run(before.as_slice());
     path.plan(before.as_slice());
-    assert!(path.find_groups());
+    assert!(path.find_prefix_groups());
     path.answer();
     path.plan(after.as_slice());
-    counted(|| assert!(path.find_groups()));
+    counted(|| assert!(path.find_prefix_groups()));
 }
 
 /// Counts `frame` after `before` was served.

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use pie_wire::{
-    AnswerExtension, ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, PlaceShape,
-    PromptLogprobs, Reply, RequestExtension, WireError,
+    ArchivedForwardResponse, ArchivedResponsePayload, LogprobShape, NativeSlice, PromptLogprobs,
+    Reply, RequestExtension, ResponseExtension, WireError,
 };
 use serde::Serialize;
 
@@ -46,7 +46,7 @@ pub struct Asked<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Scored {
     /// Of each token; `None`: it wants none.
-    shape: Option<PlaceShape>,
+    shape: Option<LogprobShape>,
     /// Tokens of the prompt.
     prompt: u32,
 }
@@ -55,7 +55,7 @@ impl Scored {
     /// What is answered to parameters, if they want some, with those of the prompt.
     pub(crate) fn of(asked: &RequestExtension, prompt: Option<PromptLogprobs>) -> Option<Self> {
         let asked = asked.logprobs.as_ref()?;
-        let shape = PlaceShape {
+        let shape = LogprobShape {
             top: asked.top,
             given: asked.token_ids.len() as u32,
         };
@@ -164,7 +164,7 @@ impl Answer {
         ] {
             array.clear();
         }
-        let (bytes, extension) = pie_wire::split_answer(bytes).map_err(WireError::from)?;
+        let (bytes, extension) = pie_wire::split_response(bytes).map_err(WireError::from)?;
         let requests = asked.clone().count();
         match pie_wire::decode_reply(bytes)? {
             Reply::Tokens(reply) => {
@@ -238,7 +238,7 @@ impl Answer {
     /// Those of each request are as many as it wants, or none if it could not be served.
     fn read_logprobs<'a>(
         &mut self,
-        extension: &AnswerExtension<'_>,
+        extension: &ResponseExtension<'_>,
         asked: impl Iterator<Item = Asked<'a>>,
     ) -> Result<(), AnswerError> {
         let mut rows = extension.rows().peekable();
@@ -249,7 +249,7 @@ impl Answer {
         for (request, asked) in asked.enumerate() {
             if let Some(row) = rows.next_if(|row| row.request() as usize == request) {
                 let places = (asked.scored.prompt, self.tokens_of(request).len() as u32);
-                if Some(row.shape()) != asked.scored.shape || row.places() != places {
+                if Some(row.shape()) != asked.scored.shape || row.position_counts() != places {
                     return Err(AnswerError::Logprobs(request));
                 }
                 self.logprobs.extend(row.words());

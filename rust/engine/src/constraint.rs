@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
+use pie_grammar::{
+    AsyncMatcher, CompiledGrammar, Compiler, Grammar, GrammarError, PendingGrammar, Progress,
+};
 use pie_scheduler::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask};
 
 /// A grammar for the sequences of requests: [`NewRequest::constraint`](crate::NewRequest::constraint).
@@ -13,7 +15,7 @@ use pie_scheduler::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask};
 #[derive(Debug)]
 pub struct GrammarConstraint {
     compiler: Compiler,
-    pending: Pending,
+    pending: PendingGrammar,
     /// The tokens after which it binds; none for the start.
     after: Arc<[u32]>,
 }
@@ -71,14 +73,14 @@ impl GrammarHandle for GrammarConstraint {
 #[derive(Debug)]
 struct Follow {
     compiler: Compiler,
-    ready: Arc<Ready>,
+    ready: Arc<CompiledGrammar>,
     /// Whether tokens without alternative are not drawn.
     jumps: bool,
 }
 
 impl Follow {
     fn from(&self, most: u32) -> Following {
-        Following(Follower::new(
+        Following(AsyncMatcher::new(
             &self.compiler,
             &self.ready,
             self.jumps,
@@ -89,11 +91,11 @@ impl Follow {
 
 /// A sequence that the grammar binds.
 #[derive(Debug)]
-struct Following(Follower);
+struct Following(AsyncMatcher);
 
 impl GrammarMatcher for Following {
     fn accept_token(&mut self, token: u32, most: u32) -> bool {
-        self.0.take(&[token], most as usize)
+        self.0.accept_tokens(&[token], most as usize)
     }
 
     fn prepare_mask(&mut self, budget: &mut Duration) -> bool {
@@ -101,7 +103,7 @@ impl GrammarMatcher for Following {
     }
 
     fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
-        let next = self.0.following().map_err(|error| error.to_string())?;
+        let next_mask = self.0.next_mask().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         Ok(Some(next.mask))
     }

@@ -220,7 +220,7 @@ pub struct FrameBuilder {
 struct Step {
     request: u32,
     params: ParamsRef,
-    wants_logprobs: bool,
+    returns_logprobs: bool,
     prompt: Option<PromptLogprobs>,
     history: Vec<u32>,
     mask: Vec<u32>,
@@ -232,7 +232,7 @@ impl Step {
         StepRow {
             request: self.request,
             params: self.params,
-            wants_logprobs: self.wants_logprobs,
+            returns_logprobs: self.returns_logprobs,
             prompt: self.prompt,
             history: &self.history,
             mask: &self.mask,
@@ -336,7 +336,7 @@ impl FrameBuilder {
             let mut step = turn.extension.and_then(|extended| {
                 let params = self.registry.place(extended.asked);
                 let step = extended.step(&turn, params);
-                let scored = step.as_ref().filter(|step| step.wants_logprobs);
+                let scored = step.as_ref().filter(|step| step.returns_logprobs);
                 if let Some(scored) = scored.and_then(|it| Scored::of(extended.asked, it.prompt)) {
                     outline.note_scored(request as usize, scored);
                 }
@@ -384,7 +384,7 @@ impl Extended<'_> {
         }
         Some(Step {
             params,
-            wants_logprobs: scores,
+            returns_logprobs: scores,
             prompt: prompt.filter(|_| scores),
             history: if counts {
                 self.history.to_vec()

@@ -66,7 +66,7 @@ pub use pie_scheduler::{
     StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, SubmitError,
     TokenBytes,
 };
-pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
+pub use pie_wire::{LogprobShape, Logprobs, Penalties, RequestExtension, Sampler};
 pub use replica::Pause;
 pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};

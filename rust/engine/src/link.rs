@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use pie_ring::{CallError, Client, Request, Sent};
+use pie_ring::{CallError, Client, InFlightRequest, RequestSlot};
 use pie_wire::{
     AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource,
     Frame, Payload, Reply,
@@ -55,13 +55,13 @@ pub struct Exchange {
 pub struct Prepared<'c> {
     outline: FrameMeta,
     /// Where it lies, and its length. When no slot was free it still is the builder's.
-    made: Option<(Request<'c>, usize)>,
+    made: Option<(RequestSlot<'c>, usize)>,
 }
 
 /// A frame that the driver has.
 #[must_use]
 pub struct Flight<'c> {
-    sent: Sent<'c>,
+    sent: InFlightRequest<'c>,
     outline: FrameMeta,
     at: Instant,
     client_ns: u64,
@@ -159,14 +159,17 @@ impl<'c> Link<'c> {
         let mut outline = self.spare.pop().unwrap_or_default();
         self.builder.lay_out_in(&mut outline, turns);
         // The frame in flight may have the only slot.
-        let request = self.client.try_request();
+        let request = self.client.try_acquire_slot();
         Ok(Prepared {
             outline,
             made: request.map(|request| self.make(request)).transpose()?,
         })
     }
 
-    fn make(&mut self, mut request: Request<'c>) -> Result<(Request<'c>, usize), RuntimeError> {
+    fn make(
+        &mut self,
+        mut request: RequestSlot<'c>,
+    ) -> Result<(RequestSlot<'c>, usize), RuntimeError> {
         let length = self.builder.encode(&mut self.frame)?;
         request.write(0, &self.frame[..length])?;
         Ok((request, length))
@@ -178,7 +181,7 @@ impl<'c> Link<'c> {
     /// Those of [`prepare`](Self::prepare), and [`RuntimeError::Call`] if the driver has ended.
     pub fn send(&mut self, prepared: Prepared<'c>) -> Result<Flight<'c>, RuntimeError> {
         let Prepared { outline, made } = prepared;
-        let made = made.map_or_else(|| self.make(self.client.request()), Ok);
+        let made = made.map_or_else(|| self.make(self.client.acquire_slot()), Ok);
         let (mut request, request_bytes) = made?;
         let answered = |request| self.answer.last_of(request);
         fill_gaps(&outline.gaps, answered, |at, token| {

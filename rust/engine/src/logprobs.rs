@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pie_scheduler::{Logprobs, NewRequest};
-use pie_wire::{AnswerRows, LogprobsAsked, PlaceShape};
+use pie_wire::{LogprobOptions, LogprobRows, LogprobShape};
 
 use crate::handshake::Capabilities;
 use crate::sampling::{Draw, SamplingError};
@@ -24,8 +24,8 @@ pub struct LogprobParams {
 impl LogprobParams {
     /// What each place has.
     #[must_use]
-    pub const fn shape(&self) -> PlaceShape {
-        PlaceShape {
+    pub const fn shape(&self) -> LogprobShape {
+        LogprobShape {
             top: self.top_logprobs_num,
             given: self.token_ids_logprob.len() as u32,
         }
@@ -78,7 +78,7 @@ impl LogprobParams {
             prompt_from: self.logprob_start_len.map(|start| start.saturating_add(1)),
         });
         let extension = Arc::make_mut(arrival.sampling.extension.get_or_insert_default());
-        extension.logprobs = Some(LogprobsAsked {
+        extension.logprobs = Some(LogprobOptions {
             scaled: !self.original,
             top: self.top_logprobs_num,
             token_ids: self.token_ids_logprob,
@@ -92,7 +92,7 @@ pub(crate) fn room(caps: &Capabilities, answer_bytes: usize) -> u32 {
     const WORD: usize = size_of::<u32>();
     /// The root of an archive, and the words of a request: offsets, a token, a row of log-probabilities.
     const ROOT: usize = 4096;
-    const REQUEST: usize = 8 * WORD + AnswerRows::ROW_BYTES;
+    const REQUEST: usize = 8 * WORD + LogprobRows::ROW_BYTES;
     let requests = REQUEST * caps.max_forward_requests as usize;
     // A draft that is verified, and one that is proposed with its position.
     let drafts = 3 * WORD * caps.max_forward_tokens as usize;

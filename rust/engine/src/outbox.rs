@@ -73,7 +73,7 @@ pub struct Delta {
     pub sample: u32,
     /// Tokens that follow those of earlier outputs.
     pub tokens: Vec<u32>,
-    /// Log-probabilities of tokens of the prompt, which come once, as [`PlaceShape`](pie_wire::PlaceShape) reads them.
+    /// Log-probabilities of tokens of the prompt, which come once, as [`LogprobShape`](pie_wire::LogprobShape) reads them.
     pub prompt_logprobs: Vec<u32>,
     /// Those of `tokens`; of a request for no token those of the one that would come first.
     pub logprobs: Vec<u32>,

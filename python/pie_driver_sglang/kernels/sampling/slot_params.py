@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 STEP_RECORD_WORDS = 6
-"""Words of a slot's record in a step's staging block (`rust/planner/src/stages/graph.rs`):
+"""Words of a slot's record in a step's staging block (`rust/planner/src/staging/graph.rs`):
 1 if something is asked; first one of the words that are written; most probable tokens; given
 tokens. The last two are the first given one in `words`, and what logits are divided by (bits of
 float32)."""

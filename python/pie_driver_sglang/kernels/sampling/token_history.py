@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 RECORD_WORDS = 8
-"""Words of a slot's record, as `rust/planner/src/sampler/extra.rs` writes them."""
+"""Words of a slot's record, as `rust/planner/src/sampler/logits_processors.rs` writes them."""
 ROWS_AT_ONCE = 64
 """Sampling slots whose tokens a GPU counts at once, each in a row of int32 counts."""
 

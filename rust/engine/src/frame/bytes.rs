@@ -63,7 +63,7 @@ mod tests {
         StepOutput,
     };
     use pie_scheduler::{Finish, Scheduler, SubmitError};
-    use pie_wire::{LogprobsAsked, Penalties};
+    use pie_wire::{LogprobOptions, Penalties};
 
     use super::*;
     use crate::frame::FrameBuilder;
@@ -255,9 +255,9 @@ mod tests {
         let mut draw = greedy();
         let ids = vec![5; CAPACITY / 4];
         let extension = Arc::make_mut(draw.extension.get_or_insert_default());
-        extension.logprobs = Some(LogprobsAsked {
+        extension.logprobs = Some(LogprobOptions {
             token_ids: ids,
-            ..LogprobsAsked::default()
+            ..LogprobOptions::default()
         });
         let refusal = world
             .submit(NewRequest::new(0, vec![1], draw, 4))

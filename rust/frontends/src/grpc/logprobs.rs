@@ -95,7 +95,7 @@ impl Reader {
     fn rows(&self, tokens: &[u32], words: &[u32], top: u32) -> Rows {
         let params = self.rows.params();
         let mut rows = Rows::default();
-        for (place, &token) in params.shape().places(words).zip(tokens) {
+        for (place, &token) in params.shape().positions(words).zip(tokens) {
             rows.ids.push(token);
             rows.values.push(place.token);
             if top > 0 {

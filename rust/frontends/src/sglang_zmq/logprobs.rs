@@ -1,6 +1,6 @@
 //! Log-probabilities, from what the runtime brings to the columns of a message.
 
-use pie_engine::{Delta, LogprobParams, PlaceShape};
+use pie_engine::{Delta, LogprobParams, LogprobShape};
 use pie_ingress::LogprobRows;
 
 use crate::sglang_zmq::table::{array, float, nil, uint};
@@ -144,7 +144,7 @@ impl Part {
         }
     }
 
-    const fn is_empty(self, shape: PlaceShape) -> bool {
+    const fn is_empty(self, shape: LogprobShape) -> bool {
         match self {
             Self::Own => false,
             Self::Top => shape.top == 0,

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use pie_engine::{Delta, End, Figure, FigureKind, PlaceShape, ReplicaStats};
+use pie_engine::{Delta, End, Figure, FigureKind, LogprobShape, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
@@ -52,12 +52,12 @@ impl Output {
     ///     top: Most probable tokens that the request asks for.
     ///     given: Tokens that it gives.
     fn places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.words, PlaceShape { top, given }).collect()
+        places(&self.words, LogprobShape { top, given }).collect()
     }
 
     /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
     fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.prompt_words, PlaceShape { top, given }).collect()
+        places(&self.prompt_words, LogprobShape { top, given }).collect()
     }
 
     fn __repr__(&self) -> String {
