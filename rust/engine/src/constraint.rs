@@ -103,7 +103,7 @@ impl GrammarMatcher for Following {
     }
 
     fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
-        let next_mask = self.0.next_mask().map_err(|error| error.to_string())?;
+        let next = self.0.next_mask().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         Ok(Some(next.mask))
     }
