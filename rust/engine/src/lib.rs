@@ -63,8 +63,8 @@ pub use pie_grammar::{
 };
 pub use pie_scheduler::{
     Config, Eviction, GrammarHandle, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Stats,
-    StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, SubmitError,
-    TokenBytes,
+    StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
+    ValidationError,
 };
 pub use pie_wire::{LogprobShape, Logprobs, Penalties, RequestExtension, Sampler};
 pub use replica::Pause;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use pie_scheduler::{Finish, KvEvent, Output, SubmitError};
+use pie_scheduler::{Finish, KvEvent, Output, ValidationError};
 
 /// Why a sequence ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub enum End {
     /// Its deadline passed.
     Deadline,
     /// It cannot be served as it is, or not now.
-    Refused(SubmitError),
+    Refused(ValidationError),
     /// The queue was full, and a request of better priority took its place.
     Displaced,
     /// Its grammar cannot be used, or cannot be followed any further.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_engine::{End, StopRegexes, StopStrings, SubmitError};
+use pie_engine::{End, StopRegexes, StopStrings, ValidationError};
 
 /// The stop strings and expressions of a request, for finish reasons.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,8 +84,8 @@ pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
         End::Deadline => failed(Failure::Deadline, "its time was over"),
         End::Refused(refusal) => {
             let failure = match refusal {
-                SubmitError::QueueFull { .. } => Failure::Busy,
-                SubmitError::Known { .. } => Failure::Known,
+                ValidationError::QueueFull { .. } => Failure::Busy,
+                ValidationError::Known { .. } => Failure::Known,
                 _ => Failure::Invalid,
             };
             failed(failure, &refusal.to_string())

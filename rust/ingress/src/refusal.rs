@@ -49,7 +49,7 @@ pub enum Refusal {
     },
     /// Rejected by a check of the scheduler.
     #[error("{}", one_line(&.0.to_string()))]
-    Scheduler(#[from] pie_engine::SubmitError),
+    Scheduler(#[from] pie_engine::ValidationError),
     /// Invalid sampling or log-probability parameters.
     #[error(transparent)]
     Sampling(#[from] SamplingError),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pie_engine::{
     Draw, Grammar, GrammarHandle, LogprobParams, MAX_SAMPLES, NewRequest, Pictures, Sampling,
-    StopCriteria, StopRegexes, StopStrings, SubmitError, Unbindable,
+    StopCriteria, StopRegexes, StopStrings, Unbindable, ValidationError,
 };
 
 use crate::limits::RequestLimits;
@@ -222,11 +222,11 @@ impl Ingress {
     fn check_prompt(&self, prompt: &[u32], pictures: Option<&Pictures>) -> Result<(), Refusal> {
         let (tokens, vocab) = (prompt.len(), self.model.vocab_size);
         if prompt.is_empty() {
-            return Err(SubmitError::Empty.into());
+            return Err(ValidationError::Empty.into());
         }
         let longest = self.model.max_prompt_tokens.unwrap_or(u32::MAX);
         if tokens > longest as usize {
-            return Err(SubmitError::TooLong {
+            return Err(ValidationError::TooLong {
                 tokens,
                 limit: longest,
                 reason: "the context length, or the KV cache",
@@ -261,7 +261,7 @@ impl Ingress {
         let max = count("max_new_tokens", raw.max_new_tokens.unwrap_or(many))?;
         let min = count("min_new_tokens", raw.min_new_tokens)?;
         if min > max {
-            return Err(SubmitError::MinTokens { min, max }.into());
+            return Err(ValidationError::MinTokens { min, max }.into());
         }
         let room = self.model.context_length.map_or(MOST_TOKENS, |length| {
             length.saturating_sub(raw.prompt.len() as u32)

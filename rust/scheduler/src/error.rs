@@ -49,7 +49,7 @@ pub enum SchedulerError {
 
 /// Why a request was rejected. Nothing of it is kept.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum SubmitError {
+pub enum ValidationError {
     /// The id of an unfinished request.
     #[error("request {id} is there already: an id is free again when its last sample has ended")]
     Known {

@@ -8,7 +8,7 @@
 //! | call | when | what |
 //! |---|---|---|
 //! | [`Scheduler::new`] | once | from a [`Config`] (the operator's) and [`Limits`] (the driver's) |
-//! | [`Scheduler::submit`] | any time | queues a request, or rejects it ([`SubmitError`]) |
+//! | [`Scheduler::submit`] | any time | queues a request, or rejects it ([`ValidationError`]) |
 //! | [`Scheduler::abort`], [`Scheduler::abort_all`] | any time | ends requests |
 //! | [`Scheduler::schedule`] | while fewer than two steps are in flight | the next [`Step`]: its [`Row`]s, and the page [`Copies`] before it; `None` if there is nothing to compute before the next call |
 //! | [`Scheduler::process_output`] | when the oldest step is answered | its tokens, as [`StepOutput`] |
@@ -103,7 +103,7 @@ mod validate;
 
 pub use config::{Config, FrameBytes, Limits, Policy};
 pub use copies::Copies;
-pub use error::{SchedulerError, SubmitError};
+pub use error::{SchedulerError, ValidationError};
 pub use grammar::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask, is_shorter_as_bits};
 pub use logprobs::Logprobs;
 pub use new_request::{Image, NewRequest};

@@ -1,6 +1,6 @@
 //! The queue: priorities, and its size limit.
 
-use crate::error::SubmitError;
+use crate::error::ValidationError;
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
 
@@ -18,7 +18,11 @@ impl<S> Scheduler<S> {
     }
 
     /// Makes room in the queue for a request of this rank, by ending waiting sequences of a worse one.
-    pub(crate) fn make_queue_room(&mut self, samples: u32, rank: i64) -> Result<(), SubmitError> {
+    pub(crate) fn make_queue_room(
+        &mut self,
+        samples: u32,
+        rank: i64,
+    ) -> Result<(), ValidationError> {
         let Some(limit) = self.config.max_queued else {
             return Ok(());
         };
@@ -34,7 +38,7 @@ impl<S> Scheduler<S> {
             worse.sort_unstable();
         }
         if worse.len() < excess {
-            return Err(SubmitError::QueueFull { waiting, limit });
+            return Err(ValidationError::QueueFull { waiting, limit });
         }
         for (.., slot) in worse.into_iter().rev().take(excess) {
             self.finish(slot, 0, Finish::Displaced);

@@ -12,7 +12,7 @@ use slab::Slab;
 use crate::bisection::Suspects;
 use crate::config::{Config, Limits, Policy};
 use crate::copies::Copies;
-use crate::error::{SchedulerError, SubmitError};
+use crate::error::{SchedulerError, ValidationError};
 use crate::grammar::GrammarState;
 use crate::in_flight::{InFlightStep, ScheduledRow};
 use crate::kv_cache_manager::{KvCacheManager, SequencePages};
@@ -148,9 +148,9 @@ impl<S> Scheduler<S> {
     ///
     /// # Errors
     ///
-    /// A [`SubmitError`]. If the queue is full and a waiting request has a worse priority, that one ends as
+    /// A [`ValidationError`]. If the queue is full and a waiting request has a worse priority, that one ends as
     /// [`Finish::Displaced`].
-    pub fn submit(&mut self, mut request: NewRequest<S>) -> Result<(), SubmitError> {
+    pub fn submit(&mut self, mut request: NewRequest<S>) -> Result<(), ValidationError> {
         request.stop.stop_tokens.sort_unstable();
         request.stop.stop_tokens.dedup();
         let longest = self.check(&request)?;

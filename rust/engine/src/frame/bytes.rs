@@ -62,7 +62,7 @@ mod tests {
         Config, GrammarHandle, GrammarMatcher, GrammarStatus, Limits, Mask, NewRequest, Outputs,
         StepOutput,
     };
-    use pie_scheduler::{Finish, Scheduler, SubmitError};
+    use pie_scheduler::{Finish, Scheduler, ValidationError};
     use pie_wire::{LogprobOptions, Penalties};
 
     use super::*;
@@ -138,7 +138,7 @@ mod tests {
             }
         }
 
-        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), SubmitError> {
+        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), ValidationError> {
             arrival.params_bytes = params_bytes(&arrival.sampling);
             self.scheduler.submit(arrival)
         }

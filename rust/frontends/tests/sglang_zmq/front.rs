@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_engine::{
-    Delta, End, Grammar, GrammarHandle, Picture, Pictures, Rejected, Sampler, SubmitError,
-    TraceParent, Unbindable,
+    Delta, End, Grammar, GrammarHandle, Picture, Pictures, Rejected, Sampler, TraceParent,
+    Unbindable, ValidationError,
 };
 use pie_frontends::sglang_zmq::{
     Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing,
@@ -474,13 +474,13 @@ fn a_probe_is_answered_by_outputs_or_is_a_request() {
 fn failures_have_a_status() {
     for (end, status) in [
         (
-            End::Refused(SubmitError::QueueFull {
+            End::Refused(ValidationError::QueueFull {
                 waiting: 3,
                 limit: 3,
             }),
             503,
         ),
-        (End::Refused(SubmitError::Empty), 400),
+        (End::Refused(ValidationError::Empty), 400),
         (End::Displaced, 503),
         (
             End::Busy("no compiler can be started: try again later".into()),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use driver::{Driver, Frame, Reply};
 use expected::Expected;
 use pie_scheduler::{
-    Config, Copies, Finish, Limits, Outputs, Scheduler, StepOutput, SubmitError, TokenBytes,
+    Config, Copies, Finish, Limits, Outputs, Scheduler, StepOutput, TokenBytes, ValidationError,
 };
 pub use request::{Poison, TestRequest};
 use rule::Mind;
@@ -199,31 +199,31 @@ impl Sim {
         let longest = limits.max_model_len.min(pages * limits.page_size) as usize;
         match self.scheduler.submit(request.clone()) {
             Ok(()) => {}
-            Err(SubmitError::TooLong { .. }) => {
+            Err(ValidationError::TooLong { .. }) => {
                 assert!(request.prompt.len() > longest);
                 return id;
             }
-            Err(SubmitError::Empty) => {
+            Err(ValidationError::Empty) => {
                 assert!(request.prompt.is_empty());
                 return id;
             }
-            Err(SubmitError::QueueFull { .. }) => return id,
-            Err(SubmitError::Image { tokens, bytes, .. }) => {
+            Err(ValidationError::QueueFull { .. }) => return id,
+            Err(ValidationError::Image { tokens, bytes, .. }) => {
                 let most = i64::from(limits.max_forward_tokens)
                     - i64::from(limits.max_forward_requests)
                     + 1;
                 assert!(i64::from(tokens) > most.max(0) || bytes > limits.max_image_bytes);
                 return id;
             }
-            Err(SubmitError::ImageLogprobs { from, first }) => {
+            Err(ValidationError::ImageLogprobs { from, first }) => {
                 assert!(from < first && request.images.iter().any(|image| image.end() == first));
                 return id;
             }
-            Err(SubmitError::Logprobs { words, limit }) => {
+            Err(ValidationError::Logprobs { words, limit }) => {
                 assert!(words > limit && limit == limits.max_logprob_words);
                 return id;
             }
-            Err(SubmitError::RowBytes { bytes, limit }) => {
+            Err(ValidationError::RowBytes { bytes, limit }) => {
                 assert!(bytes > limit.into() && limit == limits.frame.max);
                 self.tally.add("too large for a frame", 1);
                 return id;
