@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_engine::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
+use pie_engine::{FrameBuilder, FrameMeta, FrameRow, RowExtension, StepReply};
 use pie_scheduler::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
 use pie_wire::{
     AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
@@ -81,7 +81,7 @@ struct Expected {
 
 /// A step that the driver has.
 struct Sent {
-    outline: FrameMeta,
+    meta: FrameMeta,
     rows: Vec<Expected>,
 }
 
@@ -176,7 +176,7 @@ impl Harness {
             self.sent.clear();
         } else if let Some(sent) = self.sent.pop_front() {
             let bytes = encoded(reply, &sent.rows);
-            let asked = sent.outline.asked();
+            let asked = sent.meta.expected();
             let (read, peak) = memory::peak(|| self.answer.read(&bytes, asked.clone()));
             assert!(
                 peak <= (1 << 12) + 16 * bytes.len(),
@@ -185,7 +185,7 @@ impl Harness {
             );
             match read {
                 Ok(_) => {
-                    let answered = self.scheduler.answer(self.now, &self.answer.as_sched());
+                    let answered = self.scheduler.answer(self.now, &self.answer.to_scheduler());
                     answered.expect("what was read fits the step");
                 }
                 Err(error) => {
@@ -211,8 +211,8 @@ impl Harness {
             end: row.start + (row.tokens.len() + row.drafts.len()) as u32,
         });
         let rows = rows.collect();
-        let outline = self.builder.lay_out(step.rows().map(turn));
-        self.sent.push_back(Sent { outline, rows });
+        let meta = self.builder.build(step.rows().map(turn));
+        self.sent.push_back(Sent { meta, rows });
     }
 
     fn read_outputs(&mut self) {
@@ -254,13 +254,13 @@ fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
         adapter: None,
         forbidden: row.forbidden,
         mask: row.mask,
-        extension: row.asked.as_ref().map(|asked| Extended {
-            asked,
+        extension: row.asked.as_ref().map(|asked| RowExtension {
+            params: asked,
             history: row.history,
             prompt_logprobs: row.prompt_logprobs,
             next: row.next,
         }),
-        pictures: None,
+        images: None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Grammars as the scheduler's constraints.
+//! Grammars as the scheduler's constraints (constrained decoding).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,20 +6,20 @@ use std::time::Duration;
 use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
 use pie_scheduler::{Begun, Constrain, Constraint, Mask};
 
-/// A grammar for the sequences of requests: [`NewRequest::constraint`](crate::NewRequest::constraint).
+/// The grammar of a request: [`NewRequest::constraint`](crate::NewRequest::constraint).
 ///
-/// It is compiled while the request waits in the queue, and masks are computed by the compiler's threads from the moment on at which a
-/// token is known.
+/// It is compiled while the request waits in the queue. The compiler's threads compute each token mask as soon as the token before it
+/// is known.
 #[derive(Debug)]
 pub struct GrammarConstraint {
     compiler: Compiler,
     pending: Pending,
-    /// The tokens after which it binds; none for the start.
+    /// The grammar applies after these tokens, as the end of reasoning; empty for the start.
     after: Arc<[u32]>,
 }
 
 impl GrammarConstraint {
-    /// Asks for the grammar, which binds what follows the first place that has the tokens `after`, and returns at once.
+    /// Starts to compile `grammar`, which applies to what follows the first occurrence of the tokens `after`. Does not block.
     pub fn new(compiler: &Compiler, grammar: &Grammar, after: &[u32]) -> Self {
         Self {
             compiler: compiler.clone(),
@@ -45,19 +45,19 @@ impl Constrain for GrammarConstraint {
             Progress::Failed(error) => return failed(&error),
             Progress::Ready(ready) => ready,
         };
-        let follow = Follow {
+        let grammar = CompiledGrammar {
             compiler: self.compiler.clone(),
             ready,
             jumps,
         };
         Begun::Ready(if self.after.is_empty() {
-            Box::new(follow.from(most))
+            Box::new(grammar.matcher(most))
         } else {
-            Box::new(Thinking {
-                follow,
+            Box::new(AfterReasoning {
+                grammar,
                 end: Arc::clone(&self.after),
-                last: Vec::new(),
-                binds: None,
+                tail: Vec::new(),
+                matcher: None,
             })
         })
     }
@@ -67,18 +67,17 @@ impl Constrain for GrammarConstraint {
     }
 }
 
-/// Begins to follow.
 #[derive(Debug)]
-struct Follow {
+struct CompiledGrammar {
     compiler: Compiler,
     ready: Arc<Ready>,
-    /// Whether tokens without alternative are not drawn.
+    /// Jump-forward: tokens without an alternative are not sampled.
     jumps: bool,
 }
 
-impl Follow {
-    fn from(&self, most: u32) -> Following {
-        Following(Follower::new(
+impl CompiledGrammar {
+    fn matcher(&self, most: u32) -> SequenceMatcher {
+        SequenceMatcher(Follower::new(
             &self.compiler,
             &self.ready,
             self.jumps,
@@ -87,11 +86,11 @@ impl Follow {
     }
 }
 
-/// A sequence that the grammar binds.
+/// Matches a sequence from its start.
 #[derive(Debug)]
-struct Following(Follower);
+struct SequenceMatcher(Follower);
 
-impl Constraint for Following {
+impl Constraint for SequenceMatcher {
     fn take(&mut self, token: u32, most: u32) -> bool {
         self.0.take(&[token], most as usize)
     }
@@ -107,39 +106,39 @@ impl Constraint for Following {
     }
 }
 
-/// A sequence that says what it likes until it has said the tokens of `end`, as models do that think before they answer.
+/// Matches a sequence from the end of its reasoning, the tokens `end`; before it is free.
 #[derive(Debug)]
-struct Thinking {
-    follow: Follow,
+struct AfterReasoning {
+    grammar: CompiledGrammar,
     end: Arc<[u32]>,
     /// The last tokens, one fewer than `end` has.
-    last: Vec<u32>,
-    binds: Option<Following>,
+    tail: Vec<u32>,
+    matcher: Option<SequenceMatcher>,
 }
 
-impl Constraint for Thinking {
+impl Constraint for AfterReasoning {
     fn take(&mut self, token: u32, most: u32) -> bool {
-        if let Some(binds) = &mut self.binds {
-            return binds.take(token, most);
+        if let Some(matcher) = &mut self.matcher {
+            return matcher.take(token, most);
         }
-        self.last.push(token);
-        if *self.last == *self.end {
-            self.binds = Some(self.follow.from(most));
-        } else if self.last.len() == self.end.len() {
-            self.last.remove(0);
+        self.tail.push(token);
+        if *self.tail == *self.end {
+            self.matcher = Some(self.grammar.matcher(most));
+        } else if self.tail.len() == self.end.len() {
+            self.tail.remove(0);
         }
         false
     }
 
     fn prepare(&mut self, budget: &mut Duration) -> bool {
-        let binds = self.binds.as_mut();
-        binds.is_none_or(|binds| binds.prepare(budget))
+        let matcher = self.matcher.as_mut();
+        matcher.is_none_or(|matcher| matcher.prepare(budget))
     }
 
     fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
-        self.binds
+        self.matcher
             .as_mut()
-            .map_or(Ok(None), |binds| binds.next(forced))
+            .map_or(Ok(None), |matcher| matcher.next(forced))
     }
 }
 
@@ -149,7 +148,6 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a grammar that is compiled so.
     fn begun(text: &str, settings: Settings) -> Begun {
         let vocabulary = Vocabulary::new(&[b"a".to_vec(), Vec::new()], &[], &[1]).unwrap();
         let compiler = Compiler::with_settings(vocabulary, settings).unwrap();

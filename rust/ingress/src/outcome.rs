@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_engine::{End, Refusal as Unserved, StopRegexes, StopStrings};
+use pie_engine::{FinishReason, Refusal as Unserved, StopRegexes, StopStrings};
 
 /// The texts that end the sequences of a request, by which their ends are named.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -69,20 +69,20 @@ pub enum Failure {
 }
 
 /// What an end is for the client of a request with these stop texts.
-pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
+pub fn outcome(end: &FinishReason, stops: &StopTexts) -> Outcome {
     let failed = |failure, message: &str| Outcome::Failed {
         failure,
         message: one_line(message),
     };
     match end {
-        End::Length => Outcome::Length,
-        End::StopToken(token) => Outcome::StopToken(*token),
-        End::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
-        End::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
-        End::Aborted => Outcome::Aborted,
-        End::Unready => Outcome::AbortedUnready,
-        End::Deadline => failed(Failure::Deadline, "its time was over"),
-        End::Refused(refusal) => {
+        FinishReason::Length => Outcome::Length,
+        FinishReason::StopToken(token) => Outcome::StopToken(*token),
+        FinishReason::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
+        FinishReason::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
+        FinishReason::Aborted => Outcome::Aborted,
+        FinishReason::Unready => Outcome::AbortedUnready,
+        FinishReason::Deadline => failed(Failure::Deadline, "its time was over"),
+        FinishReason::Refused(refusal) => {
             let failure = match refusal {
                 Unserved::QueueFull { .. } => Failure::Busy,
                 Unserved::Known { .. } => Failure::Known,
@@ -90,10 +90,10 @@ pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
             };
             failed(failure, &refusal.to_string())
         }
-        End::Displaced => failed(Failure::Busy, &end.reason().unwrap_or_default()),
-        End::Busy(reason) => failed(Failure::Busy, reason),
-        End::Grammar(reason) => failed(Failure::Invalid, reason),
-        End::Failed(reason) => failed(Failure::Internal, reason),
+        FinishReason::Displaced => failed(Failure::Busy, &end.message().unwrap_or_default()),
+        FinishReason::Busy(reason) => failed(Failure::Busy, reason),
+        FinishReason::Grammar(reason) => failed(Failure::Invalid, reason),
+        FinishReason::Failed(reason) => failed(Failure::Internal, reason),
     }
 }
 

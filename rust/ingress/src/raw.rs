@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pie_engine::{Grammar, Pictures, Sampling};
+use pie_engine::{Grammar, PromptImages, SamplingParams};
 
 /// What a client asks for. Numbers are as wide as clients may send them, and nothing has been checked.
 #[derive(Clone, Debug)]
@@ -12,9 +12,9 @@ pub struct RawRequest {
     /// Tokens of the prompt.
     pub prompt: Vec<u32>,
     /// The images of the prompt.
-    pub pictures: Option<Pictures>,
+    pub images: Option<PromptImages>,
     /// How tokens are sampled, without biases.
-    pub sampling: Sampling,
+    pub sampling: SamplingParams,
     /// Tokens, and what is added to their logits.
     pub logit_bias: Vec<(i64, f32)>,
     /// Most tokens to produce; `None` for as many as there is room for.
@@ -75,8 +75,8 @@ impl RawRequest {
         Self {
             name,
             prompt,
-            pictures: None,
-            sampling: Sampling::default(),
+            images: None,
+            sampling: SamplingParams::default(),
             logit_bias: Vec::new(),
             max_new_tokens: None,
             min_new_tokens: 0,

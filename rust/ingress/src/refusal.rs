@@ -1,6 +1,6 @@
 //! Why a request is not served.
 
-use pie_engine::{SamplingError, StopRegexError, StopStringError, Unbindable};
+use pie_engine::{GrammarSetupError, SamplingError, StopRegexError, StopStringError};
 use thiserror::Error;
 
 use crate::outcome::one_line;
@@ -65,7 +65,7 @@ pub enum Refusal {
         /// Which one.
         kind: &'static str,
         /// What is wrong.
-        error: Unbindable,
+        error: GrammarSetupError,
     },
     /// What only one frontend can get wrong: a field that it does not serve, or of a wrong type.
     #[error("{0}")]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{
-    Constrain, Draw, Grammar, LogprobParams, MAX_SAMPLES, NewRequest, Pictures,
-    Refusal as Unserved, Sampling, StopCriteria, StopRegexes, StopStrings, Unbindable,
+    Constrain, Grammar, GrammarSetupError, LogprobParams, MAX_SAMPLES, NewRequest, PromptImages,
+    Refusal as Unserved, RowParams, SamplingParams, StopCriteria, StopRegexes, StopStrings,
 };
 
 use crate::limits::RequestLimits;
@@ -44,7 +44,7 @@ pub struct Ingress {
 /// A request that was validated. It is made by [`Ingress::validate`] alone.
 #[derive(Debug)]
 pub struct RequestSpec {
-    arrival: NewRequest<Draw>,
+    arrival: NewRequest<RowParams>,
     deadline: Option<Duration>,
     logprobs: Option<LogprobRows>,
     stops: StopTexts,
@@ -72,7 +72,7 @@ impl RequestSpec {
     }
 
     /// What the service takes: the request, and after which time it ends.
-    pub fn into_arrival(self) -> (NewRequest<Draw>, Option<Duration>) {
+    pub fn into_arrival(self) -> (NewRequest<RowParams>, Option<Duration>) {
         (self.arrival, self.deadline)
     }
 }
@@ -132,10 +132,10 @@ impl Ingress {
     pub fn validate(
         &self,
         raw: RawRequest,
-        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, GrammarSetupError>,
     ) -> Result<RequestSpec, Refusal> {
         self.check_names(&raw)?;
-        self.check_prompt(&raw.prompt, raw.pictures.as_ref())?;
+        self.check_prompt(&raw.prompt, raw.images.as_ref())?;
         let samples = self.samples(raw.n)?;
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
@@ -143,7 +143,7 @@ impl Ingress {
         let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
         let sampling = self.sampling(raw.sampling, raw.logit_bias)?;
-        let draw = sampling.draw()?;
+        let draw = sampling.row_params()?;
         let logprobs = raw
             .logprobs
             .as_ref()
@@ -182,10 +182,10 @@ impl Ingress {
             ..NewRequest::new(0, raw.prompt, draw, max_tokens)
         };
         if let Some(rows) = &logprobs {
-            rows.params().clone().ask(&mut arrival);
+            rows.params().clone().apply(&mut arrival);
         }
-        if let Some(pictures) = raw.pictures {
-            Draw::attach(pictures, &mut arrival);
+        if let Some(images) = raw.images {
+            RowParams::attach(images, &mut arrival);
         }
         Ok(RequestSpec {
             arrival,
@@ -212,7 +212,7 @@ impl Ingress {
         self.limits.check(field, "name_bytes", name.len() as u64)
     }
 
-    fn check_prompt(&self, prompt: &[u32], pictures: Option<&Pictures>) -> Result<(), Refusal> {
+    fn check_prompt(&self, prompt: &[u32], images: Option<&PromptImages>) -> Result<(), Refusal> {
         let (tokens, vocab) = (prompt.len(), self.model.vocab_size);
         if prompt.is_empty() {
             return Err(Unserved::Empty.into());
@@ -226,10 +226,9 @@ impl Ingress {
             }
             .into());
         }
-        if let Some(pictures) = pictures {
-            self.limits
-                .check("images", "images", pictures.len() as u64)?;
-            return self.limits.check("images", "image_bytes", pictures.bytes());
+        if let Some(images) = images {
+            self.limits.check("images", "images", images.len() as u64)?;
+            return self.limits.check("images", "image_bytes", images.bytes());
         }
         match prompt.iter().find(|&&token| token >= vocab) {
             None => Ok(()),
@@ -305,9 +304,9 @@ impl Ingress {
 
     fn sampling(
         &self,
-        mut sampling: Sampling,
+        mut sampling: SamplingParams,
         logit_bias: Vec<(i64, f32)>,
-    ) -> Result<Sampling, Refusal> {
+    ) -> Result<SamplingParams, Refusal> {
         let entries = logit_bias.len() as u64;
         self.limits.check("logit_bias", "logit_bias", entries)?;
         let bias = |(token, bias)| Ok((self.token("logit_bias", token)?, bias));

@@ -43,7 +43,7 @@ class _Loaded(NamedTuple):
 class ServerAdapters:
     """The adapters of a server. Calls wait for the drivers, which serve requests meanwhile."""
 
-    def __init__(self, runtime: _core.Runtime, front: _core.Front) -> None:
+    def __init__(self, runtime: _core.Runtime, front: _core.SglangFrontend) -> None:
         """No adapters.
 
         Args:

@@ -98,13 +98,13 @@ class Parts:
         """Most tokens of a prompt."""
         return max(1, self.context_length - _SPARE_POSITIONS)
 
-    def front(self) -> _core.Front:
+    def front(self) -> _core.SglangFrontend:
         """The requests."""
         from pie_driver_sglang.frontends.sglang_server.compat import messages
         from pie_driver_sglang.frontends.sglang_server.compat.scheduling import refuses_priority
 
         tokenizer, settings = self._tokenizer, self._settings
-        return _core.Front(
+        return _core.SglangFrontend(
             self.runtime,
             messages.message_table(),
             eos_token_ids=sorted(_end_tokens(self._plan, tokenizer)),
@@ -134,7 +134,7 @@ class Parts:
 
         return read_images
 
-    def adapters(self, front: _core.Front) -> ServerAdapters:
+    def adapters(self, front: _core.SglangFrontend) -> ServerAdapters:
         """The adapters, those of `--lora-paths` loaded.
 
         Raises:
@@ -149,7 +149,7 @@ class Parts:
                 raise StartError(outcome["error_message"], "see `--lora-paths`")
         return adapters
 
-    def metrics(self, front: _core.Front) -> MetricsThread | None:
+    def metrics(self, front: _core.SglangFrontend) -> MetricsThread | None:
         """What writes metrics; None without `--enable-metrics`."""
         if not self._settings.enable_metrics:
             return None
@@ -160,7 +160,7 @@ class Parts:
         metrics = SchedulerMetrics(given.settings, rank=given.rank, replica=given.replica)
         return MetricsThread(self.runtime, front, metrics)
 
-    def spans(self, front: _core.Front) -> SpanThread | None:
+    def spans(self, front: _core.SglangFrontend) -> SpanThread | None:
         """What exports the spans of requests; None without `--enable-trace`."""
         settings, replica = self._settings, self._given.replica
         if not settings.enable_trace:

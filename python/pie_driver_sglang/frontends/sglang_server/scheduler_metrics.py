@@ -40,7 +40,7 @@ class MetricsThread:
     """
 
     def __init__(
-        self, runtime: _core.Runtime, front: _core.Front, metrics: SchedulerMetrics
+        self, runtime: _core.Runtime, front: _core.SglangFrontend, metrics: SchedulerMetrics
     ) -> None:
         """Starts.
 
@@ -59,7 +59,7 @@ class MetricsThread:
 
     def write(self) -> None:
         """Writes how things stand now."""
-        [figures] = self._runtime.figures()
+        [figures] = self._runtime.metrics()
         for name, is_counter, text, label, value in figures:
             grown = max(0.0, value - self._seen.get((name, label), 0.0)) if is_counter else 0.0
             self._put(_Figure(name, is_counter, text, label), value, grown)

@@ -162,7 +162,7 @@ def send_next(front: Any, sender: Any, window: Window) -> None:
     """Sends what is new, once the tokenizer manager has handled what was sent before.
 
     Args:
-        front: `_core.Front`.
+        front: `_core.SglangFrontend`.
         sender: `SocketSender`.
         window: Of the messages.
     """
