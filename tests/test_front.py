@@ -1,4 +1,4 @@
-"""`_core.Front` against SGLang's message classes, as they are installed, and `msgspec`."""
+"""`_core.SglangFrontend` against SGLang's message classes, as they are installed, and `msgspec`."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def gone() -> Iterator[_core.Runtime]:
 
 
 @pytest.fixture(scope="module")
-def front(gone: _core.Runtime, compat: Any) -> _core.Front:
+def front(gone: _core.Runtime, compat: Any) -> _core.SglangFrontend:
     """Its requests: every one is answered with an error."""
     return make(gone, compat)
 
 
-def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.Front:
+def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.SglangFrontend:
     values: dict[str, Any] = {
         "eos_token_ids": [1],
         "think_end_ids": [],
@@ -76,7 +76,7 @@ def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.Front:
         "speculate": False,
         "probe_prefix": compat.PROBE_PREFIX,
     }
-    return _core.Front(runtime, compat.message_table(), **{**values, **changed})
+    return _core.SglangFrontend(runtime, compat.message_table(), **{**values, **changed})
 
 
 def request(**changed: Any) -> Any:
@@ -105,7 +105,7 @@ def request(**changed: Any) -> Any:
     return made
 
 
-def answer(front: _core.Front, compat: Any, *messages: Any) -> Any:
+def answer(front: _core.SglangFrontend, compat: Any, *messages: Any) -> Any:
     """What SGLang's detokenizer decodes of the one message that comes back."""
     [data], _, _, _ = front.receive([compat.encode_message(message) for message in messages])
     return compat.decode_message(data)
@@ -122,7 +122,7 @@ TEXTS = st.text(max_size=20)
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 def test_outputs_are_messages_of_sglang(
-    front: _core.Front,
+    front: _core.SglangFrontend,
     compat: Any,
     rid: str,
     worker: str | None,
@@ -175,13 +175,15 @@ def test_outputs_are_messages_of_sglang(
         ({"fields": {"input_ids": array("q", range(101))}}, "101 tokens"),
     ],
 )
-def test_refusals(front: _core.Front, compat: Any, changed: dict[str, Any], words: str) -> None:
+def test_refusals(
+    front: _core.SglangFrontend, compat: Any, changed: dict[str, Any], words: str
+) -> None:
     [reason] = answer(front, compat, request(**changed)).finished_reasons
     assert (reason["status_code"], reason["err_type"]) == (400, "BadRequestError")
     assert words in reason["message"]
 
 
-def test_one_message_answers_a_batch(front: _core.Front, compat: Any) -> None:
+def test_one_message_answers_a_batch(front: _core.SglangFrontend, compat: Any) -> None:
     from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
     batch = BatchTokenizedGenerateReqInput(batch=[request(rid="a"), request(rid="b", worker="w")])
@@ -217,7 +219,7 @@ def test_times_are_objects_of_sglang(
         make(gone, compat, times=(began, template, (0, 0, 0, len(template) - 7)))
 
 
-def test_messages_about_other_things_come_back(front: _core.Front, compat: Any) -> None:
+def test_messages_about_other_things_come_back(front: _core.SglangFrontend, compat: Any) -> None:
     from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, GetInternalStateReq
 
     others = [
@@ -232,12 +234,12 @@ def test_messages_about_other_things_come_back(front: _core.Front, compat: Any) 
     assert line.startswith("a message of 1 bytes cannot be read")
 
 
-def test_classes_of_another_version_are_refused(front: _core.Front, compat: Any) -> None:
+def test_classes_of_another_version_are_refused(front: _core.SglangFrontend, compat: Any) -> None:
     runtime = _core.Runtime(str(POCKET), python=sys.executable, devices=["cpu"])
     try:
         table = [entry for entry in compat.message_table() if entry[0] != "AbortReq"]
         with pytest.raises(FrontEndError, match="no message class `AbortReq`"):
-            _core.Front(
+            _core.SglangFrontend(
                 runtime,
                 table,
                 eos_token_ids=[],

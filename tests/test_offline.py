@@ -393,9 +393,8 @@ class TestArguments:
                 assert str(error)
 
     def test_the_native_runtime_knows_every_name(self) -> None:
-        signature = str(_core.Runtime.__text_signature__)
-        for name in (*engine_arguments.SCHEDULER, *engine_arguments.OWN):
-            assert name == "devices" or f"{name}=" in signature, name
+        names = {*engine_arguments.SCHEDULER, *engine_arguments.OWN}
+        assert names <= set(_core.Runtime.setting_names())
 
 
 def output(request: int, tokens: Sequence[int], finish: str | None = None, **more: Any) -> Any:

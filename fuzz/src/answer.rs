@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_engine::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
+use pie_engine::{FrameBuilder, FrameMeta, FrameRow, RowExtension, StepReply};
 use pie_scheduler::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
 use pie_wire::{
     ForwardResponse, LogprobOptions, LogprobRows, LogprobShape, RequestExtension, ResponseFrame,
@@ -81,14 +81,14 @@ struct Expected {
 
 /// A step that the driver has.
 struct Sent {
-    outline: FrameMeta,
+    meta: FrameMeta,
     rows: Vec<Expected>,
 }
 
 struct Harness {
     scheduler: Scheduler<Asked>,
     builder: FrameBuilder,
-    answer: Answer,
+    reply: StepReply,
     sent: VecDeque<Sent>,
     now: u64,
     /// Most tokens of each sequence that has not ended.
@@ -127,7 +127,7 @@ impl Harness {
         Self {
             scheduler: Scheduler::new(config, LIMITS, None).expect("the settings are right"),
             builder: FrameBuilder::new(LIMITS.page_size),
-            answer: Answer::default(),
+            reply: StepReply::default(),
             sent: VecDeque::new(),
             now: 0,
             open: BTreeMap::new(),
@@ -176,8 +176,8 @@ impl Harness {
             self.sent.clear();
         } else if let Some(sent) = self.sent.pop_front() {
             let bytes = encoded(reply, &sent.rows);
-            let asked = sent.outline.asked();
-            let (read, peak) = memory::peak(|| self.answer.read(&bytes, asked.clone()));
+            let asked = sent.meta.expected();
+            let (read, peak) = memory::peak(|| self.reply.read(&bytes, asked.clone()));
             assert!(
                 peak <= (1 << 12) + 16 * bytes.len(),
                 "{peak} bytes for {}",
@@ -187,7 +187,7 @@ impl Harness {
                 Ok(_) => {
                     let answered = self
                         .scheduler
-                        .process_output(self.now, &self.answer.as_sched());
+                        .process_output(self.now, &self.reply.to_scheduler());
                     answered.expect("what was read fits the step");
                 }
                 Err(error) => {
@@ -215,8 +215,8 @@ impl Harness {
             end: row.start + (row.tokens.len() + row.drafts.len()) as u32,
         });
         let rows = rows.collect();
-        let outline = self.builder.lay_out(step.rows().map(turn));
-        self.sent.push_back(Sent { outline, rows });
+        let meta = self.builder.build(step.rows().map(turn));
+        self.sent.push_back(Sent { meta, rows });
     }
 
     fn read_outputs(&mut self) {
@@ -258,13 +258,13 @@ fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
         adapter: None,
         forbidden: row.forbidden,
         mask: row.mask,
-        extension: row.params.as_ref().map(|asked| Extended {
-            asked,
+        extension: row.params.as_ref().map(|params| RowExtension {
+            params: params,
             history: row.history,
             prompt_logprobs: row.prompt_logprobs,
             next: row.next,
         }),
-        pictures: None,
+        images: None,
     }
 }
 

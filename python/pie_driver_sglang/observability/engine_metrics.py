@@ -49,7 +49,7 @@ class RuntimeExporter:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        replicas = [figures for runtime in self._runtimes for figures in runtime.figures()]
+        replicas = [figures for runtime in self._runtimes for figures in runtime.metrics()]
         for rank, figures in enumerate(replicas):
             common = [self._model_name, str(rank)]
             for name, is_counter, text, label, value in figures:

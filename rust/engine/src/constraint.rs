@@ -1,4 +1,4 @@
-//! Grammars as the scheduler's constraints.
+//! Grammars as the scheduler's constraints (constrained decoding).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,20 +8,20 @@ use pie_grammar::{
 };
 use pie_scheduler::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask};
 
-/// A grammar for the sequences of requests: [`NewRequest::constraint`](crate::NewRequest::constraint).
+/// The grammar of a request: [`NewRequest::constraint`](crate::NewRequest::constraint).
 ///
-/// It is compiled while the request waits in the queue, and masks are computed by the compiler's threads from the moment on at which a
-/// token is known.
+/// It is compiled while the request waits in the queue. The compiler's threads compute each token mask as soon as the token before it
+/// is known.
 #[derive(Debug)]
 pub struct GrammarConstraint {
     compiler: Compiler,
     pending: PendingGrammar,
-    /// The tokens after which it binds; none for the start.
+    /// The grammar applies after these tokens, as the end of reasoning; empty for the start.
     after: Arc<[u32]>,
 }
 
 impl GrammarConstraint {
-    /// Asks for the grammar, which binds what follows the first place that has the tokens `after`, and returns at once.
+    /// Starts to compile `grammar`, which applies to what follows the first occurrence of the tokens `after`. Does not block.
     pub fn new(compiler: &Compiler, grammar: &Grammar, after: &[u32]) -> Self {
         Self {
             compiler: compiler.clone(),
@@ -47,19 +47,19 @@ impl GrammarHandle for GrammarConstraint {
             Progress::Failed(error) => return failed(&error),
             Progress::Ready(ready) => ready,
         };
-        let follow = Follow {
+        let grammar = MatcherFactory {
             compiler: self.compiler.clone(),
             ready,
             jumps,
         };
         GrammarStatus::Ready(if self.after.is_empty() {
-            Box::new(follow.from(most))
+            Box::new(grammar.matcher(most))
         } else {
-            Box::new(Thinking {
-                follow,
+            Box::new(AfterReasoning {
+                grammar,
                 end: Arc::clone(&self.after),
-                last: Vec::new(),
-                binds: None,
+                tail: Vec::new(),
+                matcher: None,
             })
         })
     }
@@ -69,18 +69,17 @@ impl GrammarHandle for GrammarConstraint {
     }
 }
 
-/// Begins to follow.
 #[derive(Debug)]
-struct Follow {
+struct MatcherFactory {
     compiler: Compiler,
     ready: Arc<CompiledGrammar>,
-    /// Whether tokens without alternative are not drawn.
+    /// Jump-forward: tokens without an alternative are not sampled.
     jumps: bool,
 }
 
-impl Follow {
-    fn from(&self, most: u32) -> Following {
-        Following(AsyncMatcher::new(
+impl MatcherFactory {
+    fn matcher(&self, most: u32) -> SequenceMatcher {
+        SequenceMatcher(AsyncMatcher::new(
             &self.compiler,
             &self.ready,
             self.jumps,
@@ -89,11 +88,11 @@ impl Follow {
     }
 }
 
-/// A sequence that the grammar binds.
+/// Matches a sequence from its start.
 #[derive(Debug)]
-struct Following(AsyncMatcher);
+struct SequenceMatcher(AsyncMatcher);
 
-impl GrammarMatcher for Following {
+impl GrammarMatcher for SequenceMatcher {
     fn accept_token(&mut self, token: u32, most: u32) -> bool {
         self.0.accept_tokens(&[token], most as usize)
     }
@@ -109,39 +108,39 @@ impl GrammarMatcher for Following {
     }
 }
 
-/// A sequence that says what it likes until it has said the tokens of `end`, as models do that think before they answer.
+/// Matches a sequence from the end of its reasoning, the tokens `end`; before it is free.
 #[derive(Debug)]
-struct Thinking {
-    follow: Follow,
+struct AfterReasoning {
+    grammar: MatcherFactory,
     end: Arc<[u32]>,
     /// The last tokens, one fewer than `end` has.
-    last: Vec<u32>,
-    binds: Option<Following>,
+    tail: Vec<u32>,
+    matcher: Option<SequenceMatcher>,
 }
 
-impl GrammarMatcher for Thinking {
+impl GrammarMatcher for AfterReasoning {
     fn accept_token(&mut self, token: u32, most: u32) -> bool {
-        if let Some(binds) = &mut self.binds {
-            return binds.accept_token(token, most);
+        if let Some(matcher) = &mut self.matcher {
+            return matcher.accept_token(token, most);
         }
-        self.last.push(token);
-        if *self.last == *self.end {
-            self.binds = Some(self.follow.from(most));
-        } else if self.last.len() == self.end.len() {
-            self.last.remove(0);
+        self.tail.push(token);
+        if *self.tail == *self.end {
+            self.matcher = Some(self.grammar.matcher(most));
+        } else if self.tail.len() == self.end.len() {
+            self.tail.remove(0);
         }
         false
     }
 
     fn prepare_mask(&mut self, budget: &mut Duration) -> bool {
-        let binds = self.binds.as_mut();
-        binds.is_none_or(|binds| binds.prepare_mask(budget))
+        let matcher = self.matcher.as_mut();
+        matcher.is_none_or(|matcher| matcher.prepare_mask(budget))
     }
 
     fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
-        self.binds
+        self.matcher
             .as_mut()
-            .map_or(Ok(None), |binds| binds.next_mask(forced))
+            .map_or(Ok(None), |matcher| matcher.next_mask(forced))
     }
 }
 
@@ -151,7 +150,6 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a grammar that is compiled so.
     fn begun(text: &str, settings: Settings) -> GrammarStatus {
         let vocabulary = Vocabulary::new(&[b"a".to_vec(), Vec::new()], &[], &[1]).unwrap();
         let compiler = Compiler::with_settings(vocabulary, settings).unwrap();

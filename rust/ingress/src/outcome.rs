@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_engine::{End, StopRegexes, StopStrings, ValidationError};
+use pie_engine::{FinishReason, StopRegexes, StopStrings, ValidationError};
 
 /// The stop strings and expressions of a request, for finish reasons.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -69,20 +69,20 @@ pub enum Failure {
 }
 
 /// The outcome of an end, with the stop texts of the request.
-pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
+pub fn outcome(end: &FinishReason, stops: &StopTexts) -> Outcome {
     let failed = |failure, message: &str| Outcome::Failed {
         failure,
         message: one_line(message),
     };
     match end {
-        End::Length => Outcome::Length,
-        End::StopToken(token) => Outcome::StopToken(*token),
-        End::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
-        End::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
-        End::Aborted => Outcome::Aborted,
-        End::Unready => Outcome::AbortedUnready,
-        End::Deadline => failed(Failure::Deadline, "its time was over"),
-        End::Refused(refusal) => {
+        FinishReason::Length => Outcome::Length,
+        FinishReason::StopToken(token) => Outcome::StopToken(*token),
+        FinishReason::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
+        FinishReason::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
+        FinishReason::Aborted => Outcome::Aborted,
+        FinishReason::Unready => Outcome::AbortedUnready,
+        FinishReason::Deadline => failed(Failure::Deadline, "its time was over"),
+        FinishReason::Refused(refusal) => {
             let failure = match refusal {
                 ValidationError::QueueFull { .. } => Failure::Busy,
                 ValidationError::Known { .. } => Failure::Known,
@@ -90,10 +90,10 @@ pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
             };
             failed(failure, &refusal.to_string())
         }
-        End::Displaced => failed(Failure::Busy, &end.reason().unwrap_or_default()),
-        End::Busy(reason) => failed(Failure::Busy, reason),
-        End::Grammar(reason) => failed(Failure::Invalid, reason),
-        End::Failed(reason) => failed(Failure::Internal, reason),
+        FinishReason::Displaced => failed(Failure::Busy, &end.message().unwrap_or_default()),
+        FinishReason::Busy(reason) => failed(Failure::Busy, reason),
+        FinishReason::Grammar(reason) => failed(Failure::Invalid, reason),
+        FinishReason::Failed(reason) => failed(Failure::Internal, reason),
     }
 }
 

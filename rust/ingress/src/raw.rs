@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pie_engine::{Grammar, Pictures, Sampling};
+use pie_engine::{Grammar, PromptImages, SamplingParams};
 
 /// An unvalidated request. Numbers are as wide as clients may send them.
 #[derive(Clone, Debug)]
@@ -12,9 +12,9 @@ pub struct RawRequest {
     /// Prompt tokens.
     pub prompt: Vec<u32>,
     /// Images of the prompt.
-    pub pictures: Option<Pictures>,
-    /// Sampling parameters without biases.
-    pub sampling: Sampling,
+    pub images: Option<PromptImages>,
+    /// SamplingParams parameters without biases.
+    pub sampling: SamplingParams,
     /// Token ids, and the biases of their logits.
     pub logit_bias: Vec<(i64, f32)>,
     /// Most output tokens; `None` for as many as fit.
@@ -75,8 +75,8 @@ impl RawRequest {
         Self {
             name,
             prompt,
-            pictures: None,
-            sampling: Sampling::default(),
+            images: None,
+            sampling: SamplingParams::default(),
             logit_bias: Vec::new(),
             max_new_tokens: None,
             min_new_tokens: 0,

@@ -1,6 +1,6 @@
 //! Validation errors.
 
-use pie_engine::{SamplingError, StopRegexError, StopStringError, Unbindable};
+use pie_engine::{GrammarSetupError, SamplingError, StopRegexError, StopStringError};
 use thiserror::Error;
 
 use crate::outcome::one_line;
@@ -65,7 +65,7 @@ pub enum Refusal {
         /// Its kind.
         kind: &'static str,
         /// The error.
-        error: Unbindable,
+        error: GrammarSetupError,
     },
     /// An error of a single frontend: an unsupported field, or a wrong type.
     #[error("{0}")]

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{
-    Draw, Grammar, GrammarHandle, LogprobParams, MAX_SAMPLES, NewRequest, Pictures, Sampling,
-    StopCriteria, StopRegexes, StopStrings, Unbindable, ValidationError,
+    Grammar, GrammarHandle, GrammarSetupError, LogprobParams, MAX_SAMPLES, NewRequest,
+    PromptImages, RowParams, SamplingParams, StopCriteria, StopRegexes, StopStrings,
+    ValidationError,
 };
 
 use crate::limits::RequestLimits;
@@ -44,7 +45,7 @@ pub struct Ingress {
 /// A validated request, made by [`Ingress::validate`] only.
 #[derive(Debug)]
 pub struct RequestSpec {
-    request: NewRequest<Draw>,
+    request: NewRequest<RowParams>,
     deadline: Option<Duration>,
     logprobs: Option<LogprobRows>,
     stops: StopTexts,
@@ -72,7 +73,7 @@ impl RequestSpec {
     }
 
     /// The request for the service, and its time limit.
-    pub fn into_request(self) -> (NewRequest<Draw>, Option<Duration>) {
+    pub fn into_request(self) -> (NewRequest<RowParams>, Option<Duration>) {
         (self.request, self.deadline)
     }
 }
@@ -132,10 +133,10 @@ impl Ingress {
     pub fn validate(
         &self,
         raw: RawRequest,
-        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable>,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>,
     ) -> Result<RequestSpec, Refusal> {
         self.check_names(&raw)?;
-        self.check_prompt(&raw.prompt, raw.pictures.as_ref())?;
+        self.check_prompt(&raw.prompt, raw.images.as_ref())?;
         let samples = self.samples(raw.n)?;
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
@@ -143,7 +144,7 @@ impl Ingress {
         let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
         let sampling = self.sampling(raw.sampling, raw.logit_bias)?;
-        let draw = sampling.draw()?;
+        let row_params = sampling.row_params()?;
         // Of the prompt before image tokens get their placeholders.
         let logprobs = match &raw.logprobs {
             Some(wanted) => Some(LogprobRows::new(
@@ -174,13 +175,13 @@ impl Ingress {
             drafts: raw.speculates,
             grammar,
             streams: raw.streams,
-            ..NewRequest::new(0, raw.prompt, draw, max_tokens)
+            ..NewRequest::new(0, raw.prompt, row_params, max_tokens)
         };
         if let Some(rows) = &logprobs {
-            rows.params().clone().ask(&mut request);
+            rows.params().clone().apply(&mut request);
         }
-        if let Some(pictures) = raw.pictures {
-            Draw::attach(pictures, &mut request);
+        if let Some(images) = raw.images {
+            RowParams::attach(images, &mut request);
         }
         Ok(RequestSpec {
             request,
@@ -194,7 +195,7 @@ impl Ingress {
         &self,
         grammar: &Grammar,
         after: &[u32],
-        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable>,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>,
     ) -> Result<Arc<dyn GrammarHandle>, Refusal> {
         let kind = grammar.kind();
         let bytes = grammar.bytes() as u64;
@@ -219,7 +220,7 @@ impl Ingress {
         self.limits.check(field, "name_bytes", name.len() as u64)
     }
 
-    fn check_prompt(&self, prompt: &[u32], pictures: Option<&Pictures>) -> Result<(), Refusal> {
+    fn check_prompt(&self, prompt: &[u32], images: Option<&PromptImages>) -> Result<(), Refusal> {
         let (tokens, vocab) = (prompt.len(), self.model.vocab_size);
         if prompt.is_empty() {
             return Err(ValidationError::Empty.into());
@@ -233,10 +234,9 @@ impl Ingress {
             }
             .into());
         }
-        if let Some(pictures) = pictures {
-            self.limits
-                .check("images", "images", pictures.len() as u64)?;
-            return self.limits.check("images", "image_bytes", pictures.bytes());
+        if let Some(images) = images {
+            self.limits.check("images", "images", images.len() as u64)?;
+            return self.limits.check("images", "image_bytes", images.bytes());
         }
         match prompt.iter().find(|&&token| token >= vocab) {
             None => Ok(()),
@@ -312,9 +312,9 @@ impl Ingress {
 
     fn sampling(
         &self,
-        mut sampling: Sampling,
+        mut sampling: SamplingParams,
         logit_bias: Vec<(i64, f32)>,
-    ) -> Result<Sampling, Refusal> {
+    ) -> Result<SamplingParams, Refusal> {
         let entries = logit_bias.len() as u64;
         self.limits.check("logit_bias", "logit_bias", entries)?;
         let bias = |(token, bias)| Ok((self.token("logit_bias", token)?, bias));

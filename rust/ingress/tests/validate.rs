@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_engine::{Grammar, GrammarHandle, Unbindable};
+use pie_engine::{Grammar, GrammarHandle, GrammarSetupError};
 use pie_ingress::{Ingress, ModelInfo, RawLogprobs, RawRequest, RequestLimits};
 use proptest::prelude::*;
 
@@ -19,8 +19,8 @@ fn ingress() -> Ingress {
     Ingress::new(RequestLimits::default(), facts)
 }
 
-fn unbound(_: &Grammar, _: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
-    Err(Unbindable::NoTokenizer)
+fn unbound(_: &Grammar, _: &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+    Err(GrammarSetupError::NoTokenizer)
 }
 
 fn raw() -> RawRequest {

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{WireError, from_ring};
-use crate::places::{Place, places};
+use crate::logprobs::{Place, places};
 use crate::request::{Request, encode, encode_batch};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.

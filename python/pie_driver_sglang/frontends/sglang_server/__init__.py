@@ -1,7 +1,7 @@
 """SGLang's own HTTP server over this package's runtime: `pie-sglang serve`.
 
 SGLang's server, tokenizer manager, detokenizer and parsers run unchanged. Its scheduler process is
-replaced by one of ours, which passes requests to `_core.Front`, where they are decoded and encoded
+replaced by one of ours, which passes requests to `_core.SglangFrontend`, where they are decoded and encoded
 in Rust, and answers control messages itself. It never schedules.
 
 =====================  =============================================================================

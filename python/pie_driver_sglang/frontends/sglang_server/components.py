@@ -102,13 +102,13 @@ class SchedulerComponents:
         """The maximum tokens of a prompt."""
         return max(1, self.context_length - _SPARE_POSITIONS)
 
-    def front(self) -> _core.Front:
+    def front(self) -> _core.SglangFrontend:
         """The native half of the frontend, which decodes requests and encodes outputs."""
         from pie_driver_sglang.frontends.sglang_server.compat import messages
         from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import refuses_priority
 
         tokenizer, settings = self._tokenizer, self._settings
-        return _core.Front(
+        return _core.SglangFrontend(
             self.runtime,
             messages.message_table(),
             eos_token_ids=sorted(_end_tokens(self._plan, tokenizer)),
@@ -138,7 +138,7 @@ class SchedulerComponents:
 
         return read_images
 
-    def adapters(self, front: _core.Front) -> ServerAdapters:
+    def adapters(self, front: _core.SglangFrontend) -> ServerAdapters:
         """The LoRA adapters, with those of `--lora-paths` loaded.
 
         Raises:
@@ -153,7 +153,7 @@ class SchedulerComponents:
                 raise StartError(outcome["error_message"], "see `--lora-paths`")
         return adapters
 
-    def metrics(self, front: _core.Front) -> MetricsThread | None:
+    def metrics(self, front: _core.SglangFrontend) -> MetricsThread | None:
         """The thread that writes metrics; None without `--enable-metrics`."""
         if not self._settings.enable_metrics:
             return None
@@ -164,7 +164,7 @@ class SchedulerComponents:
         metrics = SchedulerMetrics(given.settings, rank=given.rank, replica=given.replica)
         return MetricsThread(self.runtime, front, metrics)
 
-    def spans(self, front: _core.Front) -> SpanThread | None:
+    def spans(self, front: _core.SglangFrontend) -> SpanThread | None:
         """The thread that exports spans; None without `--enable-trace`."""
         settings, replica = self._settings, self._given.replica
         if not settings.enable_trace:

@@ -60,7 +60,7 @@ class ControlHandler:
     def __init__(
         self,
         runtime: _core.Runtime,
-        front: _core.Front,
+        front: _core.SglangFrontend,
         facts: Mapping[str, Any],
         adapters: ServerAdapters,
         profiler: Profiler,

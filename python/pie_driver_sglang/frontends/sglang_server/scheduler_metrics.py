@@ -37,7 +37,7 @@ class MetricsThread:
     """A thread that writes the runtime's metrics once a second, with backoff after failures."""
 
     def __init__(
-        self, runtime: _core.Runtime, front: _core.Front, metrics: SchedulerMetrics
+        self, runtime: _core.Runtime, front: _core.SglangFrontend, metrics: SchedulerMetrics
     ) -> None:
         """Start the thread; the runtime has one replica."""
         self._runtime, self._front, self._metrics = runtime, front, metrics
@@ -50,7 +50,7 @@ class MetricsThread:
 
     def write(self) -> None:
         """Write the current values."""
-        [figures] = self._runtime.figures()
+        [metrics] = self._runtime.metrics()
         for name, is_counter, text, label, value in figures:
             grown = max(0.0, value - self._seen.get((name, label), 0.0)) if is_counter else 0.0
             self._put(_Metric(name, is_counter, text, label), value, grown)

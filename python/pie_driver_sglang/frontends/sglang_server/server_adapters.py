@@ -33,7 +33,7 @@ class _Load(NamedTuple):
 class ServerAdapters:
     """The adapters of a server. Calls block until the drivers are done, which serve meanwhile."""
 
-    def __init__(self, runtime: _core.Runtime, front: _core.Front) -> None:
+    def __init__(self, runtime: _core.Runtime, front: _core.SglangFrontend) -> None:
         """No adapters.
 
         Args:

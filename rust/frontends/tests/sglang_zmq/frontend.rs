@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_engine::{
-    Delta, End, Grammar, GrammarHandle, Picture, Pictures, Rejected, Sampler, TraceParent,
-    Unbindable, ValidationError,
+    FinishReason, Grammar, GrammarHandle, GrammarSetupError, OutputDelta, PromptImage,
+    PromptImages, Sampler, SubmitError, TraceParent, ValidationError,
 };
 use pie_frontends::sglang_zmq::{
-    Backend, Front, FrontSettings, MessageClass, MessageField, Outgoing,
+    Backend, MessageClass, MessageField, Outgoing, SglangFrontend, SglangFrontendSettings,
 };
 use pie_ingress::RequestSpec;
 use proptest::prelude::*;
@@ -75,7 +75,7 @@ fn a_request_goes_in_and_its_tokens_come_out() {
     let last = front.outputs(&[delta(
         0,
         &[42],
-        Some(End::StopString {
+        Some(FinishReason::StopString {
             index: 0,
             text_bytes: 9,
         }),
@@ -339,7 +339,7 @@ fn a_session_goes_on_with_all_tokens() {
     front.outputs(&[delta(0, &[40], None)]);
     let early = reason(&ask("b", &[31], Some("a")).to_detokenizer[0]);
     assert!(early.contains("hasn't finished"), "{early}");
-    front.outputs(&[delta(0, &[41], Some(End::Length))]);
+    front.outputs(&[delta(0, &[41], Some(FinishReason::Length))]);
     ask("b", &[1, 31], Some("a"));
     let arrivals = kept.arrivals.borrow();
     assert_eq!(arrivals[1].prompt, [1, 30, 40, 41, 31]);
@@ -353,7 +353,7 @@ fn a_session_goes_on_with_all_tokens() {
         (front.open_sessions(), kept.ended_sessions.take()),
         (0, vec![1])
     );
-    let ended = front.outputs(&[delta(1, &[50], Some(End::Length))]);
+    let ended = front.outputs(&[delta(1, &[50], Some(FinishReason::Length))]);
     assert_eq!(field(&ended.to_detokenizer[0], "prompt_tokens"), [5.into()]);
     assert_eq!(ended.ended_sessions, [1]);
 }
@@ -363,7 +363,10 @@ fn sessions_hold_so_many_tokens_and_are_so_many() {
     let mut settings = settings();
     settings.limits.session_tokens = 150;
     settings.limits.sessions = 2;
-    let (front, kept) = (Front::new(&classes(), settings).unwrap(), Kept::default());
+    let (front, kept) = (
+        SglangFrontend::new(&classes(), settings).unwrap(),
+        Kept::default(),
+    );
     for (name, opens) in [("s", true), ("s", false), ("t", true), ("u", false)] {
         assert_eq!(front.open_session(name, false, None), opens, "{name}");
     }
@@ -408,7 +411,7 @@ fn aborts_take_the_beginning_of_names() {
     let mut all = kept.aborted.take();
     all.sort_unstable();
     assert_eq!(all, [0, 1, 2, 3]);
-    let ended = front.outputs(&[delta(1, &[7], Some(End::Aborted))]);
+    let ended = front.outputs(&[delta(1, &[7], Some(FinishReason::Aborted))]);
     assert_eq!(field(&ended.to_detokenizer[0], "rids"), ["req1".into()]);
     assert_eq!(front.open_requests(), 3);
 }
@@ -427,16 +430,16 @@ fn what_was_given_up_while_it_waited_ends_without_an_output() {
         ));
         front.receive(&kept, [&request[..]]);
     }
-    let admitted = |delta| Delta {
+    let admitted = |delta| OutputDelta {
         admitted: Some(5),
         ..delta
     };
     front.outputs(&[admitted(delta(2, &[9], None))]);
     let ended = front.outputs(&[
-        delta(0, &[], Some(End::Aborted)),
-        admitted(delta(1, &[], Some(End::Aborted))),
-        admitted(delta(2, &[], Some(End::Aborted))),
-        delta(3, &[], Some(End::Failed("broken".into()))),
+        delta(0, &[], Some(FinishReason::Aborted)),
+        admitted(delta(1, &[], Some(FinishReason::Aborted))),
+        admitted(delta(2, &[], Some(FinishReason::Aborted))),
+        delta(3, &[], Some(FinishReason::Failed("broken".into()))),
     ]);
     let set = [("rid", "waits".into()), ("http_worker_ipc", "w".into())];
     assert_eq!(
@@ -447,7 +450,10 @@ fn what_was_given_up_while_it_waited_ends_without_an_output() {
     assert_eq!(rids, ["begins".into(), "runs".into(), "fails".into()]);
     assert_eq!(front.open_requests(), 0);
     // What comes later of them is not sent.
-    let late = front.outputs(&[delta(0, &[3], None), delta(2, &[3], Some(End::Length))]);
+    let late = front.outputs(&[
+        delta(0, &[3], None),
+        delta(2, &[3], Some(FinishReason::Length)),
+    ]);
     assert_eq!(late, Outgoing::default());
 }
 
@@ -474,19 +480,19 @@ fn a_probe_is_answered_by_outputs_or_is_a_request() {
 fn failures_have_a_status() {
     for (end, status) in [
         (
-            End::Refused(ValidationError::QueueFull {
+            FinishReason::Refused(ValidationError::QueueFull {
                 waiting: 3,
                 limit: 3,
             }),
             503,
         ),
-        (End::Refused(ValidationError::Empty), 400),
-        (End::Displaced, 503),
+        (FinishReason::Refused(ValidationError::Empty), 400),
+        (FinishReason::Displaced, 503),
         (
-            End::Busy("no compiler can be started: try again later".into()),
+            FinishReason::Busy("no compiler can be started: try again later".into()),
             503,
         ),
-        (End::Failed("gone\n\nhint: wait".into()), 500),
+        (FinishReason::Failed("gone\n\nhint: wait".into()), 500),
     ] {
         let (front, kept) = (front(), Kept::default());
         front.receive(&kept, [&encoded(&generate("a", &[1], &[], &[]))[..]]);
@@ -507,7 +513,7 @@ fn other_classes_are_refused_at_the_start() {
     let start = |change: &dyn Fn(&mut Vec<MessageClass>)| {
         let mut classes = classes();
         change(&mut classes);
-        Front::new(&classes, settings())
+        SglangFrontend::new(&classes, settings())
             .map(|_| ())
             .unwrap_err()
             .to_string()
@@ -550,14 +556,17 @@ fn positions_come_from_the_classes() {
             default: Some(vec![0xc3]),
         },
     );
-    let (front, kept) = (Front::new(&moved, settings()).unwrap(), Kept::default());
+    let (front, kept) = (
+        SglangFrontend::new(&moved, settings()).unwrap(),
+        Kept::default(),
+    );
     let Value::Array(mut request) = generate("a", &[7, 8], &[], &[]) else {
         unreachable!()
     };
     request.insert(2, Value::Nil);
     front.receive(&kept, [&encoded(&Value::Array(request))[..]]);
     assert_eq!(kept.arrivals.borrow()[0].prompt, [7, 8]);
-    let sent = front.outputs(&[delta(0, &[1], Some(End::Length))]);
+    let sent = front.outputs(&[delta(0, &[1], Some(FinishReason::Length))]);
     let value = rmpv::decode::read_value(&mut &sent.to_detokenizer[0][..]).unwrap();
     assert_eq!(value.as_array().unwrap()[3], Value::from(true));
 }
@@ -596,14 +605,14 @@ proptest! {
             output.held_bytes = held;
             front.outputs(&[output]).to_detokenizer.iter().for_each(|message| take(message));
         }
-        let ends: Vec<Delta> = (0..4).map(|request| delta(request, &[], Some(End::Length))).collect();
+        let ends: Vec<OutputDelta> = (0..4).map(|request| delta(request, &[], Some(FinishReason::Length))).collect();
         front.outputs(&ends).to_detokenizer.iter().for_each(|message| take(message));
         prop_assert_eq!(found, expected);
     }
 }
 
 /// The reason of the only request's end.
-fn end_of(params: &[(&str, Value)], end: End) -> Value {
+fn end_of(params: &[(&str, Value)], end: FinishReason) -> Value {
     let (front, kept) = (front(), Kept::default());
     let request = encoded(&generate("a", &[10], &[], params));
     front.receive(&kept, [&request[..]]);
@@ -614,7 +623,10 @@ fn end_of(params: &[(&str, Value)], end: End) -> Value {
 #[test]
 fn a_stop_expression_is_named_by_its_text() {
     let regexes = Value::Array(vec!["a+".into(), "[0-9]{3}".into()]);
-    let reason = end_of(&[("stop_regex_strs", regexes)], End::StopRegex { index: 1 });
+    let reason = end_of(
+        &[("stop_regex_strs", regexes)],
+        FinishReason::StopRegex { index: 1 },
+    );
     let expected = [("type", "stop"), ("matched", "[0-9]{3}")];
     assert_eq!(
         reason,
@@ -626,10 +638,10 @@ fn a_stop_expression_is_named_by_its_text() {
 fn a_wrong_grammar_and_an_abort_before_it_is_compiled_are_bad_requests() {
     for (end, words) in [
         (
-            End::Grammar("the JSON schema is wrong: x".into()),
+            FinishReason::Grammar("the JSON schema is wrong: x".into()),
             "the JSON schema is wrong: x",
         ),
-        (End::Unready, "Aborted by AbortReq."),
+        (FinishReason::Unready, "Aborted by AbortReq."),
     ] {
         let reason = end_of(&[], end);
         let expected = [
@@ -647,11 +659,14 @@ fn a_wrong_grammar_and_an_abort_before_it_is_compiled_are_bad_requests() {
 
 #[test]
 fn a_grammar_binds_after_the_thinking_of_requests_that_think() {
-    let settings = FrontSettings {
+    let settings = SglangFrontendSettings {
         think_end: vec![60, 61],
         ..settings()
     };
-    let (front, kept) = (Front::new(&classes(), settings).unwrap(), Kept::default());
+    let (front, kept) = (
+        SglangFrontend::new(&classes(), settings).unwrap(),
+        Kept::default(),
+    );
     let schema = [("json_schema", Value::from("{}"))];
     for more in [&[][..], &[("require_reasoning", true.into())]] {
         let request = encoded(&generate("a", &[10], more, &schema));
@@ -667,12 +682,16 @@ fn a_grammar_binds_after_the_thinking_of_requests_that_think() {
 struct Sees(Kept, RefCell<usize>);
 
 impl Backend for Sees {
-    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError> {
         self.0.submit(spec)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
-        self.0.bind(grammar, after)
+    fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+        self.0.compile_grammar(grammar, after)
     }
 
     fn abort(&self, request: u64) {
@@ -683,15 +702,15 @@ impl Backend for Sees {
         self.0.end_session(session);
     }
 
-    fn pictures(&self, media: &[u8]) -> Result<Pictures, String> {
+    fn images(&self, media: &[u8]) -> Result<PromptImages, String> {
         *self.1.borrow_mut() += 1;
         match media {
             b"image" => {
                 let pixels = vec![1; 16].into();
-                let picture = Picture::new(1, 3, [1, 2, 6], pixels, Box::default());
-                Ok(Pictures::new(vec![picture.unwrap()]).unwrap())
+                let image = PromptImage::new(1, 3, [1, 2, 6], pixels, Box::default());
+                Ok(PromptImages::new(vec![image.unwrap()]).unwrap())
             }
-            b"nothing" => Ok(Pictures::new(Vec::new()).unwrap()),
+            b"nothing" => Ok(PromptImages::new(Vec::new()).unwrap()),
             _ => Err("`video_data` is not served".to_owned()),
         }
     }
@@ -712,8 +731,8 @@ fn images_reach_the_runtime_by_other_names_than_tokens() {
     assert_eq!((arrival.prompt[0], arrival.prompt[4]), (10, 11));
     assert!(arrival.prompt[1..4].iter().all(|&name| name >= 1 << 31));
     assert_eq!((arrival.images[0].start, arrival.images[0].tokens), (1, 3));
-    assert!(arrival.sampling.pictures.is_some());
-    let first = front.outputs(&[delta(0, &[40], Some(End::Length))]);
+    assert!(arrival.sampling.images.is_some());
+    let first = front.outputs(&[delta(0, &[40], Some(FinishReason::Length))]);
     let bytes = &first.to_detokenizer[0];
     // The text around is the client's.
     assert_eq!(
@@ -725,7 +744,7 @@ fn images_reach_the_runtime_by_other_names_than_tokens() {
     let plain = generate("b", &[10, 11], &[media(b"nothing")], &[]);
     front.receive(&sees, [&encoded(&plain)[..]]);
     let arrival = sees.0.arrivals.borrow()[1].clone();
-    assert!(arrival.images.is_empty() && arrival.sampling.pictures.is_none());
+    assert!(arrival.images.is_empty() && arrival.sampling.images.is_none());
 }
 
 #[test]
@@ -762,11 +781,14 @@ fn requests_that_the_front_end_traces_are_kept_when_they_end() {
     let traced = [("time_stats", stats), ("priority", 3.into())];
     let began = Instant::now();
     for traces in [Some(began), None] {
-        let settings = FrontSettings {
+        let settings = SglangFrontendSettings {
             traces,
             ..settings()
         };
-        let (front, kept) = (Front::new(&classes(), settings).unwrap(), Kept::default());
+        let (front, kept) = (
+            SglangFrontend::new(&classes(), settings).unwrap(),
+            Kept::default(),
+        );
         for (rid, prompt, more) in [
             ("a", &[10, 11][..], &traced[..]),
             ("b", &[10], &[]),
@@ -775,17 +797,17 @@ fn requests_that_the_front_end_traces_are_kept_when_they_end() {
             let request = encoded(&generate(rid, prompt, more, &[]));
             front.receive(&kept, [&request[..]]);
         }
-        let first = Delta {
+        let first = OutputDelta {
             admitted: Some(began.elapsed().as_micros() as u64),
             first_token: Some(began.elapsed().as_micros() as u64),
             loaded_tokens: 1,
             retractions: 2,
             ..delta(0, &[40, 41], None)
         };
-        let last = |request| Delta {
+        let last = |request| OutputDelta {
             request,
             tokens: vec![42],
-            end: Some(End::Length),
+            finish: Some(FinishReason::Length),
             ..first.clone()
         };
         front.outputs(&[first.clone(), last(0), last(1)]);

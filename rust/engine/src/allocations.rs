@@ -1,12 +1,12 @@
-//! What steps of decodes allocate, from the scheduler to the bytes of the frame: nothing.
+//! Decode steps allocate nothing, from the scheduler to the encoded frame.
 
 use allocation_counter::measure;
 use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler, StepOutput};
 use pie_wire::Sampler;
 
 use crate::frame::{FrameBuilder, FrameMeta, FrameRow};
-use crate::relay::turn;
-use crate::sampling::{Draw, Sampling};
+use crate::sampling::{RowParams, SamplingParams};
+use crate::step_loop::frame_row;
 
 const LIMITS: Limits = Limits {
     total_pages: 40_000,
@@ -27,11 +27,11 @@ const SAMPLER: Sampler = Sampler::TopP {
     p: 0.95,
 };
 
-/// A driver's client without a driver.
+/// Scheduler and frame builder without a driver.
 struct Steps {
-    scheduler: Scheduler<Draw>,
+    scheduler: Scheduler<RowParams>,
     builder: FrameBuilder,
-    outline: FrameMeta,
+    meta: FrameMeta,
     frame: Vec<u8>,
     outputs: Outputs,
     tokens: Vec<u32>,
@@ -40,7 +40,7 @@ struct Steps {
 }
 
 impl Steps {
-    fn new(requests: u32, streams: bool, draw: impl Fn() -> Draw) -> Self {
+    fn new(requests: u32, streams: bool, params: impl Fn() -> RowParams) -> Self {
         let config = Config {
             max_running: requests,
             ..Config::default()
@@ -51,14 +51,14 @@ impl Steps {
             scheduler
                 .submit(NewRequest {
                     streams,
-                    ..NewRequest::new(id.into(), prompt, draw(), 400)
+                    ..NewRequest::new(id.into(), prompt, params(), 400)
                 })
                 .unwrap();
         }
         Self {
             scheduler,
             builder: FrameBuilder::new(LIMITS.page_size),
-            outline: FrameMeta::default(),
+            meta: FrameMeta::default(),
             frame: vec![0; 8 << 20],
             outputs: Outputs::default(),
             tokens: vec![1; 1024],
@@ -67,22 +67,22 @@ impl Steps {
         }
     }
 
-    /// Lays a step out and encodes it; returns its rows and those of them that draw.
-    fn lay_out(&mut self) -> (usize, usize) {
-        let step = self.scheduler.schedule(self.now).unwrap().unwrap();
-        let turns = step.rows().map(|row| turn(&row));
-        self.builder.lay_out_in(&mut self.outline, turns);
+    /// Schedules and encodes a schedule; returns its rows and its sampled rows.
+    fn schedule(&mut self) -> (usize, usize) {
+        let schedule = self.scheduler.schedule(self.now).unwrap().unwrap();
+        let rows = schedule.rows().map(|row| frame_row(&row));
+        self.builder.build_into(&mut self.meta, rows);
         self.builder.encode(&mut self.frame).unwrap();
-        (self.outline.requests, self.outline.sampled)
+        (self.meta.requests, self.meta.sampled)
     }
 
-    fn answer(&mut self, (rows, draws): (usize, usize)) {
+    fn answer(&mut self, (rows, sampled): (usize, usize)) {
         self.now += 5000;
         for row in 0..=rows {
-            self.ends[row] = row.min(draws) as u32;
+            self.ends[row] = row.min(sampled) as u32;
         }
         let answer = StepOutput {
-            tokens: &self.tokens[..draws],
+            tokens: &self.tokens[..sampled],
             token_ends: &self.ends[..=rows],
             ..StepOutput::default()
         };
@@ -93,10 +93,10 @@ impl Steps {
 
 #[test]
 fn steps_of_decodes_allocate_nothing() {
-    let penalized = Sampling {
+    let penalized = SamplingParams {
         frequency_penalty: 0.5,
         logit_bias: (0..300).map(|token| (token, 0.5)).collect(),
-        ..Sampling::default()
+        ..SamplingParams::default()
     };
     for (requests, streams, is_penalized) in [
         (256, true, false),
@@ -106,14 +106,14 @@ fn steps_of_decodes_allocate_nothing() {
     ] {
         let mut steps = Steps::new(requests, streams, || {
             if is_penalized {
-                penalized.draw().unwrap()
+                penalized.row_params().unwrap()
             } else {
                 SAMPLER.into()
             }
         });
-        let mut out = steps.lay_out();
+        let mut out = steps.schedule();
         let mut round = |steps: &mut Steps| {
-            let next = steps.lay_out();
+            let next = steps.schedule();
             steps.answer(std::mem::replace(&mut out, next));
         };
         while steps.scheduler.stats().waiting > 0 {
@@ -128,18 +128,18 @@ fn steps_of_decodes_allocate_nothing() {
             counted.count_total, 0,
             "{requests} requests, {streams}, {is_penalized}"
         );
-        assert_eq!(steps.outline.requests, requests as usize);
+        assert_eq!(steps.meta.requests, requests as usize);
     }
 }
 
-/// Of masks that go as bits, whether rows share them or have their own.
+/// Token bitmasks, shared by rows or not.
 #[test]
 fn frames_of_masks_allocate_nothing() {
     // A bit in every second place, and another one.
     let masks: Vec<Vec<u32>> = (0..32)
         .map(|bit| vec![0x5555_5555 ^ 1 << bit; 4096])
         .collect();
-    let turn = |at: usize| FrameRow {
+    let row = |at: usize| FrameRow {
         tokens: &[7],
         pages: &[3],
         sampler: Some(&SAMPLER),
@@ -148,10 +148,10 @@ fn frames_of_masks_allocate_nothing() {
         ..FrameRow::EMPTY
     };
     let mut builder = FrameBuilder::new(16).with_bit_masks(32 * 4096);
-    let mut outline = FrameMeta::default();
+    let mut meta = FrameMeta::default();
     let mut frame = vec![0; 8 << 20];
     let mut round = || {
-        builder.lay_out_in(&mut outline, (0..1024).map(turn));
+        builder.build_into(&mut meta, (0..1024).map(row));
         builder.encode(&mut frame).unwrap()
     };
     // The second one keeps the buffers of the first.

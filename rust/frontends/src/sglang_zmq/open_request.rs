@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use pie_engine::{Delta, End, Timeline};
+use pie_engine::{FinishReason, OutputDelta, Timeline};
 use pie_ingress::StopTexts;
 
 use crate::sglang_zmq::logprobs::OpenLogprobs;
@@ -13,7 +13,7 @@ const SURROUNDING: usize = 5;
 
 /// A request that has not ended.
 #[derive(Debug, Clone)]
-pub(crate) struct Open {
+pub(crate) struct OpenRequest {
     pub(crate) rid: String,
     pub(crate) worker: Option<String>,
     /// The session in which it goes on, and the backend's number of it.
@@ -66,25 +66,30 @@ struct Thinking {
 
 /// How often outputs are sent.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Pace {
+pub(crate) struct OutputIntervals {
     /// Tokens from one output of a stream to the next.
     pub(crate) stream: u32,
     /// The same for requests that do not stream.
     pub(crate) other: u32,
 }
 
-impl Open {
+impl OpenRequest {
     /// A request with this prompt. What it wants besides is set once it was validated.
-    pub(crate) fn new(request: &GenerateRequest, prompt: &[u32], pace: Pace, thinks: bool) -> Self {
+    pub(crate) fn new(
+        request: &GenerateRequest,
+        prompt: &[u32],
+        intervals: OutputIntervals,
+        thinks: bool,
+    ) -> Self {
         let timeline = request.parent.map(|parent| {
             let timeline = Timeline::begin(&request.rid, Some(parent), prompt.len() as u32, 1);
             Box::new(timeline)
         });
         let window = prompt[prompt.len().saturating_sub(SURROUNDING)..].to_vec();
         let interval = if request.stream {
-            request.stream_interval.unwrap_or(pace.stream)
+            request.stream_interval.unwrap_or(intervals.stream)
         } else {
-            pace.other
+            intervals.other
         };
         Self {
             rid: request.rid.clone(),
@@ -117,7 +122,7 @@ impl Open {
         }
     }
 
-    /// Shows a trace its place in the queue.
+    /// Shows a trace its index in the queue.
     pub(crate) fn set_priority(&mut self, priority: Option<i64>) {
         let priority = priority.and_then(|priority| i32::try_from(priority).ok());
         let timeline = self.timeline.take();
@@ -125,10 +130,10 @@ impl Open {
     }
 
     /// Takes what is new of it, and says whether an output is due.
-    pub(crate) fn take(&mut self, delta: &Delta, think_end: &[u32]) -> bool {
+    pub(crate) fn take(&mut self, delta: &OutputDelta, think_end: &[u32]) -> bool {
         self.thinking.push(&delta.tokens, think_end);
         if let Some(timeline) = &mut self.timeline {
-            timeline.take(delta);
+            timeline.update(delta);
         }
         self.pending.extend_from_slice(&delta.tokens);
         if let Some(logprobs) = &mut self.logprobs {
@@ -138,11 +143,11 @@ impl Open {
         self.cached_tokens = delta.cached_tokens;
         self.loaded_tokens = delta.loaded_tokens;
         self.admitted = delta.admitted;
-        if !delta.tokens.is_empty() || delta.end == Some(End::Length) {
+        if !delta.tokens.is_empty() || delta.finish == Some(FinishReason::Length) {
             self.computed.get_or_insert_with(Instant::now);
         }
         self.retractions = delta.retractions;
-        delta.end.is_some() || self.is_due(delta.held_bytes)
+        delta.finish.is_some() || self.is_due(delta.held_bytes)
     }
 
     /// A stream gets its 1st token, and then every `interval`-th; others one output in a while, by which the front end knows
@@ -204,7 +209,12 @@ mod tests {
 
     const PROMPT: [u32; 9] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
 
-    fn open(stream: bool, stream_interval: Option<u32>, pace: Pace, thinks: bool) -> Open {
+    fn open(
+        stream: bool,
+        stream_interval: Option<u32>,
+        intervals: OutputIntervals,
+        thinks: bool,
+    ) -> OpenRequest {
         let request = GenerateRequest {
             rid: "a".into(),
             worker: None,
@@ -217,13 +227,13 @@ mod tests {
             wants_logprobs: false,
             parent: None,
             text: TextParams::default(),
-            asked: Ok(RawRequest::new("a".into(), PROMPT.into())),
+            parsed: Ok(RawRequest::new("a".into(), PROMPT.into())),
         };
-        Open::new(&request, &PROMPT, pace, thinks)
+        OpenRequest::new(&request, &PROMPT, intervals, thinks)
     }
 
-    fn delta(tokens: &[u32], held_bytes: u32) -> Delta {
-        Delta {
+    fn delta(tokens: &[u32], held_bytes: u32) -> OutputDelta {
+        OutputDelta {
             request: 1,
             sample: 0,
             tokens: tokens.to_vec(),
@@ -231,7 +241,7 @@ mod tests {
             logprobs: Vec::new(),
             scored: None,
             held_bytes,
-            end: None,
+            finish: None,
             cached_tokens: 0,
             loaded_tokens: 0,
             admitted: None,
@@ -241,7 +251,7 @@ mod tests {
     }
 
     /// The numbers of tokens at which an output is due, one token at a time.
-    fn dues(open: &mut Open, count: u32) -> Vec<u32> {
+    fn dues(open: &mut OpenRequest, count: u32) -> Vec<u32> {
         let mut found = Vec::new();
         for token in 1..=count {
             if open.take(&delta(&[token], 0), &[]) {
@@ -254,25 +264,25 @@ mod tests {
 
     #[test]
     fn outputs_are_due_as_sglang_sends_them() {
-        let pace = Pace {
+        let intervals = OutputIntervals {
             stream: 1,
             other: 50,
         };
-        let mut each = open(true, None, pace, false);
+        let mut each = open(true, None, intervals, false);
         assert_eq!(dues(&mut each, 4), [1, 2, 3, 4]);
-        let mut third = open(true, Some(3), pace, false);
+        let mut third = open(true, Some(3), intervals, false);
         assert_eq!(dues(&mut third, 8), [1, 4, 7]);
-        let mut whole = open(false, None, pace, false);
+        let mut whole = open(false, None, intervals, false);
         assert_eq!(dues(&mut whole, 120), [50, 100]);
     }
 
     #[test]
     fn a_text_that_may_be_a_stop_string_waits() {
-        let pace = Pace {
+        let intervals = OutputIntervals {
             stream: 1,
             other: 50,
         };
-        let mut open = open(true, None, pace, false);
+        let mut open = open(true, None, intervals, false);
         assert_eq!(open.window, PROMPT[4..]);
         assert!(!open.take(&delta(&[1], 2), &[]));
         assert!(open.take(&delta(&[2], 0), &[]));
@@ -283,16 +293,16 @@ mod tests {
 
     #[test]
     fn thinking_is_counted_up_to_its_end() {
-        let pace = Pace {
+        let intervals = OutputIntervals {
             stream: 1,
             other: 50,
         };
-        let mut thinks = open(true, None, pace, true);
+        let mut thinks = open(true, None, intervals, true);
         thinks.take(&delta(&[7, 8, 7], 0), &[7, 9]);
         assert_eq!(thinks.reasoning_tokens(), 3);
         thinks.take(&delta(&[9, 1, 2], 0), &[7, 9]);
         assert_eq!(thinks.reasoning_tokens(), 4);
-        let mut plain = open(true, None, pace, false);
+        let mut plain = open(true, None, intervals, false);
         plain.take(&delta(&[7, 9], 0), &[7, 9]);
         assert_eq!(plain.reasoning_tokens(), 0);
     }

@@ -1,4 +1,4 @@
-//! Messages in, messages out: which requests are open, and what the front end gets of them.
+//! The open requests of `SGLang`'s HTTP server: messages of its tokenizer manager in, messages to it and to the detokenizer out.
 
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
@@ -6,35 +6,30 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_engine::{Delta, End, Pictures, Timelines, TracedRequest};
-use pie_ingress::{
-    Failure, Ingress, ModelInfo, Outcome, RawRequest, Refusal, RequestLimits, RequestSpec,
-    one_line, outcome,
-};
+use pie_engine::{FinishReason, OutputDelta, Timelines, TracedRequest};
+use pie_ingress::{Failure, Ingress, ModelInfo, Outcome, RequestLimits, outcome};
 
 use crate::sglang_zmq::backend::Backend;
-use crate::sglang_zmq::error::FrontError;
-use crate::sglang_zmq::logprobs::OpenLogprobs;
-use crate::sglang_zmq::media;
-use crate::sglang_zmq::open::{Open, Pace};
-use crate::sglang_zmq::output::{AbortEncoder, Entry, Finish, OutputEncoder};
+use crate::sglang_zmq::error::SglangFrontendError;
+use crate::sglang_zmq::open_request::OpenRequest;
+use crate::sglang_zmq::output::{AbortEncoder, OutputEncoder, OutputEntry, SglangFinish};
 use crate::sglang_zmq::request::{Decoder, GenerateRequest, Incoming};
-use crate::sglang_zmq::session::{Begun, Sessions};
-use crate::sglang_zmq::table::{MessageClass, Template};
+use crate::sglang_zmq::schema::{MessageClass, Template};
+use crate::sglang_zmq::session::Sessions;
 use crate::sglang_zmq::times::TimeStats;
 
-mod entry;
+mod submit;
 
-/// What depends on the model and on the server's flags.
+/// Settings from the model and the server's flags.
 #[derive(Debug, Clone)]
 #[expect(
     clippy::struct_excessive_bools,
     reason = "each is a flag of the server"
 )]
-pub struct FrontSettings {
-    /// The tokens that end a request, unless it ignores them.
+pub struct SglangFrontendSettings {
+    /// End-of-sequence tokens; requests may ignore them.
     pub eos_tokens: Vec<u32>,
-    /// The tokens that end the model's thinking; empty where there is none.
+    /// The tokens that end reasoning; empty for models without.
     pub think_end: Vec<u32>,
     /// Tokens from one output of a stream to the next.
     pub stream_interval: u32,
@@ -58,13 +53,13 @@ pub struct FrontSettings {
     pub refuses_priority: bool,
     /// Log-probabilities are those before the temperature.
     pub original_logprobs: bool,
-    /// How the names of probes begin.
+    /// Prefix of the ids of health checks.
     pub probe_prefix: String,
-    /// Among several replicas, which one this is.
+    /// Data-parallel rank of this replica.
     pub dp_rank: Option<u32>,
-    /// Where the front end makes metrics of the times of requests.
+    /// How to send times of requests, where the server makes metrics of them.
     pub times: Option<TimeStats>,
-    /// The moment from which the backend counts, where requests are traced.
+    /// Start of the backend, where requests are traced.
     pub traces: Option<Instant>,
 }
 
@@ -77,7 +72,7 @@ pub struct Outgoing {
     pub to_tokenizer: Vec<Vec<u8>>,
     /// Of the messages that came, the places of those that are not about requests.
     pub others: Vec<usize>,
-    /// Sessions that the backend is to end: they were closed, and their last request has ended.
+    /// Sessions for the backend to end: closed ones whose last request has finished.
     pub ended_sessions: Vec<u64>,
     /// Of the messages that came, what could not be read and has no name to be answered by: for the log, a line each.
     pub unreadable: Vec<String>,
@@ -92,43 +87,43 @@ impl Outgoing {
     }
 }
 
-const NO_PRIORITY: &str =
-    "Using priority is disabled for this server. Please send a new request without a priority.";
+/// Most waiting times that are kept until they are fetched.
+const MAX_WAITS: usize = 1 << 16;
 
-/// Waits that are kept until they are asked for.
-const MOST_WAITS: usize = 1 << 16;
-
-/// The requests of one front end. Two threads may call it at once: one that receives, one that sends outputs.
+/// The frontend of one HTTP server. Two threads may call it at once: one that receives, one that sends outputs.
 #[derive(Debug)]
-pub struct Front {
+pub struct SglangFrontend {
     decoder: Decoder,
     outputs: OutputEncoder,
     aborts: AbortEncoder,
     probed: Template,
-    settings: FrontSettings,
+    settings: SglangFrontendSettings,
     ingress: Arc<Ingress>,
-    state: Mutex<State>,
+    state: Mutex<FrontendState>,
     traced: Option<Timelines>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    open: HashMap<u64, Open>,
+struct FrontendState {
+    open: HashMap<u64, OpenRequest>,
     names: BTreeMap<String, u64>,
     /// The backend's ids of adapters, by the tokenizer manager's names of them.
     adapters: HashMap<String, u64>,
     sessions: Sessions,
-    /// Probes that the next outputs answer, by their workers.
+    /// Health checks that the next outputs answer.
     probes: usize,
     paused: bool,
-    /// Seconds that requests waited, and that their prompts took, since they were asked for.
+    /// Seconds that requests waited, and that their prompts took, since the last call.
     waits: Vec<(f64, f64)>,
 }
 
-impl Front {
+impl SglangFrontend {
     /// # Errors
-    /// [`FrontError`] if the installed classes are not those that are served.
-    pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
+    /// [`SglangFrontendError`] if the installed classes are not those that are served.
+    pub fn new(
+        classes: &[MessageClass],
+        settings: SglangFrontendSettings,
+    ) -> Result<Self, SglangFrontendError> {
         let facts = ModelInfo {
             vocab_size: settings.vocab_size,
             eos_token_ids: settings.eos_tokens.clone(),
@@ -167,9 +162,9 @@ impl Front {
     ) -> Outgoing {
         let mut outgoing = Outgoing::default();
         let mut refused = Vec::new();
-        for (place, message) in messages.into_iter().enumerate() {
+        for (index, message) in messages.into_iter().enumerate() {
             match self.decoder.decode(message) {
-                Incoming::Other => outgoing.others.push(place),
+                Incoming::Other => outgoing.others.push(index),
                 Incoming::Unreadable(reason) => outgoing.note_unreadable(message, &reason),
                 Incoming::Abort { rid, all } => self.abort(backend, &rid, all),
                 Incoming::Generate(requests) => {
@@ -191,9 +186,9 @@ impl Front {
             }
         }
         if !refused.is_empty() {
-            let entries: Vec<Entry<'_>> = refused
+            let entries: Vec<OutputEntry<'_>> = refused
                 .iter()
-                .map(|(open, finish)| Entry {
+                .map(|(open, finish)| OutputEntry {
                     open,
                     finish: Some(finish.clone()),
                 })
@@ -203,8 +198,8 @@ impl Front {
         outgoing
     }
 
-    /// What is due of new outputs, as one message, and the answers to probes.
-    pub fn outputs(&self, deltas: &[Delta]) -> Outgoing {
+    /// One message with all outputs that are due, and the answers to health checks.
+    pub fn outputs(&self, deltas: &[OutputDelta]) -> Outgoing {
         let mut outgoing = Outgoing::default();
         let mut state = self.lock();
         if !deltas.is_empty() {
@@ -223,15 +218,15 @@ impl Front {
             let waited = self.settings.times.as_ref().filter(|_| is_first);
             let waited = waited.and_then(|times| times.waited(open));
             if open.session.is_some() {
-                outgoing.ended_sessions.extend(state.go_on(delta));
+                outgoing.ended_sessions.extend(state.update_session(delta));
             }
-            if state.waits.len() < MOST_WAITS {
+            if state.waits.len() < MAX_WAITS {
                 state.waits.extend(waited);
             }
-            if let Some(end) = &delta.end {
+            if let Some(end) = &delta.finish {
                 let closed = state.close(delta.request);
                 match closed.map(|open| self.keep_timeline(open)) {
-                    Some(open) if *end == End::Aborted && open.waits() => {
+                    Some(open) if *end == FinishReason::Aborted && open.waits() => {
                         outgoing.to_tokenizer.push(self.aborts.encode(&open));
                     }
                     Some(open) => {
@@ -246,13 +241,13 @@ impl Front {
         }
         let due = running.iter().filter_map(|request| {
             let open = state.open.get(request)?;
-            Some(Entry { open, finish: None })
+            Some(OutputEntry { open, finish: None })
         });
-        let over = ended.iter().map(|(open, finish)| Entry {
+        let over = ended.iter().map(|(open, finish)| OutputEntry {
             open,
             finish: Some(finish.clone()),
         });
-        let entries: Vec<Entry<'_>> = due.chain(over).collect();
+        let entries: Vec<OutputEntry<'_>> = due.chain(over).collect();
         if !entries.is_empty() {
             outgoing.to_detokenizer.push(self.outputs.encode(&entries));
         }
@@ -270,13 +265,13 @@ impl Front {
     }
 
     /// Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
-    /// to the token. None are kept without [`FrontSettings::times`].
+    /// to the token. None are kept without [`SglangFrontendSettings::times`].
     pub fn take_waits(&self) -> Vec<(f64, f64)> {
         mem::take(&mut self.lock().waits)
     }
 
     /// Of requests that were traced and have ended since the last call, what happened when; and how many more there were than are
-    /// kept. None without [`FrontSettings::traces`].
+    /// kept. None without [`SglangFrontendSettings::traces`].
     pub fn take_traced(&self) -> (Vec<TracedRequest>, u64) {
         self.traced
             .as_ref()
@@ -333,7 +328,7 @@ impl Front {
         self.lock().paused = paused;
     }
 
-    /// A probe wants to know that outputs come. Where there are none it is a request of its own.
+    /// Answers a health check with the next outputs; without open requests it is computed like a request.
     fn answers_probe(&self, request: &GenerateRequest, outgoing: &mut Outgoing) -> bool {
         if !request.rid.starts_with(&self.settings.probe_prefix) {
             return false;
@@ -352,107 +347,7 @@ impl Front {
         self.probed.encode(|_, _| false)
     }
 
-    /// Hands a request on, or returns why not.
-    fn submit(
-        &self,
-        backend: &impl Backend,
-        mut request: GenerateRequest,
-    ) -> Option<(Open, Finish)> {
-        let settings = &self.settings;
-        let pictures = media::open(backend, &mut request);
-        let asked = mem::replace(&mut request.asked, Err(Refusal::Other(String::new())));
-        let asked = asked.and_then(|mut raw| {
-            let turn = self.look_up(&request, &mut raw)?;
-            if settings.truncates {
-                raw.prompt.truncate(settings.max_prompt_tokens as usize);
-            }
-            let name = request.session.as_ref().map(|session| session.id.clone());
-            Ok((raw, name.zip(turn)))
-        });
-        let pace = Pace {
-            stream: settings.stream_interval,
-            other: settings.other_interval,
-        };
-        let prompt = asked.as_ref().map_or(&[][..], |(raw, _)| &raw.prompt[..]);
-        let mut open = Open::new(&request, prompt, pace, !settings.think_end.is_empty());
-        let priority = asked.as_ref().ok().and_then(|(raw, _)| raw.priority);
-        open.set_priority(priority);
-        if settings.refuses_priority && priority.is_some() {
-            return Some((open, Finish::Abort(NO_PRIORITY.to_owned(), Some(503))));
-        }
-        let spec = asked.and_then(|(raw, turn)| {
-            let spec = self.validate(backend, &request, raw, pictures?, &mut open)?;
-            Ok((spec, turn))
-        });
-        match spec {
-            Ok((spec, turn)) => self.hand_on(backend, open, spec, turn),
-            Err(refusal) => Some((open, Finish::Abort(refusal.to_string(), Some(400)))),
-        }
-    }
-
-    /// What the engine takes of a request.
-    fn validate(
-        &self,
-        backend: &impl Backend,
-        request: &GenerateRequest,
-        mut raw: RawRequest,
-        pictures: Option<Pictures>,
-        open: &mut Open,
-    ) -> Result<RequestSpec, Refusal> {
-        let settings = &self.settings;
-        if request.reasons {
-            raw.grammar_after.clone_from(&settings.think_end);
-        }
-        raw.speculates = settings.speculates;
-        open.image_tokens = pictures.as_ref().map_or(0, Pictures::tokens);
-        raw.pictures = pictures;
-        let spec = self
-            .ingress
-            .validate(raw, |grammar, after| backend.bind(grammar, after))?;
-        open.logprobs = spec.logprobs().cloned().map(OpenLogprobs::new);
-        open.stops = spec.stops().clone();
-        Ok(spec)
-    }
-
-    fn hand_on(
-        &self,
-        backend: &impl Backend,
-        mut open: Open,
-        spec: RequestSpec,
-        turn: Option<(String, Begun)>,
-    ) -> Option<(Open, Finish)> {
-        let prompt = turn.is_some().then(|| spec.prompt().to_vec());
-        // Its first output may come before `submit` returns; it waits for the lock.
-        let mut state = self.lock();
-        match backend.submit(spec) {
-            Ok(id) => {
-                if let (Some((name, turn)), Some(prompt)) = (turn, prompt) {
-                    open.session = Some((name.clone(), turn.number));
-                    let replaced = state.sessions.start(&name, &open.rid, turn, (prompt, id));
-                    for request in replaced {
-                        backend.abort(request);
-                    }
-                }
-                state.names.insert(open.rid.clone(), id);
-                state.open.insert(id, open);
-                None
-            }
-            Err(rejected) => {
-                let reason = one_line(&rejected.to_string());
-                Some((open, Finish::Abort(reason, Some(503))))
-            }
-        }
-    }
-
-    /// A request that was refused before the backend had it.
-    fn refuse(&self, mut open: Open, finish: Finish) -> (Open, Finish) {
-        if let (Some(timeline), Finish::Abort(reason, _)) = (&mut open.timeline, &finish) {
-            timeline.refuse(reason);
-        }
-        (self.keep_timeline(open), finish)
-    }
-
-    fn keep_timeline(&self, mut open: Open) -> Open {
+    fn keep_timeline(&self, mut open: OpenRequest) -> OpenRequest {
         if let (Some(traced), Some(timeline)) = (&self.traced, open.timeline.take()) {
             traced.push(*timeline);
         }
@@ -479,29 +374,29 @@ impl Front {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FrontendState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
-    /// Tells a session what is new of one of its requests. Returns the session's number if nothing is left of it.
-    fn go_on(&mut self, delta: &Delta) -> Option<u64> {
+impl FrontendState {
+    /// Adds an output to its session. Returns the session's number if it is closed and this was its last request.
+    fn update_session(&mut self, delta: &OutputDelta) -> Option<u64> {
         let open = self.open.get(&delta.request)?;
         let (name, number) = open.session.as_ref()?;
         let sessions = &mut self.sessions;
         sessions.take(name, &open.rid, delta.request, &delta.tokens);
-        let end = delta.end.as_ref()?;
+        let end = delta.finish.as_ref()?;
         let well = matches!(
             end,
-            End::Length | End::StopToken(_) | End::StopString { .. }
+            FinishReason::Length | FinishReason::StopToken(_) | FinishReason::StopString { .. }
         );
         let closed = sessions.end(name, &open.rid, delta.request, well);
-        // Its pages were kept just now, whether the session still is or not.
+        // The scheduler has kept its pages just now, though the session may be closed.
         closed.or_else(|| (!sessions.has(name, *number)).then_some(*number))
     }
 
-    fn close(&mut self, request: u64) -> Option<Open> {
+    fn close(&mut self, request: u64) -> Option<OpenRequest> {
         let open = self.open.remove(&request)?;
         if self.names.get(&open.rid) == Some(&request) {
             self.names.remove(&open.rid);
@@ -510,14 +405,16 @@ impl State {
     }
 }
 
-fn finish(open: &Open, end: &End) -> Finish {
+fn finish(open: &OpenRequest, end: &FinishReason) -> SglangFinish {
     match outcome(end, &open.stops) {
-        Outcome::Length => Finish::Length(open.tokens),
-        Outcome::StopToken(token) => Finish::StopToken(token),
-        Outcome::StopString(text) | Outcome::StopRegex(text) => Finish::StopText(text),
-        Outcome::Aborted => Finish::Abort("Aborted".to_owned(), None),
+        Outcome::Length => SglangFinish::Length(open.tokens),
+        Outcome::StopToken(token) => SglangFinish::StopToken(token),
+        Outcome::StopString(text) | Outcome::StopRegex(text) => SglangFinish::StopText(text),
+        Outcome::Aborted => SglangFinish::Abort("Aborted".to_owned(), None),
         // As SGLang says it.
-        Outcome::AbortedUnready => Finish::Abort("Aborted by AbortReq.".to_owned(), Some(400)),
+        Outcome::AbortedUnready => {
+            SglangFinish::Abort("Aborted by AbortReq.".to_owned(), Some(400))
+        }
         Outcome::Failed { failure, message } => {
             let (message, status) = match failure {
                 Failure::Invalid | Failure::Known => (message, 400),
@@ -532,7 +429,7 @@ fn finish(open: &Open, end: &End) -> Finish {
                 }
                 Failure::Internal => (message, 500),
             };
-            Finish::Abort(message, Some(status))
+            SglangFinish::Abort(message, Some(status))
         }
     }
 }

@@ -1,8 +1,10 @@
-//! A service of requests whose images Python reads.
+//! A backend whose images Python reads.
 
 use std::sync::Arc;
 
-use pie_engine::{Grammar, GrammarHandle, Picture, Pictures, Rejected, Service, Unbindable};
+use pie_engine::{
+    Grammar, GrammarHandle, GrammarSetupError, PromptImage, PromptImages, Service, SubmitError,
+};
 use pie_frontends::sglang_zmq::Backend;
 use pie_ingress::RequestSpec;
 use pyo3::prelude::*;
@@ -25,12 +27,16 @@ type Read<'py> = (
 );
 
 impl Backend for ServiceWithImages<'_, '_> {
-    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError> {
         Backend::submit(self.service, spec)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn GrammarHandle>, Unbindable> {
-        self.service.bind(grammar, after)
+    fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+        self.service.compile_grammar(grammar, after)
     }
 
     fn abort(&self, request: u64) {
@@ -41,14 +47,14 @@ impl Backend for ServiceWithImages<'_, '_> {
         self.service.end_session(session);
     }
 
-    fn pictures(&self, media: &[u8]) -> Result<Pictures, String> {
+    fn images(&self, media: &[u8]) -> Result<PromptImages, String> {
         let Some(read_images) = self.read_images else {
-            return Backend::pictures(self.service, media);
+            return Backend::images(self.service, media);
         };
         let read = read_images.call1(self.py, (PyBytes::new(self.py, media),));
         let read = read.and_then(|read| read.extract::<Vec<Read<'_>>>(self.py));
         let read = read.map_err(|error| error.value(self.py).to_string())?;
-        let mut pictures = Vec::with_capacity(read.len());
+        let mut images = Vec::with_capacity(read.len());
         for (number, (start, tokens, (time, height, width), pixels, axes)) in
             read.into_iter().enumerate()
         {
@@ -56,12 +62,12 @@ impl Backend for ServiceWithImages<'_, '_> {
             let axes = axes.iter().map(|axis| u32::from_le_bytes(*axis)).collect();
             let pixels = pixels.as_bytes();
             // It takes milliseconds to name a large image, in which another thread may send tokens.
-            let picture = self.py.detach(|| {
+            let image = self.py.detach(|| {
                 let grid = [time, height, width];
-                Picture::new(start, tokens, grid, pixels.into(), axes)
+                PromptImage::new(start, tokens, grid, pixels.into(), axes)
             });
-            pictures.push(picture.map_err(|problem| format!("image {number}: {problem}"))?);
+            images.push(image.map_err(|problem| format!("image {number}: {problem}"))?);
         }
-        Pictures::new(pictures).map_err(|(number, problem)| format!("image {number}: {problem}"))
+        PromptImages::new(images).map_err(|(number, problem)| format!("image {number}: {problem}"))
     }
 }

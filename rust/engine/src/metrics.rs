@@ -1,6 +1,6 @@
-//! How a replica stands, as named figures: one list for every endpoint that shows metrics.
+//! Metrics of a replica: one list for every endpoint.
 //!
-//! Where `SGLang`'s scheduler has a metric of the same meaning, the figure has its name; others begin with `pie_runtime:`.
+//! Metrics that `SGLang`'s scheduler has, too, bear its names; the others begin with `pie_runtime:`.
 
 use std::time::{Duration, Instant};
 
@@ -8,41 +8,41 @@ use pie_scheduler::Stats;
 
 use crate::shared::ReplicaStats;
 
-/// What kind of metric a figure is.
+/// The type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FigureKind {
-    /// It only grows.
+pub enum MetricKind {
+    /// Monotonic.
     Counter,
-    /// It rises and falls.
+    /// Any value.
     Gauge,
 }
 
-/// One figure.
+/// A metric with its value.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Figure {
-    /// The metric's name; a counter's ends with `_total`.
+pub struct Metric {
+    /// Its name; a counter's ends with `_total`.
     pub name: &'static str,
-    /// What it is.
-    pub kind: FigureKind,
-    /// What it counts, in a sentence.
+    /// Its type.
+    pub kind: MetricKind,
+    /// Its help text.
     pub help: &'static str,
-    /// A label that tells figures of one name apart, and its value.
+    /// A label and its value, where several metrics have one name.
     pub label: Option<(&'static str, &'static str)>,
     /// The value.
     pub value: f64,
 }
 
-/// Reads figures, some of which are about the time since the last reading.
+/// Reads metrics, some of which are rates since the last reading.
 #[derive(Debug)]
-pub struct FigureReader {
+pub struct MetricsReader {
     at: Instant,
     before: Stats,
-    recent: Recent,
+    rates: Rates,
 }
 
-/// What a time was like.
+/// Rates of an interval.
 #[derive(Clone, Copy, Debug, Default)]
-struct Recent {
+struct Rates {
     tokens_per_s: f64,
     hit_rate: f64,
     accepted_per_step: f64,
@@ -50,68 +50,68 @@ struct Recent {
     retracted: f64,
 }
 
-/// The shortest time that rates are about.
-const SHORTEST: Duration = Duration::from_secs(1);
+/// Shortest interval of rates.
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
-impl FigureReader {
+impl MetricsReader {
     /// Rates count from `now` on.
     pub fn new(now: Instant) -> Self {
         Self {
             at: now,
             before: Stats::default(),
-            recent: Recent::default(),
+            rates: Rates::default(),
         }
     }
 
-    /// All figures of a replica.
-    pub fn read(&mut self, stats: &ReplicaStats, now: Instant) -> Vec<Figure> {
+    /// All metrics of a replica.
+    pub fn read(&mut self, stats: &ReplicaStats, now: Instant) -> Vec<Metric> {
         let took = now.saturating_duration_since(self.at);
-        if took >= SHORTEST {
-            self.recent = Recent::of(&self.before, &stats.scheduler, took);
+        if took >= MIN_INTERVAL {
+            self.rates = Rates::of(&self.before, &stats.scheduler, took);
             (self.at, self.before) = (now, stats.scheduler);
         }
-        let mut figures = Vec::with_capacity(48);
-        let mut list = List(&mut figures);
-        requests(&mut list, stats, &self.recent);
+        let mut metrics = Vec::with_capacity(48);
+        let mut list = List(&mut metrics);
+        requests(&mut list, stats, &self.rates);
         memory(&mut list, stats);
-        work(&mut list, stats, &self.recent);
+        work(&mut list, stats, &self.rates);
         times(&mut list, stats);
-        figures
+        metrics
     }
 }
 
-impl Recent {
+impl Rates {
     fn of(before: &Stats, now: &Stats, took: Duration) -> Self {
         let grown = |count: fn(&Stats) -> u64| count(now).saturating_sub(count(before)) as f64;
         let drafts = grown(|stats| stats.drafts);
         let rows = grown(|stats| stats.total_rows);
         Self {
             tokens_per_s: grown(|stats| stats.output_tokens) / took.as_secs_f64(),
-            hit_rate: share(
+            hit_rate: ratio(
                 grown(|stats| stats.cached_tokens),
                 grown(|stats| stats.prompt_tokens),
             ),
-            accepted_per_step: share(grown(|stats| stats.accepted) + rows, rows),
-            accepted_share: share(grown(|stats| stats.accepted), drafts),
+            accepted_per_step: ratio(grown(|stats| stats.accepted) + rows, rows),
+            accepted_share: ratio(grown(|stats| stats.accepted), drafts),
             retracted: grown(|stats| stats.retractions),
         }
     }
 }
 
-/// 0 where there is nothing to have a share of.
-fn share(part: f64, whole: f64) -> f64 {
+/// A ratio; 0 where `whole` is 0.
+fn ratio(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }
 
-struct List<'a>(&'a mut Vec<Figure>);
+struct List<'a>(&'a mut Vec<Metric>);
 
 impl List<'_> {
     fn gauge(&mut self, name: &'static str, help: &'static str, value: f64) {
-        self.add(FigureKind::Gauge, name, help, None, value);
+        self.add(MetricKind::Gauge, name, help, None, value);
     }
 
     fn count(&mut self, name: &'static str, help: &'static str, value: u64) {
-        self.add(FigureKind::Counter, name, help, None, value as f64);
+        self.add(MetricKind::Counter, name, help, None, value as f64);
     }
 
     fn counts<const N: usize>(
@@ -122,19 +122,19 @@ impl List<'_> {
     ) {
         for (word, value) in values {
             let label = Some((label, word));
-            self.add(FigureKind::Counter, name, help, label, value as f64);
+            self.add(MetricKind::Counter, name, help, label, value as f64);
         }
     }
 
     fn add(
         &mut self,
-        kind: FigureKind,
+        kind: MetricKind,
         name: &'static str,
         help: &'static str,
         label: Option<(&'static str, &'static str)>,
         value: f64,
     ) {
-        self.0.push(Figure {
+        self.0.push(Metric {
             name,
             kind,
             help,
@@ -144,7 +144,7 @@ impl List<'_> {
     }
 }
 
-fn requests(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
+fn requests(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
     let counts = &stats.scheduler;
     let waiting = counts.waiting.saturating_sub(counts.grammar_queue);
     list.gauge(
@@ -165,17 +165,17 @@ fn requests(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
     list.gauge(
         "sglang:num_retracted_reqs",
         "Sequences that lost their pages since the last reading.",
-        recent.retracted,
+        rates.retracted,
     );
     list.count(
         "sglang:num_retracted_requests_total",
-        "Times that running sequences lost their pages.",
+        "Histogram that running sequences lost their pages.",
         counts.retractions,
     );
     list.gauge(
         "sglang:utilization",
         "Running sequences, as a share of those that may run.",
-        share(counts.running as f64, stats.max_running.into()),
+        ratio(counts.running as f64, stats.max_running.into()),
     );
     list.gauge(
         "sglang:new_token_ratio",
@@ -189,7 +189,7 @@ fn requests(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
     );
     list.count(
         "pie_runtime:restarts_total",
-        "Times that the driver was started again.",
+        "Histogram that the driver was started again.",
         stats.restarts,
     );
 }
@@ -214,7 +214,7 @@ fn memory(list: &mut List<'_>, stats: &ReplicaStats) {
         list.gauge(
             name,
             "The same as a share of the pool, from 0 to 1.",
-            share(used, total),
+            ratio(used, total),
         );
     }
     list.gauge(
@@ -255,17 +255,17 @@ fn memory(list: &mut List<'_>, stats: &ReplicaStats) {
     );
 }
 
-fn work(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
+fn work(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
     let counts = &stats.scheduler;
     list.gauge(
         "sglang:gen_throughput",
         "Tokens given out in a second.",
-        recent.tokens_per_s,
+        rates.tokens_per_s,
     );
     list.gauge(
         "sglang:cache_hit_rate",
         "Share of prompt tokens whose KV was there.",
-        recent.hit_rate,
+        rates.hit_rate,
     );
     list.gauge(
         "sglang:decode_sum_seq_lens",
@@ -275,12 +275,12 @@ fn work(list: &mut List<'_>, stats: &ReplicaStats, recent: &Recent) {
     list.gauge(
         "sglang:spec_accept_length",
         "Tokens of a row: accepted drafts and the one that the model adds.",
-        recent.accepted_per_step,
+        rates.accepted_per_step,
     );
     list.gauge(
         "sglang:spec_accept_rate",
-        "Share of drafts that came true.",
-        recent.accepted_share,
+        "Share of drafts that were accepted.",
+        rates.accepted_share,
     );
     list.counts(
         ("sglang:realtime_tokens_total", "mode"),
@@ -349,11 +349,11 @@ fn times(list: &mut List<'_>, stats: &ReplicaStats) {
         ),
     ] {
         let seconds = nanos as f64 / 1e9;
-        list.add(FigureKind::Counter, name, help, None, seconds);
+        list.add(MetricKind::Counter, name, help, None, seconds);
     }
     for (quantile, nanos) in ["0.5", "0.99"].into_iter().zip(stats.gaps_ns) {
         list.add(
-            FigureKind::Gauge,
+            MetricKind::Gauge,
             "pie_runtime:host_gap_seconds",
             "The host's time of a step that this share of steps does not exceed, since the start.",
             Some(("quantile", quantile)),
@@ -366,18 +366,18 @@ fn times(list: &mut List<'_>, stats: &ReplicaStats) {
 mod tests {
     use super::*;
 
-    fn value(figures: &[Figure], name: &str) -> f64 {
-        figures
+    fn value(metrics: &[Metric], name: &str) -> f64 {
+        metrics
             .iter()
-            .find(|figure| figure.name == name)
+            .find(|metric| metric.name == name)
             .unwrap()
             .value
     }
 
     #[test]
-    fn rates_are_about_the_time_since_the_last_reading() {
+    fn rates_are_of_the_time_since_the_last_reading() {
         let start = Instant::now();
-        let mut reader = FigureReader::new(start);
+        let mut reader = MetricsReader::new(start);
         let mut stats = ReplicaStats {
             page_size: 16,
             total_pages: 100,
@@ -398,8 +398,8 @@ mod tests {
         assert!((value(&first, "sglang:utilization") - 0.25).abs() < 1e-9);
         let tiers: Vec<f64> = first
             .iter()
-            .filter(|figure| figure.name == "pie_runtime:cached_tokens_total")
-            .map(|figure| figure.value)
+            .filter(|metric| metric.name == "pie_runtime:cached_tokens_total")
+            .map(|metric| metric.value)
             .collect();
         assert_eq!(tiers, [12.0, 8.0]);
         // Too soon for a rate; then one without work.
@@ -410,17 +410,17 @@ mod tests {
     }
 
     #[test]
-    fn a_name_has_one_kind_and_its_labels_tell_figures_apart() {
+    fn metrics_of_one_name_have_one_type_and_different_labels() {
         let now = Instant::now();
-        let figures = FigureReader::new(now).read(&ReplicaStats::default(), now);
-        for (at, figure) in figures.iter().enumerate() {
-            let counter = figure.kind == FigureKind::Counter;
-            assert_eq!(counter, figure.name.ends_with("_total"), "{}", figure.name);
-            assert!(figure.value.is_finite(), "{}", figure.name);
-            for other in &figures[..at] {
-                if other.name == figure.name {
-                    assert_eq!((other.kind, other.help), (figure.kind, figure.help));
-                    assert_ne!(other.label, figure.label, "{}", figure.name);
+        let metrics = MetricsReader::new(now).read(&ReplicaStats::default(), now);
+        for (at, metric) in metrics.iter().enumerate() {
+            let counter = metric.kind == MetricKind::Counter;
+            assert_eq!(counter, metric.name.ends_with("_total"), "{}", metric.name);
+            assert!(metric.value.is_finite(), "{}", metric.name);
+            for other in &metrics[..at] {
+                if other.name == metric.name {
+                    assert_eq!((other.kind, other.help), (metric.kind, metric.help));
+                    assert_ne!(other.label, metric.label, "{}", metric.name);
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! What a request may ask for and this scheduler does not serve, each with the reason. A row goes when it is served.
 
 use crate::sglang_zmq::msgpack::Value;
-use crate::sglang_zmq::table::Fields;
+use crate::sglang_zmq::schema::Fields;
 use crate::sglang_zmq::value::number;
 
 /// Fields of `TokenizedGenerateReqInput`, and why another value than the neutral one is refused.
@@ -29,26 +29,26 @@ pub(crate) const SAMPLING: &[(&str, &str)] = &[(
     "it is for logit processors, which are Python objects",
 )];
 
-/// Fields of one class that must be neutral, by place. Those that the installed class does not have cannot be asked for.
+/// Fields of one class that must be neutral, by index. Those that the installed class does not have cannot be asked for.
 #[derive(Debug, Clone)]
 pub(crate) struct Refusals(Vec<(usize, &'static str, &'static str)>);
 
 impl Refusals {
     pub(crate) fn new(
         rows: &[(&'static str, &'static str)],
-        place: impl Fn(&str) -> Option<usize>,
+        index: impl Fn(&str) -> Option<usize>,
     ) -> Self {
         let known = |&(name, why): &(&'static str, &'static str)| {
-            place(name).map(|place| (place, name, why))
+            index(name).map(|index| (index, name, why))
         };
         Self(rows.iter().filter_map(known).collect())
     }
 
     /// What to tell the client of the first field that asks for something.
     pub(crate) fn find(&self, fields: &Fields<'_>) -> Option<String> {
-        let asked = |&&(place, _, _): &&(usize, &str, &str)| !is_neutral(fields.get(place));
-        self.0.iter().find(asked).map(|&(place, name, why)| {
-            let value = shown(fields.get(place));
+        let asked = |&&(index, _, _): &&(usize, &str, &str)| !is_neutral(fields.get(index));
+        self.0.iter().find(asked).map(|&(index, name, why)| {
+            let value = shown(fields.get(index));
             format!(
                 "the parameter `{name}`{value} is not served by this server's scheduler: {why}. Remove it, or start the \
                  server with `--scheduler sglang`"

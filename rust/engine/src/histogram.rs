@@ -1,19 +1,19 @@
-//! How long something took, over a whole life, in little memory.
+//! Log-linear histogram of durations, with 8 buckets for each power of two.
 
-/// Parts of a doubling.
-const PARTS: u32 = 8;
+/// Buckets for each power of two.
+const BUCKETS: u32 = 8;
 
-/// Counts of times by their length, each known to an eighth.
+/// Counts of durations in ns, with a relative error of at most 1/8.
 #[derive(Clone, Debug)]
-pub(crate) struct Times {
+pub(crate) struct Histogram {
     counts: Box<[u64]>,
     total: u64,
     sum: u64,
 }
 
-impl Default for Times {
+impl Default for Histogram {
     fn default() -> Self {
-        let buckets = u64::BITS * PARTS;
+        let buckets = u64::BITS * BUCKETS;
         Self {
             counts: vec![0; buckets as usize].into(),
             total: 0,
@@ -22,21 +22,21 @@ impl Default for Times {
     }
 }
 
-impl Times {
+impl Histogram {
     pub(crate) fn add(&mut self, nanos: u64) {
         self.counts[bucket(nanos)] += 1;
         self.total += 1;
         self.sum += nanos;
     }
 
-    /// All times together, in ns.
+    /// Sum of all durations in ns.
     pub(crate) const fn sum(&self) -> u64 {
         self.sum
     }
 
-    /// The time in ns that this share of all times does not exceed, rounded up; 0 when there are none.
-    pub(crate) fn quantile(&self, share: f64) -> u64 {
-        let rank = (self.total as f64 * share).ceil().max(1.0) as u64;
+    /// The quantile in ns, rounded up to the end of its bucket; 0 without durations.
+    pub(crate) fn quantile(&self, quantile: f64) -> u64 {
+        let rank = (self.total as f64 * quantile).ceil().max(1.0) as u64;
         let mut sum = 0;
         let found = self.counts.iter().position(|&count| {
             sum += count;
@@ -46,19 +46,19 @@ impl Times {
     }
 }
 
-/// Times below [`PARTS`] have a bucket each; then each doubling has that many.
+/// Durations below [`BUCKETS`] have a bucket each.
 fn bucket(nanos: u64) -> usize {
-    let parts = u64::from(PARTS);
+    let parts = u64::from(BUCKETS);
     if nanos < parts {
         return nanos as usize;
     }
-    let shift = nanos.ilog2() - PARTS.ilog2();
-    (shift * PARTS) as usize + (nanos >> shift) as usize
+    let shift = nanos.ilog2() - BUCKETS.ilog2();
+    (shift * BUCKETS) as usize + (nanos >> shift) as usize
 }
 
-/// The longest time of a bucket.
+/// The longest duration of a bucket.
 fn largest(bucket: usize) -> u64 {
-    let (bucket, parts) = (bucket as u64, u64::from(PARTS));
+    let (bucket, parts) = (bucket as u64, u64::from(BUCKETS));
     if bucket < 2 * parts {
         return bucket;
     }
@@ -82,15 +82,15 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_of_all_times() {
-        let mut times = Times::default();
-        assert_eq!(times.quantile(0.5), 0);
+    fn quantiles_are_of_all_durations() {
+        let mut histogram = Histogram::default();
+        assert_eq!(histogram.quantile(0.5), 0);
         for nanos in 1..=1000 {
-            times.add(nanos);
+            histogram.add(nanos);
         }
-        assert_eq!(times.sum(), 500_500);
+        assert_eq!(histogram.sum(), 500_500);
         for (share, exact) in [(0.5, 500), (0.99, 990), (1.0, 1000)] {
-            let found = times.quantile(share);
+            let found = histogram.quantile(share);
             assert!((exact..exact + exact / 8).contains(&found), "{found}");
         }
     }

@@ -5,7 +5,7 @@
 
 use rmp::encode;
 
-use crate::sglang_zmq::error::FrontError;
+use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::msgpack::{Items, Value, read_list};
 
 /// A field of a class.
@@ -29,28 +29,28 @@ pub struct MessageClass {
 /// Finds a class.
 ///
 /// # Errors
-/// [`FrontError::Class`].
+/// [`SglangFrontendError::Class`].
 pub(crate) fn find<'a>(
     classes: &'a [MessageClass],
     name: &'static str,
-) -> Result<&'a MessageClass, FrontError> {
+) -> Result<&'a MessageClass, SglangFrontendError> {
     let found = classes.iter().find(|class| class.name == name);
-    found.ok_or(FrontError::Class { class: name })
+    found.ok_or(SglangFrontendError::Class { class: name })
 }
 
 impl MessageClass {
     /// Where a field stands among the fields.
-    pub(crate) fn place(
+    pub(crate) fn index_of(
         &self,
         class: &'static str,
         field: &'static str,
-    ) -> Result<usize, FrontError> {
-        let place = self.fields.iter().position(|known| known.name == field);
-        place.ok_or(FrontError::Field { class, field })
+    ) -> Result<usize, SglangFrontendError> {
+        let index = self.fields.iter().position(|known| known.name == field);
+        index.ok_or(SglangFrontendError::Field { class, field })
     }
 }
 
-/// A message whose fields are read by place. Those that a shorter message leaves out are nil.
+/// A message whose fields are read by index. Those that a shorter message leaves out are nil.
 #[derive(Debug, Clone)]
 pub(crate) struct Fields<'a>(Vec<Value<'a>>);
 
@@ -75,8 +75,8 @@ impl<'a> Fields<'a> {
         Self(items.take(MOST_FIELDS).collect())
     }
 
-    pub(crate) fn get(&self, place: usize) -> Value<'a> {
-        self.0.get(place).copied().unwrap_or(Value::Nil)
+    pub(crate) fn get(&self, index: usize) -> Value<'a> {
+        self.0.get(index).copied().unwrap_or(Value::Nil)
     }
 }
 
@@ -89,22 +89,22 @@ pub(crate) struct Template {
 
 impl Template {
     /// # Errors
-    /// [`FrontError`] if the class is missing, lacks one of the fields that are `set`, or has another without a default.
+    /// [`SglangFrontendError`] if the class is missing, lacks one of the fields that are `set`, or has another without a default.
     pub(crate) fn new(
         classes: &[MessageClass],
         name: &'static str,
         set: &[&'static str],
-    ) -> Result<Self, FrontError> {
+    ) -> Result<Self, SglangFrontendError> {
         let class = find(classes, name)?;
         for field in set {
-            class.place(name, field)?;
+            class.index_of(name, field)?;
         }
         let unknown = class
             .fields
             .iter()
             .find(|field| field.default.is_none() && !set.contains(&field.name.as_str()));
         match unknown {
-            Some(field) => Err(FrontError::Unknown {
+            Some(field) => Err(SglangFrontendError::Unknown {
                 class: name,
                 field: field.name.clone(),
             }),

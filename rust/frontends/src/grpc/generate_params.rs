@@ -2,14 +2,14 @@
 
 use pie_ingress::RawRequest;
 
-use crate::grpc::logprobs::Sides;
-use crate::grpc::queue::Pace;
+use crate::grpc::logprobs::LogprobSides;
+use crate::grpc::queue::StreamInterval;
 
 /// A request in the words of neither contract, before it is validated.
 #[derive(Debug)]
-pub(crate) struct Asked {
+pub(crate) struct GenerateParams {
     pub(crate) raw: RawRequest,
-    pub(crate) pace: Pace,
+    pub(crate) interval: StreamInterval,
     /// Which of its log-probabilities are sent.
-    pub(crate) sides: Sides,
+    pub(crate) sides: LogprobSides,
 }

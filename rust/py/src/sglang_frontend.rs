@@ -1,16 +1,16 @@
-//! SGLang's messages for a runtime.
+//! The frontend of SGLang's HTTP server.
 
 use std::time::Instant;
 
 use pie_frontends::sglang_zmq::{
-    FrontSettings, MessageClass, MessageField, Outgoing, TimeStats, TimesTemplate,
+    MessageClass, MessageField, Outgoing, SglangFrontendSettings, TimeStats, TimesTemplate,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::error::from_front;
-use crate::pictures::ServiceWithImages;
+use crate::error::from_sglang_frontend;
+use crate::image_backend::ServiceWithImages;
 use crate::runtime::{Runtime, seconds, wait};
 use crate::traced::{Traced, traced};
 
@@ -33,19 +33,20 @@ type Messages<'py> = (
     Vec<Bound<'py, PyBytes>>,
 );
 
-/// The requests of SGLang's front end, for a runtime: messages in msgpack come in and go out, and are read and written here.
+/// The frontend of SGLang's HTTP server: reads and writes the messages (msgpack) between its tokenizer manager, its detokenizer and a
+/// scheduler.
 ///
 /// `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
-pub(crate) struct Front {
-    inner: pie_frontends::sglang_zmq::Front,
+pub(crate) struct SglangFrontend {
+    inner: pie_frontends::sglang_zmq::SglangFrontend,
     runtime: Py<Runtime>,
     read_images: Option<Py<PyAny>>,
 }
 
 #[pymethods]
-impl Front {
-    /// A front end without requests.
+impl SglangFrontend {
+    /// A frontend without requests.
     ///
     /// Args:
     ///     runtime: What computes them, whose drivers are ready.
@@ -114,7 +115,7 @@ impl Front {
             fields: fields.into_iter().map(field).collect(),
         };
         let classes: Vec<MessageClass> = classes.into_iter().map(class).collect();
-        let settings = FrontSettings {
+        let settings = SglangFrontendSettings {
             eos_tokens: eos_token_ids,
             think_end: think_end_ids,
             stream_interval,
@@ -131,12 +132,12 @@ impl Front {
             probe_prefix,
             dp_rank,
             times: times
-                .map(|times| time_stats(times, runtime.get().service.began()))
+                .map(|times| time_stats(times, runtime.get().service.started_at()))
                 .transpose()?,
-            traces: traces.then(|| runtime.get().service.began()),
+            traces: traces.then(|| runtime.get().service.started_at()),
         };
-        let inner = pie_frontends::sglang_zmq::Front::new(&classes, settings)
-            .map_err(|e| from_front(&e))?;
+        let inner = pie_frontends::sglang_zmq::SglangFrontend::new(&classes, settings)
+            .map_err(|e| from_sglang_frontend(&e))?;
         Ok(Self {
             inner,
             runtime,

@@ -1,4 +1,4 @@
-//! What requests have brought forth and no caller has fetched yet.
+//! Outputs that no caller has fetched yet, merged by sequence.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -9,46 +9,46 @@ use std::time::{Duration, Instant};
 
 use pie_scheduler::{Finish, KvEvent, Output, ValidationError};
 
-/// Why a sequence ended.
+/// Why a sequence finished.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum End {
-    /// It has as many tokens as it may.
+pub enum FinishReason {
+    /// It reached its token limit.
     Length,
-    /// Its last token is this stop token.
+    /// It generated this stop token.
     StopToken(u32),
-    /// Its text has a stop string.
+    /// It generated a stop string.
     StopString {
-        /// Which of the request's.
+        /// Index in the request.
         index: u32,
-        /// Bytes of the output's text before it begins.
+        /// Bytes of the output text before it.
         text_bytes: u64,
     },
-    /// Its text has a match of a stop expression.
+    /// Its text matches a stop regex.
     StopRegex {
-        /// Which of the request's.
+        /// Index in the request.
         index: u32,
     },
     /// By [`Service::abort`](crate::Service::abort), or because the service was shut down.
     Aborted,
-    /// The same, while its grammar was being compiled.
+    /// The same, while its grammar was compiled.
     Unready,
     /// Its deadline passed.
     Deadline,
-    /// It cannot be served as it is, or not now.
+    /// The scheduler refused it.
     Refused(ValidationError),
     /// The queue was full, and a request of better priority took its place.
     Displaced,
-    /// Its grammar cannot be used, or cannot be followed any further.
+    /// Its grammar is invalid, or its output cannot match any more.
     Grammar(Arc<str>),
-    /// Nothing is wrong with its grammar, and it cannot be compiled now.
+    /// Its grammar cannot be compiled now.
     Busy(Arc<str>),
-    /// It can be served no longer.
+    /// The driver failed.
     Failed(Arc<str>),
 }
 
-impl End {
-    /// What happened, with the remedy, where the request did not come to its end by itself.
-    pub fn reason(&self) -> Option<Cow<'_, str>> {
+impl FinishReason {
+    /// The error message with its hint, where the request failed.
+    pub fn message(&self) -> Option<Cow<'_, str>> {
         match self {
             Self::Refused(refusal) => Some(refusal.to_string().into()),
             Self::Displaced => Some(
@@ -64,40 +64,40 @@ impl End {
     }
 }
 
-/// What is new of one sequence since it was fetched last.
+/// New output of one sequence since the last one was fetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Delta {
-    /// What [`Service::submit`](crate::Service::submit) returned.
+pub struct OutputDelta {
+    /// The id that [`Service::submit`](crate::Service::submit) returned.
     pub request: u64,
-    /// Which of its sequences, from 0.
+    /// The index of the sequence, from 0 to `n - 1`.
     pub sample: u32,
-    /// Tokens that follow those of earlier outputs.
+    /// New tokens.
     pub tokens: Vec<u32>,
-    /// Log-probabilities of tokens of the prompt, which come once, as [`LogprobShape`](pie_wire::LogprobShape) reads them.
+    /// Log-probabilities of prompt tokens, returned once, for [`LogprobShape`](pie_wire::LogprobShape) to read.
     pub prompt_logprobs: Vec<u32>,
-    /// Those of `tokens`; of a request for no token those of the one that would come first.
+    /// Those of `tokens`; with `max_tokens` 0 those of the token that would come first.
     pub logprobs: Vec<u32>,
-    /// That token, which is not among `tokens`.
+    /// That token.
     pub scored: Option<u32>,
-    /// Bytes at the end of its text that may be the start of a stop string.
+    /// Bytes at the end of the text that may begin a stop string.
     pub held_bytes: u32,
-    /// Set in its last output.
-    pub end: Option<End>,
-    /// Tokens of the prompt whose KV was there.
+    /// Set in the last output.
+    pub finish: Option<FinishReason>,
+    /// Prompt tokens found in the prefix cache.
     pub cached_tokens: u32,
-    /// Those of them that were loaded from the host.
+    /// Those of them that were loaded from host memory.
     pub loaded_tokens: u32,
-    /// When it was first admitted, in µs since the service began.
+    /// First admission, in µs since the service started.
     pub admitted: Option<u64>,
-    /// When the step was answered that gave its first token, in µs since the service began.
+    /// End of the step of the first token, in µs since the service started.
     pub first_token: Option<u64>,
-    /// How often its pages were taken from it.
+    /// How often it was retracted.
     pub retractions: u32,
 }
 
-impl Delta {
-    /// A sequence that ends without any token.
-    pub const fn ended(request: u64, sample: u32, end: End) -> Self {
+impl OutputDelta {
+    /// A sequence that finishes without a new token.
+    pub const fn finished(request: u64, sample: u32, finish: FinishReason) -> Self {
         Self {
             request,
             sample,
@@ -106,7 +106,7 @@ impl Delta {
             logprobs: Vec::new(),
             scored: None,
             held_bytes: 0,
-            end: Some(end),
+            finish: Some(finish),
             cached_tokens: 0,
             loaded_tokens: 0,
             admitted: None,
@@ -116,52 +116,52 @@ impl Delta {
     }
 }
 
-/// What came of the requests, and of the prefix indices, since the last one. Reuse one, so that its room is used again.
+/// Outputs and prefix index events since the last batch. Reuse one to reuse its memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Batch {
-    /// What is new of sequences, each once.
-    pub deltas: Vec<Delta>,
-    /// The number of a replica, and what changed in its prefix index; in their order. None unless
-    /// [`Config::kv_events`](crate::Config::kv_events).
+pub struct OutputBatch {
+    /// New outputs, one for each sequence.
+    pub deltas: Vec<OutputDelta>,
+    /// Replicas and changes of their prefix indices, in order; empty unless [`Config::kv_events`](crate::Config::kv_events).
     pub events: Vec<(usize, KvEvent)>,
 }
 
-/// A queue in which outputs of one sequence become one: it is never longer than there are sequences.
+/// A queue of outputs; a new output is merged into one of its sequence that was not fetched yet (as vLLM's `RequestOutputCollector`).
 #[derive(Debug, Default)]
-pub(crate) struct Outbox {
+pub(crate) struct OutputCollector {
     queue: Mutex<Queue>,
-    filled: Condvar,
+    available: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
-    deltas: Vec<Delta>,
+    deltas: Vec<OutputDelta>,
     events: Vec<(usize, KvEvent)>,
-    places: HashMap<(u64, u32), usize>,
-    /// Threads that wait for outputs.
+    /// Indices of `deltas` by request and sample.
+    indices: HashMap<(u64, u32), usize>,
+    /// Threads that wait in `take`.
     waiting: usize,
-    /// A task that waits for them.
+    /// The task that waits in `poll`.
     waker: Option<Waker>,
     closed: bool,
 }
 
-impl Outbox {
-    /// Adds what a scheduler gave out; `end` says what its ends mean.
+impl OutputCollector {
+    /// Adds outputs of a scheduler.
     pub(crate) fn extend<'a>(
         &self,
         outputs: impl Iterator<Item = Output<'a>>,
-        end: impl Fn(Finish, Option<&str>) -> End,
+        finish: impl Fn(Finish, Option<&str>) -> FinishReason,
     ) {
         let mut queue = self.lock();
         for output in outputs {
-            let delta = queue.at(output.id, output.sample);
+            let delta = queue.delta_of(output.id, output.sample);
             delta.tokens.extend_from_slice(output.tokens);
             let words = output.prompt_logprobs;
             delta.prompt_logprobs.extend_from_slice(words);
             delta.logprobs.extend_from_slice(output.logprobs);
             delta.scored = output.scored;
             delta.held_bytes = output.held_bytes;
-            delta.end = output.finish.map(|finish| end(finish, output.reason));
+            delta.finish = output.finish.map(|kind| finish(kind, output.reason));
             delta.cached_tokens = output.cached_tokens;
             delta.loaded_tokens = output.loaded_tokens;
             delta.admitted = output.admitted;
@@ -171,24 +171,23 @@ impl Outbox {
         self.wake(queue);
     }
 
-    /// Adds changes of a replica's prefix index.
-    pub(crate) fn record(&self, replica: usize, events: Vec<KvEvent>) {
+    /// Adds events of a replica's prefix index.
+    pub(crate) fn push_events(&self, replica: usize, events: Vec<KvEvent>) {
         let mut queue = self.lock();
         let events = events.into_iter().map(|event| (replica, event));
         queue.events.extend(events);
         self.wake(queue);
     }
 
-    /// Adds the end of a sequence that no scheduler has.
-    pub(crate) fn push(&self, ended: Delta) {
+    /// Adds the end of a sequence that the scheduler does not have.
+    pub(crate) fn push(&self, last: OutputDelta) {
         let mut queue = self.lock();
-        let end = ended.end;
-        queue.at(ended.request, ended.sample).end = end;
+        queue.delta_of(last.request, last.sample).finish = last.finish;
         self.wake(queue);
     }
 
-    /// Everything there is, once there is something; nothing after `limit`, or when the outbox is closed.
-    pub(crate) fn take(&self, limit: Duration) -> Vec<Delta> {
+    /// Waits for outputs and returns all; none after `limit`, or once closed.
+    pub(crate) fn take(&self, limit: Duration) -> Vec<OutputDelta> {
         let until = Instant::now().checked_add(limit);
         let mut queue = self.lock();
         while queue.deltas.is_empty() && !queue.closed {
@@ -200,20 +199,19 @@ impl Outbox {
             }
             queue.waiting += 1;
             let (woken, _) = self
-                .filled
+                .available
                 .wait_timeout(queue, left)
                 .unwrap_or_else(PoisonError::into_inner);
             queue = woken;
             queue.waiting -= 1;
         }
-        queue.places.clear();
+        queue.indices.clear();
         queue.events.clear();
         mem::take(&mut queue.deltas)
     }
 
-    /// Moves everything there is into `batch`, whose content is dropped, once there is something. False when the outbox is
-    /// closed and nothing is left.
-    pub(crate) fn poll(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<bool> {
+    /// Moves all outputs and events into `batch`, whose content is dropped, once there are some. False once closed and empty.
+    pub(crate) fn poll(&self, context: &mut Context<'_>, batch: &mut OutputBatch) -> Poll<bool> {
         let mut queue = self.lock();
         if queue.deltas.is_empty() && queue.events.is_empty() {
             if queue.closed {
@@ -225,7 +223,7 @@ impl Outbox {
             }
             return Poll::Pending;
         }
-        queue.places.clear();
+        queue.indices.clear();
         batch.deltas.clear();
         batch.events.clear();
         mem::swap(&mut queue.deltas, &mut batch.deltas);
@@ -233,13 +231,13 @@ impl Outbox {
         Poll::Ready(true)
     }
 
-    /// Ends every wait, from now on.
+    /// Wakes all waiters; from now on nothing waits.
     pub(crate) fn close(&self) {
         let mut queue = self.lock();
         queue.closed = true;
         let waker = queue.waker.take();
         drop(queue);
-        self.filled.notify_all();
+        self.available.notify_all();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -249,16 +247,16 @@ impl Outbox {
         self.lock().closed
     }
 
-    /// Wakes who waits, without the lock, which they take first.
+    /// Wakes the waiters after releasing the lock, which they take first.
     fn wake(&self, mut queue: MutexGuard<'_, Queue>) {
         let filled = !queue.deltas.is_empty();
-        // To notify takes a system call, even if no thread waits.
+        // A notification takes a system call, even if no thread waits.
         let has_waiting = queue.waiting > 0 && filled;
         let is_new = filled || !queue.events.is_empty();
         let waker = is_new.then(|| queue.waker.take()).flatten();
         drop(queue);
         if has_waiting {
-            self.filled.notify_all();
+            self.available.notify_all();
         }
         if let Some(waker) = waker {
             waker.wake();
@@ -271,16 +269,16 @@ impl Outbox {
 }
 
 impl Queue {
-    fn at(&mut self, request: u64, sample: u32) -> &mut Delta {
+    fn delta_of(&mut self, request: u64, sample: u32) -> &mut OutputDelta {
         let next = self.deltas.len();
-        let place = *self.places.entry((request, sample)).or_insert(next);
-        if place == next {
-            self.deltas.push(Delta {
-                end: None,
-                ..Delta::ended(request, sample, End::Aborted)
+        let index = *self.indices.entry((request, sample)).or_insert(next);
+        if index == next {
+            self.deltas.push(OutputDelta {
+                finish: None,
+                ..OutputDelta::finished(request, sample, FinishReason::Aborted)
             });
         }
-        &mut self.deltas[place]
+        &mut self.deltas[index]
     }
 }
 
@@ -292,13 +290,13 @@ mod tests {
 
     use super::*;
 
-    fn failed(request: u64) -> Delta {
-        Delta::ended(request, 0, End::Failed("why".into()))
+    fn failed(request: u64) -> OutputDelta {
+        OutputDelta::finished(request, 0, FinishReason::Failed("why".into()))
     }
 
     #[test]
-    fn outputs_of_one_sequence_become_one() {
-        let outbox = Outbox::default();
+    fn outputs_of_one_sequence_are_merged() {
+        let collector = OutputCollector::default();
         let output = |id, sample, tokens, finish| Output {
             id,
             sample,
@@ -316,47 +314,47 @@ mod tests {
             retractions: 0,
         };
         let end = |finish, _: Option<&str>| match finish {
-            Finish::Length => End::Length,
+            Finish::Length => FinishReason::Length,
             other => panic!("{other:?}"),
         };
         let first: [Output<'_>; 2] = [output(1, 0, &[5], None), output(1, 1, &[6], None)];
-        outbox.extend(first.into_iter(), end);
+        collector.extend(first.into_iter(), end);
         let second = [output(1, 0, &[7, 8], Some(Finish::Length))];
-        outbox.extend(second.into_iter(), end);
-        let taken = outbox.take(Duration::ZERO);
+        collector.extend(second.into_iter(), end);
+        let taken = collector.take(Duration::ZERO);
         assert_eq!(taken.len(), 2);
         assert_eq!(
-            (&taken[0].tokens[..], &taken[0].end),
-            (&[5, 7, 8][..], &Some(End::Length))
+            (&taken[0].tokens[..], &taken[0].finish),
+            (&[5, 7, 8][..], &Some(FinishReason::Length))
         );
-        assert_eq!((&taken[1].tokens[..], &taken[1].end), (&[6][..], &None));
+        assert_eq!((&taken[1].tokens[..], &taken[1].finish), (&[6][..], &None));
         assert_eq!((taken[1].held_bytes, taken[1].cached_tokens), (2, 3));
-        assert!(outbox.take(Duration::ZERO).is_empty());
-        outbox.extend([output(1, 1, &[9], None)].into_iter(), end);
-        assert_eq!(outbox.take(Duration::ZERO)[0].tokens, [9]);
+        assert!(collector.take(Duration::ZERO).is_empty());
+        collector.extend([output(1, 1, &[9], None)].into_iter(), end);
+        assert_eq!(collector.take(Duration::ZERO)[0].tokens, [9]);
     }
 
     #[test]
     fn a_waiting_thread_is_woken_by_outputs_and_by_the_end() {
-        let outbox = Outbox::default();
+        let collector = OutputCollector::default();
         thread::scope(|scope| {
             let waiter = scope.spawn(|| {
-                let first = outbox.take(Duration::MAX);
-                (first, outbox.take(Duration::MAX))
+                let first = collector.take(Duration::MAX);
+                (first, collector.take(Duration::MAX))
             });
-            while outbox.lock().waiting == 0 {
+            while collector.lock().waiting == 0 {
                 thread::yield_now();
             }
-            outbox.push(failed(4));
-            while outbox.lock().waiting == 0 {
+            collector.push(failed(4));
+            while collector.lock().waiting == 0 {
                 thread::yield_now();
             }
-            outbox.close();
+            collector.close();
             assert_eq!(waiter.join().unwrap(), (vec![failed(4)], vec![]));
         });
         // What comes after the end is still there on request.
-        outbox.push(failed(5));
-        assert_eq!(outbox.take(Duration::MAX), [failed(5)]);
+        collector.push(failed(5));
+        assert_eq!(collector.take(Duration::MAX), [failed(5)]);
     }
 
     /// Counts how often it was woken.
@@ -371,32 +369,32 @@ mod tests {
 
     #[test]
     fn a_waiting_task_is_woken_once_by_whatever_comes() {
-        let outbox = Outbox::default();
+        let collector = OutputCollector::default();
         let bell = Arc::<Bell>::default();
         let waker = Waker::from(Arc::clone(&bell));
         let mut context = Context::from_waker(&waker);
-        let mut batch = Batch::default();
+        let mut batch = OutputBatch::default();
         let rings = || bell.0.load(Ordering::Relaxed);
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
-        outbox.push(failed(1));
-        outbox.push(failed(2));
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Pending);
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Pending);
+        collector.push(failed(1));
+        collector.push(failed(2));
         assert_eq!(rings(), 1);
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(true));
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Ready(true));
         assert_eq!(batch.deltas, [failed(1), failed(2)]);
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
-        outbox.record(3, vec![KvEvent::Cleared]);
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Pending);
+        collector.push_events(3, vec![KvEvent::Cleared]);
         assert_eq!(rings(), 2);
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(true));
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Ready(true));
         let events = vec![(3, KvEvent::Cleared)];
         let deltas = Vec::new();
-        assert_eq!(batch, Batch { deltas, events });
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
-        outbox.close();
+        assert_eq!(batch, OutputBatch { deltas, events });
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Pending);
+        collector.close();
         assert_eq!(rings(), 3);
         // What comes after the end is still there on request.
-        outbox.push(failed(4));
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(true));
-        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(false));
+        collector.push(failed(4));
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Ready(true));
+        assert_eq!(collector.poll(&mut context, &mut batch), Poll::Ready(false));
     }
 }

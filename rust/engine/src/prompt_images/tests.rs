@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::frame::{FrameBuilder, FrameRow};
-use crate::sampling::Draw;
+use crate::sampling::RowParams;
 use pie_scheduler::NewRequest;
 use pie_wire::{ForwardRequest, Payload, Sampler};
 use proptest::prelude::*;
@@ -49,15 +49,15 @@ impl Naive {
         naive
     }
 
-    fn pictures(&self) -> Pictures {
-        let picture = |&(start, [height, width]): &(u32, [u32; 2])| {
+    fn images(&self) -> PromptImages {
+        let image = |&(start, [height, width]): &(u32, [u32; 2])| {
             let (tokens, grid) = (height * width, [1, 2 * height, 2 * width]);
-            let places = start as usize..(start + tokens) as usize;
-            let axes = self.positions[places].as_flattened().into();
+            let indices = start as usize..(start + tokens) as usize;
+            let axes = self.positions[indices].as_flattened().into();
             let pixels = vec![start as u8; PATCH * 4 * tokens as usize].into();
-            Picture::new(start, tokens, grid, pixels, axes).unwrap()
+            PromptImage::new(start, tokens, grid, pixels, axes).unwrap()
         };
-        Pictures::new(self.images.iter().map(picture).collect()).unwrap()
+        PromptImages::new(self.images.iter().map(image).collect()).unwrap()
     }
 
     /// Whether a step may end before this token: no image is cut.
@@ -103,9 +103,9 @@ proptest! {
         let naive = Naive::of(&parts);
         prop_assume!(!naive.positions.is_empty());
         let length = naive.positions.len() as u32;
-        let pictures = naive.pictures();
+        let images = naive.images();
         let mut prompt: Vec<u32> = (1..=length).collect();
-        pictures.name(&mut prompt);
+        images.write_pad_values(&mut prompt);
         let mut ends: Vec<u32> = cuts.iter().map(|cut| cut.index(length as usize) as u32).collect();
         ends.retain(|&end| end > 0 && naive.may_cut(end));
         ends.push(length);
@@ -119,18 +119,18 @@ proptest! {
         let mut start = 0;
         let mut seen = 0;
         for end in ends {
-            let turn = FrameRow {
+            let row = FrameRow {
                 tokens: &prompt[start as usize..end as usize],
                 start,
                 pages: &pages[..end.div_ceil(16) as usize],
                 sampler: Some(&sampler),
-                pictures: Some(&pictures),
+                images: Some(&images),
                 ..FrameRow::EMPTY
             };
-            let text = FrameRow { pictures: None, tokens: &[3, 4], start: 5, pages: &[9], ..turn };
+            let text = FrameRow { images: None, tokens: &[3, 4], start: 5, pages: &[9], ..row };
             let mut buffer = vec![0; 1 << 16];
-            let outline = builder.lay_out([text, turn].into_iter());
-            prop_assert_eq!(outline.asked().count(), 2);
+            let meta = builder.build([text, row].into_iter());
+            prop_assert_eq!(meta.expected().count(), 2);
             let length = builder.encode(&mut buffer).unwrap();
             let body = decoded(&buffer[..length]);
             let images: Vec<_> = naive.images.iter().filter(|(at, _)| (start..end).contains(at)).collect();
@@ -138,7 +138,7 @@ proptest! {
             prop_assert_eq!(&body.position_ids[..2], &[5, 6]);
             prop_assert_eq!(body.kv_last_page_lens[1], (end - 1) % 16 + 1);
             let place = |row: usize| start as usize + row - 2;
-            let is_image = |row: usize| prompt[place(row)] >= FIRST_NAME;
+            let is_image = |row: usize| prompt[place(row)] >= FIRST_PAD_VALUE;
             for row in 2..body.position_ids.len() {
                 let expected = naive.positions.get(place(row)).map_or(naive.next, |axes| axes[0]);
                 if is_image(row) {
@@ -168,16 +168,16 @@ proptest! {
     }
 }
 
-fn picture(start: u32, tokens: u32, grid: [u32; 3], pixel: u8, axes: &[u32]) -> Picture {
+fn image(start: u32, tokens: u32, grid: [u32; 3], pixel: u8, axes: &[u32]) -> PromptImage {
     let pixels = vec![pixel; 64].into();
-    Picture::new(start, tokens, grid, pixels, axes.into()).unwrap()
+    PromptImage::new(start, tokens, grid, pixels, axes.into()).unwrap()
 }
 
 #[test]
 fn names_say_what_an_image_shows_and_not_where() {
     let names = |start, grid, pixel| {
-        picture(start, 24, grid, pixel, &[])
-            .names()
+        image(start, 24, grid, pixel, &[])
+            .pad_values()
             .collect::<Vec<_>>()
     };
     let first = names(3, [1, 8, 12], 1);
@@ -186,7 +186,7 @@ fn names_say_what_an_image_shows_and_not_where() {
     for other in [names(3, [1, 12, 8], 1), names(3, [1, 8, 12], 2)] {
         assert!(first.iter().zip(&other).all(|(name, other)| name != other));
     }
-    assert!(first.iter().all(|&name| name >= FIRST_NAME));
+    assert!(first.iter().all(|&value| value >= FIRST_PAD_VALUE));
     let mut sorted = first.clone();
     sorted.sort_unstable();
     sorted.dedup();
@@ -195,45 +195,52 @@ fn names_say_what_an_image_shows_and_not_where() {
 
 #[test]
 fn images_that_cannot_be_are_refused() {
-    let empty = Picture::new(0, 0, [1, 2, 2], [].into(), [].into());
-    assert_eq!(empty.unwrap_err(), PictureError::Empty);
-    let axes = Picture::new(0, 2, [1, 2, 4], [].into(), [1, 2, 3].into());
+    let empty = PromptImage::new(0, 0, [1, 2, 2], [].into(), [].into());
+    assert_eq!(empty.unwrap_err(), PromptImageError::Empty);
+    let axes = PromptImage::new(0, 2, [1, 2, 4], [].into(), [1, 2, 3].into());
     assert_eq!(
         axes.unwrap_err().to_string(),
         "it has 3 rotary positions, its 2 tokens need 6, or none"
     );
-    let plain = |start| picture(start, 2, [1, 2, 4], 0, &[]);
-    let over = Pictures::new(vec![plain(4), plain(5)]);
+    let plain = |start| image(start, 2, [1, 2, 4], 0, &[]);
+    let over = PromptImages::new(vec![plain(4), plain(5)]);
     assert_eq!(
         over.unwrap_err(),
-        (1, PictureError::Place { start: 5, free: 6 })
+        (1, PromptImageError::Overlap { start: 5, free: 6 })
     );
-    let far = Pictures::new(vec![plain(u32::MAX)]);
-    assert!(matches!(far, Err((0, PictureError::Place { .. }))));
+    let far = PromptImages::new(vec![plain(u32::MAX)]);
+    assert!(matches!(far, Err((0, PromptImageError::Overlap { .. }))));
     for axes in [[4, 4, 4, 4, 4, 5], [3, 3, 3, 3, 3, 5]] {
-        let wrong = Pictures::new(vec![picture(3, 2, [1, 2, 4], 0, &axes)]);
-        assert!(matches!(wrong, Err((0, PictureError::Positions { .. }))));
+        let wrong = PromptImages::new(vec![image(3, 2, [1, 2, 4], 0, &axes)]);
+        assert!(matches!(
+            wrong,
+            Err((0, PromptImageError::Positions { .. }))
+        ));
     }
 }
 
 #[test]
 fn a_request_takes_its_images_along() {
     let sampler = Sampler::RawLogits;
-    let mut arrival = NewRequest::new(0, vec![5; 8], Draw::from(sampler), 1);
-    let pictures = Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])]).unwrap();
-    assert_eq!(pictures.tokens(), 3);
-    Draw::attach(pictures, &mut arrival);
-    let image = Image {
+    let mut request = NewRequest::new(0, vec![5; 8], RowParams::from(sampler), 1);
+    let images = PromptImages::new(vec![image(2, 3, [1, 2, 6], 0, &[])]).unwrap();
+    assert_eq!(images.tokens(), 3);
+    RowParams::attach(images, &mut request);
+    let span = Image {
         start: 2,
         tokens: 3,
         bytes: 64,
     };
-    assert_eq!(*arrival.images, [image]);
-    assert_eq!((arrival.prompt[1], arrival.prompt[5]), (5, 5));
-    assert!(arrival.prompt[2..5].iter().all(|&name| name >= FIRST_NAME));
+    assert_eq!(*request.images, [span]);
+    assert_eq!((request.prompt[1], request.prompt[5]), (5, 5));
+    assert!(
+        request.prompt[2..5]
+            .iter()
+            .all(|&value| value >= FIRST_PAD_VALUE)
+    );
     // A prompt that was cut keeps what it has.
-    let mut short = NewRequest::new(0, vec![5; 4], Draw::from(Sampler::RawLogits), 1);
-    let pictures = Pictures::new(vec![picture(2, 3, [1, 2, 6], 0, &[])]).unwrap();
-    Draw::attach(pictures, &mut short);
+    let mut short = NewRequest::new(0, vec![5; 4], RowParams::from(Sampler::RawLogits), 1);
+    let images = PromptImages::new(vec![image(2, 3, [1, 2, 6], 0, &[])]).unwrap();
+    RowParams::attach(images, &mut short);
     assert_eq!(short.prompt, [5; 4]);
 }

@@ -1,4 +1,4 @@
-//! What methods of a runtime have in common.
+//! Waiting without Python's lock.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use super::settings::seconds;
 
-/// How often a wait looks for Ctrl-C.
+/// How often signals are checked.
 const SIGNALS: Duration = Duration::from_millis(100);
 
 /// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
