@@ -51,7 +51,7 @@ class MetricsThread:
     def write(self) -> None:
         """Write the current values."""
         [metrics] = self._runtime.metrics()
-        for name, is_counter, text, label, value in figures:
+        for name, is_counter, text, label, value in metrics:
             grown = max(0.0, value - self._seen.get((name, label), 0.0)) if is_counter else 0.0
             self._put(_Metric(name, is_counter, text, label), value, grown)
             # After the write: a failed increment is added by the next attempt.
