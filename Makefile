@@ -102,7 +102,7 @@ sanitize: ## Run the crates' tests under AddressSanitizer and ThreadSanitizer; A
 	@tools/sanitize $(ARGS)
 
 soak: $(VENV)/.installed ## Serve for 20 minutes under attack, with kills, and lose nothing; ARGS="--minutes 60" for longer
-	@$(BIN)/python tests/soak.py $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m support.hostile.soak $(ARGS)
 
 # Python's tools use one core, and cargo's last crates another.
 lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflows and the native module's stub
@@ -179,7 +179,7 @@ $(BUILDER)/bin/maturin:
 
 # The bytecode of SGLang and what it imports, written once: processes that begin at the same time would each compile all of it.
 $(VENV)/.compiled: $(VENV)/.dependencies | $(VENV)/.installed
-	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import fork_parent"
+	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import support.process.fork_preload"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(WHEELS)/.built

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Tests are imported without a package; what they share lies beside them.
+# Tests are imported without a package; their helpers are the package `support`.
 sys.path.insert(0, str(Path(__file__).parent))
 # Many processes import SGLang: without the bytecode of its thousands of modules, which the first of
 # them writes, each would compile them again, for longer than everything else that it does.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import drivers  # noqa: E402
-import forking  # noqa: E402
-import scripts  # noqa: E402
-import tiny_models  # noqa: E402
+from support.models import tiny_models  # noqa: E402
+from support.process import drivers, fork_server, scripts  # noqa: E402
 
 # The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
 settings.register_profile(
@@ -83,7 +81,7 @@ def each_driver(request: pytest.FixtureRequest) -> drivers.Driver:
 @pytest.fixture(scope="session")
 def reference(llama_snapshot: Path) -> Any:
     """The tiny Llama model by transformers."""
-    from reference import Reference
+    from support.models.reference import Reference
 
     drivers.start_fork_server()
     return Reference(llama_snapshot)
@@ -103,8 +101,8 @@ def spawned_driver(
 
 @pytest.fixture(scope="session")
 def forked_python() -> Iterator[str]:
-    """What the runtime may start drivers by, in place of Python; see `forking.py`."""
-    with forking.interpreter() as program:
+    """Replaces `sys.executable`: forks drivers and servers; see `support.process.fork_server`."""
+    with fork_server.interpreter() as program:
         yield program
 
 

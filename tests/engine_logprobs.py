@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from logprob_answers import Asked, check_answer
 from pie_driver_sglang.cli import generate
 from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.logprobs import ORIGINAL
-from reference import Reference, random_tokens
+from support.models.expected_logprobs import Asked, check_answer
+from support.models.reference import Reference, random_tokens
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 KINDS = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.cli import main
-from pie_server import generate, refusal, state
-from sglang_server import Server
+from support.servers.pie_server import generate, refusal, state
+from support.servers.sglang_server import Server
 
 
 class TestProfile:

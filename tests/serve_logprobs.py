@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from logprob_answers import Asked, check_answer
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_server import PROMPT
-from reference import Reference, random_tokens
-from sglang_server import Server
-from tiny_models import POCKET
+from support.models.expected_logprobs import Asked, check_answer
+from support.models.reference import Reference, random_tokens
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import PROMPT
+from support.servers.sglang_server import Server
 
 
 @pytest.fixture(scope="module")

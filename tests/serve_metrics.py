@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pie_server import generate, wait_until
-from sglang_server import Server
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.servers.pie_server import generate, wait_until
+from support.servers.sglang_server import Server
 
 DASHBOARD = REPOSITORY / "examples/monitoring/grafana-dashboard.json"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pie_server import PROMPT, refusal
-from sglang_server import Server
+from support.servers.pie_server import PROMPT, refusal
+from support.servers.sglang_server import Server
 
 ASKED: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": [{"role": "user", "content": "Hello"}]},

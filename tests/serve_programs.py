@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pie_server import PROMPT, generate, state
-from sglang_server import Server
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.servers.pie_server import PROMPT, generate, state
+from support.servers.sglang_server import Server
 
 ENTRY = (
     "# Functions about numbers, each with a test that shows what it does, and no more than that.\n"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pie_server import refusal, state, wait_until
-from sglang_server import Server
+from support.servers.pie_server import refusal, state, wait_until
+from support.servers.sglang_server import Server
 
 FIRST = list(range(200, 240))
 

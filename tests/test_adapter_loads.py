@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 
-import adapter_process
-import drivers
-import lora_adapters
-import runtime_client as rc
-import tiny_models
 from pie_driver_sglang._core import Client, Load, Request, Sampler
 from pie_driver_sglang.driver.loads import Loads, _patience_s
+from support.models import lora_adapters, tiny_models
+from support.process import drivers
+from support.process import runtime_client as rc
+from support.sglang_scripts import lora_manager
 from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
 
 pytestmark = pytest.mark.engine
@@ -71,7 +70,7 @@ def held(folder: Path, models: Path, ranks: int = 1, client_timeout_s: str = "")
     gate.mkdir()
     snapshot = tiny_models.build("llama", models)
     config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
-    prepare = functools.partial(adapter_process.hold_reads, str(gate), client_timeout_s)
+    prepare = functools.partial(lora_manager.hold_reads, str(gate), client_timeout_s)
     with drivers.fork(config, prepare) as driver:
         bench = Bench(driver, "llama", models)
         bench.load_all(["linear"])
@@ -258,7 +257,7 @@ def test_an_adapter_is_copied_layer_by_layer(
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     receiver, sender = multiprocessing.Pipe()
     arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.copy_in_steps, arguments)
+    process = drivers.fork_call(lora_manager.copy_in_steps, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)

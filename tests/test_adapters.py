@@ -16,15 +16,14 @@ import pytest
 import safetensors.torch
 import torch
 
-import adapter_process
-import drivers
-import lora_adapters
-import runtime_client as rc
-import tiny_models
-from lora_adapters import CONFIGS, edit
 from pie_driver_sglang._core import Request, Sampler
-from reference import Context, MaskedReference, Pages, Reference, random_tokens
-from traced_driver import Traced, start
+from support.models import lora_adapters, tiny_models
+from support.models.lora_adapters import CONFIGS, edit
+from support.models.reference import Context, MaskedReference, Pages, Reference, random_tokens
+from support.process import drivers
+from support.process import runtime_client as rc
+from support.process.traced_driver import Traced, start
+from support.sglang_scripts import lora_manager
 
 pytestmark = pytest.mark.engine
 
@@ -681,7 +680,7 @@ def test_failed_loads_leave_nothing_behind(
     receiver, sender = multiprocessing.Pipe()
     good = str(made.adapter)
     arguments = (str(config), good, paths, sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.load_broken, arguments)
+    process = drivers.fork_call(lora_manager.load_broken, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)
@@ -704,22 +703,22 @@ def test_ranks_agree_on_their_adapters(
     copied, gone = str(tmp_path / "copied"), str(tmp_path / "gone")
     shutil.copytree(made.adapter, copied)
     steps = [
-        adapter_process.Load(1, (good, copied)),
-        adapter_process.Load(2, (good, gone)),
-        adapter_process.Load(2, (gone, good)),
-        adapter_process.Load(2, (good, changed)),
-        adapter_process.Load(2, (good, good), broken=1),
-        adapter_process.Load(1, (changed, changed), broken=0),
-        *(adapter_process.Load(number, (good, good)) for number in range(3, 3 + LOADED)),
+        lora_manager.Load(1, (good, copied)),
+        lora_manager.Load(2, (good, gone)),
+        lora_manager.Load(2, (gone, good)),
+        lora_manager.Load(2, (good, changed)),
+        lora_manager.Load(2, (good, good), broken=1),
+        lora_manager.Load(1, (changed, changed), broken=0),
+        *(lora_manager.Load(number, (good, good)) for number in range(3, 3 + LOADED)),
         # The first one has been evicted, and one rank has lost its files.
-        adapter_process.Fetch([1, 3], moved=(None, (copied, gone))),
-        adapter_process.Fetch([1, 4], moved=(None, (gone, copied))),
+        lora_manager.Fetch([1, 3], moved=(None, (copied, gone))),
+        lora_manager.Fetch([1, 4], moved=(None, (gone, copied))),
     ]
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **drivers.spread(2))
     receiver, sender = multiprocessing.Pipe()
     arguments = (str(config), steps, sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.run_on_ranks, arguments)
+    process = drivers.fork_call(lora_manager.run_on_ranks, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)
@@ -748,7 +747,7 @@ def test_host_memory_is_bounded(
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     receiver, sender = multiprocessing.Pipe()
     arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.count_loaded, arguments)
+    process = drivers.fork_call(lora_manager.count_loaded, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)
@@ -767,7 +766,7 @@ def test_the_loading_thread_pins_for_a_gpu(
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     receiver, sender = multiprocessing.Pipe()
     arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.pin_loaded, arguments)
+    process = drivers.fork_call(lora_manager.pin_loaded, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)
@@ -778,7 +777,7 @@ def test_the_loading_thread_pins_for_a_gpu(
 def test_other_threads_pin_while_a_manager_is_made(tmp_path: Path) -> None:
     receiver, sender = multiprocessing.Pipe()
     arguments = (sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.pin_on_threads, arguments)
+    process = drivers.fork_call(lora_manager.pin_on_threads, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)

@@ -22,14 +22,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.driver.serving_loop import run_batch, serve, warm_up
 from pie_driver_sglang.engine.executor import Facts
 from pie_driver_sglang.errors import LostError, RingError
 from pie_driver_sglang.kernels.sampling.reference import Outputs
+from support.process import drivers
+from support.process import runtime_client as rc
 
 MALFORMED, OUT_OF_RANGE, UNSUPPORTED = 2, 3, 4
 PROMPT = [5, 17, 99, 200, 31, 77, 3]

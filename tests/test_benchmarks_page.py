@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 TOOLS = REPOSITORY / "tools"
 

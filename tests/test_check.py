@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import check, main, pie_config
 from pie_driver_sglang.cli.machine import Shm
@@ -19,7 +18,8 @@ from pie_driver_sglang.config.file import read_table
 from pie_driver_sglang.config.types import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import drivers
 
 ROOM = Shm(GIB, GIB, "tmpfs")
 

@@ -9,15 +9,23 @@ from typing import Any
 
 import pytest
 
-import architectures
-import checkpoints
-import drivers
-import scripts
-import tiny_models
-from checkpoints import FILE, Tensors, added, converted, cut, damaged, save, transposed, without
+from support.models import architectures, damaged_checkpoints, tiny_models
+from support.models.damaged_checkpoints import (
+    FILE,
+    Tensors,
+    added,
+    converted,
+    cut,
+    damaged,
+    save,
+    transposed,
+    without,
+)
+from support.process import drivers, scripts
 
 pytestmark = pytest.mark.engine
 
+SCRIPT = "tests/support/sglang_scripts/checkpoint_loading.py"
 Change = Callable[[Tensors], object]
 
 
@@ -191,7 +199,7 @@ def test_every_architecture(name: str, models_folder: Path) -> None:
     Also of those that a driver refuses on a CPU.
     """
     snapshot = architectures.build(name, models_folder)
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "1", str(CHANGES))
+    out = scripts.run(SCRIPT, str(snapshot), "1", str(CHANGES))
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     assert len(changes) == CHANGES
@@ -205,7 +213,12 @@ def test_every_architecture(name: str, models_folder: Path) -> None:
 def test_every_architecture_on_two_ranks(name: str, models_folder: Path) -> None:
     """Each reads a part of it, experts and heads among them: together they find the same."""
     snapshot = architectures.build(name, models_folder)
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "2", str(CHANGES_OF_RANKS))
+    out = scripts.run(
+        SCRIPT,
+        str(snapshot),
+        "2",
+        str(CHANGES_OF_RANKS),
+    )
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     assert len(changes) == CHANGES_OF_RANKS
@@ -219,9 +232,9 @@ def test_every_architecture_on_two_ranks(name: str, models_folder: Path) -> None
 )
 def test_quantized_checkpoints(method: str, architecture: str, ranks: int, tmp_path: Path) -> None:
     """They fit as they are, with what a method keeps beside weights, and nothing may be missing."""
-    snapshot = checkpoints.quantized(tmp_path, method, architecture)
+    snapshot = damaged_checkpoints.quantized(tmp_path, method, architecture)
     arguments = (str(snapshot), str(ranks), str(CHANGES), "without")
-    out = scripts.run("tests/checkpoint_process.py", *arguments)
+    out = scripts.run(SCRIPT, *arguments)
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     # Layers that are fused have one `g_idx`, which each of theirs fills.
@@ -231,8 +244,8 @@ def test_quantized_checkpoints(method: str, architecture: str, ranks: int, tmp_p
 
 def test_scales_that_sglang_does_not_load(tmp_path: Path) -> None:
     """Its Llama looks for those of blocks under another name than it gives them."""
-    snapshot = checkpoints.quantized(tmp_path, "fp8", "Llama")
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "1", "0")
+    snapshot = damaged_checkpoints.quantized(tmp_path, "fp8", "Llama")
+    out = scripts.run(SCRIPT, str(snapshot), "1", "0")
     sound, _ = json.loads(out.splitlines()[-1])
     assert "k_proj.weight_scale_inv in model.safetensors is (2, 1), but SGLang leaves" in sound
 

@@ -16,12 +16,11 @@ from typing import Any, Final
 
 import pytest
 
-import architectures
-import drivers
-import scripts
-import tiny_models
+from support import REPOSITORY
+from support.models import architectures
+from support.process import drivers, scripts
 
-PACKAGE: Final = tiny_models.REPOSITORY / "python" / "pie_driver_sglang"
+PACKAGE: Final = REPOSITORY / "python" / "pie_driver_sglang"
 COMPAT: Final = tuple(
     PACKAGE / folder / "compat" for folder in ("backends/sglang", "frontends/sglang_server")
 )
@@ -137,7 +136,7 @@ def uses(tree: ast.Module) -> set[str]:
 
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
-    path = tiny_models.REPOSITORY / "tools" / "check_compat.py"
+    path = REPOSITORY / "tools" / "check_compat.py"
     spec = importlib.util.spec_from_file_location("check_compat", path)
     assert spec is not None
     assert spec.loader is not None
@@ -268,7 +267,7 @@ def uncorrected(name: str, folder: Path, **options: Any) -> dict[str, Any]:
         snapshot = architectures.build("probe", folder)
     config = drivers.write_config(folder, snapshot)
     found: dict[str, Any] = json.loads(
-        scripts.run("tests/compat_probes.py", str(config)).splitlines()[-1]
+        scripts.run("tests/support/sglang_scripts/compat_probes.py", str(config)).splitlines()[-1]
     )
     return found
 

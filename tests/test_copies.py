@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Sampler
-from reference import Context, Pages, random_tokens
-from tiny_models import VOCABULARY
+from support.models.reference import Context, Pages, random_tokens
+from support.models.tiny_models import VOCABULARY
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 

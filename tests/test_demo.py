@@ -23,7 +23,8 @@ from pie_driver_sglang.demo.screen import (
 )
 from pie_driver_sglang.demo.server import serving
 from pie_driver_sglang.errors import StartError
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
 
 SECTIONS = ("JSON by a schema", "A tool call", "A second turn")
 

@@ -21,22 +21,22 @@ from pie_driver_sglang.kernels.gemm.small_m import find_cut
 from pie_driver_sglang.kernels.gemm.tiled import find_tile
 
 
-@pytest.mark.interpreted("tests/dense_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/dense_layers.py")
 def test_the_kernels_compute_what_float64_does(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/few_rows_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/small_m_gemm.py")
 def test_the_kernels_of_few_rows_and_of_experts_compute_what_float64_does(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/lone_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/single_decode.py")
 def test_the_kernel_of_one_row_attends_as_float64_does(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/quantized_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/tiled_gemm.py")
 def test_the_kernels_of_many_rows_and_of_fp8_compute_what_float64_does(interpreted: str) -> None:
     assert "all close" in interpreted
 
@@ -86,7 +86,7 @@ def test_tiles_are_taken_where_they_are_nearly_full(rows: int, itemsize: int, ow
     assert (find_tile(rows, 4096, 4096, itemsize, adds=True) is not None) == own
 
 
-@pytest.mark.interpreted("tests/rank_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/all_reduce.py")
 def test_sums_over_ranks(interpreted: str) -> None:
     assert "all close" in interpreted
 

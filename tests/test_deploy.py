@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pie_driver_sglang.config.keys import take_keys
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs/start/deploy.md").read_text()
 COMPOSE: Final = REPOSITORY / "examples/gpu/compose.yaml"

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import drivers
-import engine_process
-import runtime_client as rc
 from pie_driver_sglang._core import Request, Sampler, encode_forward
 from pie_driver_sglang.backends.sglang.device import find_loss
+from support.process import drivers, engine_process
+from support.process import runtime_client as rc
 from test_ranks import last_words
 
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered

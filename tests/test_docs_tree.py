@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 DOCS: Final = REPOSITORY / "docs"
 PAGES: Final = sorted(path for path in DOCS.rglob("*.md") if path != DOCS / "README.md")

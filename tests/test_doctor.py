@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import doctor, machine, main
 from pie_driver_sglang.cli.doctor import LATENCY_CORES
@@ -23,6 +22,7 @@ from pie_driver_sglang.cli.report import Finding, exit_status
 from pie_driver_sglang.memory import gpus
 from pie_driver_sglang.memory.gpus import Cuda, Gpu
 from pie_driver_sglang.memory.plan import GIB
+from support.process import drivers
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0))
 GOOD = Machine(

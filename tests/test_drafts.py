@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-import drivers
-import lora_adapters
 from pie_driver_sglang._core import Client, Request
-from reference import Context, Pages, random_tokens
+from support.models import lora_adapters
+from support.models.reference import Context, Pages, random_tokens
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 

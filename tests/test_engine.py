@@ -28,8 +28,8 @@ from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.offline import prompts as prompts_module
 from pie_driver_sglang.frontends.offline.engine import Engine
-from reference import Reference
-from tiny_models import POCKET
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 

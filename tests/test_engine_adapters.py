@@ -15,13 +15,12 @@ from unittest import mock
 
 import pytest
 
-import lora_adapters
-import tiny_models
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.adapters import AdapterPath, EngineAdapters, parse_paths
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
-from reference import Reference, random_tokens
+from support.models import lora_adapters, tiny_models
+from support.models.reference import Reference, random_tokens
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -14,9 +14,10 @@ import pytest
 
 import pie_driver_sglang
 from pie_driver_sglang.checkpoint.packaged import UnavailableError, packaged_folder
-from pie_server import running
-from sglang_server import Server
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import running
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
-from reference import Reference, random_tokens
+from support.models.reference import Reference, random_tokens
+from support.process import drivers
+from support.process import runtime_client as rc
 
 pytestmark = pytest.mark.engine
 

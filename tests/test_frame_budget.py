@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pie_driver_sglang._core import Output, Runtime
-from tiny_models import build_llama
+from support.models.tiny_models import build_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import FrontEndError
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
 
 pytestmark = [
     pytest.mark.engine,

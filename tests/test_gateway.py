@@ -26,17 +26,24 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import forking
-import kits
-from flood import flood_completions
-from gateway_server import ADMIN, GatewayServer, running
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_server import START_S, wait_until
-from reference import GAP, Reference
 from serve_metrics import DASHBOARD
-from sglang_server import Server, free_ports
-from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
-from tiny_models import POCKET
+from support.models.reference import GAP, Reference
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers import sglang_test_kits
+from support.servers.gateway_server import ADMIN, GatewayServer, running
+from support.servers.many_streams import flood_completions
+from support.servers.otel_collector import (
+    STAGES,
+    Collector,
+    ask_traced,
+    check_stages,
+    collecting,
+    parent_of,
+)
+from support.servers.pie_server import START_S, wait_until
+from support.servers.sglang_server import Server, free_ports
 
 openai: Any = pytest.importorskip("openai")
 pytest.importorskip("smg")
@@ -399,9 +406,9 @@ class TestOthersTests:
         ("module", "test"), [(name, test) for name, tests in GATEWAY_KITS.items() for test in tests]
     )
     def test_kit(self, frontend: GatewayServer, module: str, test: str) -> None:
-        [kit] = [kit for kit in kits.KITS if kit.module == module]
+        [kit] = [kit for kit in sglang_test_kits.KITS if kit.module == module]
         named = {"model": "pocket", "served_model_name": "pocket"}
-        kit.run(test, {**kits.attributes(frontend, frontend.process, POCKET), **named})
+        kit.run(test, {**sglang_test_kits.attributes(frontend, frontend.process, POCKET), **named})
 
     def test_many_streams_some_of_which_are_given_up(self, frontend: GatewayServer) -> None:
         """`make conformance` has a thousand of them."""
@@ -498,7 +505,7 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         smg.kill()
         smg.wait()
         assert show_each_replica(metrics, gateway=False).total("pie_runtime:restarts_total") == 2
-        family = forking.family(process.pid)
+        family = fork_server.family(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert psutil.wait_procs(family, 10)[1] == []
@@ -511,7 +518,7 @@ def test_control_needs_the_admin_key_which_is_in_no_list(frontend: GatewayServer
             with pytest.raises(urllib.error.HTTPError) as error:
                 stranger.ask(path, body)
             assert error.value.code in (401, 403)
-    family = [frontend.process, *forking.family(frontend.process.pid)]
+    family = [frontend.process, *fork_server.family(frontend.process.pid)]
     assert any("smg" in " ".join(each.cmdline()) for each in family)
     assert not [each for each in family if ADMIN in " ".join(each.cmdline())]
     assert ADMIN not in frontend.log.read_text(errors="replace")
@@ -584,7 +591,7 @@ def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
     """Kills the drivers of two replicas while they stream: every stream goes on."""
 
     def drivers() -> set[psutil.Process]:
-        return {each for each in forking.family(process.pid) if "--config" in each.cmdline()}
+        return {each for each in fork_server.family(process.pid) if "--config" in each.cmdline()}
 
     expected = complete(client, tokens=300).choices[0].text
     before = drivers()

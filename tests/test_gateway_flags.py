@@ -18,7 +18,7 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.gateway import flags, parsers, smg
 from pie_driver_sglang.frontends.gateway.flags import parse_words
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
 
 
 def refusal(*words: str) -> str:

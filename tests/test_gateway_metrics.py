@@ -15,7 +15,7 @@ import pytest
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.gateway.metrics_endpoint import MetricsServer
 from pie_driver_sglang.observability.engine_metrics import RuntimeExporter
-from sglang_server import free_ports
+from support.servers.sglang_server import free_ports
 
 
 class FewFigures:

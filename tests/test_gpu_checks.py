@@ -18,8 +18,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-import scripts
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.process import scripts
 
 FOLDER = REPOSITORY / "benches" / "gpu"
 
@@ -148,7 +149,8 @@ def test_a_folder_without_a_shape_is_named(frame: Any, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_every_script_is_registered_and_takes_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    found = json.loads(scripts.run("tests/gpu_checks.py", str(tmp_path)).splitlines()[-1])
+    out = scripts.run("tests/support/sglang_scripts/gpu_check_help.py", str(tmp_path))
+    found = json.loads(out.splitlines()[-1])
     helps, arguments = found["helps"], found["arguments"]
     listed = {line.split("`")[1] for line in found["table"].splitlines()[2:]}
     assert listed == {path.name for path in FOLDER.glob("*_check.py")}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import runtime_client as rc
-from path_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
-from reference import random_tokens
-from traced_driver import Traced, start
+from support.kernels.graph_path_walk import Walk
+from support.models.reference import random_tokens
+from support.process import runtime_client as rc
+from support.process.traced_driver import Traced, start
 
 pytestmark = pytest.mark.engine
 
@@ -156,17 +156,17 @@ def test_without_graphs_every_batch_takes_the_python_path(
         assert eager.paths() == ["python"]
 
 
-@pytest.mark.interpreted("tests/step_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/graph_step_kernels.py")
 def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreted: str) -> None:
     """Triton's interpreter runs the kernels of the graph path on the CPU."""
     assert "0 wrong" in interpreted
 
 
-@pytest.mark.interpreted("tests/adjust_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/penalties.py")
 def test_the_gpu_kernels_change_logits_as_plain_torch_does(interpreted: str) -> None:
     assert "adjusted and noted" in interpreted
 
 
-@pytest.mark.interpreted("tests/place_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/logprob_kernels.py")
 def test_the_gpu_kernels_find_log_probabilities_as_float64_does(interpreted: str) -> None:
     assert "places found" in interpreted

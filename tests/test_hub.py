@@ -12,11 +12,11 @@ from typing import Final
 
 import pytest
 
-from hub import COMMIT, GATED, MODEL, Hub, hub_of
 from pie_driver_sglang.checkpoint.hub_cache import needed_files
-from pie_server import serving
-from sglang_server import Server, free_ports
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers.model_hub import COMMIT, GATED, MODEL, Hub, hub_of
+from support.servers.pie_server import serving
+from support.servers.sglang_server import Server, free_ports
 
 NEEDED: Final = {each.name for each in POCKET.iterdir()} - {"README.md"}
 #: In a process of its own: the client reads its variables once.

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-import drivers
-import engine_process
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Image, Request, Sampler
-from reference import Context, Pages, random_tokens
-from runtime_client import children
+from support.models import tiny_models
+from support.models.reference import Context, Pages, random_tokens
+from support.process import drivers, engine_process
+from support.process.runtime_client import children
 from test_lifecycle import network_inodes, socket_inodes
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 CRATES: Final = sorted(path.parent for path in REPOSITORY.glob("rust/*/src"))
 

@@ -19,8 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import drivers
-import tiny_models
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.options import DriverOptions
@@ -29,6 +27,8 @@ from pie_driver_sglang.driver import launch
 from pie_driver_sglang.driver.types import UNLIMITED
 from pie_driver_sglang.engine.executor import Facts
 from pie_driver_sglang.errors import not_running
+from support.models import tiny_models
+from support.process import drivers
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 
@@ -302,8 +302,8 @@ def test_limits_are_counts_that_json_keeps_exact() -> None:
 FAILING = """
 import os, sys
 sys.path.insert(0, sys.argv[3])
-import drivers
-import tiny_models
+from support.process import drivers
+from support.models import tiny_models
 from pie_driver_sglang.driver import launch
 drivers.watch_handshake(int(sys.argv[2]))
 exec(sys.argv[4])

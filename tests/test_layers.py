@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 ROOT: Final = REPOSITORY / "python" / "pie_driver_sglang"
 PACKAGE: Final = ROOT.name

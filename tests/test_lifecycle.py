@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-import drivers
-import runtime_client as rc
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.config.arch import TEMPLATE_NAMES
+from support.models import tiny_models
+from support.process import drivers
+from support.process import runtime_client as rc
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import drivers
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from reference import Context, MaskedReference, Pages, random_tokens
+from support.models import tiny_models
+from support.models.reference import Context, MaskedReference, Pages, random_tokens
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 

@@ -11,16 +11,15 @@ from typing import Any
 import psutil
 import pytest
 
-import architectures
-import drivers
-import memory_process
-import tiny_models
-from drivers import StartFailedError, write_config
 from pie_driver_sglang.cli.model_sizes import model_of, read_shape, read_weights
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.types import ModelSizes
+from support.models import architectures, tiny_models
+from support.process import drivers
+from support.process.drivers import StartFailedError, write_config
+from support.sglang_scripts import memory_planning
 
 PAGE = 16
 GPU_FREE = 1536 << 20
@@ -51,9 +50,9 @@ pytestmark = pytest.mark.engine
 
 
 def load(config: Path, log: Path, free: int | None = None, lost: int = 0) -> Any:
-    """What `memory_process.load` sends."""
+    """What `memory_planning.load` sends."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = drivers.fork_call(memory_process.load, (str(config), free, sender, str(log), lost))
+    process = drivers.fork_call(memory_planning.load, (str(config), free, sender, str(log), lost))
     return _received(receiver, sender, process, log)
 
 
@@ -143,7 +142,7 @@ def test_tokens_take_what_sglang_counts(models_folder: Path, tmp_path: Path) -> 
     snapshots = [str(architectures.build(name, models_folder)) for name in names]
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = tmp_path / "log"
-    process = drivers.fork_call(memory_process.count_tokens, (snapshots, sender, str(log)))
+    process = drivers.fork_call(memory_planning.count_tokens, (snapshots, sender, str(log)))
     found = _received(receiver, sender, process, log)
     for name, counts in zip(names, found, strict=True):
         for ours, theirs, state in counts:
@@ -156,7 +155,7 @@ def test_a_plan_without_sglang_finds_the_same_sizes(models_folder: Path, tmp_pat
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = tmp_path / "log"
     arguments = ([str(folder) for folder in folders], sender, str(log))
-    process = drivers.fork_call(memory_process.send_sizes, arguments)
+    process = drivers.fork_call(memory_planning.send_sizes, arguments)
     found = _received(receiver, sender, process, log)
     planned, wrong = 0, []
     for folder, theirs in zip(folders, found, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 TEXT: Final = (REPOSITORY / "docs" / "supported-models.md").read_text()
 

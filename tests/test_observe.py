@@ -17,8 +17,6 @@ from unittest import mock
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang import progress
 from pie_driver_sglang.errors import ConfigError
@@ -28,7 +26,9 @@ from pie_driver_sglang.observability.driver_metrics import METRICS, PREFIX, READ
 from pie_driver_sglang.observability.log_line import figures, line
 from pie_driver_sglang.observability.reporter import MetricsFile, Reporter, WorkLog
 from pie_driver_sglang.observability.types import ServedModel, for_group
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.process import drivers
+from support.process import runtime_client as rc
 
 MODEL = ServedModel("tiny", 50, 16)
 DIRECTIONS = ("D2H", "H2D", "D2D", "H2H")

@@ -38,7 +38,7 @@ from pie_driver_sglang.frontends.offline.sampling import (
     parse_sampling,
 )
 from pie_driver_sglang.observability.active import ActiveFile
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
 
 
 @pytest.fixture(scope="module")

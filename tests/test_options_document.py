@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from pie_driver_sglang.config.options import OPTIONS
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import drivers
-import engine_process
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request
-from reference import GAP, Context, Pages, Reference, random_tokens
+from support.models import tiny_models
+from support.models.reference import GAP, Context, Pages, Reference, random_tokens
+from support.process import drivers, engine_process
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs" / "sglang-parity.md").read_text(encoding="utf-8")
 WHO: Final = {"ours", "front", "SGLang's", "not"}

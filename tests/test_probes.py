@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.kernels.sampling.reference import Outputs, SlotParams, apply_masks, run_group
-from reference import Reference, random_tokens
+from support.models.reference import Reference, random_tokens
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 

@@ -23,7 +23,7 @@ from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.frontends.gateway import smg
 from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
 from pie_driver_sglang.observability import spans
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 WORKFLOWS: Final = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 PYPROJECT: Final = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

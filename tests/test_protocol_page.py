@@ -9,7 +9,7 @@ import pytest
 
 from pie_driver_sglang.config import file as config
 from pie_driver_sglang.driver.types import Capabilities
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs" / "pie-protocol.md").read_text()
 SCHEMA: Final = REPOSITORY / "rust" / "wire" / "src" / "schema"

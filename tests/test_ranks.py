@@ -22,11 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import architectures
-import checkpoints
-import drivers
-import runtime_client as rc
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
 from pie_driver_sglang.backends.sglang.parallel_sampling import FEWEST_DIVIDED, rank_slots
@@ -36,7 +31,10 @@ from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pac
 from pie_driver_sglang.ranks.leader import LeaderExecutor
 from pie_driver_sglang.ranks.parallel import Workers
 from pie_driver_sglang.ranks.types import Span
-from reference import Context, Pages, Reference, random_tokens
+from support.models import architectures, damaged_checkpoints, tiny_models
+from support.models.reference import Context, Pages, Reference, random_tokens
+from support.process import drivers
+from support.process import runtime_client as rc
 from test_lifecycle import END_S, is_of_this_run, is_running
 
 LOCAL = ("0100007F", "00000000000000000000000001000000")
@@ -681,11 +679,15 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         ({"num_key_value_heads": 1}, None, ["k_proj.weight in model.safetensors is (32, 64)"]),
         ({"intermediate_size": 80}, None, ["mlp.", "(64, 96), but the model's (64, 80)"]),
         ({"num_hidden_layers": 1}, None, ["model.layers.1.", "the model has none (and 8 more)"]),
-        ({}, checkpoints.without("1.mlp.up_proj"), ["1.mlp.up_proj.weight is missing, (96, 64)"]),
+        (
+            {},
+            damaged_checkpoints.without("1.mlp.up_proj"),
+            ["1.mlp.up_proj.weight is missing, (96, 64)"],
+        ),
         # SGLang would fill the second rank's part with zeros.
         (
             {},
-            checkpoints.cut("model.layers.1.mlp.gate_proj.weight", 48, 64),
+            damaged_checkpoints.cut("model.layers.1.mlp.gate_proj.weight", 48, 64),
             ["1.mlp.gate_proj.weight in model.safetensors is (48, 64), but the model's (96, 64)"],
         ),
     ],
@@ -699,7 +701,9 @@ def test_what_does_not_fit_two_ranks(
     tmp_path: Path,
 ) -> None:
     """What one rank leaves out another may read: they decide together."""
-    snapshot = checkpoints.damaged(llama_snapshot, tmp_path, change or (lambda _: None), **config)
+    snapshot = damaged_checkpoints.damaged(
+        llama_snapshot, tmp_path, change or (lambda _: None), **config
+    )
     path = drivers.write_config(tmp_path, snapshot, **drivers.spread(2))
     with pytest.raises(drivers.StartFailedError) as caught, drivers.fork(path):
         pass

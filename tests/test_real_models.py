@@ -12,12 +12,12 @@ from unittest import mock
 import jsonschema
 import pytest
 
-import real_models
 from pie_driver_sglang.frontends.offline.engine import Engine
-from pie_server import serving
-from real_models import RealReference
-from reference import GAP
-from sglang_server import free_ports
+from support.models import published_models
+from support.models.published_models import RealReference
+from support.models.reference import GAP
+from support.servers.pie_server import serving
+from support.servers.sglang_server import free_ports
 
 openai: Any = pytest.importorskip("openai")
 
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    return real_models.smollm2()
+    return published_models.smollm2()
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_frontends_constrain_json_and_calls(client: Any) -> None:
 
 
 def test_gemma_by_ids(forked_python: str) -> None:
-    folder = real_models.gemma()
+    folder = published_models.gemma()
     reference = RealReference(folder)
     # The last one is longer than the window of 512 tokens.
     texts = ([2, 818, 5279, 529, 7001, 563], [2, *range(1000, 1040)], [2, *range(5000, 5560)])

@@ -17,8 +17,8 @@ import pytest
 
 from pie_driver_sglang._core import Output, Runtime
 from pie_driver_sglang.errors import StartError
-from reference import Reference
-from tiny_models import POCKET
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

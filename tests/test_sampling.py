@@ -13,8 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler, SlotGroup
 from pie_driver_sglang.kernels.sampling.reference import (
@@ -23,6 +21,8 @@ from pie_driver_sglang.kernels.sampling.reference import (
     sample_group,
     sample_plain,
 )
+from support.process import drivers
+from support.process import runtime_client as rc
 
 GRID = 20_000
 """Evenly spaced uniforms: the share of a token is then exact to one step of the grid."""

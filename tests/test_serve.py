@@ -22,7 +22,6 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.frontends.sglang_server.flow import MOST_IN_FLIGHT
-from pie_server import PROMPT, generate, refusal, running, state, wait_until
 from serve_control import TestProfile as TestProfile
 from serve_control import TestRefusals as TestRefusals
 from serve_control import (
@@ -44,8 +43,9 @@ from serve_ollama import TestOllama as TestOllama
 from serve_programs import TestPrograms as TestPrograms
 from serve_programs import language as language
 from serve_sessions import TestSessions as TestSessions
-from sglang_server import Server
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-import sglang_server
-from pie_server import PROMPT, running, state
-from sglang_server import Server
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers import sglang_server
+from support.servers.pie_server import PROMPT, running, state
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
-import forking
-from pie_server import START_S, refusal, running, wait_until
-from sglang_server import Server, environment, free_ports
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers.pie_server import START_S, refusal, running, wait_until
+from support.servers.sglang_server import Server, environment, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -120,7 +120,7 @@ def test_keys_are_in_no_list_of_arguments_and_no_log(
     served: tuple[Server, psutil.Process],
 ) -> None:
     server, process = served
-    family = [process, *forking.family(process.pid)]
+    family = [process, *fork_server.family(process.pid)]
     assert len(family) >= 4
     for each in family:
         line = " ".join(each.cmdline())

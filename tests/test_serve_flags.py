@@ -20,7 +20,8 @@ from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import other_engines_flag, parse_arguments
 from pie_driver_sglang.frontends.sglang_server import flags, launch, serve
 from pie_driver_sglang.frontends.sglang_server.compat import environment
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
 
 
 def choose(*words: str, **given: Any) -> tuple[Any, str]:

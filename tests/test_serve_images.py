@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import tiny_vision
-from pie_server import generate, refusal, running, state, wait_until
-from sglang_server import Server, event
+from support.models import tiny_vision
+from support.servers.pie_server import generate, refusal, running, state, wait_until
+from support.servers.sglang_server import Server, event
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -15,12 +15,19 @@ from typing import Any
 
 import pytest
 
-import forking
-from pie_server import running, wait_until
 from serve_metrics import total
-from sglang_server import Server
-from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers.otel_collector import (
+    STAGES,
+    Collector,
+    ask_traced,
+    check_stages,
+    collecting,
+    parent_of,
+)
+from support.servers.pie_server import running, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -125,7 +132,7 @@ def test_nothing_is_computed_while_nothing_comes(
     started: tuple[Server, subprocess.Popen[bytes]],
 ) -> None:
     """By the HTTP server, the controller, the schedulers and the drivers."""
-    family = forking.family(started[1].pid)
+    family = fork_server.family(started[1].pid)
 
     def computed() -> dict[int, float]:
         return {each.pid: sum(each.cpu_times()[:2]) for each in family}

@@ -15,9 +15,9 @@ import jsonschema
 import psutil
 import pytest
 
-import forking
-from grammar_bombs import bombs
-from sglang_server import Server
+from support.hostile.fatal_grammars import bombs
+from support.process import fork_server
+from support.servers.sglang_server import Server
 from test_serve import PROMPT, generate, refusal, running, state, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -61,7 +61,7 @@ def server(served: tuple[Server, int]) -> Server:
 @contextmanager
 def without_compilers(pid: int) -> Iterator[None]:
     """A server whose compilers have been killed, and that can open nothing to start others."""
-    family = forking.family(pid)
+    family = fork_server.family(pid)
     compilers = [each for each in family if "run_grammar_compiler" in " ".join(each.cmdline())]
     scheduler = compilers[0].parent()
     assert scheduler is not None

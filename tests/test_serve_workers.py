@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-import forking
-from pie_server import refusal, running, state, wait_until
-from sglang_server import Server
+from support.process import fork_server
+from support.servers.pie_server import refusal, running, state, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ def workers(
 
 
 def _workers(pid: int) -> list[psutil.Process]:
-    return [each for each in forking.family(pid) if "tokenizer_worker" in each.name()]
+    return [each for each in fork_server.family(pid) if "tokenizer_worker" in each.name()]
 
 
 def test_each_worker_has_the_answers_to_its_requests(

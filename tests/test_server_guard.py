@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang.server_guard import ServerGuard, Session
-from pie_server import wait_until
+from support.servers.pie_server import wait_until
 
 SHARED: Final = Path("/dev/shm")
 END_S: Final = 20.0

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import scripts
 from pie_driver_sglang._core import Drafter
 from pie_driver_sglang.sglang_plugins.ngram import NAME, NgramCorpus
+from support.process import scripts
 
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
 
@@ -22,7 +22,7 @@ IMAGE = 1_000_000 + 5
 
 def played(plugins: str = "") -> dict[str, Any]:
     """What `plugin_process.py` found, as its last line."""
-    out = scripts.run("tests/plugin_process.py", plugins=plugins)
+    out = scripts.run("tests/support/sglang_scripts/ngram_worker.py", plugins=plugins)
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 

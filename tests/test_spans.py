@@ -18,9 +18,9 @@ from pie_driver_sglang.frontends.gateway import launch as gateway
 from pie_driver_sglang.frontends.sglang_server import launch
 from pie_driver_sglang.observability import spans
 from pie_driver_sglang.observability.spans import SpanThread, Take
-from sglang_server import free_ports
-from span_collector import Collector, KeptSpan, collecting, spans_of
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers.otel_collector import Collector, KeptSpan, collecting, spans_of
+from support.servers.sglang_server import free_ports
 
 TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7
 S = 10**9

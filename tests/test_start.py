@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-import drivers
 from pie_driver_sglang.backends.sglang import device, environment
 from pie_driver_sglang.backends.sglang.compat import process
 from pie_driver_sglang.errors import StartError
+from support.process import drivers
 
 LIMIT_S = 180.0
 

@@ -25,9 +25,10 @@ import yaml
 import pie_driver_sglang
 from pie_driver_sglang.cli import main
 from pie_driver_sglang.observability.active import Active
-from pie_server import running
-from sglang_server import Server
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import running
+from support.servers.sglang_server import Server
 
 PAGES: Final = (
     "README.md",
@@ -155,7 +156,7 @@ def test_the_servers_flags_are_those_of_its_parser() -> None:
         [[w for w in words if w != "--help"] for words in given if words is not None]
     )
     out = subprocess.run(
-        [sys.executable, "tests/serve_words.py"],
+        [sys.executable, "tests/support/sglang_scripts/parse_serve_flags.py"],
         input=asked,
         capture_output=True,
         text=True,

@@ -16,14 +16,15 @@ from unittest import mock
 import jsonschema
 import pytest
 
-from grammar_bombs import bombs
 from pie_driver_sglang.cli import engine_options
 from pie_driver_sglang.config.thinking import THINK_ENDS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.sampling import parse_sampling
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.hostile.fatal_grammars import bombs
+from support.models.tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang.driver.trace import Trace, open_trace
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.logs import LogSource
+from support.process import drivers
+from support.process import runtime_client as rc
 
 PHASES = ("parse", "plan", "forward", "sample", "respond")
 HEAD = 4

@@ -15,7 +15,7 @@ from pie_driver_sglang import errors
 from pie_driver_sglang.backends.sglang.version import OVERRIDE, check_versions, pins
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 
 def load(name: str) -> ModuleType:

@@ -25,7 +25,6 @@ from graph_times import time_graph
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-import lone_kernels
 from pie_driver_sglang.kernels.attention import cluster_decode
 from pie_driver_sglang.kernels.attention.cluster_decode import ClusterAttention, ClusterTuning
 from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled
@@ -33,6 +32,7 @@ from pie_driver_sglang.kernels.gemm.dense_layers import Norm
 from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind, RowCut, RowProduct
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedWeights, quantize
 from pie_driver_sglang.kernels.gemm.small_m import Scratch
+from support.kernels import single_decode
 
 SEEN_TOLERANCE = 0.02
 """Of the largest number that attention gives, whose weights are rounded to 16 bits."""
@@ -79,14 +79,14 @@ def attention_errors(report: Report) -> Iterator[float]:
     """How far off every row is."""
     for row in ROWS:
         for dtype in (torch.bfloat16, torch.float16):
-            case = lone_kernels.Case(*row, dtype, "cuda")
-            heads = lone_kernels.make_heads(case)
+            case = single_decode.Case(*row, dtype, "cuda")
+            heads = single_decode.make_heads(case)
             assert cluster_decode.knows_heads(heads, dtype)
             for tuning in TUNINGS if dtype is torch.bfloat16 else TUNINGS[:1]:
                 kernel = ClusterAttention(
                     heads, dtype, tuning or cluster_decode.cluster_tuning(heads)
                 )
-                off = lone_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
+                off = single_decode.error(case, heads, kernel.attend, SEEN_TOLERANCE)
                 report.add(part="attention", case=str(case), tuning=str(tuning), off=off)
                 yield off
 
