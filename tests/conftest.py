@@ -28,7 +28,9 @@ settings.register_profile(
 settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
-_LONGEST = frozenset({"test_radix_plugin", "test_ranks", "test_lifecycle", "test_real_models"})
+_LONGEST = frozenset(
+    {"test_radix_plugin", "test_ranks", "test_lifecycle", "test_failed_starts", "test_real_models"}
+)
 """Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
 _INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
@@ -85,6 +87,14 @@ def reference(llama_snapshot: Path) -> Any:
 
     drivers.start_fork_server()
     return Reference(llama_snapshot)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The tokenizer of the model in the repository."""
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+
+    return ModelTokenizer(tiny_models.POCKET)
 
 
 @pytest.fixture(scope="session")

@@ -17,27 +17,10 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError
 from pie_driver_sglang.frontends.offline.engine import Engine
+from support.hostile.arbitrary_objects import JUNK
 
 SHORT = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 4}
 LONG = {**SHORT, "max_new_tokens": 900}
-JUNK: st.SearchStrategy[Any] = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**70), 2**70),
-        st.floats(),
-        st.binary(max_size=4),
-        st.text(st.characters(), max_size=4),
-        st.builds(object),
-        st.just("\ud800"),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner),
-        st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    ),
-    max_leaves=4,
-)
 ARGUMENTS = (
     "prompt",
     "input_ids",

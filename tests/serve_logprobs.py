@@ -21,11 +21,6 @@ def reference() -> Reference:
     return Reference(POCKET)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> ModelTokenizer:
-    return ModelTokenizer(POCKET)
-
-
 class TestLogprobs:
     @pytest.mark.parametrize("stream", [False, True])
     def test_generate(self, server: Server, reference: Reference, stream: bool) -> None:

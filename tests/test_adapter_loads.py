@@ -16,8 +16,8 @@ from pie_driver_sglang.driver.loads import Loads, _patience_s
 from support.models import lora_adapters, tiny_models
 from support.process import drivers
 from support.process import runtime_client as rc
+from support.process.adapter_driver import FAILED, OK, OPTIONS, Bench, bound_logits
 from support.sglang_scripts import lora_manager
-from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ from pie_driver_sglang._core import Request, Sampler, encode_forward
 from pie_driver_sglang.backends.sglang.device import find_loss
 from support.process import drivers, engine_process
 from support.process import runtime_client as rc
-from test_ranks import last_words
+from support.process.inspection import last_words
 
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call."""

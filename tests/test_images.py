@@ -18,8 +18,8 @@ from pie_driver_sglang._core import Image, Request, Sampler
 from support.models import tiny_models
 from support.models.reference import Context, Pages, random_tokens
 from support.process import drivers, engine_process
+from support.process.inspection import network_inodes, socket_inodes
 from support.process.runtime_client import children
-from test_lifecycle import network_inodes, socket_inodes
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ from pie_driver_sglang._core import Extension, Sampler
 from support.models.reference import Reference, random_tokens
 from support.process import drivers
 from support.process import runtime_client as rc
-from test_extension import KINDS, Asked
+from support.process.extension_params import KINDS, Asked
 
 pytestmark = pytest.mark.engine
 

@@ -35,7 +35,6 @@ from serve_control import (
 )
 from serve_logprobs import TestLogprobs as TestLogprobs
 from serve_logprobs import reference as reference
-from serve_logprobs import tokenizer as tokenizer
 from serve_metrics import TestDashboard as TestDashboard
 from serve_metrics import TestMetrics as TestMetrics
 from serve_metrics import TestQueries as TestQueries

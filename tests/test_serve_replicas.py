@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from serve_metrics import total
 from support.models.tiny_models import POCKET
 from support.process import fork_server
 from support.servers.otel_collector import (
@@ -27,6 +26,7 @@ from support.servers.otel_collector import (
     parent_of,
 )
 from support.servers.pie_server import running, wait_until
+from support.servers.server_metrics import total
 from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -17,8 +17,8 @@ import pytest
 
 from support.hostile.fatal_grammars import bombs
 from support.process import fork_server
+from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server
-from test_serve import PROMPT, generate, refusal, running, state, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
