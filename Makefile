@@ -67,7 +67,7 @@ quick-python:
 	$(PYTEST) -m "not engine"
 
 conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
-	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/test_serve.py tests/test_gateway.py $(ARGS)
+	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/serve tests/test_gateway.py tests/test_gateway_replicas.py $(ARGS)
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests are imported without a package; their helpers are the package `support`.
-sys.path.insert(0, str(Path(__file__).parent))
+_TESTS = Path(__file__).parent
+sys.path.insert(0, str(_TESTS))
 # Many processes import SGLang: without the bytecode of its thousands of modules, which the first of
 # them writes, each would compile them again, for longer than everything else that it does.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -153,12 +154,13 @@ def _uses_interpreter(item: pytest.Item) -> bool:
 def _group(item: pytest.Item) -> str:
     """Tests of one group run in one process (`--dist loadgroup`).
 
-    They share what takes long to make: the interpreter, or the driver of a file, or of a parameter
-    of a file's driver.
+    They share what takes long to make: the interpreter, the server of a folder, or the driver of a
+    file or of a parameter of it.
     """
     if _uses_interpreter(item):
         return "interpreter"
-    name = item.path.stem
+    folder = item.path.parent
+    name = item.path.stem if folder == _TESTS else folder.name
     call = getattr(item, "callspec", None)
     served = None if call is None else call.params.get("served")
     return name if served is None else f"{name}-{served}"

@@ -1,4 +1,4 @@
-"""Log-probabilities of the public engine. Run by `test_engine.py`."""
+"""Log-probabilities of the public engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.logprobs import ORIGINAL
 from support.models.expected_logprobs import Asked, check_answer
 from support.models.reference import Reference, random_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 KINDS = [

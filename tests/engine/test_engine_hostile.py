@@ -1,4 +1,4 @@
-"""Hostile calls of a running engine: none harms it, or other calls. Run by test_engine.py."""
+"""Hostile calls of a running engine: none harms it, or other calls."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError
 from pie_driver_sglang.frontends.offline.engine import Engine
 from support.hostile.arbitrary_objects import JUNK
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 SHORT = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 4}
 LONG = {**SHORT, "max_new_tokens": 900}

@@ -1,4 +1,4 @@
-"""Log-probabilities over HTTP. Run by `test_serve.py`."""
+"""Log-probabilities over HTTP."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import pytest
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 from support.models.expected_logprobs import Asked, check_answer
 from support.models.reference import Reference, random_tokens
-from support.models.tiny_models import POCKET
 from support.servers.pie_server import PROMPT
 from support.servers.sglang_server import Server
 
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(POCKET)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 class TestLogprobs:

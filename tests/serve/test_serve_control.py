@@ -1,4 +1,4 @@
-"""Messages to the server that are not about requests. Run by `test_serve.py`."""
+"""Messages to the server that are not about requests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from pie_driver_sglang.cli import main
 from support.servers.pie_server import generate, refusal, state
 from support.servers.sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 class TestProfile:

@@ -1,4 +1,4 @@
-"""The server's metrics: SGLang's names, and ours. Run by `test_serve.py`."""
+"""The server's metrics: SGLang's names, and ours."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support import REPOSITORY
 from support.servers.pie_server import generate, wait_until
 from support.servers.server_metrics import DASHBOARD, samples, total
 from support.servers.sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 class TestMetrics:

@@ -1,4 +1,4 @@
-"""Programs in SGLang's language against the server. Run by `test_serve.py`."""
+"""Programs in SGLang's language against the server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from support import REPOSITORY
 from support.servers.pie_server import PROMPT, generate, state
 from support.servers.sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ENTRY = (
     "# Functions about numbers, each with a test that shows what it does, and no more than that.\n"

@@ -1,4 +1,4 @@
-"""Sessions: requests that go on from others. Run by `test_serve.py`."""
+"""Sessions: requests that go on from others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from support.servers.pie_server import refusal, state, wait_until
 from support.servers.sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 FIRST = list(range(200, 240))
 

@@ -22,48 +22,11 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.frontends.sglang_server.flow import MOST_IN_FLIGHT
-from serve_control import TestProfile as TestProfile
-from serve_control import TestRefusals as TestRefusals
-from serve_control import (
-    test_a_running_server_is_measured as test_a_running_server_is_measured,
-)
-from serve_control import (
-    test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
-)
-from serve_control import (
-    test_what_is_active_is_shown_with_reasons as test_what_is_active_is_shown_with_reasons,
-)
-from serve_logprobs import TestLogprobs as TestLogprobs
-from serve_logprobs import reference as reference
-from serve_metrics import TestDashboard as TestDashboard
-from serve_metrics import TestMetrics as TestMetrics
-from serve_metrics import TestQueries as TestQueries
-from serve_ollama import TestOllama as TestOllama
-from serve_programs import TestPrograms as TestPrograms
-from serve_programs import language as language
-from serve_sessions import TestSessions as TestSessions
 from support.models.tiny_models import POCKET
 from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-ADMIN = "key-of-the-admin"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--scheduler", "pie", "--enable-metrics", "--enable-streaming-session"]
-    flags += ["--admin-api-key", ADMIN]
-    with running(tmp_path_factory.mktemp("serve"), *flags) as (server, _):
-        server.key = ADMIN
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    openai = pytest.importorskip("openai")
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def test_our_scheduler_serves(server: Server) -> None:

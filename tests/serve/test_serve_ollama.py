@@ -1,4 +1,4 @@
-"""The endpoints of Ollama. Run by `test_serve.py`."""
+"""The endpoints of Ollama."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from support.servers.pie_server import PROMPT, refusal
 from support.servers.sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ASKED: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": [{"role": "user", "content": "Hello"}]},
