@@ -6,25 +6,16 @@ not know of kernels that start before the one in front of them has ended.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-# It puts functions of its own in place of some of Triton's, which no kernel may call then.
-import sglang.srt.utils.common  # noqa: F401
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pie_driver_sglang.kernels.attention import paged_decode, single_decode, split_plan
+from pie_driver_sglang.kernels.attention import paged_decode, single_decode
 from pie_driver_sglang.kernels.attention.masked_reference import Rule
 from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
 from pie_driver_sglang.kernels.attention.split_plan import (
@@ -34,99 +25,26 @@ from pie_driver_sglang.kernels.attention.split_plan import (
     plan_splits,
     split_tuning,
 )
-from pie_driver_sglang.kernels.comm import all_reduce_norm
 from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
-from pie_driver_sglang.kernels.gemm import dense_layers, fp8_rows, small_m, tiled
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm, Scale
-from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, QuantizedRows, QuantizedWeights
+from pie_driver_sglang.kernels.gemm import dense_layers
+from pie_driver_sglang.kernels.gemm.dense_layers import Heads, Norm
 from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream
-from pie_driver_sglang.kernels.moe import experts, routing
+from pie_driver_sglang.kernels.moe import experts
 from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
 from pie_driver_sglang.kernels.sampling import penalties, sampler, token_logprobs
 from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS, SlotParams
+from support.kernels.compile_gemm import (
+    check_dense,
+    check_few_rows,
+    check_quantized,
+    check_tiles,
+)
+from support.kernels.compile_harness import check_order, recorded
 
 FEW = 3
 """Rows of a step."""
-TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
-    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
-
-
-def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
-    """Compiles a kernel for the arguments of a launch."""
-    options = {key: value for key, value in options.items() if key not in ("grid", "warmup")}
-    named = dict(zip(kernel.arg_names, args, strict=False)) | {
-        key: options.pop(key) for key in list(options) if key in kernel.arg_names
-    }
-    constants = {
-        param.name: named[param.name]
-        for param in kernel.params
-        if param.is_constexpr or named[param.name] is None
-    }
-    signature, attributes = {}, {}
-    for number, (name, value) in enumerate(named.items()):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        if isinstance(value, TensorDescriptor):
-            block = list(value.block_shape)
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{block}>"
-            continue
-        if isinstance(value, tuple):
-            signature[name] = tuple("*" + TYPES[each.dtype] for each in value)
-            for index in range(len(value)):
-                attributes[number, index] = [["tt.divisibility", 16]]
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        specialized = not kernel.params[number].do_not_specialize
-        aligned = isinstance(value, int) and specialized and value % 16 == 0
-        if isinstance(value, torch.Tensor) or aligned:
-            attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options=options)
-
-
-def recorded(launch: Callable[[], object]) -> list[Any]:
-    """The kernels that are launched, compiled to be launched early."""
-    compiled = []
-
-    def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
-        compiled.append(compile_launch(kernel, *args, **options))
-
-    early = {"CHAINED": True, "launch_pdl": True}
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        modules = (split_plan, paged_decode, dense_layers, small_m, tiled, fp8_rows)
-        modules += (
-            single_decode,
-            experts,
-            routing,
-            all_reduce_norm,
-            sampler,
-            penalties,
-            token_logprobs,
-        )
-        for module in modules:
-            patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
-        launch()
-    return compiled
-
-
-def check_order(kernel: Any, early: int | None = 0, *, leads: bool = False) -> None:
-    """Before the previous kernel has ended nothing is touched, except by so many loads, or some."""
-    before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    assert wait, f"{kernel.name} does not wait"
-    where = before if leads else behind
-    assert "griddepcontrol.launch_dependents" in where, f"{kernel.name} holds up the next kernel"
-    touches = re.findall(r"(?:ld|st|red|atom)(?:\.volatile)?\.global|cp\.async\.c[ag]", before)
-    early = len(touches) if early is None else early
-    assert touches == ["ld.global"] * early, f"{kernel.name}: {touches} before it may"
 
 
 def attention(
@@ -214,178 +132,6 @@ def check_lone() -> None:
         before, _, behind = code.partition("atom.global.gpu.acq_rel.add")
         assert "bar.sync" in before.rpartition("st.global")[2]
         assert "bar.sync" in behind.partition("ld.global.cg")[0]
-
-
-def products(dtype: torch.dtype) -> Iterator[Any]:
-    """Those of a layer of Qwen3-0.6B, as they are cut at some numbers of rows."""
-    for outputs, inputs, most, gated in (
-        (4096, 1024, 1, False),
-        (1024, 3072, dense_layers.MOST_PARTS, False),
-        (3072, 1024, 1, True),
-    ):
-        matrix = LinearWeights(torch.zeros((1 + gated) * outputs, inputs, dtype=dtype))
-        if most == 1 and not gated:
-            matrix = matrix._replace(bias=torch.zeros(outputs, dtype=dtype))
-        for count in (1, 17, 33, 65, 129):
-            tiling = dense_layers.tiling(count, outputs, inputs, most, gated=gated)
-            assert (tiling is None) == (count > 128 or (most == 1 and count > 64))
-            if tiling is None:
-                continue
-            assert tiling.rows >= count
-            assert tiling.fits(outputs, inputs)
-            run = dense_layers.gated if gated else dense_layers.linear
-            rows = torch.zeros(count, inputs, dtype=dtype)
-            yield from recorded(functools.partial(run, rows, matrix, tiling))
-
-
-def check_dense(dtype: torch.dtype) -> None:
-    """The products' factors are loaded ahead; weights are asked for before the wait."""
-
-    def zeros(*size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=dtype)
-
-    norm, width = Norm(zeros(128), 1e-6), 4096
-    for kernel in products(dtype):
-        check_order(kernel)
-        assert "async_copy_global_to_local" in kernel.asm["ttgir"]
-        assert "prefetch.L2" in kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
-        assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
-    [kernel] = recorded(
-        lambda: dense_layers.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
-    )
-    check_order(kernel, early=2)
-    storage = zeros(64, 8, 128)
-    heads = Heads(16, norm, norm, torch.zeros(512, 128), True, storage, storage)
-    places = torch.zeros(40, dtype=torch.int64)
-    for scale in (None, Scale(zeros(40, 1024), 1e-6)):
-        prepare = functools.partial(
-            dense_layers.norm_rope_store,
-            zeros(40, width),
-            heads,
-            places,
-            places,
-            scale=scale,
-        )
-        [kernel] = recorded(prepare)
-        # A slot, a position, and its cosines and sines.
-        check_order(kernel, early=4, leads=True)
-        [kernel] = recorded(functools.partial(dense_layers.gate, zeros(40, width), scale))
-        check_order(kernel)
-    [kernel] = recorded(lambda: dense_layers.find_scale(zeros(40, width), 1e-6))
-    check_order(kernel)
-    # Products of FP8 weights, whose scales are applied here.
-    once, outputs = Scale(torch.ones(40, 1), 0.0), torch.ones(width)
-    prepare = functools.partial(
-        dense_layers.norm_rope_store, zeros(40, width), heads, places, places, scale=once,
-        of_outputs=outputs,
-    )  # fmt: skip
-    [kernel] = recorded(prepare)
-    check_order(kernel, early=4, leads=True)
-    scales = (torch.ones(40, 1), torch.ones(128))
-    [kernel] = recorded(
-        lambda: dense_layers.add_norm(zeros(1, 40, 128), zeros(40, 128), norm, scales)
-    )
-    check_order(kernel, early=2)
-
-
-def check_few_rows(dtype: torch.dtype) -> None:
-    """Of what a kernel touches before it waits, all is weights; cuts fit shared memory."""
-
-    def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(*size, dtype=dtype)
-
-    floats = zeros(64, dtype=torch.float32)
-    scratch = Scratch(floats, zeros(64, dtype=torch.int32))
-    for count, (outputs, inputs, adds, gated) in itertools.product(
-        (1, 16, 32),
-        ((6144, 4096, False, False), (4096, 4096, True, False), (14336, 4096, False, True)),
-    ):
-        cut = small_m.find_cut(count, outputs, inputs, adds=adds, gated=gated)
-        assert cut is not None
-        rows = zeros(count, inputs)
-        stream = Stream(rows, zeros(count, 256, dtype=torch.float32))
-        squares = zeros(count, outputs // cut.outputs, dtype=torch.float32)
-        into = Stream(zeros(count, outputs), squares) if adds else None
-        # Nothing is computed here: an empty tensor of the height is enough.
-        matrix = LinearWeights(zeros(1).expand((1 + gated) * outputs, inputs))
-        [kernel] = recorded(
-            functools.partial(
-                small_m.product, rows, matrix, cut, scratch, stream=None if adds else stream,
-                into=into, gated=gated,
-            )
-        )  # fmt: skip
-        loads = cut.outputs * cut.inputs // (8 * 32 * cut.warps) * (1 + gated)
-        check_order(kernel, early=loads if cut.stages == 1 else 0, leads=True)
-        assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
-        if cut.stages > 1:
-            assert "async_copy_global_to_local" in kernel.asm["ttgir"]
-        if cut.parts > 1:
-            _, arrival, after = kernel.asm["ptx"].partition("atom.global.gpu.acq_rel.add")
-            assert arrival
-            assert "ld.global.cg" in after
-    [kernel] = recorded(lambda: small_m.begin(zeros(3, 4096), 512))
-    check_order(kernel, leads=True)
-
-
-def check_tiles() -> None:
-    """Tiles come by the copy engine, and every one that may be chosen fits shared memory."""
-    floats = torch.zeros(64)
-    scratch = Scratch(floats, torch.zeros(64, dtype=torch.int32))
-    for (kind, itemsize, count), tiles in tiled._TILES.items():
-        dtype = FP8 if itemsize == 1 else torch.bfloat16
-        for tile, grouped in itertools.product(tiles, (False, True)):
-            if grouped and itemsize > 1:
-                continue
-            height, inputs, gated = 4096, 4096, kind == "gated"
-            weight = torch.empty((1 + gated) * height, inputs, dtype=dtype)
-            rows = torch.empty(count, inputs, dtype=dtype)
-            size = (len(weight) // 128, inputs // 128) if grouped else (len(weight),)
-            given: Any = rows
-            matrix: Any = LinearWeights(weight)
-            stream = into = None
-            if itemsize == 1:
-                given = QuantizedRows(rows, torch.empty(count, inputs // 128 if grouped else 1))
-                matrix = QuantizedWeights(weight, torch.empty(size))
-            elif kind != "adds":
-                stream = Stream(rows, torch.zeros(count, 64))
-            out = torch.empty(count, height, dtype=torch.bfloat16)
-            if kind == "adds":
-                squares = torch.empty(count, height // tile.outputs)
-                into = out if itemsize == 1 else Stream(out, squares)
-            [kernel] = recorded(
-                functools.partial(
-                    tiled.tiled_product, given, matrix, tile, scratch, stream=stream,
-                    into=into, gated=gated, dtype=torch.bfloat16,
-                )
-            )  # fmt: skip
-            check_order(kernel, leads=True)
-            code = kernel.asm["ptx"]
-            assert "cp.async.bulk.tensor" in code, tile
-            assert "wgmma.mma_async" in code, tile
-            assert kernel.metadata.shared <= tiled._SHARED_BYTES, (tile, kernel.metadata.shared)
-
-
-def check_quantized() -> None:
-    """Before the wait nothing is loaded but weights, of a norm or of a product of one row."""
-    norm = Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
-    rows = torch.zeros(3, 4096, dtype=torch.bfloat16)
-    named: dict[str, Any]
-    for named, early in (
-        ({"norm": norm, "residual": rows.clone()}, None),
-        ({"grouped": True}, 0),
-        ({"gated": True, "scale": torch.ones(1)}, 0),
-    ):
-        make = functools.partial(fp8_rows.quantize, rows, **named)
-        [kernel] = recorded(make)
-        check_order(kernel, early=early, leads=True)
-        assert "cvt.rn.satfinite.e4m3x2" in kernel.asm["ptx"]
-    products = torch.zeros(3, 4096, dtype=torch.bfloat16)
-    unscaled = fp8_rows.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
-    for named in ({"gated": True}, {"norm": norm}):
-        residual = None if "gated" in named else rows.clone()
-        make = functools.partial(fp8_rows.quantize, unscaled, residual=residual, **named)
-        [kernel] = recorded(make)
-        check_order(kernel, early=None, leads=True)
 
 
 def check_experts(dtype: torch.dtype) -> None:

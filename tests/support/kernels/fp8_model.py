@@ -20,14 +20,9 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.file import load_config
 from support.kernels import fp8_rounding
-from support.kernels.fused_model import (
-    MULTIPROCESSORS,
-    STEPS,
-    Contexts,
-    TorchBatches,
-    alone,
-    decode,
-)
+from support.kernels.decode_variants import TorchBatches, alone
+from support.kernels.fused_model import MULTIPROCESSORS
+from support.kernels.model_decode import STEPS, Contexts, decode
 
 TOLERANCE = 0.02
 """Of the largest logit: a number that float32 rounds to the other side is an FP8 step off."""

@@ -8,91 +8,34 @@ that backend. Few kernels run models that are built as Llama is.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from pie_driver_sglang import _core
-from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.config.types import DriverConfig
+from support.kernels.backend_support import check_choice, check_fa3, check_prefills, check_vision
+from support.kernels.decode_variants import (
+    alone,
+    by_batches,
+    by_libraries,
+    by_tiles,
+    ranked,
+    small_tiling,
+)
+from support.kernels.model_decode import STEPS, TOLERANCE, Contexts, decode
 
-LENGTHS = (1, 16, 17, 45, 100)
-STEPS = 2
-DRAWN = 3
-"""Tokens of a context after its prompt. Others would make others of quantized rows ties."""
-TOLERANCE = 1e-4
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Of which model types decodes are few kernels."""
 MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
-
-
-class Contexts:
-    """Contexts of random tokens, in pages of their own, that are decoded together; or one alone."""
-
-    def __init__(
-        self, first_page: int, page_size: int, vocab: int, *, only: int | None = None
-    ) -> None:
-        draw = random.Random(11)
-        self._numbers = range(len(LENGTHS)) if only is None else [only]
-        self._tokens = [[draw.randrange(vocab) for _ in range(n + DRAWN)] for n in LENGTHS]
-        self._page_size = page_size
-        pages = list(range(first_page, first_page + 64))
-        draw.shuffle(pages)
-        self._pages = [pages[8 * number : 8 * number + 8] for number in range(len(LENGTHS))]
-
-    def frame(self, step: int) -> bytes:
-        """The prompts (-1), or the decode of this number."""
-        return _core.encode_forward([self._request(c, step) for c in self._numbers])
-
-    def _request(self, context: int, step: int) -> Request:
-        length = LENGTHS[context]
-        start, end = (0, length) if step < 0 else (length + step, length + step + 1)
-        used = self._pages[context][: -(-end // self._page_size)]
-        return Request(
-            self._tokens[context][start:end],
-            list(range(start, end)),
-            used,
-            (end - 1) % self._page_size + 1,
-            [(end - start - 1, Sampler.greedy())],
-        )
-
-
-def decode(
-    server: Any,
-    engine: Any,
-    contexts: Contexts,
-    way: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Any:
-    """``[steps, contexts, vocabulary]`` logits, decodes in some way."""
-    import torch
-
-    found = []
-    for step in range(-1, STEPS):
-        batch = server.warm_up(contexts.frame(step))
-        while (staged := batch.stage()) is not None:
-            assert staged.decode == (step >= 0)
-            with way() if staged.decode else nullcontext():
-                engine.forward(staged)
-            with torch.inference_mode():
-                logits = engine.logits(torch.arange(staged.tokens))
-            while (group := batch.stage_slots()) is not None:
-                batch.put_outputs(engine.sample(group).tokens.numpy())
-        batch.commit()
-        if step >= 0:
-            found.append(logits)
-    return torch.stack(found)
 
 
 def found_layers(runner: Any) -> Any:
@@ -197,204 +140,6 @@ def differences(config: DriverConfig) -> list[float]:
     return [float((logits - expected).abs().max()) for logits in found]
 
 
-def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
-    """The expected logits, with those of the last context as it is decoded alone."""
-    from pie_driver_sglang.kernels.attention import single_decode
-
-    last, facts = len(LENGTHS) - 1, engine.facts
-    contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
-    kernel = mock.Mock(wraps=single_decode.attend_lone)
-    with (
-        # Halves of such heads are too small for a GPU.
-        mock.patch.object(single_decode, "_DIMS", (8, 16, 32, 64, 128)),
-        mock.patch.object(single_decode, "_MOST_KV_HEADS", 64),
-        mock.patch.object(single_decode, "attend_lone", kernel),
-    ):
-        found = expected.clone()
-        found[:, last:] = decode(server, engine, contexts, dense.applied)
-        calls = STEPS * len(engine.runner.model.model.layers)
-        assert kernel.call_count == calls
-        # Models do not differ in who finds the kernel.
-        if engine.runner.model_config.hf_config.model_type == "qwen3":
-            with clustered(engine.runner) as clusters:
-                again = decode(server, engine, contexts, dense.applied)
-            assert clusters.call_count == calls
-            assert float((again - found[:, last:]).abs().max()) < TOLERANCE
-    return found
-
-
-@contextlib.contextmanager
-def clustered(runner: Any) -> Iterator[mock.Mock]:
-    """Within, rows alone are attended to as by clusters, which take a GPU: by Triton's kernel."""
-    import torch
-
-    from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
-    from pie_driver_sglang.kernels.attention import cluster_decode, single_decode
-
-    def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
-        # What a kernel in CUDA C++ takes, which knows no types of its arguments.
-        assert [each.dtype for each in row] == [torch.int32] + [torch.int64] * 4
-        assert heads.rotations.dtype is torch.float32
-        assert heads.rotations.stride(1) == heads.keys.stride(2) == heads.values.stride(2) == 1
-        arrived = torch.zeros(heads.keys.shape[1], 1, dtype=torch.int32)
-        tuning = single_decode.LoneTuning(16, 4, 1, 128, 256)
-        return single_decode.attend_lone(qkv, heads, row, arrived, scale, tuning)
-
-    kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
-    found: Any = decode_backend(runner) or runner.attn_backend
-    # No kernel was found for its heads, as they are on no GPU.
-    assert set(found._clustered_heads.values()) == {None}
-    found._clustered_heads.clear()
-    with mock.patch.object(cluster_decode, "find_clusters", lambda *_: kernel):
-        yield kernel.attend
-    found._clustered_heads.clear()
-
-
-def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
-    """Logits of steps whose products go by tiles, all of them or two of a layer."""
-    from pie_driver_sglang.kernels.gemm import tiled
-
-    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
-    layers = len(engine.runner.model.model.layers)
-    middle = engine.runner.model.config.intermediate_size
-    for whole in (True, False):
-
-        def small(
-            rows: int, outputs: int, inputs: int, itemsize: int, *, adds: bool, gated: bool,
-            whole: bool = whole,
-        ) -> Any:  # fmt: skip
-            # Of those that add, that of attention.
-            own = whole or gated or (adds and inputs != middle)
-            return tiled.Tile(16, 16, 16, parts=1 if gated else 2) if own else None
-
-        product = mock.Mock(wraps=tiled.tiled_product)
-        with (
-            mock.patch.object(few, "_most_cut", 0),
-            mock.patch.object(tiled, "find_tile", small),
-            mock.patch.object(tiled, "tiled_product", product),
-        ):
-            yield decode(server, engine, Contexts(384, page_size, vocab), dense.applied)
-        assert product.call_count == STEPS * layers * (4 if whole else 2)
-
-
-class TorchBatches:
-    """In place of `BatchProducts`, which takes a GPU: the same numbers by torch."""
-
-    def __init__(self, *_: object) -> None:
-        self.kinds: list[Any] = []
-        """Of all products so far."""
-
-    def multiply(
-        self, given: Any, matrix: Any, cut: Any, kind: Any, *, stream: Any = None,
-        epsilon: float = 0.0, into: Any = None,
-    ) -> Any:  # fmt: skip
-        import torch
-
-        from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
-        from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedRows
-        from pie_driver_sglang.kernels.gemm.small_m import Stream
-
-        self.kinds.append(kind)
-        rows = given.rows if isinstance(given, QuantizedRows) else given
-        (count, inputs), height = rows.shape, len(matrix.weight)
-        assert rows.is_contiguous()
-        assert matrix.weight.shape == (height, inputs)
-        assert (count <= cut.rows, height % cut.outputs) == (True, 0)
-        assert (into is not None) == (kind == ProductKind.ADDS)
-        products = rows.float() @ matrix.weight.float().t()
-        if isinstance(given, QuantizedRows):
-            assert (given.scales.shape, matrix.scales.shape) == ((count, 1), (height,))
-            assert stream is None
-            products *= given.scales * matrix.scales
-        elif stream is not None:
-            assert stream.rows is rows
-            products *= torch.rsqrt(stream.squares.sum(1, keepdim=True) / inputs + epsilon)
-        if kind == ProductKind.JOINS:
-            gate, up = products.chunk(2, -1)
-            return torch.nn.functional.silu(gate) * up
-        if into is None:
-            return products
-        if not isinstance(into, Stream):
-            return into.add_(products)
-        assert into.squares.shape == (count, height // cut.outputs)
-        tiles = into.rows.add_(products).unflatten(1, (-1, cut.outputs))
-        into.squares.copy_(tiles.square().sum(-1))
-        return into.rows
-
-
-def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
-    """Logits of steps whose products are those of batches, which take a GPU.
-
-    Args:
-        name: The attribute of `dense` that has the kernels of few rows.
-    """
-    from pie_driver_sglang.backends.sglang.layers import small_batch
-    from pie_driver_sglang.kernels.gemm import wgmma
-    from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
-    from pie_driver_sglang.kernels.gemm.small_m import Cut
-    from pie_driver_sglang.kernels.gemm.wgmma import BatchCut
-
-    def small(rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind) -> Any:
-        return BatchCut(8, 2 if kind == ProductKind.JOINS else 1, 2) if rows <= 8 else None
-
-    few = getattr(dense, name)
-    # On a CPU no model has any.
-    assert few._batch is None
-    assert not few.batches
-    layers = few._layers
-    products = TorchBatches()
-    with (
-        mock.patch.object(wgmma, "_GROUP_OUTPUTS", 16),
-        mock.patch.object(wgmma, "find_batch_cut", small),
-        mock.patch.object(wgmma, "runs_on", lambda _: True),
-        mock.patch.object(small_batch, "BatchProducts", lambda *_: products),
-    ):
-        batches = small_batch.FewRows.of(layers, few._norm, few._attention)
-        assert batches is not None
-        assert batches.batches
-        with mock.patch.object(wgmma, "find_batch_cut", lambda *_: None):
-            # Matrices of other shapes have what GPUs without the kernel have.
-            others = small_batch.FewRows.of(layers, few._norm, few._attention)
-            assert others is not None
-            assert others._batch is None
-        # One row, and more than all products take in batches.
-        for rows in (1, 9):
-            assert isinstance(batches._find(rows, layers[0])[0], Cut)
-        facts = engine.facts
-        contexts = Contexts(384, facts.page_size, facts.vocab_size)
-        with mock.patch.object(dense, name, batches):
-            found = decode(server, engine, contexts, dense.applied)
-    kinds = [ProductKind.STORES, ProductKind.ADDS]
-    if name == "_few":
-        kinds += [ProductKind.JOINS, ProductKind.ADDS]
-    assert products.kinds == kinds * len(layers) * STEPS
-    return found
-
-
-@contextlib.contextmanager
-def ranked(runner: Any) -> Iterator[Any]:
-    """The layers of one rank that adds up as several do."""
-    from pie_driver_sglang.backends.sglang.layers import selection
-    from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
-
-    def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
-        assert turn == sums.add_norm.call_count % 2 ^ 1
-        return selection.dense_layers.add_norm(part[None], residual, norm)
-
-    sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
-    sums.add_norm.side_effect = add_norm
-    with mock.patch.object(selection, "_all_reduce", lambda *_: sums):
-        dense = selection.fuse_layers(runner)
-    assert dense is not None
-    assert dense.takes(256)
-    assert not dense.takes(257)
-    model = runner.model.model
-    with mock.patch.object(dense, "_prefills", True), dense.prefilling():
-        assert "forward" not in vars(model)
-    yield dense
-    assert sums.add_norm.call_count == 2 * STEPS * len(model.layers)
-
-
 def check_ranks(runner: Any) -> None:
     """Two or four ranks add up in the norm where they share memory."""
     import torch
@@ -475,21 +220,6 @@ def check_weights(runner: Any) -> None:
     assert found_layers(runner) is not None
 
 
-@contextlib.contextmanager
-def by_libraries() -> Iterator[mock.Mock]:
-    """Within, a library multiplies in mixtures of experts, as it does in steps of many rows."""
-    from pie_driver_sglang.backends.sglang.layers import small_batch
-    from pie_driver_sglang.kernels.gemm import small_m as kernels
-
-    with (
-        mock.patch.object(kernels, "MOST_ROWS", 2),
-        mock.patch.object(
-            small_batch, "attend_unscaled", wraps=small_batch.attend_unscaled
-        ) as unscaled,
-    ):
-        yield unscaled
-
-
 def check_experts(runner: Any) -> None:
     """Experts that compute or are chosen in another way leave a model as it is."""
     import torch
@@ -509,149 +239,6 @@ def check_experts(runner: Any) -> None:
         with mock.patch.object(owner, name, value):
             assert found_layers(runner) is None, name
     assert found_layers(runner) is not None
-
-
-def small_tiling(
-    rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
-) -> Any:
-    """Takes the kernels where the matrix allows; a library those of the MLPs' gates, say."""
-    from pie_driver_sglang.kernels.gemm.dense_layers import Tiling
-
-    cut = Tiling(16, 16, 16, parts=min(2, most_parts))
-    return cut if cut.fits(outputs, inputs) else None
-
-
-def check_choice(runner: Any) -> None:
-    """Whether it decodes where it is asked for, where it is not, and where nothing is said."""
-    import torch
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
-
-    from pie_driver_sglang.backends.sglang import support
-    from pie_driver_sglang.errors import StartError
-
-    def choices() -> tuple[str, bool]:
-        """What asking for it says, and what is chosen otherwise."""
-        assert support.paged_decode_refusal(runner, False)
-        said = ""
-        try:
-            assert support.paged_decode_refusal(runner, True) is None
-        except StartError as error:
-            said = str(error)
-        return said, support.paged_decode_refusal(runner, None) is None
-
-    assert choices() == ("", True)
-    latent = MLATokenToKVPool(
-        size=16, page_size=16, dtype=torch.float32, kv_lora_rank=4, qk_rope_head_dim=2,
-        layer_num=1, device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
-    hybrid = HybridLinearKVPool.__new__(HybridLinearKVPool)
-    hybrid.full_kv_pool = runner.token_to_kv_pool
-    layer = support.attention_layers(runner)[-1]
-    for owner, name, value, reason in (
-        (runner, "token_to_kv_pool", latent, "its KV pool is a MLATokenToKVPool"),
-        (runner.token_to_kv_pool, "dtype", torch.uint8, "its KV pool keeps torch.uint8"),
-        (layer, "use_irope", True, "some of its layers attend in a way of their own"),
-        # These are left to SGLang, unless the user asks for the backend.
-        (runner, "token_to_kv_pool", hybrid, ""),
-        (layer, "v_head_dim", 512, ""),
-    ):
-        with mock.patch.object(owner, name, value):
-            said, chosen = choices()
-            assert (reason in said, bool(said), chosen) == (True, bool(reason), False), said
-    runner.server_args.override("test", enable_deterministic_inference=True)
-    said, chosen = choices()
-    assert "enable_deterministic_inference" in said, said
-    assert not chosen
-
-
-def check_fa3() -> None:
-    """Its library may be absent, broken or there."""
-    from pie_driver_sglang.backends.sglang import support
-
-    contents = ((None, False), ("flash_ops.abi3.so", False), ("flash_ops.py", True))
-    for name, found in contents:
-        with tempfile.TemporaryDirectory() as folder:
-            package = ModuleType("sgl_kernel")
-            package.__path__ = [folder]
-            if name is not None:
-                Path(folder, name).touch()
-            with mock.patch.dict(sys.modules, {"sgl_kernel": package}):
-                sys.modules.pop("sgl_kernel.flash_ops", None)
-                assert support.has_fa3() == found, name
-
-
-def check_vision() -> None:
-    """Images are encoded by triton where SGLang's own choice is not installed."""
-    import torch
-
-    from pie_driver_sglang.backends.sglang import support
-
-    def chosen(device: str, image: bool, named: str | None, hopper: bool, there: bool) -> object:
-        args = SimpleNamespace(device=device, mm_attention_backend=named)
-        args.override = lambda _, **fields: vars(args).update(fields)
-        capability = (9 if hopper else 8, 0)
-        with (
-            mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
-            mock.patch.object(support, "has_fa3", lambda: there),
-        ):
-            model: Any = SimpleNamespace(is_multimodal=image)
-            support.choose_vision_backend(args, model, 0)  # type: ignore[arg-type]
-        return args.mm_attention_backend
-
-    assert chosen("cuda", True, None, True, False) == "triton_attn"
-    assert chosen("cuda", True, "sdpa", True, False) == "sdpa"
-    for others in (
-        ("cpu", True, None, True, False),
-        ("cuda", False, None, True, False),
-        ("cuda", True, None, False, False),
-        ("cuda", True, None, True, True),
-    ):
-        assert chosen(*others) is None, others
-
-
-def check_prefills(runner: Any) -> None:
-    """Where FlashAttention-3 computes prefills, and where steps may have prompts in them."""
-    import torch
-
-    from pie_driver_sglang.backends.sglang import support
-
-    assert support.takes_prompts(runner)
-    layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
-    fits = (
-        (torch.cuda, "get_device_capability", lambda _: (9, 0)),
-        (support, "has_fa3", lambda: True),
-        (support, "attention_layers", lambda _: [layer]),
-        (runner, "device", "cuda"),
-        (runner, "dtype", torch.bfloat16),
-        (pool, "dtype", torch.bfloat16),
-        (layer, "qk_head_dim", 128),
-        (layer, "v_head_dim", 128),
-        (layer, "sliding_window_size", -1),
-        (layer, "logit_cap", 0.0),
-    )
-    does_not = (
-        (torch.cuda, "get_device_capability", lambda _: (8, 0)),
-        (support, "has_fa3", lambda: False),
-        (runner, "device", "cpu"),
-        (pool, "dtype", torch.float8_e4m3fn),
-        (layer, "qk_head_dim", 80),
-        (layer, "v_head_dim", 64),
-        (layer, "sliding_window_size", 16),
-        (layer, "logit_cap", 30.0),
-    )
-    with contextlib.ExitStack() as patches:
-        for owner, name, value in fits:
-            patches.enter_context(mock.patch.object(owner, name, value))
-        assert support.prefills_by_fa3(runner)
-        for owner, name, value in does_not:
-            with mock.patch.object(owner, name, value):
-                assert not support.prefills_by_fa3(runner), name
-        decodes = SimpleNamespace(decode_attention_backend=support.PAGED_DECODE)
-        for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
-            with mock.patch.object(runner, "server_args", args):
-                assert support.takes_prompts(runner) == taken
-                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2, tp_rank=0)):
-                    assert not support.takes_prompts(runner)
 
 
 if __name__ == "__main__":
