@@ -74,7 +74,7 @@ def test_control_without_keys_is_for_the_loopback() -> None:
     assert refused(Level.USER, "none", None, headers=page) is None
 
 
-def test_the_server_knows_its_own_warm_up() -> None:
+def test_the_servers_own_warm_up_is_allowed() -> None:
     token = KEYS["api"].warm_up
     assert refused(Level.USER, "api", token) is None
     assert refused(Level.CONTROL, "api", token) == 401

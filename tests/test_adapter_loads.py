@@ -92,7 +92,7 @@ def other(models_folder: Path) -> lora_adapters.Made:
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
-def test_everything_goes_on_while_an_adapter_is_read(
+def test_serving_continues_while_an_adapter_is_read(
     models_folder: Path,
     made: lora_adapters.Made,
     other: lora_adapters.Made,

@@ -205,7 +205,7 @@ class TestRefusals:
         loader.driver.logged("adapter 2 cannot be loaded from 'xxx", "File name too long")
         assert len(loader.driver.stderr()) < 20_000
 
-    def test_only_loaded_adapters_can_be_bound(self, loader: Bench) -> None:
+    def test_only_loaded_adapters_can_be_used(self, loader: Bench) -> None:
         numbers = [-1, 0, 1, -2, 2, 2**63 - 1, -(2**63), 1]
         tokens = random_tokens(tiny_models.VOCABULARY, 20, "bindings")
         contexts = [Context(loader.allocator, adapter_id=number) for number in numbers]
@@ -218,7 +218,7 @@ class TestRefusals:
             assert bound_logits(fresh, number) is None
         fresh.driver.logged("adapter id 0 names nothing", "id -2 names", "adapter 5 is not loaded")
 
-    def test_an_adapter_without_rows_of_its_own(self, loader: Bench) -> None:
+    def test_an_adapter_of_a_request_without_tokens(self, loader: Bench) -> None:
         """A request without tokens may name anything."""
         reply = loader.client.forward([Request([], [], [], 1, adapter_id=99)])
         assert reply.tokens == [[]]

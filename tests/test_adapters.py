@@ -58,7 +58,9 @@ class TestLife:
         assert load("Load", 8, str(other.adapter)) == OK
         assert bound_logits(fresh, 8) == second
 
-    def test_a_failed_load_leaves_the_old_one_where_room_is_short(self, fresh: Bench) -> None:
+    def test_a_failed_load_keeps_the_old_adapter_where_host_memory_is_short(
+        self, fresh: Bench
+    ) -> None:
         made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(LOADED)]
         moved = fresh.folder / "moved"
         shutil.rmtree(moved, ignore_errors=True)

@@ -180,7 +180,7 @@ class TestWrongLengths:
     ) -> None:
         expect_status(good, rc.with_u32(mixed_frame(), name, index, value), MALFORMED)
 
-    def test_sampling_and_samplers_are_divided_alike(self, good: Good) -> None:
+    def test_sampling_indices_and_samplers_have_the_same_lengths(self, good: Good) -> None:
         expect_status(good, rc.with_u32(mixed_frame(), "sampler_indptr", 1, 1), MALFORMED)
 
     def test_no_requests_at_all(self, good: Good) -> None:
@@ -188,6 +188,6 @@ class TestWrongLengths:
         assert (answer.status, answer.tokens, answer.driver_id) == (None, [], 5)
         good.check()
 
-    def test_a_status_names_the_driver_that_was_asked(self, good: Good) -> None:
+    def test_a_status_echoes_the_driver_id(self, good: Good) -> None:
         edited = rc.with_length(_core.encode_forward([good_request()], 77), "position_ids", 1)
         assert expect_status(good, edited, MALFORMED).driver_id == 77

@@ -294,7 +294,7 @@ class TestEndurance:
         assert len(llama_driver.stderr().splitlines()) - log < 200
         good.check()
 
-    def test_the_log_says_that_lines_were_left_out(
+    def test_the_log_counts_suppressed_lines(
         self, good: Good, llama_driver: drivers.Driver
     ) -> None:
         for _ in range(50):

@@ -106,7 +106,7 @@ def test_what_is_ignored_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert logging.getLogger("pie_driver_sglang").propagate
 
 
-def test_a_region_without_room() -> None:
+def test_a_region_without_free_shared_memory() -> None:
     small = Shm(64 << 20, 8 << 20, "tmpfs")
     (finding,) = [f for f in check.check_table(table(), small) if f.name == "region"]
     assert finding.status == "fail"

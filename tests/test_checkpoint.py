@@ -265,7 +265,7 @@ class TestFiles:
         assert "model.norm.weight in model-00002-of-00002.safetensors is (65,)" in line
 
     @pytest.mark.parametrize("kept", [1000, -1])
-    def test_a_shard_is_cut(self, kept: int, llama_snapshot: Path, tmp_path: Path) -> None:
+    def test_a_shard_is_truncated(self, kept: int, llama_snapshot: Path, tmp_path: Path) -> None:
         snapshot = sharded(llama_snapshot, tmp_path)
         path = snapshot / "model-00002-of-00002.safetensors"
         data = path.read_bytes()
@@ -286,7 +286,7 @@ class TestFiles:
         line = refusal(snapshot, tmp_path)
         assert "model.norm.weight in pytorch_model.bin is (65,), but the model's (64,)" in line
 
-    def test_a_file_of_torch_is_cut(self, llama_snapshot: Path, tmp_path: Path) -> None:
+    def test_a_file_of_torch_is_truncated(self, llama_snapshot: Path, tmp_path: Path) -> None:
         snapshot = of_torch(llama_snapshot, tmp_path)
         path = snapshot / "pytorch_model.bin"
         path.write_bytes(path.read_bytes()[:-1000])

@@ -115,7 +115,7 @@ class TestProgram:
 
 
 class TestModule:
-    def test_a_word_is_a_command(self) -> None:
+    def test_an_argument_is_a_command(self) -> None:
         result = run("--version")
         assert result.returncode == 0
         assert result.stdout.strip() == version.version_line()
@@ -162,7 +162,7 @@ class TestVersion:
         assert line.startswith(f"pie-driver-sglang {pie_driver_sglang.__version__} (")
         assert _core.build_info()["profile"] in line
 
-    def test_a_checkout_is_asked_for_its_commit(self, tmp_path: Path) -> None:
+    def test_the_commit_is_read_from_a_checkout(self, tmp_path: Path) -> None:
         package = tmp_path / "python" / "pie_driver_sglang"
         package.mkdir(parents=True)
         file = package / "__init__.py"
@@ -290,7 +290,7 @@ class TestPlan:
             ({"architectures": ["NoSuchForCausalLM"]}, "SGLang 0.5.17 has no NoSuchForCausalLM"),
         ],
     )
-    def test_what_cannot_be_planned_says_why(
+    def test_what_cannot_be_planned_has_a_reason(
         self, tmp_path: Path, changed: dict[str, Any], text: str
     ) -> None:
         with pytest.raises(ConfigError, match=text) as refusal:
@@ -307,7 +307,7 @@ class TestPlan:
             (["--max-model-len", "4096"], "option `context_length` is 4096"),
         ],
     )
-    def test_wrong_words_are_named(
+    def test_wrong_arguments_of_the_command_are_named(
         self, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = ["plan", "--model", str(POCKET), "--device-gib", "8", *words]

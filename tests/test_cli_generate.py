@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 
 
 class TestPrompts:
-    def test_they_come_from_words_then_from_a_file(self, tmp_path: Path) -> None:
+    def test_prompts_come_from_arguments_then_from_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
         file.write_text("one\n\n{not json\n")
         found = generate.read_prompts(["word"], str(file), Pipe("never"))

@@ -282,7 +282,7 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 
 @pytest.mark.engine
 class TestProbes:
-    def test_the_windows_of_cohere_2_count_a_rows_own_token(self, tmp_path: Path) -> None:
+    def test_the_windows_of_cohere_2_count_the_query_token(self, tmp_path: Path) -> None:
         """`backends/sglang/compat/corrections.py: correct_windows`."""
         found = uncorrected("Cohere 2", tmp_path)
         assert architectures.WINDOW in found["windows"]

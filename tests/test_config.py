@@ -356,7 +356,7 @@ def test_well_formed_garbage(
     never_anything_but_a_config_error(path)
 
 
-def test_long_values_are_cut() -> None:
+def test_long_values_are_truncated() -> None:
     assert len(quoted("x" * 10_000)) < 100
     assert quoted("a\nb") == r"'a\nb'"
     assert "4300 digits" in quoted(1 << 100_000)

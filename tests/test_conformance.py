@@ -97,7 +97,7 @@ def test_every_kit_of_the_wheel_has_a_row() -> None:
         assert set(kit.tests) == kit.found(), kit.name
 
 
-def test_a_conversation_finds_all_of_its_turns(served: Served, tmp_path: Path) -> None:
+def test_a_conversation_reuses_all_of_its_prefix(served: Served, tmp_path: Path) -> None:
     """Every round has the pages of all rounds before: SGLang's own expectation."""
     from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 

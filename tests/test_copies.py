@@ -123,7 +123,7 @@ def continues_alike(bench: Bench, disturbed: Context, undisturbed: Context) -> N
 
 @pytest.mark.parametrize("length", [16, 70, 300])
 @pytest.mark.parametrize("order", ["as allocated", "scattered"])
-def test_a_swapped_context_goes_on(bench: Bench, length: int, order: str) -> None:
+def test_a_swapped_context_continues(bench: Bench, length: int, order: str) -> None:
     tokens = prompt(length, "swapped")
     undisturbed, context = bench.started(tokens), bench.started(tokens)
     slots = take(bench.host, len(context.pages))
@@ -140,7 +140,7 @@ def test_a_swapped_context_goes_on(bench: Bench, length: int, order: str) -> Non
     continues_alike(bench, context, undisturbed)
 
 
-def test_two_contexts_in_turns(bench: Bench) -> None:
+def test_two_contexts_alternate(bench: Bench) -> None:
     """The slots of one are read while its neighbours are written."""
     first, second = prompt(50, "first"), prompt(50, "second")
     undisturbed = [bench.started(first), bench.started(second)]
@@ -156,7 +156,7 @@ def test_two_contexts_in_turns(bench: Bench) -> None:
     continues_alike(bench, two, undisturbed[1])
 
 
-def test_a_fork_goes_on(bench: Bench) -> None:
+def test_a_fork_continues(bench: Bench) -> None:
     tokens = prompt(70, "forked")
     undisturbed, parent = bench.started(tokens), bench.started(tokens)
     child = parent.fork(lambda sources, targets: bench.copy("D2D", sources, targets))

@@ -136,7 +136,7 @@ def test_attention_by_clusters_compiles_and_loads_early(changed: dict[str, int])
     ("inputs", "cut", "kind", "grouped"),
     list(zip((4096, 17408, 2560, 768), ROW_CUTS, (0, 1, 2, 0), (0, 1, 0, 1), strict=True)),
 )
-def test_products_of_a_row_compile_and_load_early(
+def test_gemv_kernels_compile_and_load_weights_early(
     inputs: int, cut: Any, kind: int, grouped: int
 ) -> None:
     constants = product(
@@ -163,7 +163,7 @@ def test_products_of_a_row_compile_and_load_early(
         ("8B", 3, 224, torch.float16, False), ("0.6B", 3, 16, torch.bfloat16, True),
     ],
 )  # fmt: skip
-def test_products_of_a_batch_compile_and_load_early(
+def test_wgmma_gemms_compile_and_load_weights_early(
     name: str, number: int, rows: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     cut = batch_cut(name, number, rows, fp8=fp8)
@@ -207,9 +207,7 @@ def test_no_register_is_spilled(file: str, constants: dict[str, int]) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
 @pytest.mark.parametrize("rows", [64, 128, 224])
 @pytest.mark.parametrize("number", [0, 2, 3], ids=["stores", "joins", "adds"])
-def test_products_of_a_batch_keep_their_sums_in_registers(
-    number: int, rows: int, fp8: bool
-) -> None:
+def test_wgmma_gemms_keep_accumulators_in_registers(number: int, rows: int, fp8: bool) -> None:
     cut = batch_cut("8B", number, rows, fp8=fp8)
     _, log = nvrtc_makes("wgmma_gemm.cu", batch("8B", number, rows, fp8=fp8), ARCH)
     assert " 0 bytes spill stores" in log
@@ -249,7 +247,7 @@ def test_a_mistake_in_a_source_is_quoted() -> None:
 
 
 @given(inputs=st.integers(1, 400).map(lambda count: count * 64))
-def test_cuts_of_a_row_divide_its_inputs(inputs: int) -> None:
+def test_gemv_tile_configs_divide_the_inputs(inputs: int) -> None:
     cut = find_row_cut(inputs)
     if cut is None:
         # Two warps have a group each.
@@ -275,7 +273,7 @@ def multiples(*units: int, most: int) -> st.SearchStrategy[int]:
     kind=st.sampled_from(ProductKind),
 )
 @settings(max_examples=500)
-def test_cuts_of_a_batch_divide_its_product(
+def test_wgmma_tile_configs_divide_the_gemm(
     rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind
 ) -> None:
     cut = find_batch_cut(rows, height, inputs, itemsize, kind)
@@ -307,7 +305,7 @@ def test_cuts_of_a_batch_divide_its_product(
     ("name", "most_fp8", "most"),
     [("8B", 224, 224), ("14B", 96, 192), ("0.6B", 96, 128), ("30B-A3B", 96, 192)],
 )
-def test_batches_of_known_layers_are_taken(
+def test_batches_of_measured_layers_have_a_tile_config(
     name: str, most_fp8: int, most: int, itemsize: int
 ) -> None:
     taken = [
@@ -346,7 +344,7 @@ class TestBatchProducts:
     def products(self) -> BatchProducts:
         return BatchProducts(torch.bfloat16, torch.device("cpu"))
 
-    def test_too_many_rows_are_refused(self, products: BatchProducts) -> None:
+    def test_too_many_tokens_are_refused(self, products: BatchProducts) -> None:
         rows, matrix = torch.zeros(17, 256), LinearWeights(torch.zeros(128, 256))
         with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
             products.multiply(rows, matrix, BatchCut(16, 1, 4), STORES)
@@ -401,7 +399,9 @@ class TestBatchProducts:
         assert (out is into, left) == (True, 0)
         assert numbers == [0.0, 9, 192, 512, 0]
 
-    def test_plain_rows_need_no_scales(self, products: BatchProducts, made: mock.Mock) -> None:
+    def test_unquantized_activations_need_no_scales(
+        self, products: BatchProducts, made: mock.Mock
+    ) -> None:
         rows, matrix = torch.zeros(2, 256), LinearWeights(torch.zeros(128, 256))
         into = Stream(torch.zeros(2, 128), torch.zeros(2, 2))
         assert products.multiply(rows, matrix, BatchCut(8, 1, 4), ADDS, into=into) is into.rows
@@ -424,7 +424,9 @@ def test_without_a_gpu_nothing_is_taken() -> None:
 
 
 @pytest.mark.parametrize("device", [(8, 0), (9, 0), (10, 0)])
-def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_heads_are_supported(
+    device: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device)
 
     def takes(given: Heads, dtype: torch.dtype = torch.bfloat16) -> bool:

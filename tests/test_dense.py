@@ -22,22 +22,22 @@ from pie_driver_sglang.kernels.gemm.tiled import find_tile
 
 
 @pytest.mark.interpreted("tests/support/kernels/dense_layers.py")
-def test_the_kernels_compute_what_float64_does(interpreted: str) -> None:
+def test_the_kernels_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
 @pytest.mark.interpreted("tests/support/kernels/small_m_gemm.py")
-def test_the_kernels_of_few_rows_and_of_experts_compute_what_float64_does(interpreted: str) -> None:
+def test_small_m_gemms_and_moe_kernels_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
 @pytest.mark.interpreted("tests/support/kernels/single_decode.py")
-def test_the_kernel_of_one_row_attends_as_float64_does(interpreted: str) -> None:
+def test_batch_1_decode_attention_matches_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
 @pytest.mark.interpreted("tests/support/kernels/tiled_gemm.py")
-def test_the_kernels_of_many_rows_and_of_fp8_compute_what_float64_does(interpreted: str) -> None:
+def test_tiled_and_fp8_gemms_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
@@ -51,7 +51,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 32])
-def test_cuts_of_steps_of_few_rows_fit_and_fill_a_gpu(name: str, rows: int) -> None:
+def test_small_m_tile_configs_fit_and_fill_a_gpu(name: str, rows: int) -> None:
     for number, (outputs, inputs) in enumerate(SHAPES[name]):
         gated = number == 2
         cut = find_cut(rows, outputs, inputs, adds=number in (1, 3), gated=gated)
@@ -67,7 +67,7 @@ def test_cuts_of_steps_of_few_rows_fit_and_fill_a_gpu(name: str, rows: int) -> N
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(65, 4096, 4096), (1, 4096, 4104), (2, 4100, 4096)]
 )
-def test_other_products_have_no_cut(rows: int, outputs: int, inputs: int) -> None:
+def test_other_gemms_have_no_tile_config(rows: int, outputs: int, inputs: int) -> None:
     assert find_cut(rows, outputs, inputs) is None
 
 
@@ -82,7 +82,7 @@ def test_other_products_have_no_cut(rows: int, outputs: int, inputs: int) -> Non
         (96, 1, True),
     ],
 )
-def test_tiles_are_taken_where_they_are_nearly_full(rows: int, itemsize: int, own: bool) -> None:
+def test_tiles_are_chosen_where_they_are_nearly_full(rows: int, itemsize: int, own: bool) -> None:
     assert (find_tile(rows, 4096, 4096, itemsize, adds=True) is not None) == own
 
 
@@ -106,7 +106,7 @@ def test_sums_over_ranks(interpreted: str) -> None:
     ids=["0.6B", "14B", "14B, more rows", "14B, down", "in parts", "a quarter of 14B's",
          "a quarter, fewer rows", "0.6B, many rows"],
 )  # fmt: skip
-def test_which_products_are_the_drivers_own(
+def test_which_gemms_use_own_kernels(
     rows: int, outputs: int, inputs: int, parts: int, own: bool
 ) -> None:
     cut = tiling(rows, outputs, inputs, parts, gated=outputs > inputs)
@@ -116,9 +116,7 @@ def test_which_products_are_the_drivers_own(
 @pytest.mark.parametrize(
     ("multiprocessors", "fits"), [(132, True), (128, True), (127, False), (114, False), (78, False)]
 )
-def test_gpus_without_room_for_all_rows_of_a_step_make_no_sums(
-    multiprocessors: int, fits: bool
-) -> None:
+def test_all_reduce_norm_needs_enough_multiprocessors(multiprocessors: int, fits: bool) -> None:
     for tuning in TUNINGS.values():
         assert (find_obstacle(multiprocessors, tuning) == "") == fits
     if not fits:

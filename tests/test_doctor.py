@@ -264,7 +264,7 @@ class TestCuda:
         found = gpus.look_at_cuda(None, tmp_path / "none")
         assert found == Cuda(problem="the package nvidia-ml-py is missing")
 
-    def test_torch_says_what_it_was_built_for(self, tmp_path: Path) -> None:
+    def test_torch_lists_its_compute_capabilities(self, tmp_path: Path) -> None:
         file = tmp_path / "version.py"
         assert machine.torch_cuda(tmp_path) is None
         file.write_text("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")

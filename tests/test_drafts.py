@@ -155,7 +155,7 @@ def test_greedy_tokens_are_those_without_drafts(bench: Bench) -> None:
         story.context.release()
 
 
-def test_beside_a_request_that_asks_for_none(bench: Bench) -> None:
+def test_beside_a_request_without_logprobs(bench: Bench) -> None:
     contexts = [Context(bench.pages) for _ in range(2)]
     asks, does_not = (
         Story(bench, context, bench.loop("beside"), wants=wants)
@@ -249,7 +249,7 @@ def test_two_tokens_continue_nothing(bench: Bench) -> None:
     context.release()
 
 
-def test_the_log_says_what_drafts_did(bench: Bench) -> None:
+def test_the_log_has_draft_acceptance(bench: Bench) -> None:
     context = Context(bench.pages)
     run(bench, [Story(bench, context, bench.loop("log"), wants=True)], FIRST_REPORT)
     context.release()

@@ -128,7 +128,7 @@ class TestDriver:
             Sampler.top_k_top_p(50.0, 200, 0.9),
         ],
     )
-    def test_equal_requests_of_one_batch_draw_apart(
+    def test_equal_requests_of_one_batch_are_sampled_independently(
         self, client: _core.Client, sampler: Sampler
     ) -> None:
         request = prompt_request([sampler] * 8, context_id=4)
@@ -173,7 +173,7 @@ class TestDriver:
         assert set(drawn) == set(exact_logits[-1].topk(5).indices.tolist())
 
     @pytest.mark.parametrize("seeded", [True, False])
-    def test_draws_follow_the_distribution(
+    def test_samples_follow_the_distribution(
         self, client: _core.Client, exact_logits: torch.Tensor, seeded: bool
     ) -> None:
         count = 4000

@@ -173,7 +173,7 @@ def test_a_request_that_does_not_come_is_given_up() -> None:
         wait_for(lambda: not server.usage.waiting)
 
 
-def test_silent_connections_make_room_for_others() -> None:
+def test_silent_connections_are_closed_for_others() -> None:
     with edge(max_connections=20) as server, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(server.connect()) for _ in range(200)]
         for _ in range(5):
@@ -312,7 +312,7 @@ def sent_start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
     return start
 
 
-def test_a_lack_of_capacity_says_when_to_try_again() -> None:
+def test_a_lack_of_capacity_has_retry_after() -> None:
     for status in (429, 503):
         assert through_middleware(status) == {b"retry-after": b"1"}
         assert through_middleware(status, (b"Retry-After", b"7")) == {b"Retry-After": b"7"}

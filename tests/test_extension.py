@@ -94,7 +94,7 @@ def test_every_parameter_and_their_neighbours(
     assert repeated <= plain or repeated == 1
 
 
-def test_pages_that_were_taken_and_computed_again(
+def test_evicted_pages_that_are_recomputed(
     client: _core.Client, reference: Reference, probed: bool
 ) -> None:
     """The output is computed again with the prompt, in other pages and another row."""

@@ -145,7 +145,7 @@ class TestText:
         streamed = list(complete(client, tokens=40, stop=[stop], stream=True))
         assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
-    def test_a_seed_fixes_what_is_drawn(self, client: Any) -> None:
+    def test_a_seed_fixes_the_samples(self, client: Any) -> None:
         def draw(seed: int) -> str:
             answer = client.completions.create(
                 model="pocket", prompt=PROMPT, temperature=1, max_tokens=16, seed=seed
@@ -175,7 +175,7 @@ class TestText:
 
 
 class TestGrammar:
-    def test_a_schema_binds_the_answer(self, client: Any) -> None:
+    def test_a_schema_constrains_the_answer(self, client: Any) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA}}
         answer = chat(client, "Count.", 120, response_format=form, extra_body=NO_THOUGHT)
         jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
@@ -333,7 +333,7 @@ class TestEnds:
         assert first + rest == expected
         wait_until(lambda: requests(frontend) == 0, 30, "all have ended")
 
-    def test_the_frontend_says_how_it_is(self, frontend: GatewayServer) -> None:
+    def test_the_frontend_reports_its_health(self, frontend: GatewayServer) -> None:
         frontend.ask("/health")
         frontend.ask("/readiness")
         wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")

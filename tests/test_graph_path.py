@@ -53,13 +53,13 @@ def test_random_contexts_get_the_same_tokens(traced: Traced) -> None:
     [Sampler.greedy(), Sampler.multinomial(0.9, 1234), Sampler.multinomial(3.0, 77)],
     ids=["greedy", "seeded", "hot"],
 )
-def test_a_sampler_draws_the_same_token_on_both_paths(traced: Traced, sampler: Sampler) -> None:
+def test_a_sampler_returns_the_same_token_on_both_paths(traced: Traced, sampler: Sampler) -> None:
     contexts = [rc.Context([*PROMPT[:2], token], [page]) for page, token in enumerate(PROMPT)]
     requests = [context.request(sampler) for context in contexts]
     both(traced, requests, [context.request(sampler, PROBE) for context in contexts])
 
 
-def test_unseeded_samplers_draw_what_they_may(traced: Traced) -> None:
+def test_unseeded_samplers_return_allowed_tokens(traced: Traced) -> None:
     contexts = [rc.Context(PROMPT, [page]) for page in range(4)]
     (logits,) = traced.client.forward([contexts[0].request(PROBE)]).logits
     order = sorted(range(traced.vocab), key=logits[0].__getitem__, reverse=True)

@@ -91,7 +91,7 @@ def test_flags_are_refused_before_weights_are_downloaded(hub: Hub, tmp_path: Pat
     assert "model.safetensors" not in hub.fetched
 
 
-def test_a_download_that_was_cut_goes_on(hub: Hub, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(hub: Hub, tmp_path: Path) -> None:
     folder = Path(ask(tmp_path, hub.url).stdout.strip())
     (folder / "model.safetensors").unlink()
     found = ask(tmp_path, hub.url)
@@ -123,7 +123,7 @@ def test_a_revision_and_a_folder_for_downloads(hub: Hub, tmp_path: Path) -> None
     assert "has no revision 'v9'" in ask(tmp_path, hub.url, revision="v9").stderr
 
 
-def test_what_went_wrong_is_said_with_a_remedy(hub: Hub, tmp_path: Path) -> None:
+def test_errors_name_a_remedy(hub: Hub, tmp_path: Path) -> None:
     gated = ask(tmp_path, hub.url, GATED)
     assert "'house/gated' is gated" in gated.stderr
     assert "`hf auth login`, or set `HF_TOKEN`" in gated.stderr

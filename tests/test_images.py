@@ -334,7 +334,7 @@ def test_an_image_is_encoded_once(models_folder: Path, tmp_path: Path) -> None:
     assert process.wait(drivers.STOP_TIMEOUT_S) == 0
 
 
-def test_an_image_of_one_row_alone(bench: Bench) -> None:
+def test_an_image_of_one_token(bench: Bench) -> None:
     """A request that is nothing but one placeholder is no decode, though all have one row."""
     stories = [bench.story() for _ in range(3)]
     bench.run(*(story.send(*text(4, index), START) for index, story in enumerate(stories)))

@@ -150,7 +150,7 @@ def test_sglang_is_imported_in_its_layers_alone() -> None:
         assert "sglang" not in names or module.startswith(layers), module
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_has_a_docstring() -> None:
     for path in Path(ROOT).rglob("__init__.py"):
         name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
         text = ast.get_docstring(TREES[name]) or ""

@@ -92,7 +92,7 @@ def places_of(reply: Any) -> dict[int, tuple[list[Place], list[Place]]]:
     return {request: (prompt, tokens) for request, prompt, tokens in reply.places}
 
 
-def test_each_token_has_what_its_request_asks_for(
+def test_each_token_has_the_requested_logprobs(
     client: _core.Client, reference: Reference, samplers: list[Sampler]
 ) -> None:
     """All kinds in one batch in an order that changes, with neighbours that ask for nothing."""
@@ -139,7 +139,7 @@ def test_a_token_that_cannot_come_is_least_probable(
 
 
 @pytest.mark.parametrize("right", [0, 2, 3])
-def test_each_accepted_draft_has_its_place(
+def test_each_accepted_draft_has_logprobs(
     client: _core.Client, reference: Reference, right: int
 ) -> None:
     asked = Wanted(top=3, given=(7,), asked=KINDS["frequency"])

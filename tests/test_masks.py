@@ -228,7 +228,7 @@ def test_a_mask_changes_the_logits(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["behind", "ahead"])
-def test_rows_that_see_nothing(bench: Bench, ahead: bool) -> None:
+def test_query_tokens_that_attend_to_nothing(bench: Bench, ahead: bool) -> None:
     """Blind rows among seeing ones; their own KV is seen by others."""
     context = bench.context()
     rows = scattered(context, 40, ahead=ahead)
@@ -239,7 +239,7 @@ def test_rows_that_see_nothing(bench: Bench, ahead: bool) -> None:
     bench.run(context.send(bench.tokens(3, "seeing")))
 
 
-def test_empty_rows_are_causal(bench: Bench) -> None:
+def test_empty_mask_rows_are_causal(bench: Bench) -> None:
     """Also among rows that are not."""
     context = bench.context()
     rows = window(context, 20, 4)
@@ -258,7 +258,7 @@ def test_long_prompt_in_chunks(bench: Bench) -> None:
     bench.run(context.send(bench.tokens(1, "chunks"), window(context, 1, 30, sink=3)))
 
 
-def test_a_request_that_sees_ahead_is_not_cut(bench: Bench) -> None:
+def test_a_request_with_a_non_causal_mask_is_not_split(bench: Bench) -> None:
     """It moves to a pass of its own when it does not fit the pass of its neighbours."""
     first, second, third = (bench.context() for _ in range(3))
     bench.run(
@@ -404,7 +404,9 @@ def test_tree_decoding(bench: Bench) -> None:
         assert_close([tree[node]], torch.tensor(reply.logits[0], dtype=torch.float64))
 
 
-def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_path: Path) -> None:
+def test_a_pool_without_mask_support_refuses_masks_alone(
+    models_folder: Path, tmp_path: Path
+) -> None:
     snapshot = tiny_models.build("llama", models_folder)
     options = {"page_size": PAGE, "kv_cache_dtype": "fp8_e4m3"}
     with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:

@@ -209,7 +209,7 @@ def test_ranks_take_what_was_planned_for_each(tmp_path: Path) -> None:
     assert whole / 2 < real < whole / 2 * 1.1
 
 
-def test_a_share_without_room_for_a_context_names_one_with_it(tmp_path: Path) -> None:
+def test_a_fraction_too_small_for_a_context_names_one_that_fits(tmp_path: Path) -> None:
     # About three hundredths of the memory.
     context = int(psutil.virtual_memory().available * 0.03) // WIDE_TOKEN // PAGE * PAGE
     model = wide_model(tmp_path / "wide", max_position_embeddings=context)

@@ -280,9 +280,7 @@ def test_extended_graphs_are_planned(requests: int) -> None:
 @pytest.mark.parametrize("most", [1, 200, 256, 2303, 2304, 4096])
 @pytest.mark.parametrize("chunk", [16, 257, 300, 2048, 3000, 8192])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_graphs_for_prompts_go_on_where_those_of_decodes_end(
-    most: int, chunk: int, sparse: bool
-) -> None:
+def test_prefill_graph_sizes_continue_those_of_decode(most: int, chunk: int, sparse: bool) -> None:
     rows = prefill_batch_sizes(most, chunk, sparse=sparse)
     longest = min(LONGEST_SPARSE_GRAPH if sparse else LONGEST_GRAPH, chunk)
     assert rows == sorted(set(rows))
@@ -320,7 +318,7 @@ def test_every_graph_keeps_the_hidden_states_of_its_decodes() -> None:
     context=st.integers(1, 1 << 21),
     page=st.sampled_from([1, 16, 64, 1000]),
 )
-def test_passes_are_cut_where_their_masks_exceed_the_plan(
+def test_passes_are_split_where_their_masks_exceed_the_plan(
     chunk: int, context: int, page: int
 ) -> None:
     rows = row_pages(context, page)

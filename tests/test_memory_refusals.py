@@ -86,7 +86,7 @@ def test_passes_that_are_too_long_name_a_length() -> None:
     assert hint.startswith("set `chunked_prefill_size = ")
 
 
-def test_a_larger_share_than_is_safe_is_doubted() -> None:
+def test_an_unsafe_memory_fraction_has_a_warning() -> None:
     settings = USUAL._replace(fraction=0.98)
     doubt = find_doubt(plan_memory(H200, QWEN, settings), QWEN, settings)
     assert doubt is not None
@@ -137,7 +137,7 @@ def test_what_fails_otherwise_names_the_backend() -> None:
     assert "`attention_backend`" in refusal.hint
 
 
-def test_a_pool_that_became_too_small_says_why() -> None:
+def test_a_pool_that_became_too_small_names_the_reason() -> None:
     plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.05))
     raced = shrunk(plan, 30_000, 40_960, plan.weights)
     assert str(raced) == (

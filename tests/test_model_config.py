@@ -152,7 +152,7 @@ class TestSizes:
         changed(snapshot, **sizes)
         load_config(write())
 
-    def test_left_to_sglang_when_it_is_told_other_ones(self, write: Write, snapshot: Path) -> None:
+    def test_left_to_sglang_with_overridden_sizes(self, write: Write, snapshot: Path) -> None:
         changed(snapshot, num_hidden_layers=-1)
         options = """json_model_override_args = '{"num_hidden_layers": 2}'"""
         load_config(write(after=f"[driver.options]\n{options}"))
@@ -225,7 +225,7 @@ class TestContext:
         refused(write(after=options), "`context_length`", *parts)
 
     @pytest.mark.parametrize("value", ["1", "true", "YES"])
-    def test_as_sglang_is_told(
+    def test_as_sglang_is_configured(
         self, value: str, write: Write, snapshot: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         changed(snapshot, max_position_embeddings=2048)

@@ -52,7 +52,7 @@ def test_the_table_has_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
-def test_the_models_page_says_what_works(name: str, models_folder: Path, tmp_path: Path) -> None:
+def test_the_models_page_lists_what_works(name: str, models_folder: Path, tmp_path: Path) -> None:
     drivers.start_fork_server()
     *cells, reason = CPU[name]
     snapshot = architectures.build(name, models_folder)

@@ -105,13 +105,13 @@ class TestWorkLog:
         counts: Any = Counted(steps=steps)
         log.take(counts, now)
 
-    def test_an_idle_driver_says_nothing(self, lines: pytest.LogCaptureFixture) -> None:
+    def test_an_idle_driver_logs_nothing(self, lines: pytest.LogCaptureFixture) -> None:
         log = self.log()
         for second in range(100):
             self.take(log, 0, 100.0 + second)
         assert not lines.records
 
-    def test_work_is_told_of_after_the_interval(self, lines: pytest.LogCaptureFixture) -> None:
+    def test_metrics_are_logged_after_the_interval(self, lines: pytest.LogCaptureFixture) -> None:
         log = self.log()
         for second in range(1, 26):
             self.take(log, 7 * second, 100.0 + second)
@@ -303,7 +303,7 @@ def free_port() -> int:
 
 
 @pytest.mark.engine
-def test_a_driver_tells_what_its_client_counts(llama_snapshot: Path, tmp_path: Path) -> None:
+def test_driver_metrics_match_the_clients_counts(llama_snapshot: Path, tmp_path: Path) -> None:
     """JSON lines, the port and the file, against the counts of the client."""
     port, path = free_port(), tmp_path / "metrics.prom"
     options = {
@@ -446,7 +446,7 @@ def test_progress_off_a_terminal_is_lines(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_over_soon_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_short_intervals_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pie_driver_sglang")
     list(progress.progress_type()(range(3), desc="Loading shards"))
     assert not caplog.records

@@ -101,7 +101,7 @@ class TestAnswer:
         assert found["text"] == ("return self.v" if no_stop_trim else "return se")
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "lf.v"}
 
-    def test_an_error_is_told(self, tokenizer: ModelTokenizer) -> None:
+    def test_an_error_reaches_the_caller(self, tokenizer: ModelTokenizer) -> None:
         answer = self.answer(tokenizer)
         answer.take(output(1, [], "error", error="the queue is full"))
         finish = answer.as_dict()["meta_info"]["finish_reason"]

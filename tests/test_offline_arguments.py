@@ -62,7 +62,7 @@ class TestSampling:
         assert fields == SERVED_PARAMETERS | REFUSED_PARAMETERS.keys() | internal
         assert not SERVED_PARAMETERS & REFUSED_PARAMETERS.keys()
 
-    def test_no_limit_is_the_room_of_the_context(self) -> None:
+    def test_no_limit_is_the_rest_of_the_context(self) -> None:
         assert parse_sampling({"max_new_tokens": None}).submitted(77)["max_new_tokens"] == 77
 
     def test_all_samplers_go_together(self) -> None:
@@ -123,7 +123,7 @@ class TestArguments:
         assert found.runtime["options"] == {"trust_remote_code": False}
         assert found.tokenizer == POCKET
 
-    def test_names_of_sglang_reach_their_places(self) -> None:
+    def test_arguments_of_sglang_become_options(self) -> None:
         found = self.parse(
             tp_size=2,
             dp_size=2,
@@ -166,7 +166,7 @@ class TestArguments:
         assert "chunked_prefill_size" not in on_cuda.runtime["options"]
 
     @pytest.mark.parametrize("given", [{}, {"trust_remote_code": True}])
-    def test_a_repositorys_code_runs_only_if_the_caller_says_so(
+    def test_a_repositorys_code_runs_only_with_trust_remote_code(
         self, given: dict[str, Any]
     ) -> None:
         assert self.parse(**given).runtime["options"]["trust_remote_code"] is bool(given)
@@ -236,7 +236,7 @@ class TestArguments:
                 assert len(str(error).splitlines()) == 1
                 assert str(error)
 
-    def test_the_native_runtime_knows_every_name(self) -> None:
+    def test_the_native_runtime_accepts_every_name(self) -> None:
         signature = str(_core.Runtime.__text_signature__)
         for name in (*engine_arguments.SCHEDULER, *engine_arguments.OWN):
             assert name == "devices" or f"{name}=" in signature, name

@@ -49,7 +49,7 @@ def test_a_model_decodes_the_same_logits(
 
 
 @pytest.mark.parametrize("kind", ["channel", "tensor", "block"])
-def test_a_quantized_model_decodes_what_its_layers_say(
+def test_a_quantized_model_decodes_the_logits_of_its_layers(
     kind: str, interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
 ) -> None:
     """FP8 weights with a scale for each output, for all of a matrix, or for each block of it."""
@@ -58,7 +58,7 @@ def test_a_quantized_model_decodes_what_its_layers_say(
     interpreter.run("tests/support/kernels/fp8_model.py", str(config), kind)
 
 
-def test_prompts_that_another_kernel_takes_have_the_same_logits(
+def test_prefill_by_another_kernel_has_the_same_logits(
     interpreter: scripts.Interpreter, tmp_path: Path
 ) -> None:
     """From the frame to the kernels, except FlashAttention-3 itself."""

@@ -227,7 +227,7 @@ class TestLogitMasks:
     )
 
     @pytest.mark.parametrize("mask", [mask for mask in MASKS.values() if mask is not None], ids=str)
-    def test_only_allowed_tokens_are_drawn(
+    def test_only_allowed_tokens_are_sampled(
         self, client: _core.Client, reference: Reference, mask: list[int]
     ) -> None:
         tokens = prompt(reference, 6, "draws")

@@ -126,7 +126,7 @@ class TestPreflight:
         assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.13"
         assert (OLDEST, NEWEST) == ((3, 11), (3, 12))
 
-    def test_make_asks_before_it_fetches(self, tools: Path, tmp_path: Path) -> None:
+    def test_make_checks_before_it_fetches(self, tools: Path, tmp_path: Path) -> None:
         """In an empty copy of the repository, on a machine without Rust."""
         copy = tmp_path / "copy"
         (copy / "tools").mkdir(parents=True)

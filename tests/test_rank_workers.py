@@ -47,7 +47,7 @@ class TestWorkers:
 
         return Workers(Path("c.toml"), ["cpu"] * (count + 1), failures.append, start), failures
 
-    def test_a_report_is_what_is_said(self) -> None:
+    def test_a_workers_report_is_the_error(self) -> None:
         report = json.dumps({"message": "no such thing", "hint": "get one"}) + "\n"
         script = f"import os, sys; os.write(int(sys.argv[-1]), {report.encode()!r}); sys.exit(1)"
         workers, failures = self.workers(script)
@@ -57,7 +57,7 @@ class TestWorkers:
             assert failures[0].hint == "get one"
 
     @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"message": 1}', b"\xff\xfe"])
-    def test_without_a_report_the_status_is_said(self, garbage: bytes) -> None:
+    def test_without_a_report_the_status_is_the_error(self, garbage: bytes) -> None:
         script = f"import os, sys; os.write(int(sys.argv[-1]), {garbage!r}); sys.exit(3)"
         workers, failures = self.workers(script)
         rc.eventually(lambda: failures, "the failure")
@@ -110,7 +110,7 @@ class TestWorkers:
         assert not failures
         assert len(set(pids) - set(rc.children(os.getpid()))) >= 3
 
-    def test_a_worker_that_ends_beside_a_failure_has_the_last_word(self) -> None:
+    def test_an_ended_worker_decides_the_error_line(self) -> None:
         workers, failures = self.workers("import time; time.sleep(0.5)")
         with pytest.raises(KeyError), workers:
             raise KeyError

@@ -239,7 +239,7 @@ print(*pids)
 """
 
 
-def test_a_program_may_end_without_a_word() -> None:
+def test_a_program_may_end_without_output() -> None:
     """Nothing hangs at the interpreter's end, and the driver goes with it."""
     command = [sys.executable, "-c", SCRIPT, str(POCKET)]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)

@@ -153,7 +153,7 @@ class TestDistribution:
         assert not shares[expected == 0].any()
         torch.testing.assert_close(shares, expected, rtol=0, atol=2.1 / 500)
 
-    def test_an_unfiltered_slot_draws_the_same_distribution_in_both_classes(self) -> None:
+    def test_an_unfiltered_slot_has_the_same_distribution_in_both_groups(self) -> None:
         row = random_row(6)
         torch.testing.assert_close(
             frequencies(row, Filter(0.9)),
@@ -254,13 +254,13 @@ class TestExtremes:
         assert support(row, Filter(1e30, top_k=2)) == {1, 3}
 
     @pytest.mark.parametrize("item", FILTERS, ids=str)
-    def test_minus_infinity_is_never_drawn(self, item: Filter) -> None:
+    def test_minus_infinity_is_never_sampled(self, item: Filter) -> None:
         row = torch.tensor([-math.inf, 1.0, -math.inf, 0.5, 0.7, -math.inf])
         assert support(row, item._replace(temperature=5.0)) == {1, 3, 4}
         assert frequencies(row, Filter(5.0), plain=True)[[0, 2, 5]].sum() == 0
 
     @pytest.mark.parametrize("item", FILTERS, ids=str)
-    def test_one_finite_logit_is_drawn_for_certain(self, item: Filter) -> None:
+    def test_one_finite_logit_is_always_sampled(self, item: Filter) -> None:
         row = torch.full((6,), -math.inf)
         row[4] = -1e30
         assert support(row, item) == {4}
@@ -283,7 +283,7 @@ class TestExtremes:
         assert bool((sample_plain(rows, params) < 900).all())
         assert bool((sample_filtered(rows, params) < 900).all())
 
-    def test_the_first_uniform_draws_the_first_possible_token(self) -> None:
+    def test_the_first_uniform_samples_the_first_possible_token(self) -> None:
         row = torch.tensor([[-math.inf, 0.0, 0.0]])
         assert sample_plain(row, params_of([Filter()], [0.0], 3)).tolist() == [1]
 
@@ -310,7 +310,7 @@ class TestGroup:
         tokens = sample_group(logits, SlotGroup(greedy=2), params)
         assert tokens.tolist() == [0, width // 3]
 
-    def test_each_class_uses_its_own_rows(self) -> None:
+    def test_each_sampler_group_uses_its_own_logits(self) -> None:
         logits = torch.full((6, 8), -math.inf)
         for slot in range(6):
             logits[slot, slot + 1] = 0.0

@@ -164,7 +164,7 @@ def test_what_ours_starts_with() -> None:
     assert runtime["devices"] == ["cpu"]
 
 
-def test_the_words_of_this_command_are_taken_out() -> None:
+def test_own_arguments_are_removed() -> None:
     own = launch.split_words(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
     assert (own.scheduler, own.words) == ("sglang", ["--port", "1", "--model-path", "m"])
     assert launch.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")

@@ -174,7 +174,7 @@ def test_an_image_decides(reference: Reference) -> None:
     assert len(answers) == 3
 
 
-def test_a_second_turn_goes_on_from_the_first(server: Server, reference: Reference) -> None:
+def test_a_second_turn_continues_the_first(server: Server, reference: Reference) -> None:
     image, later = picture(5, 4, 10), picture(2, 3, 11)
     first = message("Turn one.", image, WORDS)
     answer = {"role": "assistant", "content": [{"type": "text", "text": "An answer."}]}

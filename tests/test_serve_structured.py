@@ -145,7 +145,7 @@ class TestOpenai:
         assert call.name == tool["name"]
         jsonschema.validate(json.loads(call.arguments), tool["parameters"])
 
-    def test_a_grammar_binds_after_the_thinking(self, client: Any) -> None:
+    def test_a_grammar_applies_after_the_thinking(self, client: Any) -> None:
         # The model does not end its thinking by itself within reason.
         answer = chat(
             client,

@@ -65,7 +65,9 @@ def test_every_worker_refuses_what_is_not_served(
         assert (status, "as fast as it can be" in reason) == (400, True)
 
 
-def test_a_stream_that_fails_says_so(workers: tuple[Server, list[psutil.Process]]) -> None:
+def test_a_stream_that_fails_ends_with_an_error(
+    workers: tuple[Server, list[psutil.Process]],
+) -> None:
     """The status comes as a number, which SGLang's OpenAI layer would take for no error."""
     server, _ = workers
     body = {"model": "pocket", "messages": [{"role": "user", "content": "x"}], "regex": "("}

@@ -319,7 +319,7 @@ class TestEngineFailure:
         assert served.client.forward(small(4)).tokens == [[42]] * 4
 
     @pytest.mark.parametrize("where", ["forward", "sample", "copy_pages"])
-    def test_one_rank_of_several_cannot_go_on(self, where: str) -> None:
+    def test_a_failed_rank_of_several_ends_the_driver(self, where: str) -> None:
         """The others wait for it in a collective operation; the request is aborted."""
 
         def spoil(engine: FakeEngine) -> None:

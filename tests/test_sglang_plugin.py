@@ -71,7 +71,7 @@ class TestCorpus:
         behind_the_last = [token for token, row in zip(tokens, rows, strict=True) if row.sum() == 2]
         assert sorted(behind_the_last) == [2, 3]
 
-    def test_nothing_known_is_padded(self) -> None:
+    def test_without_drafts_the_tree_is_padded(self) -> None:
         tokens, mask = NgramCorpus(draft_token_num=3).batch_get(["a"], [[4]], [1])
         assert tokens.tolist() == [4, 0, 0]
         assert mask.reshape(3, 3).tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
@@ -118,7 +118,7 @@ class TestCorpus:
         tokens, _ = corpus.batch_get(["b", "c"], [[6, 8], [1, outside]], [2, 2])
         assert tokens.tolist() == [8, 9, 1, 0, 0, 0]
 
-    def test_who_was_heard_and_does_not_decode_is_forgotten(self) -> None:
+    def test_a_request_that_ended_is_forgotten(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
         for number in range(2):
             corpus.hear(str(number), TEXT)

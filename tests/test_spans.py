@@ -147,7 +147,7 @@ def test_a_collector_that_is_down_costs_nothing_and_is_named_once(
     assert len(texts) == 2
 
 
-def test_what_found_no_room_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_spans_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     with collecting() as collector, caplog.at_level(logging.WARNING):
         take = once(Request(), lost=3)
         with SpanThread([take], collector.endpoint, service="s", model="m") as thread:
@@ -156,7 +156,7 @@ def test_what_found_no_room_is_counted(caplog: pytest.LogCaptureFixture) -> None
     assert "those of 3 requests were dropped" in caplog.text
 
 
-def test_spans_go_by_http_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_are_sent_by_http_if_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Collector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -187,7 +187,7 @@ def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         spans.check_tracing()
 
 
-def test_without_the_packages_a_start_says_what_to_install(
+def test_without_the_packages_a_start_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)

@@ -59,7 +59,7 @@ def test_a_start_imports_what_it_needs(llama_snapshot: Path, tmp_path: Path) -> 
 
 
 class TestModelModules:
-    def test_all_but_the_one_that_is_asked_for(self) -> None:
+    def test_all_but_the_requested_one(self) -> None:
         others = process.other_model_modules(frozenset({"Qwen3ForCausalLM"}))
         assert "qwen3" not in others
         assert len(others) > 150

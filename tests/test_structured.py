@@ -93,7 +93,7 @@ def test_every_sample_fits_its_schema(engine: Engine) -> None:
     assert engine.get_server_info()["internal_states"][0]["forced_tokens"] > before
 
 
-def test_forced_text_is_not_drawn(engine: Engine) -> None:
+def test_forced_text_is_not_sampled(engine: Engine) -> None:
     """It is written as the tokenizer writes it, so that a step goes over all of it."""
 
     def counts() -> tuple[int, int]:
@@ -167,7 +167,7 @@ def test_grammars_that_end_their_compiler_end_nothing_else(engine: Engine) -> No
     assert re.fullmatch("[0-9]{3}", answers[-1]["text"])
 
 
-def test_others_say_what_they_say_alone(engine: Engine) -> None:
+def test_other_requests_get_the_same_answers_as_alone(engine: Engine) -> None:
     words = (POCKET / "README.md").read_text().split()
     prompts = [" ".join(words[at : at + 12]) for at in range(0, 120, 15)]
     alone = engine.generate(prompts, GREEDY)
@@ -179,7 +179,7 @@ def test_others_say_what_they_say_alone(engine: Engine) -> None:
         jsonschema.validate(json.loads(answer["text"]), SCHEMAS[index % 10])
 
 
-def test_a_killed_driver_keeps_what_binds(engine: Engine) -> None:
+def test_a_killed_driver_keeps_grammars(engine: Engine) -> None:
     schema = fields(**{f"field_{index}": text(8) for index in range(6)})
     asked = [bound(schema, temperature=1.0, max_new_tokens=300)] * 8
     answers = engine.as_completed([f"Number {index}" for index in range(8)], asked)
@@ -221,7 +221,7 @@ def said(engine: Engine) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stop", ["本", "😎", "é", "\u200d", "k é", "!ok"])
-def test_a_character_is_never_cut(engine: Engine, said: list[dict[str, Any]], stop: str) -> None:
+def test_a_character_is_never_split(engine: Engine, said: list[dict[str, Any]], stop: str) -> None:
     for more in ({}, {"stream": True}, {"no_stop_trim": True}):
         ended = 0
         for whole, parts in zip(said, say(engine, **more, stop=["zz", stop]), strict=True):
@@ -301,7 +301,7 @@ def test_a_grammar_waits_for_the_end_of_thinking(engine: Engine) -> None:
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
 
 
-def test_a_parser_of_thinking_must_be_known() -> None:
+def test_an_unknown_reasoning_parser_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no reasoning parser 'qwen4'"):
         parse_arguments({"model_path": str(POCKET), "device": "cpu", "reasoning_parser": "qwen4"})
 

@@ -87,7 +87,7 @@ def test_what_is_installed_is_seen_without_an_import(
         check_versions({})
 
 
-def test_sources_know_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependencies_are_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no metadata where they are not installed."""
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(StartError, match=f"sglang cannot be found in {sys.prefix}"):

@@ -61,7 +61,7 @@ def engine_tokens(texts: Sequence[str]) -> list[list[int]]:
     return ModelTokenizer(POCKET).encode(texts)
 
 
-def test_a_batch_is_what_transformers_says(engine: Engine, reference: Reference) -> None:
+def test_a_batch_has_the_tokens_of_transformers(engine: Engine, reference: Reference) -> None:
     texts = prompts(100, seed=1)
     found = engine.generate(texts, GREEDY)
     check(reference, found, texts)
@@ -404,7 +404,7 @@ class TestShell:
             "assistant",
         ]
 
-    def test_what_was_said_is_in_the_cache(self, engine: Engine) -> None:
+    def test_generated_tokens_are_in_the_prefix_cache(self, engine: Engine) -> None:
         assert engine.tokenizer is not None
         engine.flush_cache()
         sampling = {"temperature": 0, "max_new_tokens": 12}
@@ -453,7 +453,7 @@ class TestShell:
         assert found.take("/stats")
 
 
-def test_a_shut_engine_says_so(tmp_path: Path) -> None:
+def test_a_shut_engine_refuses_calls(tmp_path: Path) -> None:
     """The whole command over a pipe, then an engine whose driver cannot start."""
     command = [sys.executable, "-m", "pie_driver_sglang", "shell", "--device", "cpu"]
     command += ["--model", str(POCKET), "--temperature", "0", "--max-new-tokens", "8"]

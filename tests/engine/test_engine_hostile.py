@@ -209,7 +209,7 @@ class TestHostileCalls:
         for name in ("a", "b", "c", *names, "never", 7):
             engine.end_session(name)  # type: ignore[arg-type]
 
-    def test_a_fork_refuses_and_the_engine_goes_on(self, engine: Engine) -> None:
+    def test_a_fork_refuses_and_the_engine_continues(self, engine: Engine) -> None:
         stream = engine.generate("a", {**SHORT, "max_new_tokens": 32}, stream=True)
         next(stream)
         pid = os.fork()

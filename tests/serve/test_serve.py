@@ -84,7 +84,7 @@ class TestOpenai:
         )
         assert len({choice.text for choice in drawn.choices}) > 1
 
-    def test_a_seed_fixes_what_is_drawn(self, client: Any) -> None:
+    def test_a_seed_fixes_the_samples(self, client: Any) -> None:
         def draw(seed: int) -> str:
             answer = client.completions.create(
                 model="m", prompt=PROMPT, temperature=3, top_p=1, max_tokens=8, seed=seed
@@ -209,7 +209,7 @@ class TestGenerate:
 
 class TestEnds:
     @pytest.mark.parametrize("beginning", ["job", "jo"])
-    def test_names_that_begin_alike_are_aborted_together(
+    def test_request_ids_with_one_prefix_are_aborted_together(
         self, server: Server, beginning: str
     ) -> None:
         """With a request of that very name, and without."""

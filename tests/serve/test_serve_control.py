@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 class TestProfile:
-    def test_a_profile_has_the_steps_that_were_asked_for(
-        self, server: Server, tmp_path: Path
-    ) -> None:
+    def test_a_profile_has_the_requested_steps(self, server: Server, tmp_path: Path) -> None:
         asked = {"output_dir": str(tmp_path), "profile_prefix": "mine", "profile_id": "p"}
         server.ask("/start_profile", asked)
         status, text = refusal(server, asked, "/start_profile")
@@ -77,7 +75,7 @@ class TestRefusals:
             ("/v1/embeddings", {"model": "m", "input": "x"}, "embedding"),
         ],
     )
-    def test_an_endpoint_that_is_not_served_says_why(
+    def test_an_unsupported_endpoint_names_the_reason(
         self, server: Server, path: str, body: dict[str, Any], words: str
     ) -> None:
         status, text = refusal(server, body, path)

@@ -28,7 +28,7 @@ def language(server: Server) -> Any:
 
 
 class TestPrograms:
-    def test_gen_goes_on_from_its_own_text(self, language: Any, server: Server) -> None:
+    def test_gen_continues_its_own_text(self, language: Any, server: Server) -> None:
         @language.function
         def program(s: Any) -> None:
             s += PROMPT
@@ -87,7 +87,7 @@ class TestPrograms:
 
         assert program.run(method=choices.token_length_normalized)["what"] == "i"
 
-    def test_a_regular_expression_binds(self, language: Any) -> None:
+    def test_a_regular_expression_constrains_the_answer(self, language: Any) -> None:
         @language.function
         def program(s: Any) -> None:
             s += "version = "

@@ -85,7 +85,7 @@ class TestMetrics:
 
 
 class TestDashboard:
-    def test_every_panel_asks_for_metrics_that_there_are(self, server: Server) -> None:
+    def test_every_panel_queries_existing_metrics(self, server: Server) -> None:
         assert len(list(server.stream([5, 6], 8))) > 1
         wait_until(lambda: total(server, "pie_runtime:steps_total") > 0, 10, "metrics")
         known = {key.partition("{")[0] for key in samples(server)}
