@@ -1,4 +1,4 @@
-"""Adapters on disk, as strangers may leave them: what is read, and how much memory it takes."""
+"""LoRA files of untrusted origin: which are read, and with how much memory."""
 
 from __future__ import annotations
 

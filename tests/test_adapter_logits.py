@@ -21,7 +21,7 @@ from support.process.adapter_driver import (
     OPTIONS,
     SLOTS,
     TOLERANCE,
-    Bench,
+    DriverHarness,
 )
 from support.process.traced_driver import start
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.engine
 )
 def served(
     request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
+) -> Iterator[DriverHarness]:
     """A driver with all adapters of `CONFIGS` loaded, more than host memory may keep.
 
     Qwen3 has one head of keys and values, which two ranks share, and a tied LM head.
@@ -46,9 +46,9 @@ def served(
     with contextmanager(start)(
         tmp_path_factory.mktemp(model), snapshot, ranks, **OPTIONS
     ) as traced:
-        bench = Bench(traced.driver, model, models_folder, traced)
-        bench.load_all(NAMES)
-        yield bench
+        harness = DriverHarness(traced.driver, model, models_folder, traced)
+        harness.load_all(NAMES)
+        yield harness
     assert not traced.driver.region.exists()
 
 
@@ -56,27 +56,29 @@ class TestParity:
     """Seven adapters and none, where a pass holds three and host memory four of them."""
 
     @pytest.mark.parametrize("length", [1, 17, CHUNK, 75])
-    def test_logits_of_a_mixed_batch_and_of_each_alone(self, served: Bench, length: int) -> None:
+    def test_logits_of_a_mixed_batch_and_of_each_alone(
+        self, served: DriverHarness, length: int
+    ) -> None:
         together = served.check_logits([*EVERYTHING, 0, *reversed(EVERYTHING)], length)
         for number in EVERYTHING:
             [alone] = served.check_logits([number], length)
             assert torch.tensor(alone).sub(torch.tensor(together[number])).abs().max() < TOLERANCE
 
-    def test_adapters_differ(self, served: Bench) -> None:
+    def test_adapters_differ(self, served: DriverHarness) -> None:
         """The tolerance tells the adapters apart."""
         rows = torch.tensor(served.check_logits(EVERYTHING, 20))
         for one, other in itertools.combinations(rows, 2):
             assert (one - other).abs().max() > 0.1
 
-    def test_greedy_decode(self, served: Bench) -> None:
+    def test_greedy_decode(self, served: DriverHarness) -> None:
         contexts = [served.start(number, 5 + 9 * number) for number in EVERYTHING]
         served.check_greedy(contexts, 12)
 
-    def test_steps_that_are_full_of_adapters(self, served: Bench) -> None:
+    def test_steps_that_are_full_of_adapters(self, served: DriverHarness) -> None:
         """What pads nine rows takes no slot beside theirs."""
         served.check_greedy([served.start(number, 9) for number in [1, 2, SLOTS] * 3], 3)
 
-    def test_batches_without_adapters_take_the_graph_path(self, served: Bench) -> None:
+    def test_batches_without_adapters_take_the_graph_path(self, served: DriverHarness) -> None:
         """Nothing stays of the adapters before, those of the LM head included."""
         assert served.traced is not None
         batches = [[0], [4], [0, 0], [0, 6], [0], [7], [0]]
@@ -87,7 +89,7 @@ class TestParity:
             path = "python" if any(numbers) else "graph"
             assert served.traced.paths()[before:] == [path] * 3, numbers
 
-    def test_prefill_beside_decode(self, served: Bench) -> None:
+    def test_prefill_beside_decode(self, served: DriverHarness) -> None:
         running = [served.start(number, 20) for number in (1, 0, 4)]
         prompt = random_tokens(tiny_models.VOCABULARY, 45, "joins")
         joining = [served.context(number) for number in (6, 1, 0)]
@@ -102,7 +104,7 @@ class TestParity:
             served.reference(context).check(context.tokens, found)
 
     @pytest.mark.parametrize("number", [1, 6, 7])
-    def test_drafts(self, served: Bench, number: int) -> None:
+    def test_drafts(self, served: DriverHarness, number: int) -> None:
         context = served.start(number, 21)
         anchor = context.tokens.pop()
         context.positions.pop()
@@ -115,7 +117,7 @@ class TestParity:
         assert replies[0] == drafts
 
     @pytest.mark.parametrize("number", [1, 4, 6])
-    def test_masks(self, served: Bench, number: int) -> None:
+    def test_masks(self, served: DriverHarness, number: int) -> None:
         """Rows that see the first token and the last few, beside requests without a mask."""
         tokens = random_tokens(tiny_models.VOCABULARY, 24, "masked")
         masks = [[0, 1, max(0, row - 5), min(row, 5)] for row in range(len(tokens))]
@@ -129,7 +131,7 @@ class TestParity:
         assert found == best
         served.references[2].check(tokens, plain)
 
-    def test_a_replay_a_fork_and_a_swapped_context(self, served: Bench) -> None:
+    def test_a_replay_a_fork_and_a_swapped_context(self, served: DriverHarness) -> None:
         number = 4
         context, other = served.start(number, 40), served.start(1, 40)
         token = context.tokens.pop()
@@ -161,8 +163,8 @@ def test_other_models(model: str, models_folder: Path, tmp_path: Path) -> None:
     snapshot = tiny_models.build(model, models_folder)
     options = {"enable_lora": True}
     with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
-        bench = Bench(driver, model, models_folder)
-        bench.load_all(["linear", "attention"])
-        bench.check_logits([0, 1, 2], 40)
-        bench.check_greedy([bench.start(number, 20) for number in (2, 0, 1)], 6)
+        harness = DriverHarness(driver, model, models_folder)
+        harness.load_all(["linear", "attention"])
+        harness.check_logits([0, 1, 2], 40)
+        harness.check_greedy([harness.start(number, 20) for number in (2, 0, 1)], 6)
     assert driver.stop() == 0

@@ -23,7 +23,7 @@ from support.process.adapter_driver import (
     OK,
     OPTIONS,
     UNSUPPORTED,
-    Bench,
+    DriverHarness,
     bound_logits,
 )
 from support.process.adapter_driver import fresh as fresh
@@ -176,22 +176,24 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def loader(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def loader(
+    models_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DriverHarness]:
     """A driver for loads that fail; adapter 1 is loaded."""
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path_factory.mktemp("loader"), snapshot, options=OPTIONS)
     with drivers.fork(config) as driver:
-        bench = Bench(driver, "llama", models_folder)
+        harness = DriverHarness(driver, "llama", models_folder)
         made = lora_adapters.make("llama", "linear", models_folder)
-        assert bench.client.adapter("Load", 1, str(made.adapter)) == OK
-        yield bench
+        assert harness.client.adapter("Load", 1, str(made.adapter)) == OK
+        yield harness
     assert driver.stop() == 0
 
 
 class TestRefusals:
     """What cannot be loaded or bound."""
 
-    def test_operations(self, loader: Bench) -> None:
+    def test_operations(self, loader: DriverHarness) -> None:
         call = loader.client.adapter
         for number in (0, 2**63 - 1, 2**63, 2**64 - 1):
             assert call("Load", number, "/a") == MALFORMED
@@ -205,7 +207,7 @@ class TestRefusals:
         loader.driver.logged("adapter 2 cannot be loaded from 'xxx", "File name too long")
         assert len(loader.driver.stderr()) < 20_000
 
-    def test_only_loaded_adapters_can_be_used(self, loader: Bench) -> None:
+    def test_only_loaded_adapters_can_be_used(self, loader: DriverHarness) -> None:
         numbers = [-1, 0, 1, -2, 2, 2**63 - 1, -(2**63), 1]
         tokens = random_tokens(tiny_models.VOCABULARY, 20, "bindings")
         contexts = [Context(loader.allocator, adapter_id=number) for number in numbers]
@@ -213,12 +215,12 @@ class TestRefusals:
         assert [len(found) for found in replies] == [1, 0, 1, 0, 0, 0, 0, 1]
         loader.references[0].check(tokens, replies[0])
 
-    def test_reasons(self, fresh: Bench) -> None:
+    def test_reasons(self, fresh: DriverHarness) -> None:
         for number in (0, -2, 5):
             assert bound_logits(fresh, number) is None
         fresh.driver.logged("adapter id 0 names nothing", "id -2 names", "adapter 5 is not loaded")
 
-    def test_an_adapter_of_a_request_without_tokens(self, loader: Bench) -> None:
+    def test_an_adapter_of_a_request_without_tokens(self, loader: DriverHarness) -> None:
         """A request without tokens may name anything."""
         reply = loader.client.forward([Request([], [], [], 1, adapter_id=99)])
         assert reply.tokens == [[]]
@@ -239,11 +241,11 @@ class TestRefusals:
         options = {**OPTIONS, "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
         snapshot = tiny_models.build("llama", models_folder)
         with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
-            bench = Bench(driver, "llama", models_folder)
-            assert bench.client.adapter("Load", 1, str(made.adapter)) == FAILED
-            bench.driver.logged("only targets k_proj, q_proj, v_proj", "lora_target_modules")
+            harness = DriverHarness(driver, "llama", models_folder)
+            assert harness.client.adapter("Load", 1, str(made.adapter)) == FAILED
+            harness.driver.logged("only targets k_proj, q_proj, v_proj", "lora_target_modules")
             attention = lora_adapters.make("llama", "attention", models_folder)
-            assert bench.client.adapter("Load", 1, str(attention.adapter)) == OK
+            assert harness.client.adapter("Load", 1, str(attention.adapter)) == OK
 
 
 def test_failed_loads_leave_nothing_behind(

@@ -23,7 +23,7 @@ from support.process.adapter_driver import (
     NAMES,
     OK,
     OPTIONS,
-    Bench,
+    DriverHarness,
     bound_logits,
 )
 from support.process.adapter_driver import fresh as fresh
@@ -41,7 +41,7 @@ class TestLife:
     """Loads, replacements and evictions."""
 
     @ON_ANY_RANKS
-    def test_a_second_load_replaces(self, fresh: Bench, made: lora_adapters.Made) -> None:
+    def test_a_second_load_replaces(self, fresh: DriverHarness, made: lora_adapters.Made) -> None:
         other = lora_adapters.make("llama", "ranks", fresh.folder)
         load = fresh.client.adapter
         assert bound_logits(fresh, 7) is None
@@ -59,7 +59,7 @@ class TestLife:
         assert bound_logits(fresh, 8) == second
 
     def test_a_failed_load_keeps_the_old_adapter_where_host_memory_is_short(
-        self, fresh: Bench
+        self, fresh: DriverHarness
     ) -> None:
         made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(LOADED)]
         moved = fresh.folder / "moved"
@@ -78,7 +78,7 @@ class TestLife:
 
     @ON_TWO_RANKS
     def test_a_load_that_fails_on_one_rank_fails_on_all(
-        self, fresh: Bench, made: lora_adapters.Made
+        self, fresh: DriverHarness, made: lora_adapters.Made
     ) -> None:
         leader = fresh.driver.process.pid
         [worker] = rc.children(leader)
@@ -98,14 +98,16 @@ class TestLife:
         assert bound_logits(fresh, 8) not in (before, None)
         assert bound_logits(fresh, 7) == before
 
-    def test_either_path_of_the_same_adapter(self, fresh: Bench, made: lora_adapters.Made) -> None:
+    def test_either_path_of_the_same_adapter(
+        self, fresh: DriverHarness, made: lora_adapters.Made
+    ) -> None:
         file = made.adapter / "adapter_model.safetensors"
         assert fresh.client.adapter("Load", 1, str(file)) == OK
         assert fresh.client.adapter("Load", 2**63 - 2, f"{made.adapter}/") == OK
         assert bound_logits(fresh, 1) == bound_logits(fresh, 2**63 - 2)
 
     @ON_ANY_RANKS
-    def test_an_evicted_adapter_comes_back(self, fresh: Bench) -> None:
+    def test_an_evicted_adapter_comes_back(self, fresh: DriverHarness) -> None:
         count = 2 * LOADED
         made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(count)]
         expected = []
@@ -124,14 +126,14 @@ class TestLife:
         snapshot = tiny_models.build("llama", models_folder)
         options = {**OPTIONS, "max_loras_per_batch": 1}
         with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
-            bench = Bench(driver, "llama", models_folder)
-            bench.load_all(NAMES)
+            harness = DriverHarness(driver, "llama", models_folder)
+            harness.load_all(NAMES)
             order = [one for pair in itertools.permutations(EVERYTHING, 2) for one in pair]
-            bench.check_logits(order, 6)
+            harness.check_logits(order, 6)
         assert driver.stop() == 0
 
     @pytest.mark.parametrize("how", ["removed", "changed", "broken"])
-    def test_only_requests_of_a_lost_adapter_fail(self, fresh: Bench, how: str) -> None:
+    def test_only_requests_of_a_lost_adapter_fail(self, fresh: DriverHarness, how: str) -> None:
         count = 2 * LOADED
         made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(count)]
         lost = fresh.folder / f"lost-{how}"
@@ -168,7 +170,9 @@ class TestLife:
         aside.rename(lost)
         assert bound_logits(fresh, 1) == before
 
-    def test_lost_requests_store_nothing(self, fresh: Bench, made: lora_adapters.Made) -> None:
+    def test_lost_requests_store_nothing(
+        self, fresh: DriverHarness, made: lora_adapters.Made
+    ) -> None:
         """Pages that a failed request names are what they were."""
         folder = fresh.folder / "vanishing"
         shutil.rmtree(folder, ignore_errors=True)

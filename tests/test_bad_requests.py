@@ -1,4 +1,4 @@
-"""Faulty requests in well-formed frames: they get no tokens, and the others keep theirs."""
+"""Faulty requests in well-formed frames: they get no tokens, the others keep theirs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.process.valid_requests import (
     OUT_OF_RANGE,
     PROMPT,
     UNSUPPORTED,
-    Good,
+    ValidClient,
     expect_status,
     good_request,
     tokens_request,
@@ -74,7 +74,7 @@ class TestFaultyRequest:
     """One request of a batch that cannot be served: empty ranges for it, nothing for the others."""
 
     @pytest.mark.parametrize("name", FAULTS)
-    def test_the_others_keep_their_tokens(self, good: Good, name: str) -> None:
+    def test_the_others_keep_their_tokens(self, good: ValidClient, name: str) -> None:
         faulty = FAULTS[name]()
         reply = good.client.forward([good_request(), faulty, good_request(context_id=8)])
         assert reply.status is None
@@ -83,12 +83,12 @@ class TestFaultyRequest:
         good.check()
 
     @pytest.mark.parametrize("name", FAULTS)
-    def test_a_faulty_request_alone_gets_no_tokens(self, good: Good, name: str) -> None:
+    def test_a_faulty_request_alone_gets_no_tokens(self, good: ValidClient, name: str) -> None:
         reply = good.client.forward([FAULTS[name]()])
         assert (reply.status, reply.tokens) == (None, [[]])
         good.check()
 
-    def test_all_of_them_in_one_batch(self, good: Good) -> None:
+    def test_all_of_them_in_one_batch(self, good: ValidClient) -> None:
         faulty = [make() for make in FAULTS.values()]
         reply = good.client.forward([*faulty, good_request(), *faulty])
         expected: list[list[int]] = [[] for _ in range(2 * len(FAULTS) + 1)]
@@ -97,7 +97,7 @@ class TestFaultyRequest:
         good.check()
 
     @pytest.mark.parametrize("name", FAULTS)
-    def test_no_kv_of_another_page_is_touched(self, good: Good, name: str) -> None:
+    def test_no_kv_of_another_page_is_touched(self, good: ValidClient, name: str) -> None:
         """A stored context continues as if the faulty request had never been sent."""
         prompt = list(range(40, 60))
         undisturbed = rc.greedy_tokens(good.client, prompt, 300, 3)
@@ -128,7 +128,7 @@ class TestFaultyRequest:
         ids=str,
     )
     def test_parameters_out_of_range_are_clamped(
-        self, good: Good, sampler: tuple[int, *tuple[float, ...]]
+        self, good: ValidClient, sampler: tuple[int, *tuple[float, ...]]
     ) -> None:
         other = rc.Context([4, 4, 4], [80, 81]).request(Sampler.greedy(), Sampler.greedy())
         frame = _core.encode_forward([good_request(), other])
@@ -137,22 +137,22 @@ class TestFaultyRequest:
         assert len(answer.tokens[1]) == 2
         assert all(0 <= token < 300 for token in answer.tokens[1])
 
-    def test_an_unknown_sampler_is_malformed(self, good: Good) -> None:
+    def test_an_unknown_sampler_is_malformed(self, good: ValidClient) -> None:
         expect_status(good, rc.with_sampler(good.frame, 0, 11), MALFORMED)
         expect_status(good, rc.with_sampler(good.frame, 0, 255), MALFORMED)
 
-    def test_an_embedding_sampler_gives_no_token(self, good: Good) -> None:
+    def test_an_embedding_sampler_gives_no_token(self, good: ValidClient) -> None:
         frame = _core.encode_forward([good_request(), bad()])
         answer = rc.decode(good.client.call(rc.with_sampler(frame, 2, 5)))
         assert answer.tokens == [good.answer, []]
 
-    def test_the_frame_of_the_protocol(self, good: Good) -> None:
+    def test_the_frame_of_the_protocol(self, good: ValidClient) -> None:
         # Its first token is 1000: outside of this vocabulary, as is 2000.
         assert rc.decode(good.client.call(A1)).tokens == [[], []]
         mended = rc.with_u32(rc.with_u32(A1, "token_ids", 0, 7), "token_ids", 1, 8)
         assert [len(tokens) for tokens in rc.decode(good.client.call(mended)).tokens] == [1, 1]
 
-    def test_drafts_without_their_positions_stay_within_the_model(self, good: Good) -> None:
+    def test_drafts_without_their_positions_stay_within_the_model(self, good: ValidClient) -> None:
         context = rc.Context([1] * 510, list(range(400, 433)))
         request = context.request(drafts=[2, 3, 4], last_page_len=14)
         reply = good.client.forward([good_request(), request])
@@ -184,7 +184,7 @@ class TestColdOperations:
     )
     def test_copy(
         self,
-        good: Good,
+        good: ValidClient,
         direction: int,
         sources: list[int],
         targets: list[int],
@@ -194,7 +194,7 @@ class TestColdOperations:
         frame = rc.copy_frame(direction, sources, targets, resource=resource)
         expect_status(good, frame, status)
 
-    def test_a_refused_copy_copies_nothing(self, good: Good) -> None:
+    def test_a_refused_copy_copies_nothing(self, good: ValidClient) -> None:
         page = GOOD_PAGES[0]
         good.check()
         expect_status(good, rc.copy_frame(2, [300, 4096], [page, 301]), OUT_OF_RANGE)
@@ -208,7 +208,7 @@ class TestColdOperations:
     @pytest.mark.parametrize(
         ("operation", "status"), [(0, UNSUPPORTED), (1, UNSUPPORTED), (2, 4), (3, 4), (4, -1)]
     )
-    def test_adapter(self, good: Good, operation: int, status: int, path: str) -> None:
+    def test_adapter(self, good: ValidClient, operation: int, status: int, path: str) -> None:
         expect_status(good, rc.adapter_frame(operation, path), status)
 
     def test_the_adapter_frames_are_those_of_the_protocol(self) -> None:
@@ -217,18 +217,18 @@ class TestColdOperations:
         long = rc.adapter_frame(0, "/adapters/llama-lora.safetensors")
         assert (len(long), long[64:72].hex()) == (328, "a0000000c0ffffff")
 
-    def test_an_adapter_path_that_is_no_text(self, good: Good) -> None:
+    def test_an_adapter_path_that_is_no_text(self, good: ValidClient) -> None:
         frame = bytearray(rc.adapter_frame(0, "/a/b"))
         frame[33] = 0xC0
         expect_status(good, bytes(frame), MALFORMED)
 
-    def test_an_unknown_operation(self, good: Good) -> None:
+    def test_an_unknown_operation(self, good: ValidClient) -> None:
         expect_status(good, rc.adapter_frame(5, ""), MALFORMED)
 
-    def test_health(self, good: Good) -> None:
+    def test_health(self, good: ValidClient) -> None:
         assert expect_status(good, rc.health_frame(7), 0).driver_id == 7
 
-    def test_an_unknown_payload(self, good: Good) -> None:
+    def test_an_unknown_payload(self, good: ValidClient) -> None:
         frame = bytearray(rc.health_frame())
         frame[8] = 4
         expect_status(good, bytes(frame), MALFORMED)
@@ -248,7 +248,7 @@ client.call(frame)
 class TestVanishingClient:
     """A client that is killed between its request and the answer."""
 
-    def test_while_its_batch_runs(self, good: Good, llama_driver: drivers.Driver) -> None:
+    def test_while_its_batch_runs(self, good: ValidClient, llama_driver: drivers.Driver) -> None:
         tokens = 512
         pages = list(range(500, 532))
         request = Request([7] * tokens, list(range(tokens)), pages, 16)
@@ -259,7 +259,9 @@ class TestVanishingClient:
             good.check()
 
     @pytest.mark.parametrize("frame", [b"", b"\xff" * 5000, rc.copy_frame(2, [7], [8])])
-    def test_whatever_it_sent(self, good: Good, llama_driver: drivers.Driver, frame: bytes) -> None:
+    def test_whatever_it_sent(
+        self, good: ValidClient, llama_driver: drivers.Driver, frame: bytes
+    ) -> None:
         with rc.Region(llama_driver.region) as region:
             self.send_and_die(llama_driver, region, frame)
         good.check()
@@ -285,7 +287,9 @@ class TestVanishingClient:
 class TestEndurance:
     """Thousands of bad frames leave no memory and no log lines over."""
 
-    def test_memory_and_log_stay_small(self, good: Good, llama_driver: drivers.Driver) -> None:
+    def test_memory_and_log_stay_small(
+        self, good: ValidClient, llama_driver: drivers.Driver
+    ) -> None:
         pid = llama_driver.process.pid
         self.flood(good, 500)
         memory, log = rc.resident_bytes(pid), len(llama_driver.stderr().splitlines())
@@ -295,7 +299,7 @@ class TestEndurance:
         good.check()
 
     def test_the_log_counts_suppressed_lines(
-        self, good: Good, llama_driver: drivers.Driver
+        self, good: ValidClient, llama_driver: drivers.Driver
     ) -> None:
         for _ in range(50):
             good.client.call(b"junk")
@@ -304,7 +308,7 @@ class TestEndurance:
         assert "Traceback" not in text
 
     @staticmethod
-    def flood(good: Good, count: int) -> None:
+    def flood(good: ValidClient, count: int) -> None:
         source = random.Random(count)
         faulty = [make() for make in FAULTS.values()]
         for number in range(count):

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and benches/RESULTS.md are what the records in benches/results generate."""
+"""docs/benchmarks.md and benches/RESULTS.md are generated from benches/results."""
 
 from __future__ import annotations
 

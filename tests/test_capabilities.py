@@ -234,8 +234,8 @@ class TestRequestBytes:
         assert launch.request_bytes(config_of(), hf_config) > 0
 
     def test_the_option_replaces_the_context_of_the_model(self) -> None:
-        asked = launch.request_bytes(config_of(context_length=1 << 20), self.HF)
-        assert asked > launch.request_bytes(config_of(), self.HF) + 32 * (1 << 19)
+        requested = launch.request_bytes(config_of(context_length=1 << 20), self.HF)
+        assert requested > launch.request_bytes(config_of(), self.HF) + 32 * (1 << 19)
 
     def test_grows_with_smaller_pages_and_more_requests(self) -> None:
         base = launch.request_bytes(config_of(), self.HF)

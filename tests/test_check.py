@@ -1,4 +1,4 @@
-"""`pie-sglang check` on configurations that a driver takes and refuses."""
+"""`pie-sglang check` on valid and invalid configurations."""
 
 from __future__ import annotations
 

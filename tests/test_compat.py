@@ -1,4 +1,4 @@
-"""Where SGLang is reached, what is missing there, and what the driver corrects in it.
+"""The compat layer: which names of SGLang it uses, and which faults it corrects.
 
 A probe that fails says that SGLang corrected its part: remove the correction that the probe names.
 """

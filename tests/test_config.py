@@ -1,4 +1,4 @@
-"""The launcher's file: what is accepted, and what every mistake says."""
+"""`driver.toml`: valid files, and the error of each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's own test kits against `pie-sglang serve`, and clients and tools that others wrote.
+"""SGLang's test kits, clients and tools of others against `pie-sglang serve`.
 
 `make test` runs what takes seconds on the embedded model, `make conformance` all of it. Tests that
 need a model with knowledge run where `PIE_CONFORMANCE_MODEL` names one, on the device that

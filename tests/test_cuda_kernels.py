@@ -1,4 +1,4 @@
-"""The kernels in CUDA C++ without a GPU: what NVRTC makes of them, and which rows they take.
+"""CUDA C++ kernels without a GPU: compilation by NVRTC, and tile configs.
 
 What they compute is checked on one: `benches/gpu/lone_check.py` and `batch_check.py`.
 """

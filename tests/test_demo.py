@@ -1,4 +1,4 @@
-"""The demo: what it shows, which model it takes, and one run from end to end."""
+"""The demo: its output, its model, and one run from end to end."""
 
 from __future__ import annotations
 

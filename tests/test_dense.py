@@ -1,4 +1,4 @@
-"""Dense layers of a decode step as few kernels, without a GPU."""
+"""Fused dense layers without a GPU: kernels against float64, and tile configs."""
 
 from __future__ import annotations
 

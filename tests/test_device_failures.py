@@ -1,4 +1,4 @@
-"""What fails on a device: memory that runs out at the start, and a device that is lost."""
+"""Device failures: out of memory at the start, and a lost device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TestFindLoss:
         assert find_loss("cpu") is None
 
     def test_a_gpu_that_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[int] = []
-        monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+        requested: list[int] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", requested.append)
         assert find_loss("cuda:3") is None
-        assert asked == [3]
+        assert requested == [3]
 
     def test_a_gpu_that_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "synchronize", _illegal_access)

@@ -1,4 +1,4 @@
-"""The documents as a whole: a tree with all pages, beginnings, and the way through *Start*."""
+"""The tree of documents: all pages are reachable, and *Start* is in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pie-sglang doctor` on machines that are good and bad, and what it sees of this one."""
+"""`pie-sglang doctor` on good and bad machines, and on this one."""
 
 from __future__ import annotations
 

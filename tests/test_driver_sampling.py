@@ -49,7 +49,7 @@ def exact_logits(llama_snapshot: Path) -> torch.Tensor:
         return model(torch.tensor([PROMPT])).logits[0]  # type: ignore[no-any-return]
 
 
-def draw(client: _core.Client, *samplers: Sampler, **changed: Any) -> list[int]:
+def sample(client: _core.Client, *samplers: Sampler, **changed: Any) -> list[int]:
     (tokens,) = client.forward([prompt_request(samplers, **changed)]).tokens
     return tokens
 
@@ -81,14 +81,14 @@ class TestDriver:
     def test_what_leaves_one_token_is_the_arg_max(
         self, client: _core.Client, exact_logits: torch.Tensor, sampler: Sampler
     ) -> None:
-        assert draw(client, *[sampler] * 3) == [int(exact_logits[-1].argmax())] * 3
+        assert sample(client, *[sampler] * 3) == [int(exact_logits[-1].argmax())] * 3
 
     @pytest.mark.parametrize("seed", [2, 7, 2**32 - 1])
     def test_a_seed_gives_the_same_token_in_every_pass_and_batch(
         self, client: _core.Client, seed: int
     ) -> None:
         seeded = [Sampler.multinomial(5.0, seed)] * 4
-        alone = draw(client, *seeded)
+        alone = sample(client, *seeded)
         other = rc.Context([9] * 30, [20, 21], context_id=5)
         noisy = other.request(Sampler.multinomial(3.0), Sampler.top_k(2.0, 9))
         batches = [
@@ -101,8 +101,8 @@ class TestDriver:
             assert alone in replies
 
     def test_seeds_positions_and_slots_draw_independently(self, client: _core.Client) -> None:
-        by_seed = draw(client, *[Sampler.multinomial(50.0, seed) for seed in range(2, 34)])
-        by_slot = draw(client, *[Sampler.multinomial(50.0, 2)] * 32)
+        by_seed = sample(client, *[Sampler.multinomial(50.0, seed) for seed in range(2, 34)])
+        by_slot = sample(client, *[Sampler.multinomial(50.0, 2)] * 32)
         rows = [(row, Sampler.multinomial(50.0, 2)) for row in range(len(PROMPT))]
         request = Request(PROMPT, list(range(7)), [3], 7, rows)
         (by_row,) = client.forward([request]).tokens
@@ -115,7 +115,7 @@ class TestDriver:
         self, client: _core.Client, seed: int
     ) -> None:
         samplers = [Sampler.multinomial(50.0, seed)] * 8
-        draws = {tuple(draw(client, *samplers)) for _ in range(6)}
+        draws = {tuple(sample(client, *samplers)) for _ in range(6)}
         assert len(draws) == 6
 
     @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ class TestDriver:
     def test_more_slots_than_are_computed_at_once(
         self, client: _core.Client, exact_logits: torch.Tensor
     ) -> None:
-        tokens = draw(client, *[Sampler.greedy(), Sampler.top_k(1.0, 1)] * 700)
+        tokens = sample(client, *[Sampler.greedy(), Sampler.top_k(1.0, 1)] * 700)
         assert tokens == [int(exact_logits[-1].argmax())] * 1400
 
     def test_top_k_never_leaves_the_k_best(
         self, client: _core.Client, exact_logits: torch.Tensor
     ) -> None:
-        drawn = draw(client, *[Sampler.top_k(100.0, 5)] * 400)
-        assert set(drawn) == set(exact_logits[-1].topk(5).indices.tolist())
+        sampled = sample(client, *[Sampler.top_k(100.0, 5)] * 400)
+        assert set(sampled) == set(exact_logits[-1].topk(5).indices.tolist())
 
     @pytest.mark.parametrize("seeded", [True, False])
     def test_samples_follow_the_distribution(
@@ -178,14 +178,14 @@ class TestDriver:
     ) -> None:
         count = 4000
         seeds = range(2, count + 2) if seeded else [0] * count
-        drawn = Counter(draw(client, *[Sampler.multinomial(2.0, seed) for seed in seeds]))
+        sampled = Counter(sample(client, *[Sampler.multinomial(2.0, seed) for seed in seeds]))
         exact = torch.softmax(exact_logits[-1].double() / 2.0, -1)
         likely = [token for token in range(300) if exact[token] * count >= 20]
         assert len(likely) >= 5
         for token in likely:
             expected = float(exact[token]) * count
             # Six standard deviations of the count: one run in millions fails by chance.
-            assert abs(drawn[token] - expected) < 6 * math.sqrt(expected)
+            assert abs(sampled[token] - expected) < 6 * math.sqrt(expected)
 
     def test_a_greedy_continuation_is_that_of_the_reference(
         self, client: _core.Client, llama_snapshot: Path

@@ -1,4 +1,4 @@
-"""The HTTP edge without a model: connections with limits, levels of access, keys and flags."""
+"""The HTTP server without a model: connection limits, flags and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Edge(NamedTuple):
         found.settimeout(READ_S)
         return found
 
-    def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
+    def fetch(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=READ_S)
         with contextlib.closing(connection):
             connection.request(method, path, body or None)
@@ -120,7 +120,7 @@ def status_of(answer: bytes) -> int:
 
 def test_requests_within_the_limits_are_served() -> None:
     with edge() as server:
-        assert server.ask("/", b"x" * 300_000) == (200, b"300000")
+        assert server.fetch("/", b"x" * 300_000) == (200, b"300000")
         # One after the other on one connection, and the next before the answer to the first.
         with server.connect() as connection:
             one = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
@@ -150,7 +150,7 @@ def test_a_body_that_is_too_large_is_answered_at_once(declared: bool) -> None:
             answer = read_all(connection)
         assert status_of(answer) == 413
         assert b"--max-body-bytes" in answer
-        assert server.ask("/", b"abc") == (200, b"3")
+        assert server.fetch("/", b"abc") == (200, b"3")
         wait_for(lambda: server.usage.body_bytes == 0)
 
 
@@ -160,7 +160,7 @@ def test_headers_that_are_too_large_are_answered() -> None:
             with server.connect() as connection:
                 connection.sendall(head)
                 assert status_of(read_all(connection)) == 431
-        assert server.ask("/", b"abc")[0] == 200
+        assert server.fetch("/", b"abc")[0] == 200
 
 
 def test_a_request_that_does_not_come_is_given_up() -> None:
@@ -177,7 +177,7 @@ def test_silent_connections_are_closed_for_others() -> None:
     with edge(max_connections=20) as server, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(server.connect()) for _ in range(200)]
         for _ in range(5):
-            assert server.ask("/", b"abc") == (200, b"3")
+            assert server.fetch("/", b"abc") == (200, b"3")
         # The oldest had to go, and the last are there.
         assert read_all(silent[0]) == b""
         assert len(server.server.server_state.connections) <= 21
@@ -219,12 +219,12 @@ def test_an_answer_that_nobody_reads_is_given_up() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n")
         assert server.server.gone.wait(READ_S)
-        assert server.ask("/", b"abc") == (200, b"3")
+        assert server.fetch("/", b"abc") == (200, b"3")
 
 
 def test_an_early_answer_lets_the_rest_of_the_body_pass() -> None:
     with edge() as server:
-        assert server.ask("/early", b"x" * 3_000_000) == (200, b"0")
+        assert server.fetch("/early", b"x" * 3_000_000) == (200, b"0")
         wait_for(lambda: server.usage.body_bytes == 0)
 
 

@@ -1,4 +1,4 @@
-"""The public engine's LoRA adapters, against models that PEFT has merged them into."""
+"""LoRA adapters of `Engine`, against models that PEFT has merged them into."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists that do not fit a frame together, on a real driver: rows take turns, neighbours go on."""
+"""Requests whose lists do not fit one frame: steps alternate, neighbours continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pie-sglang serve --front gateway`: the real gateway over our runtime, asked by real clients."""
+"""`pie-sglang serve --front gateway`: the smg gateway over our runtime, with real clients."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from support.models.reference import GAP, Reference
 from support.models.tiny_models import POCKET
 from support.process import fork_server
 from support.servers import sglang_test_kits
-from support.servers.gateway_client import PROMPT, asking, complete, refusal, scrape
+from support.servers.gateway_client import PROMPT, complete, openai_client, refusal, scrape
 from support.servers.gateway_server import ADMIN, GatewayServer, running
 from support.servers.many_streams import flood_completions
 from support.servers.otel_collector import (
     STAGES,
     Collector,
-    ask_traced,
     check_stages,
     collecting,
     parent_of,
+    traced_request,
 )
 from support.servers.pie_server import wait_until
 from support.servers.server_metrics import DASHBOARD
@@ -80,7 +80,7 @@ def frontend(
 
 @pytest.fixture(scope="module")
 def client(frontend: GatewayServer) -> Iterator[Any]:
-    with asking(frontend.url) as client:
+    with openai_client(frontend.url) as client:
         yield client
 
 
@@ -146,16 +146,16 @@ class TestText:
         assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
     def test_a_seed_fixes_the_samples(self, client: Any) -> None:
-        def draw(seed: int) -> str:
+        def sample(seed: int) -> str:
             answer = client.completions.create(
                 model="pocket", prompt=PROMPT, temperature=1, max_tokens=16, seed=seed
             )
             text: str = answer.choices[0].text
             return text
 
-        first = draw(1)
-        assert draw(1) == first
-        assert any(draw(seed) != first for seed in (2, 3, 4))
+        first = sample(1)
+        assert sample(1) == first
+        assert any(sample(seed) != first for seed in (2, 3, 4))
 
     def test_penalties_reach_the_sampler(self, client: Any) -> None:
         plain = complete(client, tokens=24).choices[0].text
@@ -286,8 +286,10 @@ class TestMetrics:
             if panel["title"] == "Time in the queue":
                 continue
             for target in panel.get("targets", ()):
-                asked = target["expr"].split(" or ")
-                names = [re.findall(r"\b(?:sglang:|pie_engine:|smg_)\w+", each) for each in asked]
+                requested = target["expr"].split(" or ")
+                names = [
+                    re.findall(r"\b(?:sglang:|pie_engine:|smg_)\w+", each) for each in requested
+                ]
                 assert any(found and set(found) <= known for found in names), target["expr"]
 
 
@@ -334,10 +336,10 @@ class TestEnds:
         wait_until(lambda: requests(frontend) == 0, 30, "all have ended")
 
     def test_the_frontend_reports_its_health(self, frontend: GatewayServer) -> None:
-        frontend.ask("/health")
-        frontend.ask("/readiness")
+        frontend.fetch("/health")
+        frontend.fetch("/readiness")
         wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
-        [worker] = json.loads(frontend.ask("/workers"))["workers"]
+        [worker] = json.loads(frontend.fetch("/workers"))["workers"]
         assert worker["runtime_type"] == "vllm"
 
 
@@ -347,7 +349,7 @@ class TestTraces:
         self, frontend: GatewayServer, collector: Collector, samples: int
     ) -> None:
         body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 6, "n": samples}
-        answer = ask_traced(frontend, samples, "/v1/completions", body)
+        answer = traced_request(frontend, samples, "/v1/completions", body)
         found = collector.trace(samples, {"Scheduler", *STAGES, "http_request", "grpc_execute"})
         assert found["http_request"].parent == parent_of(samples)[1]
         check_stages(found, found["grpc_execute"])

@@ -1,4 +1,4 @@
-"""Which flags `pie-sglang serve --front gateway` takes, and what becomes of them."""
+"""Flags of `pie-sglang serve --front gateway`."""
 
 from __future__ import annotations
 

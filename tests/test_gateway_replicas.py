@@ -21,7 +21,7 @@ import pytest
 
 from support.models.tiny_models import POCKET
 from support.process import fork_server
-from support.servers.gateway_client import Scrape, asking, complete, refusal, scrape
+from support.servers.gateway_client import Scrape, complete, openai_client, refusal, scrape
 from support.servers.pie_server import START_S, wait_until
 from support.servers.sglang_server import free_ports
 
@@ -61,9 +61,9 @@ def test_two_replicas_share_the_work_by_what_they_have_cached(
         url = f"http://127.0.0.1:{port}"
         smg = stack.enter_context(started(gateway, gateway_log))
         wait_until(lambda: is_ready(url) or smg.poll() is not None, 60, "the gateway starts")
-        stranger = stack.enter_context(asking(url, "wrong"))
+        stranger = stack.enter_context(openai_client(url, "wrong"))
         assert refusal(lambda: complete(stranger))[0] == 401
-        client = stack.enter_context(asking(url, "secret"))
+        client = stack.enter_context(openai_client(url, "secret"))
         share_by_family(client)
         show_each_replica(metrics, gateway=True)
         lose_the_drivers(process, client)
@@ -94,7 +94,7 @@ def share_by_family(client: Any) -> None:
     """
     places: dict[str, Counter[str]] = {}
 
-    def ask(family: str, turn: int) -> None:
+    def send(family: str, turn: int) -> None:
         answer = client.completions.with_raw_response.create(
             model="pocket", prompt=f"{family} " * 60 + str(turn), max_tokens=4, temperature=0
         )
@@ -102,10 +102,10 @@ def share_by_family(client: Any) -> None:
 
     while len(places) < 4 or len({worker for seen in places.values() for worker in seen}) < 2:
         assert len(places) < 32, places
-        ask(f"{len(places)} family", 0)
+        send(f"{len(places)} family", 0)
     for turn in range(1, 5):
         for family in list(places):
-            ask(family, turn)
+            send(family, turn)
     assert all(max(seen.values()) >= 4 for seen in places.values()), places
 
 

@@ -1,4 +1,4 @@
-"""The checks that need a GPU: their arguments, their registry, and the record that each leaves."""
+"""The GPU checks: arguments, registry and records."""
 
 from __future__ import annotations
 

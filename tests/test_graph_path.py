@@ -1,4 +1,4 @@
-"""The graph path on the CPU: the same tokens as the Python path, and who takes what."""
+"""The graph path on the CPU: the same tokens as the Python path, and which batches take it."""
 
 from __future__ import annotations
 

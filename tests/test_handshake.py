@@ -1,4 +1,4 @@
-"""The two lines that the runtime waits for."""
+"""The two lines of the handshake."""
 
 from __future__ import annotations
 

@@ -81,13 +81,17 @@ def target(
             flags = ("--scheduler", "pie", "--served-model-name", "pocket", *LORA)
             serving = pie_server.running(folder, *flags, python=forked_python)
             server, process = stack.enter_context(serving)
-            pid, path, ask = process.pid, "/generate", attack_clients.ask_sglang
+            pid, path, send = process.pid, "/generate", attack_clients.generate_by_sglang
         else:
             pytest.importorskip("smg")
             server = stack.enter_context(gateway_server.running(folder))
-            pid, path, ask = server.process.pid, "/v1/completions", attack_clients.ask_openai
+            pid, path, send = (
+                server.process.pid,
+                "/v1/completions",
+                attack_clients.complete_by_openai,
+            )
         address = Address.of(server.url)
-        neighbours = Neighbours(lambda number: ask(address, number))
+        neighbours = Neighbours(lambda number: send(address, number))
         processes = [psutil.Process(pid), *fork_server.family(pid)]
         with neighbours:
             yield Target(request.param, address, path, neighbours, processes, marker)
@@ -208,12 +212,12 @@ def engine(forked_python: str) -> Iterator[tuple[Engine, Neighbours]]:
     with mock.patch.object(sys, "executable", forked_python):
         found = Engine(model_path=str(POCKET), device="cpu")
 
-    def ask(number: int) -> Any:
+    def send(number: int) -> Any:
         params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
         prompt = [20 + 7 * number, 300 + number, 9]
         return found.generate(input_ids=prompt, sampling_params=params)["output_ids"]
 
-    with found, Neighbours(ask) as neighbours:
+    with found, Neighbours(send) as neighbours:
         yield found, neighbours
 
 
@@ -237,9 +241,9 @@ class TestEngine:
         found, neighbours = engine
 
         def attack(row: Row) -> set[str]:
-            asked = hostile_requests.for_engine(row)
+            requested = hostile_requests.for_engine(row)
             with ThreadPoolExecutor(row.copies) as pool:
-                call = lambda: found.generate(**asked)  # noqa: E731
+                call = lambda: found.generate(**requested)  # noqa: E731
                 ends = [pool.submit(refused_well, call) for _ in range(row.copies)]
                 return {wrong for end in ends if (wrong := end.result()) is not None}
 

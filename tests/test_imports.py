@@ -1,4 +1,4 @@
-"""No product file imports itself by way of others."""
+"""No product file imports itself through others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests change it; see `quick_interpreter.py`."""
+"""The changed Triton interpreter; see `support/kernels/fast_interpreter.py`."""
 
 from __future__ import annotations
 

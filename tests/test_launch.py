@@ -1,4 +1,4 @@
-"""What the driver announces, and how large its request buffers are."""
+"""The start of a driver: command line, failures before the handshake ends, and signals."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class TestStoppedFromOutside:
 def test_a_model_with_code_of_its_own_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told(**options: Any) -> list[str]:
+    def warnings_of(**options: Any) -> list[str]:
         caplog.clear()
         model = ModelSection(snapshot_dir=tmp_path)
         config = msgspec.structs.replace(config_of(**options), model=model)
@@ -237,11 +237,11 @@ def test_a_model_with_code_of_its_own_is_named(
 
     (tmp_path / "config.json").write_text('{"model_type": "x"}')
     (tmp_path / "tokenizer_config.json").write_text("[broken")
-    assert told() == []
+    assert warnings_of() == []
     code = {"auto_map": {"AutoModel": "modeling_x.X"}}
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(code))
-    [line] = told()
+    [line] = warnings_of()
     assert "`auto_map` in config.json, tokenizer_config.json" in line
     assert "`trust_remote_code = false`" in line
-    assert told(trust_remote_code=False) == []
+    assert warnings_of(trust_remote_code=False) == []

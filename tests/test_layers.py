@@ -1,4 +1,4 @@
-"""The packages keep to their layers: names that mean one thing, imports that go one way."""
+"""Package layering: imports in one direction, and one meaning for each public name."""
 
 from __future__ import annotations
 

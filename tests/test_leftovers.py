@@ -1,4 +1,4 @@
-"""Servers one of whose processes is killed: everything ends, and nothing stays of it."""
+"""Servers after a SIGKILL of one process: the others end, and nothing is left over."""
 
 from __future__ import annotations
 

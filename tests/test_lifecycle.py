@@ -1,4 +1,4 @@
-"""Start, handshake and every way in which a driver ends."""
+"""Start, handshake and every end of a driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of log-probabilities against SGLang's own: its sampler's, and those of its prompts."""
+"""Logprobs against SGLang's sampler and its prompt logprobs."""
 
 from __future__ import annotations
 

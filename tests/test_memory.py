@@ -1,4 +1,4 @@
-"""The memory of models that start, of those that cannot, and what is said about it."""
+"""Planned and used memory of models that start, and the errors of those that do not fit."""
 
 from __future__ import annotations
 

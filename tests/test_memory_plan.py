@@ -1,4 +1,4 @@
-"""The memory plan: what it leaves free, what it refuses, and whether its way out is one."""
+"""The memory plan: its rows, defaults and formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/supported-models.md for the CPU: each cell is found out again."""
+"""The CPU table of docs/supported-models.md, cell by cell."""
 
 from __future__ import annotations
 

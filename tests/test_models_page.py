@@ -1,4 +1,4 @@
-"""The first table of docs/supported-models.md says what its other tables say."""
+"""The first table of docs/supported-models.md agrees with its other tables."""
 
 from __future__ import annotations
 

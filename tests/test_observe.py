@@ -1,4 +1,4 @@
-"""What a driver says while it serves: the line of figures, the metrics, JSON logs."""
+"""Observability of a driver: the metrics line, Prometheus metrics, JSON logs."""
 
 from __future__ import annotations
 

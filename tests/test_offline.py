@@ -1,4 +1,4 @@
-"""The offline engine without drivers: text, tokens, parameters, arguments, outputs."""
+"""The offline engine without drivers: outputs, requests and shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[driver.options]`: the driver's keys, SGLang's fields, and what is refused."""
+"""`[driver.options]`: the driver's keys, SGLang's fields, and refusals."""
 
 from __future__ import annotations
 

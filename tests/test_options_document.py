@@ -1,4 +1,4 @@
-"""`docs/options.md` is what the definitions of the options generate."""
+"""`docs/options.md` is generated from the options."""
 
 from __future__ import annotations
 

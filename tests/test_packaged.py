@@ -1,4 +1,4 @@
-"""Models of a Python package index: pinned, converted once, whole or not there.
+"""Models from a Python package index: pinned, converted once, complete or absent.
 
 The index is a folder with a small wheel, so nothing is downloaded.
 """

@@ -1,4 +1,4 @@
-"""The attention backend `pie`: its kernels and its place in a model, without a GPU."""
+"""The attention backend `pie` without a GPU: kernels, and models that use it."""
 
 from __future__ import annotations
 

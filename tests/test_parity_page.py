@@ -1,4 +1,4 @@
-"""docs/sglang-parity.md: every feature says who serves it, why not us, and which test holds it."""
+"""docs/sglang-parity.md: every feature has its owner, a reason and a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers of the benchmarks: what can be checked of them without a GPU."""
+"""Benchmark peers, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of pages between buffers of the device and a pool of the host, against lists."""
+"""Page copies between device buffers and a host pool, against lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sampler and every logit mask, against float64 distributions of transformers' logits."""
+"""Samplers and logit masks, against float64 distributions of transformers' logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds the code: the preflight, workflows, packaging, the image, examples."""
+"""Preflight, workflows, packaging, image and examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/pie-protocol.md says what the code does: layouts, constants, names and examples."""
+"""docs/pie-protocol.md agrees with the code: layouts, constants, names and examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index in SGLang: the same as SGLang's own tree, in its scheduler and over HTTP."""
+"""The prefix index in SGLang: equal to SGLang's radix tree, in its scheduler and over HTTP."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class TestServer:
         prompt = text(6, 90)
         parts = server.stream(prompt, 300, rid="to-abort")
         next(parts)
-        server.ask("/abort_request", {"rid": "to-abort"})
+        server.fetch("/abort_request", {"rid": "to-abort"})
         assert len(list(parts)[-1]) < 300
         tokens, cached = server.generate(prompt, 8)
         assert cached == 89

@@ -324,7 +324,7 @@ def slot_batches(vocab: int) -> Iterator[list[Request]]:
             for number, context in enumerate(contexts)
         ]
     # Each rank has log-probabilities of its own slots, of some of them none.
-    asked = [
+    requested = [
         Extension(logprobs=4, logprobs_of=[page], presence_penalty=1.5) if page % 3 else None
         for page in range(64)
     ]
@@ -332,7 +332,7 @@ def slot_batches(vocab: int) -> Iterator[list[Request]]:
         rc.Context([page], [page], context_id=1 + page).request(
             samplers[page % 5], extension=extension
         )
-        for page, extension in enumerate(asked)
+        for page, extension in enumerate(requested)
     ]
 
 

@@ -74,7 +74,7 @@ def listening_places(pid: int) -> list[tuple[str, str]]:
     return found
 
 
-def ask(driver: drivers.Driver | rc.Start, count: int = 3) -> list[list[int]]:
+def greedy_tokens(driver: drivers.Driver | rc.Start, count: int = 3) -> list[list[int]]:
     """Greedy tokens of a prompt and what follows it."""
     client, tokens, found = driver.client(), [5, 9, 77, 3, 41], []
     start = 0
@@ -138,17 +138,17 @@ class TestEnds:
             assert len(pids) == 2
             for pid in pids:
                 assert set(listening(pid)) <= set(LOCAL)
-            tokens = ask(driver)
+            tokens = greedy_tokens(driver)
         assert driver.stop() == 0
         rc.eventually(lambda: shared_memory() <= before, "nothing left behind")
         rc.eventually(lambda: not is_running(pids[1]), "the worker's end", END_S)
         with drivers.fork(drivers.write_config(tmp_path, llama_snapshot)) as alone:
-            assert ask(alone) == tokens
+            assert greedy_tokens(alone) == tokens
 
     def test_strangers_cost_no_descriptors(self, ready: tuple[rc.Start, int]) -> None:
         """Ranks on the CPU listen on the loopback interface, but take nobody in any more."""
         start, worker = ready
-        ask(start)
+        greedy_tokens(start)
         pids = [start.process.pid, worker]
         before = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
         ports = [port for pid in pids for port in listening_ports(pid)]
@@ -161,13 +161,13 @@ class TestEnds:
                     stranger.connect(("127.0.0.1", port))
                     stranger.send(b"garbage" * 100)
                     taken += 1
-        ask(start)
+        greedy_tokens(start)
         assert taken == 0
         assert [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids] == before
 
     def test_a_killed_worker_ends_the_driver(self, ready: tuple[rc.Start, int]) -> None:
         start, worker = ready
-        ask(start)
+        greedy_tokens(start)
         os.kill(worker, signal.SIGKILL)
         assert start.process.wait(END_S) == 1
         assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
@@ -201,10 +201,10 @@ class TestEnds:
     ) -> None:
         start, worker = ready
         os.kill(worker, number)
-        ask(start)
+        greedy_tokens(start)
         os.kill(start.process.pid, number)
         if number == signal.SIGINT:
-            ask(start)
+            greedy_tokens(start)
             os.kill(start.process.pid, signal.SIGTERM)
         assert start.process.wait(END_S) == 0
         assert not start.region.exists()
@@ -278,7 +278,7 @@ class TestEnds:
     def test_a_worker_that_fails_in_a_command_ends_the_driver(self, config: Path) -> None:
         with rc.forked(config, with_a_broken_copy, "") as start:
             start.wait_until_ready()
-            ask(start)
+            greedy_tokens(start)
             client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
             with rc.background(lambda: client.copy("D2D", [5], [6])):
                 assert start.process.wait(5.0) == 1

@@ -1,4 +1,4 @@
-"""What strided tensors cover of a piece of memory."""
+"""Byte ranges that strided tensors cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime of our own, against real drivers on the CPU."""
+"""Our runtime with real drivers on the CPU."""
 
 from __future__ import annotations
 

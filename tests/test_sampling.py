@@ -1,4 +1,4 @@
-"""Sampling: the token sampler against exact probabilities, and a driver's draws."""
+"""The sampler against exact probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers and penalties against SGLang's own: its penalizers, its logit bias, its sampler."""
+"""Samplers and penalties against SGLang's penalizers, logit bias and sampler."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_stream_that_fails_ends_with_an_error(
     for _ in range(6):
         status, reason = refusal(server, body, "/v1/chat/completions")
         assert (status, "the regular expression is wrong" in reason) == (400, True)
-        lines = server.ask("/v1/chat/completions", {**body, "stream": True}).splitlines()
+        lines = server.fetch("/v1/chat/completions", {**body, "stream": True}).splitlines()
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         [error] = [event["error"] for event in events if "error" in event]
         assert "the regular expression is wrong" in error["message"]

@@ -1,4 +1,4 @@
-"""The generated list is that of the installed SGLang (its import takes some ten seconds)."""
+"""The generated list of server arguments is that of the installed SGLang."""
 
 from __future__ import annotations
 

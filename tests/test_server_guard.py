@@ -1,4 +1,4 @@
-"""What a server leaves behind, and who removes it: processes that make files and are killed."""
+"""Files of killed servers, and their removal by the next one."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ class TestProbes:
         assert engine.copies == [(direction, [0], [0]) for direction in directions]
 
 
-def ask(client: _core.Client, where: str) -> bool:
+def call_fails(client: _core.Client, where: str) -> bool:
     """Asks for what fails there; whether the answer says so."""
     if where == "copy_pages":
         return client.copy("D2D", [1], [2]) == 5
@@ -353,7 +353,7 @@ class TestEngineFailure:
         spoil(engine)
         server.serve(planner, engine.block.data, lambda kind, text: None)
         client = _core.Client(name, timeout_s=20.0)
-        with rc.background(lambda: ask(client, where)) as answers:
+        with rc.background(lambda: call_fails(client, where)) as answers:
             try:
                 serve(server, engine, None)
             finally:
@@ -462,7 +462,7 @@ class TestStop:
         client = _core.Client(name, timeout_s=10.0)
         with (
             rc.background(client.health) as health,
-            rc.background(lambda: ask(client, "forward")) as asked,
+            rc.background(lambda: call_fails(client, "forward")) as requested,
         ):
             with rc.Region(Path("/dev/shm", name.removeprefix("/"))) as region:
                 rc.eventually(
@@ -470,7 +470,7 @@ class TestStop:
                     "the requests",
                 )
             server.unlink()
-        assert asked == [True]
+        assert requested == [True]
         assert health == [rc.ABORT_STATUS]
 
     def test_a_waiting_server_is_stopped_by_another_thread(self) -> None:

@@ -1,4 +1,4 @@
-"""The n-gram drafter as SGLang's plugin: in where it is asked for, and right in what it drafts."""
+"""The n-gram drafter as a plugin of SGLang."""
 
 from __future__ import annotations
 

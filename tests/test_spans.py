@@ -1,4 +1,4 @@
-"""Spans of requests: what is made of a request, and collectors that are slow or gone."""
+"""OpenTelemetry spans of requests, and slow or lost collectors."""
 
 from __future__ import annotations
 
@@ -127,15 +127,15 @@ def test_a_collector_that_is_down_costs_nothing_and_is_named_once(
 ) -> None:
     monkeypatch.setattr(spans, "EXPORT_PERIOD_S", 0.01)
     [port] = free_ports(1)
-    asked = threading.Event()
+    requested = threading.Event()
 
     def take() -> tuple[list[Any], int]:
-        asked.set()
+        requested.set()
         return [Request()] * 200, 0
 
     with caplog.at_level(logging.WARNING):
         thread = SpanThread([take], f"127.0.0.1:{port}", service="s", model="m")
-        assert asked.wait(10)
+        assert requested.wait(10)
         began = time.monotonic()
         thread.close()
         assert time.monotonic() - began < 4.5

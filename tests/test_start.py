@@ -1,4 +1,4 @@
-"""What a start imports, what it leaves alone, and what it begins early."""
+"""Imports and threads of a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of the steps."""
+"""The step trace."""
 
 from __future__ import annotations
 

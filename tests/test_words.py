@@ -1,4 +1,4 @@
-"""Links lead somewhere, and documents name only what exists."""
+"""Links of documents resolve, and the names in them exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public engine with real drivers: greedy tokens in any order, streams, ends, commands."""
+"""`Engine` with real drivers: greedy tokens in any order, streams, aborts, commands."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_batch_has_the_tokens_of_transformers(engine: Engine, reference: Refer
     texts = prompts(100, seed=1)
     found = engine.generate(texts, GREEDY)
     check(reference, found, texts)
-    counts = settled(engine)
+    counts = idle_counters(engine)
     # Prefixes were found, and the pool was too small for all.
     assert counts["cached_tokens"] > 0
     assert counts["retractions"] > 0
@@ -78,12 +78,12 @@ def test_any_order_of_arrival_gives_the_same(engine: Engine, reference: Referenc
     random.Random(3).shuffle(order)
     found: dict[int, dict[str, Any]] = {}
 
-    def ask(mine: Sequence[int]) -> None:
+    def request(mine: Sequence[int]) -> None:
         for index in mine:
             time.sleep(random.Random(index).random() / 50)
             found[index] = engine.generate(texts[index], GREEDY)
 
-    threads = [threading.Thread(target=ask, args=(order[first::8],)) for first in range(8)]
+    threads = [threading.Thread(target=request, args=(order[first::8],)) for first in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,11 +140,11 @@ def test_coroutines_wait_side_by_side(engine: Engine) -> None:
             last = found
         return last
 
-    async def ask() -> list[dict[str, Any]]:
-        asked = [engine.async_generate(text, GREEDY) for text in texts[:3]]
-        return list(await asyncio.gather(*asked, *map(stream, texts[3:])))
+    async def request() -> list[dict[str, Any]]:
+        requested = [engine.async_generate(text, GREEDY) for text in texts[:3]]
+        return list(await asyncio.gather(*requested, *map(stream, texts[3:])))
 
-    found = asyncio.run(ask())
+    found = asyncio.run(request())
     assert [answer["text"] for answer in found] == [answer["text"] for answer in whole]
 
 
@@ -184,11 +184,13 @@ def test_a_coroutine_that_is_cancelled_leaves_nothing(
     monkeypatch.setattr(engine.tokenizer, "encode", slow)
 
     async def leave() -> None:
-        asked = asyncio.ensure_future(engine.async_generate("a", {**GREEDY, "max_new_tokens": 900}))
+        requested = asyncio.ensure_future(
+            engine.async_generate("a", {**GREEDY, "max_new_tokens": 900})
+        )
         await asyncio.sleep(0.1)
-        asked.cancel()
+        requested.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await requested
         # Its thread hands the request in all the same.
         await asyncio.sleep(0.5)
 
@@ -257,10 +259,10 @@ def test_a_caller_that_leaves_costs_nothing(engine: Engine) -> None:
     stream.close()
     wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
     assert engine.flush_cache()
-    assert settled(engine)["pages_cached"] == 0
+    assert idle_counters(engine)["pages_cached"] == 0
 
 
-def settled(engine: Engine) -> dict[str, Any]:
+def idle_counters(engine: Engine) -> dict[str, Any]:
     """The counts of an idle engine, which it notes some milliseconds after it has become idle."""
     time.sleep(0.3)
     found: dict[str, Any] = engine.get_server_info()["internal_states"][0]
@@ -275,7 +277,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
-    steps = settled(engine)["steps"]
+    steps = idle_counters(engine)["steps"]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "needs `prompt` or `input_ids`"),
         ({"prompt": "a", "input_ids": [1]}, "needs `prompt` or `input_ids`"),
@@ -305,7 +307,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
         assert text in str(refusal.value)
     with pytest.raises(ConfigError, match="embedding models"):
         engine.encode("a")
-    assert settled(engine)["steps"] == steps
+    assert idle_counters(engine)["steps"] == steps
     # Empty values of SGLang's other arguments change nothing.
     engine.generate("a", {"max_new_tokens": 1}, image_data=None, return_logprob=False)
 
@@ -331,16 +333,16 @@ def test_a_killed_driver_loses_nothing(engine: Engine, reference: Reference) -> 
     found += list(answers)
     by_index = {answer["index"]: answer for answer in found}
     check(reference, [by_index[index] for index in range(len(texts))], texts)
-    assert settled(engine)["restarts"] == 1
+    assert idle_counters(engine)["restarts"] == 1
 
 
 class TestGenerateCommand:
     def test_answers_are_lines_of_json(self, engine: Engine) -> None:
         texts = prompts(5, seed=7)
-        asked = [Prompt(text, None, {}, {"id": index}) for index, text in enumerate(texts)]
-        asked.append(Prompt(None, [5, 6, 7], {"n": 2, "temperature": 1.0}, {}))
+        requested = [Prompt(text, None, {}, {"id": index}) for index, text in enumerate(texts)]
+        requested.append(Prompt(None, [5, 6, 7], {"n": 2, "temperature": 1.0}, {}))
         output = io.StringIO()
-        summary = generate.answer(engine, asked, dict(GREEDY), output)
+        summary = generate.answer(engine, requested, dict(GREEDY), output)
         lines = [json.loads(line) for line in output.getvalue().splitlines()]
         assert sorted(line["index"] for line in lines) == [0, 1, 2, 3, 4, 5, 5]
         assert sorted(line["sample"] for line in lines if line["index"] == 5) == [0, 1]

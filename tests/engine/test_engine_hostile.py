@@ -144,7 +144,7 @@ class TestHostileCalls:
     def test_a_task_that_is_cancelled_harms_no_other(self, engine: Engine) -> None:
         expected = engine.generate("def f", SHORT)["output_ids"]
 
-        async def ask() -> Any:
+        async def request() -> Any:
             tasks = [asyncio.ensure_future(engine.async_generate("a", LONG)) for _ in range(4)]
             other = asyncio.ensure_future(engine.async_generate("def f", SHORT))
             await asyncio.sleep(0)
@@ -153,7 +153,7 @@ class TestHostileCalls:
             await asyncio.gather(*tasks, return_exceptions=True)
             return await other
 
-        assert asyncio.run(ask())["output_ids"] == expected
+        assert asyncio.run(request())["output_ids"] == expected
         idle(engine)
 
     @pytest.mark.parametrize("streams", [False, True])

@@ -12,20 +12,20 @@ from pie_driver_sglang.cli import generate
 from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.logprobs import ORIGINAL
-from support.models.expected_logprobs import Asked, check_answer
+from support.models.expected_logprobs import LogprobParams, check_answer
 from support.models.reference import Reference, random_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 KINDS = [
-    Asked(),
-    Asked(0),
-    Asked(0, 3, (7, 9, 7)),
-    Asked(11, 20),
-    Asked(30, 0, (5,)),
-    Asked(69, 2),
-    Asked(70, 1),
+    LogprobParams(),
+    LogprobParams(0),
+    LogprobParams(0, 3, (7, 9, 7)),
+    LogprobParams(11, 20),
+    LogprobParams(30, 0, (5,)),
+    LogprobParams(69, 2),
+    LogprobParams(70, 1),
 ]
 """Prompts have 70 tokens: more than a step."""
 
@@ -56,11 +56,11 @@ class TestLogprobs:
                 assert answer["meta_info"]["cached_tokens"] <= kind.logprob_start_len
 
     def test_streams_and_samples(self, engine: Engine, reference: Reference) -> None:
-        asked, prompt = Asked(50, 2), random_tokens(reference.vocab_size, 60, "samples")
+        requested, prompt = LogprobParams(50, 2), random_tokens(reference.vocab_size, 60, "samples")
         sampling = {"temperature": 1.5, "n": 3, "max_new_tokens": 6, "ignore_eos": True}
         last: dict[int, dict[str, Any]] = {}
         for answer in engine.generate(
-            input_ids=prompt, sampling_params=sampling, stream=True, **asked.arguments()
+            input_ids=prompt, sampling_params=sampling, stream=True, **requested.arguments()
         ):
             before = last.get(answer["index"])
             last[answer["index"]] = answer
@@ -71,27 +71,31 @@ class TestLogprobs:
                 assert answer["meta_info"]["output_top_logprobs"][: len(tops)] == tops
         assert sorted(last) == [0, 1, 2]
         for answer in last.values():
-            check_answer(answer, asked, prompt, reference, divisor=1.5)
+            check_answer(answer, requested, prompt, reference, divisor=1.5)
 
     @pytest.mark.parametrize("temperature", [0, 2.0])
     def test_a_request_for_no_token_is_scored(
         self, engine: Engine, reference: Reference, temperature: float
     ) -> None:
-        asked, prompt = Asked(-1, 0, (11, 12)), [5, 6, 7]
+        requested, prompt = LogprobParams(-1, 0, (11, 12)), [5, 6, 7]
         sampling = {"temperature": temperature, "max_new_tokens": 0}
-        answer = engine.generate(input_ids=prompt, sampling_params=sampling, **asked.arguments())
+        answer = engine.generate(
+            input_ids=prompt, sampling_params=sampling, **requested.arguments()
+        )
         assert answer["output_ids"] == []
         assert answer["meta_info"]["completion_tokens"] == 0
-        check_answer(answer, asked, prompt, reference, divisor=temperature or 1)
+        check_answer(answer, requested, prompt, reference, divisor=temperature or 1)
 
     def test_before_the_temperature(
         self, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv(ORIGINAL, "true")
         sampling = {"temperature": 1.5, "max_new_tokens": 4, "ignore_eos": True}
-        asked, prompt = Asked(-1, 4), [5, 6, 7]
-        answer = engine.generate(input_ids=prompt, sampling_params=sampling, **asked.arguments())
-        check_answer(answer, asked, prompt, reference)
+        requested, prompt = LogprobParams(-1, 4), [5, 6, 7]
+        answer = engine.generate(
+            input_ids=prompt, sampling_params=sampling, **requested.arguments()
+        )
+        check_answer(answer, requested, prompt, reference)
 
     def test_the_command_writes_them_with_texts(self, engine: Engine, reference: Reference) -> None:
         assert engine.tokenizer is not None
@@ -106,4 +110,4 @@ class TestLogprobs:
         decode = engine.tokenizer.decode
         answer = {"meta_info": meta, "output_ids": line["output_ids"]}
         texts = lambda token: decode([token], skip_special=False)  # noqa: E731
-        check_answer(answer, Asked(0, 2), prompt, reference, texts)
+        check_answer(answer, LogprobParams(0, 2), prompt, reference, texts)

@@ -1,4 +1,4 @@
-"""`pie-sglang serve`: SGLang's HTTP server on our scheduler, asked by real clients."""
+"""`pie-sglang serve`: SGLang's HTTP frontend on our scheduler, with real clients."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_our_scheduler_serves(server: Server) -> None:
-    info = json.loads(server.ask("/server_info"))
+    info = json.loads(server.fetch("/server_info"))
     assert info["scheduler"] == info["internal_states"][0]["scheduler"] == "pie"
     assert info["max_req_input_len"] == 2042
-    server.ask("/health")
-    server.ask("/health_generate")
-    [load] = json.loads(server.ask("/v1/loads"))["loads"]
+    server.fetch("/health")
+    server.fetch("/health_generate")
+    [load] = json.loads(server.fetch("/v1/loads"))["loads"]
     assert load["gen_throughput"] == 0
     assert (load["num_running_reqs"], load["max_total_num_tokens"]) == (
         0,
@@ -79,20 +79,20 @@ class TestOpenai:
         texts = [choice.text for choice in answer.choices]
         assert len(texts) == 6
         assert (len(set(texts[:3])), len(set(texts[3:]))) == (1, 1)
-        drawn = client.completions.create(
+        sampled = client.completions.create(
             model="m", prompt=PROMPT, temperature=5, max_tokens=8, n=4
         )
-        assert len({choice.text for choice in drawn.choices}) > 1
+        assert len({choice.text for choice in sampled.choices}) > 1
 
     def test_a_seed_fixes_the_samples(self, client: Any) -> None:
-        def draw(seed: int) -> str:
+        def sample(seed: int) -> str:
             answer = client.completions.create(
                 model="m", prompt=PROMPT, temperature=3, top_p=1, max_tokens=8, seed=seed
             )
             return str(answer.choices[0].text)
 
-        assert draw(1) == draw(1)
-        assert len({draw(seed) for seed in (0, 1, 2, 2**40)}) > 1
+        assert sample(1) == sample(1)
+        assert len({sample(seed) for seed in (0, 1, 2, 2**40)}) > 1
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_stop(self, client: Any, server: Server, stream: bool) -> None:
@@ -135,7 +135,7 @@ class TestGenerate:
         params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
         prompts = [[5, 9, 77], [8], list(range(40, 80))]
         batch = json.loads(
-            server.ask("/generate", {"input_ids": prompts, "sampling_params": params})
+            server.fetch("/generate", {"input_ids": prompts, "sampling_params": params})
         )
         alone = [server.generate(prompt, 5)[0] for prompt in prompts]
         assert [answer["output_ids"] for answer in batch] == alone
@@ -219,7 +219,7 @@ class TestEnds:
                 for rid in ("job", "job-2")
             ]
             wait_until(lambda: state(server)["running"] == 2, 60, "both run")
-            server.ask("/abort_request", {"rid": beginning})
+            server.fetch("/abort_request", {"rid": beginning})
             for answer in answers:
                 meta = json.loads(answer.result(60))["meta_info"]
                 assert meta["finish_reason"]["type"] == "abort"
@@ -228,7 +228,7 @@ class TestEnds:
 
     def test_a_client_that_goes_leaves_nothing_behind(self, server: Server) -> None:
         before = state(server)
-        with asked(server, server.body([11], 2000, stream=True)) as connection:
+        with requested(server, server.body([11], 2000, stream=True)) as connection:
             assert b"200 OK" in connection.recv(4096)
             assert connection.recv(4096)
         wait_until(lambda: state(server)["finished"] > before["finished"], 60, "it was ended")
@@ -240,7 +240,7 @@ class TestEnds:
 
 
 @contextlib.contextmanager
-def asked(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
+def requested(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
     """The connection of a client that asked `/generate`, and goes at the end of the block."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
@@ -265,9 +265,9 @@ def test_a_client_that_goes_while_its_request_waits(forked_python: str, tmp_path
             # Enough to compute that the last one never begins.
             for number in range(3):
                 body = server.body([11, number], 2000, stream=True)
-                others.enter_context(asked(server, body))
+                others.enter_context(requested(server, body))
             wait_until(lambda: state(server)["open_requests"] == 3, 60, "they are there")
-            with asked(server, server.body([12], 50, stream=True, rid="given-up")):
+            with requested(server, server.body([12], 50, stream=True, rid="given-up")):
                 wait_until(lambda: state(server)["open_requests"] == 4, 60, "it waits")
             ended = "rid=given-up not found in rid_to_state"
             wait_until(lambda: ended in server.log.read_text(), 60, "its end is known")
@@ -283,12 +283,12 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
     reader = threading.Thread(target=lambda: found.extend(server.stream([21, 22], 120)))
     reader.start()
     wait_until(lambda: len(found) > 5, 60, "it streams")
-    server.ask("/pause_generation", {"mode": mode})
+    server.fetch("/pause_generation", {"mode": mode})
     time.sleep(0.5)
     steps = state(server)["steps"]
     time.sleep(0.5)
     assert state(server)["steps"] == steps
-    server.ask("/continue_generation", {})
+    server.fetch("/continue_generation", {})
     reader.join(120)
     assert len(found[-1]) == 120
     assert found[-1] == expected
@@ -350,12 +350,12 @@ def test_many_openai_streams(server: Server) -> None:
         )
         return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
 
-    async def ask() -> list[str]:
+    async def request_all() -> list[str]:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(one(client, number) for number in range(16)))
 
-    texts = asyncio.run(ask())
+    texts = asyncio.run(request_all())
     assert all(texts)
     assert [texts[number % 4] for number in range(16)] == texts
 

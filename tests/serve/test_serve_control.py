@@ -1,4 +1,4 @@
-"""Messages to the server that are not about requests."""
+"""Control endpoints of the server: profile, server info, loads, refusals."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 class TestProfile:
     def test_a_profile_has_the_requested_steps(self, server: Server, tmp_path: Path) -> None:
-        asked = {"output_dir": str(tmp_path), "profile_prefix": "mine", "profile_id": "p"}
-        server.ask("/start_profile", asked)
-        status, text = refusal(server, asked, "/start_profile")
+        requested = {"output_dir": str(tmp_path), "profile_prefix": "mine", "profile_id": "p"}
+        server.fetch("/start_profile", requested)
+        status, text = refusal(server, requested, "/start_profile")
         assert (status, "traced already" in text) == (400, True)
         generate(server, max_new_tokens=6, ignore_eos=True)
-        server.ask("/stop_profile", {})
+        server.fetch("/stop_profile", {})
         [file] = tmp_path.iterdir()
         assert file.name == "mine-p-TP-0.trace.json"
         steps = _steps(file)
@@ -34,20 +34,20 @@ class TestProfile:
         assert (status, "no profile is under way" in text) == (400, True)
 
     def test_a_number_of_steps_ends_it(self, server: Server, tmp_path: Path) -> None:
-        server.ask("/start_profile", {"output_dir": str(tmp_path), "num_steps": 3})
+        server.fetch("/start_profile", {"output_dir": str(tmp_path), "num_steps": 3})
         generate(server, max_new_tokens=8, ignore_eos=True)
-        server.ask("/start_profile", {"output_dir": str(tmp_path / "next"), "num_steps": 1})
-        server.ask("/stop_profile", {})
+        server.fetch("/start_profile", {"output_dir": str(tmp_path / "next"), "num_steps": 1})
+        server.fetch("/stop_profile", {})
         [file] = [path for path in tmp_path.iterdir() if path.is_file()]
         assert len(_steps(file)) == 3
 
     def test_what_steps_do_not_show_is_refused(self, server: Server, tmp_path: Path) -> None:
-        asked = {"output_dir": str(tmp_path), "activities": ["MEM"]}
-        status, text = refusal(server, asked, "/start_profile")
+        requested = {"output_dir": str(tmp_path), "activities": ["MEM"]}
+        status, text = refusal(server, requested, "/start_profile")
         assert (status, "activity MEM" in text) == (400, True)
 
     @pytest.mark.parametrize(
-        ("asked", "words"),
+        ("requested", "words"),
         [
             ({"output_dir": "\0"}, "null byte"),
             ({"output_dir": "~nobody-at-all/x"}, "home directory"),
@@ -55,9 +55,9 @@ class TestProfile:
         ],
     )
     def test_what_cannot_be_is_refused(
-        self, server: Server, asked: dict[str, Any], words: str
+        self, server: Server, requested: dict[str, Any], words: str
     ) -> None:
-        status, text = refusal(server, asked, "/start_profile")
+        status, text = refusal(server, requested, "/start_profile")
         assert (status, words in text) == (400, True)
 
 
@@ -107,7 +107,7 @@ def test_server_info_has_the_resolved_arguments(server: Server) -> None:
 
 
 def test_what_is_active_is_shown_with_reasons(server: Server) -> None:
-    info = json.loads(server.ask("/server_info"))
+    info = json.loads(server.fetch("/server_info"))
     active = info["active"]
     assert active == info["internal_states"][0]["active"]
     assert active == {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from support.models.expected_logprobs import Asked, check_answer
+from support.models.expected_logprobs import LogprobParams, check_answer
 from support.models.reference import Reference, random_tokens
 from support.servers.pie_server import PROMPT
 from support.servers.sglang_server import Server
@@ -21,11 +21,17 @@ class TestLogprobs:
     @pytest.mark.parametrize("stream", [False, True])
     def test_generate(self, server: Server, reference: Reference, stream: bool) -> None:
         """What SGLang's front end makes of the columns is what its engine answers."""
-        kinds = [Asked(), Asked(0, 3, (7, 9)), Asked(25, 20), Asked(29), Asked(30, 0, (5,))]
+        kinds = [
+            LogprobParams(),
+            LogprobParams(0, 3, (7, 9)),
+            LogprobParams(25, 20),
+            LogprobParams(29),
+            LogprobParams(30, 0, (5,)),
+        ]
         for number, kind in enumerate(kinds):
             prompt = random_tokens(reference.vocab_size, 30, "http", number)
             body = server.body(prompt, 5, stream=stream, **kind.arguments())
-            found = server.ask("/generate", body)
+            found = server.fetch("/generate", body)
             if stream:
                 lines = [line for line in found.split("\n\n") if line]
                 # A front end that comes late has several tokens in one.
@@ -37,30 +43,30 @@ class TestLogprobs:
     def test_a_mixed_batch(self, server: Server, reference: Reference) -> None:
         """Requests with and without them in one message."""
         prompts = [random_tokens(reference.vocab_size, 9, "mixed", n) for n in range(4)]
-        asked = Asked(0, 2).arguments()
-        listed = {name: [value] * 4 for name, value in asked.items() if value is not None}
+        requested = LogprobParams(0, 2).arguments()
+        listed = {name: [value] * 4 for name, value in requested.items() if value is not None}
         listed["return_logprob"] = [True, False, True, False]
         body = {**server.body([], 4), "input_ids": prompts, **listed}
-        found = json.loads(server.ask("/generate", body))
+        found = json.loads(server.fetch("/generate", body))
         for number, (answer, prompt) in enumerate(zip(found, prompts, strict=True)):
             if number % 2:
                 assert "output_token_logprobs" not in answer["meta_info"]
             else:
-                check_answer(answer, Asked(0, 2), prompt, reference)
+                check_answer(answer, LogprobParams(0, 2), prompt, reference)
 
     def test_texts(self, server: Server, reference: Reference, tokenizer: ModelTokenizer) -> None:
-        kind = Asked(0, 2)
+        kind = LogprobParams(0, 2)
         body = {"text": PROMPT, "return_text_in_logprobs": True, **kind.arguments()}
         body["sampling_params"] = {"temperature": 0, "max_new_tokens": 3}
         [prompt] = tokenizer.encode([PROMPT])
-        answer = json.loads(server.ask("/generate", body))
+        answer = json.loads(server.fetch("/generate", body))
         check_answer(answer, kind, prompt, reference, lambda id: tokenizer.texts([id])[0])
 
     def test_score(self, server: Server, reference: Reference) -> None:
         labels = [11, 12, 13]
         prompt = random_tokens(reference.vocab_size, 6, "score")
         body = {"model": "m", "query": prompt[:4], "items": [prompt[4:]], "label_token_ids": labels}
-        [scores] = json.loads(server.ask("/v1/score", {**body, "apply_softmax": True}))["scores"]
+        [scores] = json.loads(server.fetch("/v1/score", {**body, "apply_softmax": True}))["scores"]
         expected = reference.logits(prompt)[-1][labels].softmax(-1).tolist()
         assert scores == pytest.approx(expected, abs=1e-4)
 

@@ -45,7 +45,7 @@ class TestMetrics:
         assert not wanted - {key.partition("{")[0] for key in samples(server)}
         assert total(server, "sglang:page_size") == 16
         wait_until(lambda: total(server, "sglang:num_running_reqs") == 0, 10, "nothing runs")
-        info = json.loads(server.ask("/server_info"))
+        info = json.loads(server.fetch("/server_info"))
         assert total(server, "sglang:max_total_num_tokens") == info["max_total_num_tokens"]
         assert total(server, "pie_runtime:driver_seconds_total") > 0
         assert total(server, "pie_runtime:steps_total") > 0
@@ -56,7 +56,7 @@ class TestMetrics:
         server.generate(prompt, 2)
         before = total(server, "pie_runtime:cached_tokens_total", tier="device")
         source = total(server, "sglang:cached_tokens_total", cache_source="device")
-        answer: Any = json.loads(server.ask("/generate", server.body(prompt, 2)))
+        answer: Any = json.loads(server.fetch("/generate", server.body(prompt, 2)))
         meta = answer["meta_info"]
         assert meta["cached_tokens_details"] == {"device": meta["cached_tokens"], "host": 0}
 
@@ -90,9 +90,9 @@ class TestDashboard:
         wait_until(lambda: total(server, "pie_runtime:steps_total") > 0, 10, "metrics")
         known = {key.partition("{")[0] for key in samples(server)}
         panels = json.loads(Path(DASHBOARD).read_text())["panels"]
-        asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-        assert len(asked) > 12
-        for expression in asked:
+        requested = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+        assert len(requested) > 12
+        for expression in requested:
             names = re.findall(r"\b(?:sglang|pie_engine):[a-z0-9_]+", expression)
             assert names, expression
             missing = set(names) - known

@@ -1,4 +1,4 @@
-"""Clients of a server under attack: those that attack it, and those that must not notice."""
+"""Clients that attack a server, and clients beside them that must get known answers."""
 
 from __future__ import annotations
 
@@ -153,13 +153,13 @@ class Neighbours:
             thread.join(2 * ANSWER_S)
 
 
-def ask_sglang(address: Address, number: int, **more: Any) -> list[int]:
+def generate_by_sglang(address: Address, number: int, **more: Any) -> list[int]:
     """Greedy tokens by SGLang's `/generate`; odd questions as a stream."""
     params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
     stream = number % 2 == 1
     prompt = [20 + 7 * number, 300 + number, 9]
-    asked = {"input_ids": prompt, "sampling_params": params, "stream": stream, **more}
-    reply = send(address, "/generate", json.dumps(asked).encode())
+    requested = {"input_ids": prompt, "sampling_params": params, "stream": stream, **more}
+    reply = send(address, "/generate", json.dumps(requested).encode())
     assert reply.status == 200, (reply.status, reply.text[:200])
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
     answer = json.loads(lines[-1] if stream else reply.text)
@@ -168,12 +168,17 @@ def ask_sglang(address: Address, number: int, **more: Any) -> list[int]:
     return tokens
 
 
-def ask_openai(address: Address, number: int, **more: Any) -> str:
+def complete_by_openai(address: Address, number: int, **more: Any) -> str:
     """A greedy text by OpenAI's completions; odd questions as a stream."""
     stream = number % 2 == 1
-    asked = {"model": "pocket", "prompt": f"def f{number}(x):", "max_tokens": 16, "temperature": 0}
-    asked |= {"ignore_eos": True, "stream": stream, **more}
-    reply = send(address, "/v1/completions", json.dumps(asked).encode())
+    requested = {
+        "model": "pocket",
+        "prompt": f"def f{number}(x):",
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    requested |= {"ignore_eos": True, "stream": stream, **more}
+    reply = send(address, "/v1/completions", json.dumps(requested).encode())
     assert reply.status == 200, (reply.status, reply.text[:200])
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
     parts = [json.loads(line) for line in lines] if stream else [json.loads(reply.text)]
@@ -249,8 +254,8 @@ def held(address: Address, count: int, data: bytes = b"") -> Iterator[Sequence[s
 def stream_request(path: str, **body: Any) -> bytes:
     """A request for a long stream, whose client may not read it."""
     params = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
-    asked = {"model": "pocket", "prompt": "def f(x):", "text": "def f(x):", "stream": True}
-    asked |= {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
-    asked |= {"sampling_params": params, **body}
-    data = json.dumps(asked).encode()
+    requested = {"model": "pocket", "prompt": "def f(x):", "text": "def f(x):", "stream": True}
+    requested |= {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    requested |= {"sampling_params": params, **body}
+    data = json.dumps(requested).encode()
     return _head(path, len(data)) + data

@@ -1,4 +1,4 @@
-"""Hostile requests: a table that `test_hostile.py` runs once, and `soak.py` again and again.
+"""Hostile requests: a table that `test_hostile.py` sends once, and `soak.py` repeatedly.
 
 A row is written once, in the words of SGLang's `/generate`, and sent to SGLang's HTTP frontend, to
 the gateway by OpenAI's API, and to `Engine.generate`. None may end a process, change the answer of
@@ -274,17 +274,17 @@ def for_gateway(row: Row) -> Call:
     grammar = next((name for name in ("json_schema", "regex", "ebnf") if name in row.params), None)
 
     def body() -> bytes:
-        asked = {"model": "pocket", "temperature": 0, "max_tokens": 8}
+        requested = {"model": "pocket", "temperature": 0, "max_tokens": 8}
         for name, value in {**row.params, **row.fields}.items():
             if name == "json_schema":
                 schema = Json(value, None) if isinstance(value, str) else value
                 named = {"name": "it", "schema": schema}
-                asked["response_format"] = {"type": "json_schema", "json_schema": named}
+                requested["response_format"] = {"type": "json_schema", "json_schema": named}
             elif (known := _OPENAI.get(name, name)) is not None:
-                asked[known] = value
+                requested[known] = value
         if grammar is None:
-            return written({"prompt": PROMPT, **asked}).encode()
-        return written({"messages": [{"role": "user", "content": "Go."}], **asked}).encode()
+            return written({"prompt": PROMPT, **requested}).encode()
+        return written({"messages": [{"role": "user", "content": "Go."}], **requested}).encode()
 
     path = "/v1/completions" if grammar is None else "/v1/chat/completions"
     return Call(row.name, path, body, row.copies)
@@ -292,10 +292,10 @@ def for_gateway(row: Row) -> Call:
 
 def for_engine(row: Row) -> dict[str, Any]:
     """The arguments of `Engine.generate`."""
-    asked = {} if "input_ids" in row.fields else {"prompt": PROMPT}
+    requested = {} if "input_ids" in row.fields else {"prompt": PROMPT}
     fields = {("prompt" if key == "text" else key): plain(v) for key, v in row.fields.items()}
     params = {"temperature": 0, "max_new_tokens": 8, **plain(dict(row.params))}
-    return {**asked, **fields, "sampling_params": params}
+    return {**requested, **fields, "sampling_params": params}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -326,10 +326,10 @@ def _json(**body: Any) -> Callable[[], bytes]:
     return lambda: written(body).encode()
 
 
-def _chat(**asked: Any) -> Callable[[], bytes]:
+def _chat(**requested: Any) -> Callable[[], bytes]:
     usual = {"model": "pocket", "max_tokens": 8, "temperature": 0}
     messages = [{"role": "user", "content": "Hello"}]
-    return _json(**{**usual, "messages": messages, **asked})
+    return _json(**{**usual, "messages": messages, **requested})
 
 
 def _tool(parameters: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Requests of every kind whose answers are known, for clients that ask them again and again.
+"""Requests of every kind with known answers.
 
 Each function takes the address of a server, asks greedily, and returns all that must be the same
 each time: `soak.py` compares it with what the same request was answered alone.
@@ -104,8 +104,8 @@ def batch_of_prompts(address: Address) -> Any:
 
 
 def log_probabilities(address: Address) -> Any:
-    asked = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 6]}
-    body = {"input_ids": [11, 12, 13], "sampling_params": _greedy(12), **asked}
+    requested = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 6]}
+    body = {"input_ids": [11, 12, 13], "sampling_params": _greedy(12), **requested}
     answer = whole(address, "/generate", body)
     top = answer["meta_info"]["output_top_logprobs"]
     return _tokens(answer, 12), [[token for _, token, _ in row] for row in top]
@@ -123,12 +123,12 @@ def session(address: Address) -> Any:
     """Two turns, of which the second goes on from the first."""
     name = whole(address, "/open_session", {"capacity_of_str_len": 1000})
     turns = []
-    asked = {"id": name}
+    requested = {"id": name}
     for prompt in (list(range(300, 330)), [7, 8]):
-        body = {"input_ids": prompt, "sampling_params": _greedy(6), "session_params": asked}
+        body = {"input_ids": prompt, "sampling_params": _greedy(6), "session_params": requested}
         answer = whole(address, "/generate", body)
         turns.append(_tokens(answer, 6))
-        asked = {"id": name, "rid": answer["meta_info"]["id"]}
+        requested = {"id": name, "rid": answer["meta_info"]["id"]}
     served(address, "/close_session", {"session_id": name})
     return turns
 
@@ -149,14 +149,14 @@ def bound_by_a_regex(address: Address) -> Any:
 
 
 def _completion(prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
-    asked = {"model": "pocket", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    return {**asked, "ignore_eos": True, **more}
+    requested = {"model": "pocket", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    return {**requested, "ignore_eos": True, **more}
 
 
 def _chat(text: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
-    asked = {"model": "pocket", "messages": messages, "max_tokens": 24, "temperature": 0}
-    return {**asked, "chat_template_kwargs": {"enable_thinking": False}, **more}
+    requested = {"model": "pocket", "messages": messages, "max_tokens": 24, "temperature": 0}
+    return {**requested, "chat_template_kwargs": {"enable_thinking": False}, **more}
 
 
 def completion(address: Address) -> Any:
@@ -176,8 +176,8 @@ def samples(address: Address) -> Any:
 
 
 def seeded(address: Address) -> Any:
-    asked = _completion("x =", 8, temperature=1.0, seed=7)
-    return whole(address, "/v1/completions", asked)["choices"][0]["text"]
+    requested = _completion("x =", 8, temperature=1.0, seed=7)
+    return whole(address, "/v1/completions", requested)["choices"][0]["text"]
 
 
 def stop_strings(address: Address) -> Any:
@@ -191,15 +191,15 @@ def chat(address: Address) -> Any:
 
 
 def chat_log_probabilities(address: Address) -> Any:
-    asked = _chat("Count.", logprobs=True, top_logprobs=2, max_tokens=8)
-    content = whole(address, "/v1/chat/completions", asked)["choices"][0]["logprobs"]["content"]
+    requested = _chat("Count.", logprobs=True, top_logprobs=2, max_tokens=8)
+    content = whole(address, "/v1/chat/completions", requested)["choices"][0]["logprobs"]["content"]
     return [(each["token"], [top["token"] for top in each["top_logprobs"]]) for each in content]
 
 
 def structured(address: Address) -> Any:
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-    asked = _chat("Who is it?", response_format=form, max_tokens=120)
-    choice = whole(address, "/v1/chat/completions", asked)["choices"][0]
+    requested = _chat("Who is it?", response_format=form, max_tokens=120)
+    choice = whole(address, "/v1/chat/completions", requested)["choices"][0]
     return choice["message"]["content"], choice["finish_reason"]
 
 

@@ -1,4 +1,4 @@
-"""Serve for a long time under attack, lose nothing, and grow by nothing: `make soak`.
+"""Soak test (`make soak`): servers under attack lose no answer and do not grow.
 
 Two servers on the CPU, one with each HTTP frontend, have three kinds of clients: those that know
 their answers (`known_requests`), those that attack (`hostile_requests`), and those that leave, read

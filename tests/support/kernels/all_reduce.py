@@ -1,4 +1,4 @@
-"""Sums over ranks under Triton's interpreter: a process for each rank, which share their memory.
+"""The all-reduce kernels in Triton's interpreter: a process for each rank, with shared memory.
 
 Run with ``TRITON_INTERPRET=1``.
 """
@@ -68,7 +68,7 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact)[plain].abs().max() / exact[plain].abs().max())
 
 
-def drawn(common: torch.Generator, ranks: int, dtype: torch.dtype) -> torch.Tensor:
+def random_parts(common: torch.Generator, ranks: int, dtype: torch.dtype) -> torch.Tensor:
     """All ranks' parts of a step; some of them with numbers that are none."""
     rows = int(torch.randint(1, MOST_ROWS + 1, (1,), generator=common))
     if torch.rand(1, generator=common) < 0.5:
@@ -94,7 +94,7 @@ def play(case: Case, rank: int, leader: int) -> None:
         for tuning in TUNINGS
     ]
     for step in range(STEPS):
-        parts = drawn(common, len(case.shared), case.dtype)
+        parts = random_parts(common, len(case.shared), case.dtype)
         residual = torch.randn(parts.shape[1:], generator=common).to(case.dtype)
         norm = Norm(torch.randn(WIDTH, generator=common).to(case.dtype), EPSILON)
         exact = residual.double() + parts.double().sum(0)

@@ -1,4 +1,4 @@
-"""Compiles what a captured step launches for a GPU (compute capability 9.0) on a machine without.
+"""Compiles the kernels of a captured step for compute capability 9.0 without a GPU.
 
 The interpreter runs the kernels as Python, which takes what Triton's compiler refuses; and it does
 not know of kernels that start before the one in front of them has ended.
@@ -218,7 +218,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     results, step = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     words = torch.zeros(64, dtype=torch.int32)
     records = torch.zeros(40, 8, dtype=torch.int32)
-    asked = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
+    requested = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
     wide, tokens = torch.zeros(40, 151_936), torch.zeros(512, dtype=torch.int32)
     changed = LogitRows(logits, wide, torch.zeros(40, dtype=torch.int32))
     kinds = [(LogitRows(logits), None), (LogitRows(logits), 30.0), (changed, None)]
@@ -229,7 +229,7 @@ def check_sampling(dtype: torch.dtype) -> None:
         assert [kernel.name for kernel in kernels] == names
         masked = torch.zeros(40, 2, dtype=torch.int32)
         kernels += recorded(functools.partial(sampler.mask_logits, rows, masked, words))
-        kernels += recorded(functools.partial(penalties.widened, logits, records, asked, cap))
+        kernels += recorded(functools.partial(penalties.widened, logits, records, requested, cap))
         assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_widen"]
         for kernel in kernels:
             check_order(kernel)
@@ -240,7 +240,7 @@ def check_sampling(dtype: torch.dtype) -> None:
         lambda: penalties.adjust(wide, tokens.view(4, 128), tokens, records, words, counts)
     )
     kernels += recorded(
-        functools.partial(token_logprobs.find, wide, results, asked, words, words.clone(), 32)
+        functools.partial(token_logprobs.find, wide, results, requested, words, words.clone(), 32)
     )
     with mock.patch.object(torch.Tensor, "is_cuda", True):
         kernels += recorded(lambda: sampler.publish(results, results.clone()))

@@ -1,4 +1,4 @@
-"""The kernels of dense layers under Triton's interpreter, against float64.
+"""The kernels of dense layers in Triton's interpreter, against float64.
 
 Run with ``TRITON_INTERPRET=1``.
 """

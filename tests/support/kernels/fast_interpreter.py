@@ -1,4 +1,4 @@
-"""Triton's interpreter, without what it does again for every call and every sum of integers.
+"""Speeds up Triton's interpreter: no repeated patching, cached types, cheaper overflow checks.
 
 What kernels compute and what is checked stay the same. To be imported where `TRITON_INTERPRET` is
 set, before kernels run. Of Triton 3.6; with another version a name below may be missing, which

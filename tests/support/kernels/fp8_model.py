@@ -1,4 +1,4 @@
-"""A model's layers in FP8 by few kernels, and as SGLang would compute them; compares logits.
+"""Logits of a model with fused FP8 layers, against SGLang's computation of them.
 
     PYTHONPATH=tests TRITON_INTERPRET=1 python tests/support/kernels/fp8_model.py CONFIG KIND
 

@@ -1,4 +1,4 @@
-"""A model's decodes by the backend `pie`, by few kernels, and by SGLang; prints the differences.
+"""Logits of decodes by the backend `pie` and by the fused layers, against SGLang's.
 
     PYTHONPATH=tests TRITON_INTERPRET=1 python tests/support/kernels/fused_model.py CONFIG
 

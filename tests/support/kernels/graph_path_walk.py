@@ -1,4 +1,4 @@
-"""A random walk of contexts through a driver: joins, leaves, forks, moved pages, drafts.
+"""A random walk of contexts through a driver: starts, ends, forks, moved pages, drafts.
 
 Each step is sent three times: alone, which the graph path takes; with a probe for each token, so
 that a decode runs as the graph path's graph, but is sampled in the Python path; and with a prompt

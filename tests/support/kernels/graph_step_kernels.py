@@ -1,4 +1,4 @@
-"""The graph path's kernels under Triton's interpreter, against float64; prints the differences.
+"""The kernels of a graph step in Triton's interpreter, against float64.
 
 Run with ``TRITON_INTERPRET=1``. A token that rounding may exchange, because its share of the mass
 ends within 1e-4 of the uniform number or of top-p, counts as close.

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests have it still finds sums that do not fit their type."""
+"""The changed Triton interpreter still detects integer overflow."""
 
 from __future__ import annotations
 

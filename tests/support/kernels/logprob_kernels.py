@@ -1,4 +1,4 @@
-"""The kernels of log-probabilities under Triton's interpreter, against float64 and plain torch.
+"""The logprob kernels in Triton's interpreter, against float64 and torch.
 
 Run with ``TRITON_INTERPRET=1``.
 """
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     tops: Sequence[int]
     given: Sequence[Sequence[int]]
     divisors: torch.Tensor
-    asked: Sequence[bool]
+    requested: Sequence[bool]
 
     def records(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The records of the slots, their words, and how many words are answered."""
@@ -87,9 +87,9 @@ def cases() -> Iterator[Case]:
         tokens = torch.randint(0, vocab, (SLOTS,), generator=generator)
         # The step stands in the upper half.
         tokens |= torch.arange(SLOTS) << 33
-        asked = [slot != number for slot in range(SLOTS)]
+        requested = [slot != number for slot in range(SLOTS)]
         divisors = torch.tensor([1.0, 0.7, 1.0, 2.5, 1e-3, 1.0])
-        yield Case(logits, tokens, tops, given, divisors, asked)
+        yield Case(logits, tokens, tops, given, divisors, requested)
 
 
 def check_places() -> None:
@@ -100,13 +100,13 @@ def check_places() -> None:
         kernels.find(case.logits, case.tokens, records, words, out, 32)
         assert (out[:3] == UNTOUCHED).all()
         assert (out[end:] == UNTOUCHED).all()
-        asked = [slot for slot in range(SLOTS) if case.asked[slot]]
-        for slot, following in itertools.zip_longest(asked, asked[1:]):
+        requested = [slot for slot in range(SLOTS) if case.asked[slot]]
+        for slot, following in itertools.zip_longest(requested, requested[1:]):
             last = end if following is None else int(records[following, 1])
             case.check(slot, out[int(records[slot, 1]) : last], ties=True)
         plain = place_words(case.logits, Places.of_step(records, words), case.tokens & 0xFFFFFFFF)
         first = 0
-        for slot in asked:
+        for slot in requested:
             length = 1 + 2 * case.tops[slot] + len(case.given[slot])
             case.check(slot, plain[first : first + length], ties=False)
             first += length

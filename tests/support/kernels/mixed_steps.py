@@ -1,4 +1,4 @@
-"""Steps with prompts among decodes, which another kernel attends with, and by one kernel for all.
+"""Steps with prefill and decode tokens: by one attention kernel, and by a prefill kernel.
 
     PYTHONPATH=tests TRITON_INTERPRET=1 python tests/support/kernels/mixed_steps.py CONFIG
 

@@ -1,4 +1,4 @@
-"""Copies of pages by one kernel and buffer by buffer, in Triton's interpreter, must do the same."""
+"""Page copies by one kernel, against copies buffer by buffer, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode attention over pages under Triton's interpreter, against dense attention in float64.
+"""Paged decode attention in Triton's interpreter, against dense attention in float64.
 
 Run with ``TRITON_INTERPRET=1``; prints the error of each case. Storage that no row may see holds
 what is NaN, and the table's unused entries name no slot.
@@ -466,12 +466,12 @@ def check_rows_elsewhere() -> bool:
         slots = torch.arange(1, 31)[:, None] * 128 + torch.arange(128)
         rows = staged(contexts, padding, slots.int())
         _, left = find_prompts(rows, len(contexts), 16)
-        asked, keys, values = (torch.randn(size, 2, 16) for size in (count, 32 * 128, 32 * 128))
+        requested, keys, values = (torch.randn(size, 2, 16) for size in (count, 32 * 128, 32 * 128))
         outs = []
         for each in (rows, left):
             plan = plan_splits(each, SplitPlan(SplitTuning(16, 4, 3, 1, queries), 2, 1, -1), 6)
-            outs.append(torch.full_like(asked, 7.0))
-            attend_paged(asked, keys, values, outs[-1], each, plan, Rule(0.25), 16)
+            outs.append(torch.full_like(requested, 7.0))
+            attend_paged(requested, keys, values, outs[-1], each, plan, Rule(0.25), 16)
         kept = left.table_rows == ELSEWHERE
         whole, part = outs
         right &= bool(kept.any()) and bool((part[kept] == 7.0).all())

@@ -1,4 +1,4 @@
-"""The kernels of penalties and biases under Triton's interpreter, against plain torch.
+"""The kernels of penalties and logit biases in Triton's interpreter, against torch.
 
 Run with ``TRITON_INTERPRET=1``.
 """
@@ -44,12 +44,12 @@ def check_adjusted() -> None:
     # Some of them often.
     tokens[::3] = 17
     history.note(torch.arange(9000), tokens)
-    asked = records(generator)
+    requested = records(generator)
     wide = torch.randn(SLOTS, VOCAB + 3, generator=generator)
     logits, expected = wide.clone()[:, :VOCAB], wide.clone()[:, :VOCAB]
-    history.adjust(expected, asked)
+    history.adjust(expected, requested)
     counts = torch.zeros(3, VOCAB, dtype=torch.int32)
-    adjust(logits, table, history.tokens, asked.slots, asked.words, counts)
+    adjust(logits, table, history.tokens, requested.slots, requested.words, counts)
     assert not counts.any(), "counts are left"
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     changed = (expected != wide[:, :VOCAB]).sum(dim=1).tolist()

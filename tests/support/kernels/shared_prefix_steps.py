@@ -1,4 +1,4 @@
-"""Decodes of contexts that share pages, as steps that know groups, and of contexts that do not.
+"""Decodes that share a prefix, with and without shared-prefix groups.
 
     PYTHONPATH=tests TRITON_INTERPRET=1 python tests/support/kernels/shared_prefix_steps.py CONFIG
 

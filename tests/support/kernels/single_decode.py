@@ -1,4 +1,4 @@
-"""The attention of a step of one row against float64: Triton's kernel under its interpreter.
+"""Batch-1 decode attention in Triton's interpreter, against float64.
 
 Run with ``TRITON_INTERPRET=1``. Storage that the row may not see holds what is NaN.
 """

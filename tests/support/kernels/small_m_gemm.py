@@ -1,4 +1,4 @@
-"""The kernels of few rows and of experts under Triton's interpreter, against float64.
+"""Small-M GEMM and MoE kernels in Triton's interpreter, against float64.
 
 Run with ``TRITON_INTERPRET=1``.
 """

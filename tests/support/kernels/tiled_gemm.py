@@ -1,4 +1,4 @@
-"""The kernels of many rows and of FP8 under Triton's interpreter, against float64.
+"""Tiled and FP8 GEMM kernels in Triton's interpreter, against float64.
 
 Run with ``TRITON_INTERPRET=1``.
 """

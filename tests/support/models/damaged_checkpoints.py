@@ -1,4 +1,4 @@
-"""Copies of a snapshot with a fault, for the tests of what is refused at start."""
+"""Copies of a snapshot with a fault that a start must refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's `meta_info` must say of log-probabilities, by transformers in float32."""
+"""Expected logprobs of SGLang's `meta_info`, by transformers in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = 1e-4
 Texts = Callable[[int], str | None]
 
 
-class Asked(NamedTuple):
+class LogprobParams(NamedTuple):
     """What a request asks for, under SGLang's names."""
 
     logprob_start_len: int = -1
@@ -30,7 +30,7 @@ class Asked(NamedTuple):
 
 def check_answer(
     answer: dict[str, Any],
-    asked: Asked,
+    requested: LogprobParams,
     prompt: Sequence[int],
     reference: Reference,
     texts: Texts = lambda _: None,
@@ -48,15 +48,15 @@ def check_answer(
     """
     meta, tokens = answer["meta_info"], answer["output_ids"]
     logits = reference.logits([*prompt, *tokens])
-    start = len(prompt) if asked.logprob_start_len < 0 else asked.logprob_start_len
+    start = len(prompt) if requested.logprob_start_len < 0 else requested.logprob_start_len
     first = len(prompt) - 1
     scored = tokens or [meta["output_token_logprobs"][0][1]]
     assert meta["output_token_logprobs_length"] == len(scored)
     outputs = logits[first : first + len(scored)].double() / divisor
     inputs = logits[start:first].double()
     names = {name for name in meta if name.endswith("_logprobs")}
-    kinds = ["token", *["top"] * bool(asked.top_logprobs_num)]
-    kinds += ["token_ids"] * bool(asked.token_ids_logprob)
+    kinds = ["token", *["top"] * bool(requested.top_logprobs_num)]
+    kinds += ["token_ids"] * bool(requested.token_ids_logprob)
     assert names == {f"{side}_{kind}_logprobs" for side in ("input", "output") for kind in kinds}
     for side, rows, drawn in (
         ("input", inputs, prompt[start + 1 :]),
@@ -70,13 +70,13 @@ def check_answer(
         for at, token in enumerate(drawn):
             expected = torch.log_softmax(rows[at], dim=-1)
             _same([found["token"][at]], [token], expected, texts)
-            if asked.top_logprobs_num:
+            if requested.top_logprobs_num:
                 top = found["top"][at]
-                best = expected.topk(asked.top_logprobs_num).values.tolist()
+                best = expected.topk(requested.top_logprobs_num).values.tolist()
                 assert [value for value, _, _ in top] == pytest.approx(best, abs=TOLERANCE)
                 _same(top, [token for _, token, _ in top], expected, texts)
-            if asked.token_ids_logprob:
-                _same(found["token_ids"][at], asked.token_ids_logprob, expected, texts)
+            if requested.token_ids_logprob:
+                _same(found["token_ids"][at], requested.token_ids_logprob, expected, texts)
 
 
 def _same(

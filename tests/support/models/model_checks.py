@@ -1,4 +1,4 @@
-"""What docs/supported-models.md says of a model, found out from a running driver.
+"""The checks behind docs/supported-models.md, on a running driver.
 
 The same checks serve the CPU in float32 (tests/test_models.py) and a GPU
 (benches/gpu/models_check.py); only what counts as equal differs.

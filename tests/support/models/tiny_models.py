@@ -1,4 +1,4 @@
-"""Small random models in Hugging Face layout, in which attention decides which token follows."""
+"""Small random models in Hugging Face layout whose attention decides the next token."""
 
 from __future__ import annotations
 

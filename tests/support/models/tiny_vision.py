@@ -1,4 +1,4 @@
-"""The small model with images, and what a server needs of it: tokenizer, template, processor."""
+"""A small model with images, with tokenizer, chat template and processor for a server."""
 
 from __future__ import annotations
 

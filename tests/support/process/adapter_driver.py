@@ -33,7 +33,7 @@ OPTIONS = {
 NAMES = list(CONFIGS)
 
 
-class Bench:
+class DriverHarness:
     """A driver, and the models that its adapters make: number 0 is the base."""
 
     def __init__(
@@ -131,21 +131,23 @@ def made(models_folder: Path) -> lora_adapters.Made:
 
 
 @pytest.fixture
-def fresh(request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path) -> Iterator[Bench]:
+def fresh(
+    request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path
+) -> Iterator[DriverHarness]:
     """A driver that has no adapters yet; its parameter is the number of ranks, by default one."""
     snapshot = tiny_models.build("llama", models_folder)
     devices = drivers.spread(getattr(request, "param", 1))
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **devices)
     with drivers.fork(config) as driver:
-        yield Bench(driver, "llama", models_folder)
+        yield DriverHarness(driver, "llama", models_folder)
     assert driver.stop() == 0
 
 
-def bound_logits(bench: Bench, number: int) -> list[float] | None:
+def bound_logits(harness: DriverHarness, number: int) -> list[float] | None:
     """Logits of a short prompt under an adapter; None when the request failed."""
     tokens = random_tokens(tiny_models.VOCABULARY, 9, "bound")
-    context = Context(bench.allocator, adapter_id=number)
+    context = Context(harness.allocator, adapter_id=number)
     context.append(tokens)
-    [rows] = bench.client.forward([_probe(context, tokens, [8])]).logits or [[]]
+    [rows] = harness.client.forward([_probe(context, tokens, [8])]).logits or [[]]
     context.release()
     return rows[0] if rows else None

@@ -1,4 +1,4 @@
-"""An engine without a ring, in a process of its own, for what a reply does not tell."""
+"""An engine without a ring, in a process of its own, for state that replies do not show."""
 
 from __future__ import annotations
 

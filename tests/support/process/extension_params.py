@@ -11,7 +11,7 @@ import torch
 from pie_driver_sglang._core import Extension
 
 
-class Asked(NamedTuple):
+class ExtensionParams(NamedTuple):
     """Parameters of one request, under SGLang's names."""
 
     frequency_penalty: float = 0.0
@@ -49,12 +49,12 @@ class Asked(NamedTuple):
         return logits
 
 
-KINDS = {
-    "frequency": Asked(frequency_penalty=1.5),
-    "presence": Asked(presence_penalty=1.9),
-    "negative": Asked(frequency_penalty=-0.7, presence_penalty=-0.5),
-    "repetition": Asked(repetition_penalty=1.8),
-    "encouraged": Asked(repetition_penalty=0.6),
-    "bias": Asked(logit_bias=((7, 3.0), (8, 2.5), (11, -100.0), (100, 1.0))),
-    "all": Asked(0.4, 0.3, 1.2, ((9, 1.0), (3, -2.0)), (2, 5), 4),
+PENALTIES = {
+    "frequency": ExtensionParams(frequency_penalty=1.5),
+    "presence": ExtensionParams(presence_penalty=1.9),
+    "negative": ExtensionParams(frequency_penalty=-0.7, presence_penalty=-0.5),
+    "repetition": ExtensionParams(repetition_penalty=1.8),
+    "encouraged": ExtensionParams(repetition_penalty=0.6),
+    "bias": ExtensionParams(logit_bias=((7, 3.0), (8, 2.5), (11, -100.0), (100, 1.0))),
+    "all": ExtensionParams(0.4, 0.3, 1.2, ((9, 1.0), (3, -2.0)), (2, 5), 4),
 }

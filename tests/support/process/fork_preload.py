@@ -1,4 +1,4 @@
-"""Preloaded by the fork server: everything that a driver imports, once for all of its children.
+"""Preloaded by the fork server: everything that a driver imports.
 
 Importing SGLang and its models takes seconds; a child that is forked from here has them already.
 """

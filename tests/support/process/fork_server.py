@@ -1,4 +1,4 @@
-"""An interpreter for tests whose drivers and servers are forked from a process that has SGLang.
+"""A stand-in for `sys.executable` that forks drivers and servers from a process with SGLang.
 
 The runtime, the engine and the server start `python -m pie_driver_sglang ...` themselves, and each
 such process would import SGLang anew. They are given the path of :func:`interpreter` for `python`;

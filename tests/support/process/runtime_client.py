@@ -1,4 +1,4 @@
-"""The runtime's side in the tests: contexts, hand-made frames, slot words and raw processes."""
+"""The runtime's side of the protocol: contexts, hand-made frames, slot words, raw processes."""
 
 from __future__ import annotations
 

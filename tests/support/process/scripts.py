@@ -1,4 +1,4 @@
-"""Python scripts that tests run in a process of their own, forked from one that has SGLang."""
+"""Runs Python scripts in forks of a process with SGLang, and in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A driver whose trace tells which path took each batch."""
+"""A driver with a trace of the path of each batch."""
 
 from __future__ import annotations
 

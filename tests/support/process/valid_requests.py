@@ -41,7 +41,7 @@ A1 = bytes.fromhex(
 )
 
 
-class Good(NamedTuple):
+class ValidClient(NamedTuple):
     """A request whose right answer is known."""
 
     client: _core.Client
@@ -60,15 +60,15 @@ def good_request(**changed: Any) -> Request:
 
 
 @pytest.fixture(scope="module")
-def good(llama_driver: drivers.Driver) -> Good:
+def good(llama_driver: drivers.Driver) -> ValidClient:
     client = llama_driver.client()
     frame = _core.encode_forward([good_request()])
     (answer,) = client.forward([good_request()]).tokens
     assert len(answer) == 2
-    return Good(client, frame, answer)
+    return ValidClient(client, frame, answer)
 
 
-def expect_status(good: Good, frame: bytes, status: int) -> rc.Answer:
+def expect_status(good: ValidClient, frame: bytes, status: int) -> rc.Answer:
     answer = rc.decode(good.client.call(frame))
     assert (answer.status, answer.aborted) == (status, False)
     good.check()

@@ -19,7 +19,7 @@ PROMPT: Final = "def f(x):"
 
 
 @contextlib.contextmanager
-def asking(url: str, key: str = "none") -> Iterator[Any]:
+def openai_client(url: str, key: str = "none") -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""`pie-sglang serve --front gateway` in a process of its own, as a user starts it."""
+"""`pie-sglang serve --front gateway` in a process of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GatewayServer(Server):
         return [process for process in family if "--config" in process.cmdline()]
 
     def loads(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.ask("/loads"))["loads"]
+        found: list[dict[str, Any]] = json.loads(self.fetch("/loads"))["loads"]
         return found
 
 

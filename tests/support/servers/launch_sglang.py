@@ -1,4 +1,4 @@
-"""SGLang's server on the CPU, started as `python -m sglang.launch_server` does; arguments are its.
+"""SGLang's server on the CPU, with the arguments of `python -m sglang.launch_server`.
 
 SGLang starts its other processes afresh, and each imports this file: on a machine without a GPU its
 rotary embedding and its logits would ask for CUDA kernels.

@@ -1,4 +1,4 @@
-"""Many streams at once, some of which are given up: what comes, and what is left."""
+"""Many concurrent streams, some of them aborted: their ends, and what the server keeps."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def _complete(
 ) -> list[Outcome]:
     async with _clients() as session:
 
-        async def ask(plan: Plan) -> Outcome:
+        async def request(plan: Plan) -> Outcome:
             body = {"model": model, "prompt": prompts[plan.prompt], "max_tokens": TOKENS}
             body |= {"temperature": 0, "stream": True, "ignore_eos": True}
             body |= {"stream_options": {"include_usage": True}}
@@ -161,7 +161,7 @@ async def _complete(
                         return Outcome("left", text, tokens)
             return Outcome(end, text, tokens)
 
-        return list(await asyncio.gather(*map(ask, plans)))
+        return list(await asyncio.gather(*map(request, plans)))
 
 
 async def _ask(
@@ -169,7 +169,7 @@ async def _ask(
 ) -> list[Outcome]:
     async with _clients() as session:
 
-        async def ask(number: int, plan: Plan) -> Outcome:
+        async def request(number: int, plan: Plan) -> Outcome:
             rid = f"flood-{number:05}-"
             body = server.body(prompts[plan.prompt], TOKENS, stream=True, rid=rid)
             outcome = Outcome("lost", [], None)
@@ -191,4 +191,4 @@ async def _ask(
                         assert done.status == 200
             return outcome
 
-        return list(await asyncio.gather(*(ask(*each) for each in enumerate(plans))))
+        return list(await asyncio.gather(*(request(*each) for each in enumerate(plans))))

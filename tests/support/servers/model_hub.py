@@ -1,4 +1,4 @@
-"""A small Hugging Face hub of this machine: the endpoints that its client asks for one model."""
+"""A local Hugging Face hub: the endpoints that its client requests for one model."""
 
 from __future__ import annotations
 

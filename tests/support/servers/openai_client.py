@@ -1,4 +1,4 @@
-"""Asks a server by the `openai` client that is installed; run with several of its versions."""
+"""Requests by the installed `openai` client; run with several of its versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 8}
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
-def ask(client: openai.OpenAI) -> None:
+def request(client: openai.OpenAI) -> None:
     """Every kind of call, once."""
     assert client.models.list().data[0].id == "default"
     answer = client.completions.create(prompt="def f(x):", **TEXT)
@@ -42,7 +42,7 @@ def ask(client: openai.OpenAI) -> None:
         raise AssertionError("a negative number of tokens was taken")
 
 
-async def ask_at_once(client: openai.AsyncOpenAI) -> None:
+async def request_at_once(client: openai.AsyncOpenAI) -> None:
     """Streams side by side, one of which is given up."""
 
     async def read(count: int) -> int:
@@ -63,13 +63,13 @@ def main() -> None:
     address = {"base_url": f"{sys.argv[1]}/v1", "api_key": "none", "max_retries": 0}
     print("openai", openai.__version__)
     with openai.OpenAI(**address) as client:
-        ask(client)
+        request(client)
 
-    async def ask_all() -> None:
+    async def request_all() -> None:
         async with openai.AsyncOpenAI(**address) as client:
-            await ask_at_once(client)
+            await request_at_once(client)
 
-    asyncio.run(ask_all())
+    asyncio.run(request_all())
     print("all is as it should be")
 
 

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps the spans that it gets, for tests of what is exported."""
+"""An OpenTelemetry collector that keeps the spans it receives."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def parent_of(number: int) -> tuple[str, str]:
     return f"{number + 1:032x}", f"{number + 1:016x}"
 
 
-def ask_traced(server: Server, number: int, path: str, body: dict[str, Any]) -> Any:
+def traced_request(server: Server, number: int, path: str, body: dict[str, Any]) -> Any:
     """What a server answers to a client whose span is :func:`parent_of`."""
     trace, span = parent_of(number)
     request = server.request(path, body)

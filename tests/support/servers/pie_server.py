@@ -1,4 +1,4 @@
-"""`pie-sglang serve` in a process of its own, as a user starts it, and what tests ask of it."""
+"""`pie-sglang serve` in a process of its own, and requests to it."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ def regions(family: Iterable[psutil.Process]) -> set[str]:
 def generate(server: Server, text: str = PROMPT, **params: Any) -> dict[str, Any]:
     params = {"temperature": 0, "max_new_tokens": 12, **params}
     found: dict[str, Any] = json.loads(
-        server.ask("/generate", {"text": text, "sampling_params": params})
+        server.fetch("/generate", {"text": text, "sampling_params": params})
     )
     return found
 
 
 def state(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(server.ask("/server_info"))["internal_states"][0]
+    found: dict[str, Any] = json.loads(server.fetch("/server_info"))["internal_states"][0]
     return found
 
 
 def refusal(server: Server, body: dict[str, Any], path: str = "/generate") -> tuple[int, str]:
     with pytest.raises(urllib.error.HTTPError) as error:
-        server.ask(path, body)
+        server.fetch(path, body)
     return error.value.code, error.value.read().decode()

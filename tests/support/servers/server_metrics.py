@@ -12,7 +12,9 @@ DASHBOARD = REPOSITORY / "examples/monitoring/grafana-dashboard.json"
 
 def samples(server: Server) -> dict[str, float]:
     """Values by name and labels, those of SGLang's process of requests left out."""
-    found = re.findall(r"^([a-z0-9_:]+(?:\{[^}]*\})?) (\S+)$", server.ask("/metrics"), re.MULTILINE)
+    found = re.findall(
+        r"^([a-z0-9_:]+(?:\{[^}]*\})?) (\S+)$", server.fetch("/metrics"), re.MULTILINE
+    )
     return {name: float(value) for name, value in found}
 
 

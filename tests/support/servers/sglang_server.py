@@ -79,7 +79,7 @@ class Server:
             headers["Authorization"] = f"Bearer {self.key}"
         return urllib.request.Request(self.url + path, data, headers)
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> str:
+    def fetch(self, path: str, body: dict[str, Any] | None = None) -> str:
         """What it answers."""
         try:
             with urllib.request.urlopen(self.request(path, body), timeout=60) as answer:
@@ -98,7 +98,7 @@ class Server:
 
     def generate(self, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[list[int], int]:
         """The tokens after a prompt, and how many of the prompt's were cached."""
-        answer = json.loads(self.ask("/generate", self.body(prompt, tokens, **more)))
+        answer = json.loads(self.fetch("/generate", self.body(prompt, tokens, **more)))
         return answer["output_ids"], answer["meta_info"]["cached_tokens"]
 
     def stream(self, prompt: Sequence[int], tokens: int, **more: Any) -> Iterator[list[int]]:
@@ -114,7 +114,7 @@ class Server:
         until = time.monotonic() + 20
         while True:
             try:
-                self.ask("/flush_cache", {})
+                self.fetch("/flush_cache", {})
                 return
             except urllib.error.HTTPError:
                 if time.monotonic() > until:
@@ -123,7 +123,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", self.ask("/metrics"), re.MULTILINE)
+        lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", self.fetch("/metrics"), re.MULTILINE)
         return sum(float(line) for line in lines)
 
 
@@ -160,7 +160,7 @@ def _wait(server: Server, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}")
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            server.ask("/model_info")
+            server.fetch("/model_info")
             return
         time.sleep(0.2)
     raise TimeoutError("the server did not start")

@@ -1,4 +1,4 @@
-"""Loads a snapshot as a driver does, on a CPU, and then again with other tensors.
+"""Loads a snapshot on the CPU as a driver does, and again with other tensors.
 
 Prints why the snapshot is refused, or null, and for each change its kind, its tensor and the
 refusal. Models that a driver serves on a GPU alone are loaded, too.

@@ -1,4 +1,4 @@
-"""Loads a model without the driver's corrections of SGLang; prints what it has as JSON.
+"""Loads a model without the driver's corrections of SGLang; prints its state as JSON.
 
 python tests/support/sglang_scripts/compat_probes.py CONFIG
 """

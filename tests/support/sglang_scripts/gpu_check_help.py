@@ -1,4 +1,4 @@
-"""The scripts of `benches/gpu` without a GPU: each prints its help and takes its row's arguments.
+"""Prints the help and parses the arguments of each script of `benches/gpu`.
 
     python tests/support/sglang_scripts/gpu_check_help.py FOLDER
 

@@ -1,4 +1,4 @@
-"""SGLang's own KV pools under the driver's copies, in a process that has SGLang."""
+"""The driver's copies in SGLang's own KV pools."""
 
 from __future__ import annotations
 

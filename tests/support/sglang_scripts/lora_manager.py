@@ -1,4 +1,4 @@
-"""SGLang's LoRA manager under loads that fail, in a process that has SGLang."""
+"""SGLang's LoRA manager when loads fail."""
 
 from __future__ import annotations
 
@@ -362,14 +362,14 @@ def pin_on_threads(connection: Connection, stderr: str) -> None:
 
     drivers.redirect_output(stderr)
 
-    def asked() -> list[bool]:
+    def requested() -> list[bool]:
         pins = (lambda: torch.tensor([1], pin_memory=True), lambda: torch.tensor([1]).pin_memory())
         return [_is_pinned(pin) for pin in pins]
 
     there: list[bool] = []
-    thread = threading.Thread(target=lambda: there.extend(asked()))
+    thread = threading.Thread(target=lambda: there.extend(requested()))
     with lora.on_the_host():
-        here = asked()
+        here = requested()
         thread.start()
         thread.join()
     with connection:

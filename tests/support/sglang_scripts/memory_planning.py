@@ -1,4 +1,4 @@
-"""Models planned and loaded in a process that has SGLang, and what both say about the memory."""
+"""Plans and loads models; returns planned and used memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes with SGLang's own NGRAM worker and the corpus that the plugin puts into it.
+"""Decodes by SGLang's NGRAM worker with the plugin's corpus.
 
 The forward pass and the CUDA kernels around it are left out: a text that is known beforehand says
 which drafts come true. What the worker does with batches, drafts and requests that leave is

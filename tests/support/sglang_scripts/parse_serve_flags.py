@@ -1,4 +1,4 @@
-"""Reads command lines of `pie-sglang serve` as the command does; prints what is wrong with each.
+"""Parses command lines of `pie-sglang serve`; prints the error of each.
 
     python tests/support/sglang_scripts/parse_serve_flags.py < LINES
 

@@ -1,4 +1,4 @@
-"""Plays SGLang's `RadixCache` against the plugin's cache, and against itself with a fault in it.
+"""Compares SGLang's `RadixCache` with the plugin's cache, and with a faulty one.
 
 Prints as JSON how many moves of each kind showed the same, and which faults were seen.
 """

@@ -1,4 +1,4 @@
-"""What SGLang's scheduler does with a prefix cache, played at random on SGLang's own pools.
+"""Random operations of SGLang's scheduler on a prefix cache and SGLang's pools.
 
 A `World` is one cache with its allocator, its rows and real `Req` objects. `play` makes the same
 moves in two worlds and compares what each move shows: matched slots, freed duplicates, evicted

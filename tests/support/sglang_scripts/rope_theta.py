@@ -1,4 +1,4 @@
-"""The `rope_theta` that SGLang's model classes find in a configuration; prints it as JSON.
+"""The `rope_theta` that SGLang's model classes read from a configuration, as JSON.
 
 python tests/support/sglang_scripts/rope_theta.py SNAPSHOT...
 """

@@ -1,4 +1,4 @@
-"""What SGLang's triton backend lists for decodes in windowed layers; prints it as JSON.
+"""KV indices of SGLang's triton backend for decodes in sliding-window layers, as JSON.
 
 Run with ``TRITON_INTERPRET=1``.
 """
