@@ -22,6 +22,7 @@ from support.models.damaged_checkpoints import (
     without,
 )
 from support.process import drivers, scripts
+from support.process.inspection import error_line
 
 pytestmark = pytest.mark.engine
 
@@ -35,10 +36,7 @@ def refusal(snapshot: Path, folder: Path, **driver: Any) -> str:
     config = drivers.write_config(folder, snapshot, **driver)
     with pytest.raises(drivers.StartFailedError) as caught, drivers.fork(config):
         pass
-    *_, line, empty, hint = caught.value.stderr.rstrip().splitlines()
-    assert line.startswith("pie_driver_sglang: ")
-    assert (empty, hint[:6]) == ("", "hint: ")
-    return line
+    return error_line(caught.value.stderr)
 
 
 def starts(snapshot: Path, folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ import pytest
 from support import REPOSITORY
 from support.models import architectures
 from support.process import drivers, scripts
+from support.tools import load_tool
 
 PACKAGE: Final = REPOSITORY / "python" / "pie_driver_sglang"
 COMPAT: Final = tuple(
@@ -136,14 +136,7 @@ def uses(tree: ast.Module) -> set[str]:
 
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
-    path = REPOSITORY / "tools" / "check_compat.py"
-    spec = importlib.util.spec_from_file_location("check_compat", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("check_compat")
 
 
 def test_the_installed_sglang_has_all_that_is_reached(checker: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pie_driver_sglang.frontends.gateway import smg
 from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
 from pie_driver_sglang.observability import spans
 from support import REPOSITORY
+from support.tools import load_tool
 
 WORKFLOWS: Final = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 PYPROJECT: Final = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -299,13 +299,7 @@ def test_versions_agree() -> None:
     heading = r"^## (\S+) \((?:unreleased|\d{4}-\d{2}-\d{2})\)$"
     newest, *_ = re.findall(heading, changes, re.MULTILINE)
     assert newest == version
-    spec = importlib.util.spec_from_file_location(
-        "set_version", REPOSITORY / "tools" / "set_version.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_tool("set_version")
     for name, pattern in tool.PLACES.items():
         text = (REPOSITORY / name).read_text()
         assert tool.replace(text, pattern, version) == text, name

@@ -25,7 +25,7 @@ from support.models import architectures, damaged_checkpoints, tiny_models
 from support.models.reference import Context, Pages, Reference, random_tokens
 from support.process import drivers
 from support.process import runtime_client as rc
-from support.process.inspection import END_S, is_of_this_run, is_running, last_words
+from support.process.inspection import END_S, error_line, is_of_this_run, is_running
 
 LOCAL = ("0100007F", "00000000000000000000000001000000")
 """127.0.0.1 and ::1 as `/proc/net` writes them."""
@@ -170,7 +170,7 @@ class TestEnds:
         greedy_tokens(start)
         os.kill(worker, signal.SIGKILL)
         assert start.process.wait(END_S) == 1
-        assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
+        assert "rank 1 on cpu was killed by signal 9" in error_line(start.log())
         assert not start.region.exists()
 
     @pytest.mark.parametrize("tokens", [1, 512], ids=["graph", "python"])
@@ -230,7 +230,7 @@ class TestEnds:
                 rc.eventually(lambda: not start.region.exists(), "the region's end", END_S)
             else:
                 assert start.process.wait(END_S) == 1
-                assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
+                assert "rank 1 on cpu was killed by signal 9" in error_line(start.log())
                 assert not start.region.exists()
 
     def test_sigterm_while_a_step_runs(self, ready: tuple[rc.Start, int]) -> None:
@@ -257,7 +257,7 @@ class TestEnds:
             time.sleep(delay)
             os.kill(worker, signal.SIGKILL)
             assert start.process.wait(END_S) == 1
-            assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
+            assert "rank 1 on cpu was killed by signal 9" in error_line(start.log())
             is_ready = bool(start.handshake.read_bytes())
             assert is_ready or drivers.CLOSED_EARLY not in start.log()
             assert not start.region.exists()
@@ -271,7 +271,7 @@ class TestEnds:
         other = drivers.write_config(tmp_path, broken, **drivers.spread(2))
         with rc.forked(config, with_another_model, str(other)) as start:
             assert start.process.wait(60.0) == 1
-            assert "rank 1 on cpu: model.safetensors is " in last_words(start.log())
+            assert "rank 1 on cpu: model.safetensors is " in error_line(start.log())
             assert drivers.CLOSED_EARLY not in start.log()
             assert start.handshake.read_bytes() == b""
 
@@ -282,7 +282,7 @@ class TestEnds:
             client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
             with rc.background(lambda: client.copy("D2D", [5], [6])):
                 assert start.process.wait(5.0) == 1
-            assert "rank 1 on cpu: OSError: no such page" in last_words(start.log())
+            assert "rank 1 on cpu: OSError: no such page" in error_line(start.log())
             assert not start.region.exists()
 
 
@@ -364,7 +364,7 @@ def test_what_does_not_fit_two_ranks(
     path = drivers.write_config(tmp_path, snapshot, **drivers.spread(2))
     with pytest.raises(drivers.StartFailedError) as caught, drivers.fork(path):
         pass
-    line = last_words(caught.value.stderr)
+    line = error_line(caught.value.stderr)
     assert all(text in line for text in ("do not fit", *named)), line
 
 

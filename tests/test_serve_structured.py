@@ -15,7 +15,7 @@ import jsonschema
 import psutil
 import pytest
 
-from support.hostile.fatal_grammars import bombs
+from support.hostile.hostile_grammars import fatal_grammars
 from support.process import fork_server
 from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server
@@ -220,7 +220,7 @@ class TestGenerate:
             return refusal(server, {"text": PROMPT, "sampling_params": bomb})[0]
 
         with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(status, bombs())) == [400] * len(bombs())
+            assert list(threads.map(status, fatal_grammars())) == [400] * len(fatal_grammars())
         found = generate(server, regex="[0-9]{3}", max_new_tokens=8)
         assert re.fullmatch("[0-9]{3}", found["text"])
         assert generate(server, max_new_tokens=8)["text"] == whole

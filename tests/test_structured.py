@@ -23,7 +23,7 @@ from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.sampling import parse_sampling
 from support import REPOSITORY
-from support.hostile.fatal_grammars import bombs
+from support.hostile.hostile_grammars import fatal_grammars
 from support.models.tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -158,7 +158,7 @@ def test_a_wrong_grammar_fails_by_itself_with_its_reason(engine: Engine) -> None
 def test_grammars_that_end_their_compiler_end_nothing_else(engine: Engine) -> None:
     good = {"regex": "[0-9]{3}", "max_new_tokens": 8}
     alone = engine.generate("Four", GREEDY)
-    requested = [*bombs(), *bombs(), GREEDY, good]
+    requested = [*fatal_grammars(), *fatal_grammars(), GREEDY, good]
     answers = engine.generate(["Four"] * len(requested), requested)
     for answer in answers[:-2]:
         end = answer["meta_info"]["finish_reason"]

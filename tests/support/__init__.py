@@ -1,4 +1,4 @@
-"""Helpers of the tests: models, process, servers, hostile, sglang_scripts, kernels."""
+"""Helpers of the tests: models, process, servers, hostile, sglang_scripts, kernels, tools."""
 
 from pathlib import Path
 from typing import Final

@@ -23,16 +23,9 @@ from pie_driver_sglang.kernels.gemm.dense_layers import (
     linear,
     norm_rope_store,
 )
+from support.kernels.float64 import EPSILON, close
 
 ROWS = (1, 16, 17, 40)
-TOLERANCE = 1e-5
-EPSILON = 1e-6
-
-
-def close(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Up to rounding in float32."""
-    error = float((found.double() - exact).abs().max() / exact.abs().max())
-    assert error < TOLERANCE, error
 
 
 def normalized(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

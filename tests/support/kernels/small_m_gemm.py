@@ -19,27 +19,14 @@ from pie_driver_sglang.kernels.moe.experts import (
     most_rows,
 )
 from pie_driver_sglang.kernels.moe.routing import FEWEST, Router, Routing, route, routing_scratch
+from support.kernels.float64 import EPSILON, close, normalized
 
 ROWS = (1, 5, 16, 20)
-TOLERANCE = 1e-5
-EPSILON = 1e-6
-
-
-def close(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Up to rounding in float32."""
-    error = float((found.double() - exact).abs().max() / exact.abs().max())
-    assert error < TOLERANCE, error
 
 
 def make_scratch() -> Scratch:
     """With parts that no sum may contain."""
     return Scratch(torch.full((100_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
-
-
-def normalized(rows: torch.Tensor) -> torch.Tensor:
-    """In float64, without weights."""
-    rows = rows.double()
-    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPSILON)
 
 
 def squares_of(stream: Stream) -> None:

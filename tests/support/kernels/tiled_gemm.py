@@ -22,27 +22,14 @@ from pie_driver_sglang.kernels.gemm.fp8_rows import (
 from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream, begin
 from pie_driver_sglang.kernels.gemm.tiled import Tile, tiled_product
 from support.kernels import fp8_rounding
+from support.kernels.float64 import EPSILON, close, normalized
 
-EPSILON = 1e-6
-TOLERANCE = 1e-5
 ROWS = (5, 16, 20)
-
-
-def close(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Up to rounding in float32."""
-    error = float((found.double() - exact).abs().max() / exact.abs().max())
-    assert error < TOLERANCE, error
 
 
 def make_scratch() -> Scratch:
     """With parts that no sum may contain."""
     return Scratch(torch.full((400_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
-
-
-def normalized(rows: torch.Tensor) -> torch.Tensor:
-    """In float64, without weights."""
-    rows = rows.double()
-    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPSILON)
 
 
 def gated(rows: torch.Tensor) -> torch.Tensor:

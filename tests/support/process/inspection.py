@@ -70,7 +70,7 @@ def hf_config(snapshot: Path, **changed: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
 
 
-def last_words(log: str) -> str:
+def error_line(log: str) -> str:
     """The line that says what went wrong: the last one but for its hint."""
     *_, line, empty, hint = log.rstrip().splitlines()
     assert line.startswith("pie_driver_sglang: ")
