@@ -67,7 +67,7 @@ quick-python:
 	$(PYTEST) -m "not engine"
 
 conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
-	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/test_serve.py tests/test_gateway.py $(ARGS)
+	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/serve tests/test_gateway.py tests/test_gateway_replicas.py $(ARGS)
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
@@ -102,7 +102,7 @@ sanitize: ## Run the crates' tests under AddressSanitizer and ThreadSanitizer; A
 	@tools/sanitize $(ARGS)
 
 soak: $(VENV)/.installed ## Serve for 20 minutes under attack, with kills, and lose nothing; ARGS="--minutes 60" for longer
-	@$(BIN)/python tests/soak.py $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m support.hostile.soak $(ARGS)
 
 # Python's tools use one core, and cargo's last crates another.
 lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflows and the native module's stub
@@ -179,7 +179,7 @@ $(BUILDER)/bin/maturin:
 
 # The bytecode of SGLang and what it imports, written once: processes that begin at the same time would each compile all of it.
 $(VENV)/.compiled: $(VENV)/.dependencies | $(VENV)/.installed
-	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import fork_parent"
+	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import support.process.fork_preload"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(WHEELS)/.built

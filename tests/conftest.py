@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Tests are imported without a package; what they share lies beside them.
-sys.path.insert(0, str(Path(__file__).parent))
+# Tests are imported without a package; their helpers are the package `support`.
+_TESTS = Path(__file__).parent
+sys.path.insert(0, str(_TESTS))
 # Many processes import SGLang: without the bytecode of its thousands of modules, which the first of
 # them writes, each would compile them again, for longer than everything else that it does.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import drivers  # noqa: E402
-import forking  # noqa: E402
-import scripts  # noqa: E402
-import tiny_models  # noqa: E402
+from support.models import tiny_models  # noqa: E402
+from support.process import drivers, fork_server, scripts  # noqa: E402
 
 # The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
 settings.register_profile(
@@ -30,7 +29,9 @@ settings.register_profile(
 settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
-_LONGEST = frozenset({"test_radix_plugin", "test_ranks", "test_lifecycle", "test_real_models"})
+_LONGEST = frozenset(
+    {"test_radix_plugin", "test_ranks", "test_lifecycle", "test_failed_starts", "test_real_models"}
+)
 """Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
 _INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
@@ -83,10 +84,18 @@ def each_driver(request: pytest.FixtureRequest) -> drivers.Driver:
 @pytest.fixture(scope="session")
 def reference(llama_snapshot: Path) -> Any:
     """The tiny Llama model by transformers."""
-    from reference import Reference
+    from support.models.reference import Reference
 
     drivers.start_fork_server()
     return Reference(llama_snapshot)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The tokenizer of the model in the repository."""
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+
+    return ModelTokenizer(tiny_models.POCKET)
 
 
 @pytest.fixture(scope="session")
@@ -103,8 +112,8 @@ def spawned_driver(
 
 @pytest.fixture(scope="session")
 def forked_python() -> Iterator[str]:
-    """What the runtime may start drivers by, in place of Python; see `forking.py`."""
-    with forking.interpreter() as program:
+    """Replaces `sys.executable`: forks drivers and servers; see `support.process.fork_server`."""
+    with fork_server.interpreter() as program:
         yield program
 
 
@@ -145,12 +154,13 @@ def _uses_interpreter(item: pytest.Item) -> bool:
 def _group(item: pytest.Item) -> str:
     """Tests of one group run in one process (`--dist loadgroup`).
 
-    They share what takes long to make: the interpreter, or the driver of a file, or of a parameter
-    of a file's driver.
+    They share what takes long to make: the interpreter, the server of a folder, or the driver of a
+    file or of a parameter of it.
     """
     if _uses_interpreter(item):
         return "interpreter"
-    name = item.path.stem
+    folder = item.path.parent
+    name = item.path.stem if folder == _TESTS else folder.name
     call = getattr(item, "callspec", None)
     served = None if call is None else call.params.get("served")
     return name if served is None else f"{name}-{served}"

@@ -1,4 +1,4 @@
-"""What serves a model: how it is noted, written and read."""
+"""The record of what serves a model: written, read and shown."""
 
 from __future__ import annotations
 

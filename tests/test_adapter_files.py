@@ -1,4 +1,4 @@
-"""Adapters on disk, as strangers may leave them: what is read, and how much memory it takes."""
+"""LoRA files of untrusted origin: which are read, and with how much memory."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class TestMemory:
             with budget.take(1000, "one"):
                 pass
 
-    def test_what_is_promised_is_enough(self, tmp_path: Path) -> None:
+    def test_reserved_memory_is_sufficient(self, tmp_path: Path) -> None:
         """The largest memory of this process while it reads, over what it had before."""
         size, rank = 1 << 20, 8
         layers = {Q: Linear(f"model.{Q}", size, size, (Q,))}

@@ -1,4 +1,4 @@
-"""Adapters that are read while the driver serves others."""
+"""LoRA adapters that are loaded while the driver serves requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from unittest import mock
 
 import pytest
 
-import adapter_process
-import drivers
-import lora_adapters
-import runtime_client as rc
-import tiny_models
 from pie_driver_sglang._core import Client, Load, Request, Sampler
 from pie_driver_sglang.driver.adapter_loads import AdapterLoads, _timeout_s
-from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
+from support.models import lora_adapters, tiny_models
+from support.process import drivers
+from support.process import runtime_client as rc
+from support.process.adapter_driver import FAILED, OK, OPTIONS, DriverHarness, bound_logits
+from support.sglang_scripts import lora_manager
 
 pytestmark = pytest.mark.engine
 
@@ -29,10 +28,10 @@ BASE, FIRST = 0, 1
 class Held:
     """A driver whose ranks read no weights while its gate is shut."""
 
-    def __init__(self, bench: Bench, gate: Path, ranks: int) -> None:
-        self.bench = bench
-        self.driver = bench.driver
-        self.client = bench.client
+    def __init__(self, harness: DriverHarness, gate: Path, ranks: int) -> None:
+        self.bench = harness
+        self.driver = harness.driver
+        self.client = harness.client
         self._gate = gate
         self._ranks = ranks
 
@@ -71,11 +70,11 @@ def held(folder: Path, models: Path, ranks: int = 1, client_timeout_s: str = "")
     gate.mkdir()
     snapshot = tiny_models.build("llama", models)
     config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
-    prepare = functools.partial(adapter_process.hold_reads, str(gate), client_timeout_s)
+    prepare = functools.partial(lora_manager.hold_reads, str(gate), client_timeout_s)
     with drivers.fork(config, prepare) as driver:
-        bench = Bench(driver, "llama", models)
-        bench.load_all(["linear"])
-        one = Held(bench, gate, ranks)
+        harness = DriverHarness(driver, "llama", models)
+        harness.load_all(["linear"])
+        one = Held(harness, gate, ranks)
         one.open()
         yield one
     assert driver.stop() == 0
@@ -93,7 +92,7 @@ def other(models_folder: Path) -> lora_adapters.Made:
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
-def test_everything_goes_on_while_an_adapter_is_read(
+def test_serving_continues_while_an_adapter_is_read(
     models_folder: Path,
     made: lora_adapters.Made,
     other: lora_adapters.Made,
@@ -102,38 +101,38 @@ def test_everything_goes_on_while_an_adapter_is_read(
 ) -> None:
     """Prompts and decodes with and without adapters, copies and refusals; the answer comes last."""
     with held(tmp_path, models_folder, ranks) as one:
-        bench, client, load = one.bench, one.client, one.client.adapter
-        former = bound_logits(bench, FIRST)
+        harness, client, load = one.bench, one.client, one.client.adapter
+        former = bound_logits(harness, FIRST)
         with rc.Region(one.driver.region) as region:
             with one.shut(), one.loading(2, made.adapter) as status:
                 one.wait_until_all_ranks_read()
-                bench.check_greedy([bench.start(number, 20) for number in (BASE, BASE)], 5)
-                bench.check_greedy([bench.start(number, 20) for number in (FIRST, BASE)], 5)
-                bench.check_logits([BASE, FIRST], 40)
+                harness.check_greedy([harness.start(number, 20) for number in (BASE, BASE)], 5)
+                harness.check_greedy([harness.start(number, 20) for number in (FIRST, BASE)], 5)
+                harness.check_logits([BASE, FIRST], 40)
                 assert client.copy("D2D", [0, 1], [2, 3]) == OK
                 client.health()
-                assert bound_logits(bench, 2) is None
+                assert bound_logits(harness, 2) is None
                 assert load("Load", 0, "/a") != OK
                 assert (status, region.in_flight()) == ([], 1)
                 one.open()
             assert status == [OK]
-            new = bound_logits(bench, 2)
+            new = bound_logits(harness, 2)
             assert new not in (None, former)
             # The same of an adapter that takes the place of another one, and of one that fails.
             with one.shut(), one.loading(FIRST, made.adapter) as status:
                 one.wait_until_all_ranks_read()
-                assert bound_logits(bench, FIRST) == former
+                assert bound_logits(harness, FIRST) == former
                 assert status == []
                 one.open()
             assert status == [OK]
-            assert bound_logits(bench, FIRST) == new
+            assert bound_logits(harness, FIRST) == new
             broken = lora_adapters.edit(other.adapter, tmp_path / "broken", r=3)
             with one.shut(), one.loading(FIRST, broken) as status:
                 one.wait_until_all_ranks_read()
                 assert status == []
                 one.open()
             assert status == [FAILED]
-            assert bound_logits(bench, FIRST) == new
+            assert bound_logits(harness, FIRST) == new
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -145,10 +144,10 @@ def test_two_loads_of_an_id_are_finished_in_their_order(
     ranks: int,
 ) -> None:
     with held(tmp_path, models_folder, ranks) as one:
-        bench = one.bench
+        harness = one.bench
         assert one.client.adapter("Load", 8, str(made.adapter)) == OK
         assert one.client.adapter("Load", 9, str(other.adapter)) == OK
-        expected = [bound_logits(bench, number) for number in (8, 9)]
+        expected = [bound_logits(harness, number) for number in (8, 9)]
         one.open()
         with rc.Region(one.driver.region) as region:
             for paths in ((made.adapter, other.adapter), (other.adapter, made.adapter)):
@@ -158,14 +157,14 @@ def test_two_loads_of_an_id_are_finished_in_their_order(
                         rc.eventually(lambda: region.in_flight() == 2, "the second load")
                         # The third one finds no place, and the slots that are left stay free.
                         assert one.client.adapter("Load", 9, str(made.adapter)) == FAILED
-                        bench.check_greedy([bench.start(FIRST, 9)], 2)
+                        harness.check_greedy([harness.start(FIRST, 9)], 2)
                         assert (first, second) == ([], [])
                         one.open()
                 assert (first, second) == ([OK], [OK])
                 last = expected[0 if paths[1] == made.adapter else 1]
-                assert bound_logits(bench, 7) == last
+                assert bound_logits(harness, 7) == last
         one.driver.logged("2 adapters are being read already", "try again later")
-        assert bound_logits(bench, 9) == expected[1]
+        assert bound_logits(harness, 9) == expected[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -174,11 +173,11 @@ def test_a_load_that_takes_too_long_is_answered(
 ) -> None:
     """Before its client gives up, so that its slot is free for what comes then."""
     with held(tmp_path, models_folder, ranks, client_timeout_s="2.4") as one:
-        bench = one.bench
+        harness = one.bench
         with one.shut():
             assert one.client.adapter("Load", 7, str(made.adapter)) == FAILED
             one.driver.logged("it is not read after 2 s, and its client will give up")
-            assert bound_logits(bench, 7) is None
+            assert bound_logits(harness, 7) is None
             hasty = one.driver.client(timeout_s=0.5)
             with pytest.raises(TimeoutError):
                 hasty.adapter("Load", 7, str(made.adapter))
@@ -186,13 +185,13 @@ def test_a_load_that_takes_too_long_is_answered(
             # Both are still being read.
             assert one.client.adapter("Load", 7, str(made.adapter)) == FAILED
             one.driver.logged("2 adapters are being read already")
-            bench.check_greedy([bench.start(FIRST, 9)], 2)
+            harness.check_greedy([harness.start(FIRST, 9)], 2)
         rc.eventually(
             lambda: one.client.adapter("Load", 8, str(made.adapter)) == OK, "another load"
         )
         # What was answered by a failure has not come after all.
-        assert bound_logits(bench, 7) is None
-        assert bound_logits(bench, 8) is not None
+        assert bound_logits(harness, 7) is None
+        assert bound_logits(harness, 8) is not None
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -258,7 +257,7 @@ def test_an_adapter_is_copied_layer_by_layer(
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     receiver, sender = multiprocessing.Pipe()
     arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(adapter_process.copy_in_steps, arguments)
+    process = drivers.fork_call(lora_manager.copy_in_steps, arguments)
     sender.close()
     with receiver:
         assert receiver.poll(60.0)

@@ -1,4 +1,4 @@
-"""What the runtime learns about an architecture."""
+"""Architecture names that a driver reports to the runtime."""
 
 from __future__ import annotations
 

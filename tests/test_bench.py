@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 from pie_driver_sglang.cli import bench, main, replay
 from pie_driver_sglang.cli.workloads import WORKLOADS, make_workload, quantiles
 from pie_driver_sglang.errors import ConfigError, DriverError
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
 
 
 def standard(**changed: Any) -> Any:

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and benches/RESULTS.md are what the records in benches/results generate."""
+"""docs/benchmarks.md and benches/RESULTS.md are generated from benches/results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 TOOLS = REPOSITORY / "tools"
 
@@ -93,7 +93,7 @@ def test_a_changed_figure_changes_the_page(tool: ModuleType, results: dict[str, 
     assert "| 10,000 | 1.23 |" in text
 
 
-def test_bars_of_the_prefix_index_follow_from_its_rows(
+def test_thresholds_of_the_prefix_index_follow_from_its_results(
     tool: ModuleType, results: dict[str, Any]
 ) -> None:
     def row(bench: str, ours: float, **peers: float) -> dict[str, Any]:

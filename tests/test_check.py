@@ -1,4 +1,4 @@
-"""`pie-sglang check` on configurations that a driver takes and refuses."""
+"""`pie-sglang check` on valid and invalid configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import check, main, pie_config
 from pie_driver_sglang.cli.machine import Shm
@@ -19,7 +18,8 @@ from pie_driver_sglang.config.config_file import read_table
 from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import drivers
 
 ROOM = Shm(GIB, GIB, "tmpfs")
 
@@ -106,7 +106,7 @@ def test_what_is_ignored_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert logging.getLogger("pie_driver_sglang").propagate
 
 
-def test_a_region_without_room() -> None:
+def test_a_region_without_free_shared_memory() -> None:
     small = Shm(64 << 20, 8 << 20, "tmpfs")
     (finding,) = [f for f in check.check_table(table(), small) if f.name == "region"]
     assert finding.status == "fail"

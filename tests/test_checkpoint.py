@@ -9,15 +9,24 @@ from typing import Any
 
 import pytest
 
-import architectures
-import checkpoints
-import drivers
-import scripts
-import tiny_models
-from checkpoints import FILE, Tensors, added, converted, cut, damaged, save, transposed, without
+from support.models import architectures, damaged_checkpoints, tiny_models
+from support.models.damaged_checkpoints import (
+    FILE,
+    Tensors,
+    added,
+    converted,
+    cut,
+    damaged,
+    save,
+    transposed,
+    without,
+)
+from support.process import drivers, scripts
+from support.process.inspection import error_line
 
 pytestmark = pytest.mark.engine
 
+SCRIPT = "tests/support/sglang_scripts/checkpoint_loading.py"
 Change = Callable[[Tensors], object]
 
 
@@ -27,10 +36,7 @@ def refusal(snapshot: Path, folder: Path, **driver: Any) -> str:
     config = drivers.write_config(folder, snapshot, **driver)
     with pytest.raises(drivers.StartFailedError) as caught, drivers.fork(config):
         pass
-    *_, line, empty, hint = caught.value.stderr.rstrip().splitlines()
-    assert line.startswith("pie_driver_sglang: ")
-    assert (empty, hint[:6]) == ("", "hint: ")
-    return line
+    return error_line(caught.value.stderr)
 
 
 def starts(snapshot: Path, folder: Path) -> None:
@@ -191,7 +197,7 @@ def test_every_architecture(name: str, models_folder: Path) -> None:
     Also of those that a driver refuses on a CPU.
     """
     snapshot = architectures.build(name, models_folder)
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "1", str(CHANGES))
+    out = scripts.run(SCRIPT, str(snapshot), "1", str(CHANGES))
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     assert len(changes) == CHANGES
@@ -205,7 +211,12 @@ def test_every_architecture(name: str, models_folder: Path) -> None:
 def test_every_architecture_on_two_ranks(name: str, models_folder: Path) -> None:
     """Each reads a part of it, experts and heads among them: together they find the same."""
     snapshot = architectures.build(name, models_folder)
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "2", str(CHANGES_OF_RANKS))
+    out = scripts.run(
+        SCRIPT,
+        str(snapshot),
+        "2",
+        str(CHANGES_OF_RANKS),
+    )
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     assert len(changes) == CHANGES_OF_RANKS
@@ -219,9 +230,9 @@ def test_every_architecture_on_two_ranks(name: str, models_folder: Path) -> None
 )
 def test_quantized_checkpoints(method: str, architecture: str, ranks: int, tmp_path: Path) -> None:
     """They fit as they are, with what a method keeps beside weights, and nothing may be missing."""
-    snapshot = checkpoints.quantized(tmp_path, method, architecture)
+    snapshot = damaged_checkpoints.quantized(tmp_path, method, architecture)
     arguments = (str(snapshot), str(ranks), str(CHANGES), "without")
-    out = scripts.run("tests/checkpoint_process.py", *arguments)
+    out = scripts.run(SCRIPT, *arguments)
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     # Layers that are fused have one `g_idx`, which each of theirs fills.
@@ -231,8 +242,8 @@ def test_quantized_checkpoints(method: str, architecture: str, ranks: int, tmp_p
 
 def test_scales_that_sglang_does_not_load(tmp_path: Path) -> None:
     """Its Llama looks for those of blocks under another name than it gives them."""
-    snapshot = checkpoints.quantized(tmp_path, "fp8", "Llama")
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "1", "0")
+    snapshot = damaged_checkpoints.quantized(tmp_path, "fp8", "Llama")
+    out = scripts.run(SCRIPT, str(snapshot), "1", "0")
     sound, _ = json.loads(out.splitlines()[-1])
     assert "k_proj.weight_scale_inv in model.safetensors is (2, 1), but SGLang leaves" in sound
 
@@ -252,7 +263,7 @@ class TestFiles:
         assert "model.norm.weight in model-00002-of-00002.safetensors is (65,)" in line
 
     @pytest.mark.parametrize("kept", [1000, -1])
-    def test_a_shard_is_cut(self, kept: int, llama_snapshot: Path, tmp_path: Path) -> None:
+    def test_a_shard_is_truncated(self, kept: int, llama_snapshot: Path, tmp_path: Path) -> None:
         snapshot = sharded(llama_snapshot, tmp_path)
         path = snapshot / "model-00002-of-00002.safetensors"
         data = path.read_bytes()
@@ -273,7 +284,7 @@ class TestFiles:
         line = refusal(snapshot, tmp_path)
         assert "model.norm.weight in pytorch_model.bin is (65,), but the model's (64,)" in line
 
-    def test_a_file_of_torch_is_cut(self, llama_snapshot: Path, tmp_path: Path) -> None:
+    def test_a_file_of_torch_is_truncated(self, llama_snapshot: Path, tmp_path: Path) -> None:
         snapshot = of_torch(llama_snapshot, tmp_path)
         path = snapshot / "pytorch_model.bin"
         path.write_bytes(path.read_bytes()[:-1000])

@@ -1,4 +1,4 @@
-"""Where SGLang is reached, what is missing there, and what the driver corrects in it.
+"""The compat layer: which names of SGLang it uses, and which faults it corrects.
 
 A probe that fails says that SGLang corrected its part: remove the correction that the probe names.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +15,12 @@ from typing import Any, Final
 
 import pytest
 
-import architectures
-import drivers
-import scripts
-import tiny_models
+from support import REPOSITORY
+from support.models import architectures
+from support.process import drivers, scripts
+from support.tools import load_tool
 
-PACKAGE: Final = tiny_models.REPOSITORY / "python" / "pie_driver_sglang"
+PACKAGE: Final = REPOSITORY / "python" / "pie_driver_sglang"
 COMPAT: Final = tuple(
     PACKAGE / folder / "compat" for folder in ("backends/sglang", "frontends/sglang_server")
 )
@@ -137,14 +136,7 @@ def uses(tree: ast.Module) -> set[str]:
 
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
-    path = tiny_models.REPOSITORY / "tools" / "check_compat.py"
-    spec = importlib.util.spec_from_file_location("check_compat", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("check_compat")
 
 
 def test_the_installed_sglang_has_all_that_is_reached(checker: ModuleType) -> None:
@@ -268,7 +260,7 @@ def uncorrected(name: str, folder: Path, **options: Any) -> dict[str, Any]:
         snapshot = architectures.build("probe", folder)
     config = drivers.write_config(folder, snapshot)
     found: dict[str, Any] = json.loads(
-        scripts.run("tests/compat_probes.py", str(config)).splitlines()[-1]
+        scripts.run("tests/support/sglang_scripts/compat_probes.py", str(config)).splitlines()[-1]
     )
     return found
 
@@ -283,7 +275,7 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 
 @pytest.mark.engine
 class TestProbes:
-    def test_the_windows_of_cohere_2_count_a_rows_own_token(self, tmp_path: Path) -> None:
+    def test_the_windows_of_cohere_2_count_the_query_token(self, tmp_path: Path) -> None:
         """`backends/sglang/compat/corrections.py: correct_windows`."""
         found = uncorrected("Cohere 2", tmp_path)
         assert architectures.WINDOW in found["windows"]

@@ -1,13 +1,8 @@
-"""The launcher's file: what is accepted, and what every mistake says."""
+"""`driver.toml`: valid files, and the error of each mistake."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang import __version__
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, quoted
-
-ROOT = Path(__file__).parent.parent
-HF_CONFIG = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-}
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path) -> Path:
-    path = tmp_path / "snapshot"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(HF_CONFIG))
-    (path / "tokenizer.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
-    return path
-
-
-@pytest.fixture
-def write(tmp_path: Path, snapshot: Path) -> Write:
-    """Write a file with the required keys, given lines of [driver] and text after it."""
-
-    def write_file(driver: str = "", after: str = "", **required: str) -> Path:
-        keys = {"group_id": "0", "device": '["cpu"]', "snapshot_dir": json.dumps(str(snapshot))}
-        keys |= required
-        path = tmp_path / "driver.toml"
-        path.write_text(
-            f"[model]\nsnapshot_dir = {keys['snapshot_dir']}\n"
-            f"[driver]\ngroup_id = {keys['group_id']}\ndevice = {keys['device']}\n{driver}\n{after}"
-        )
-        return path
-
-    return write_file
-
-
-def refused(path: Path, *parts: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    error = caught.value
-    for part in parts:
-        assert part in f"{error} {error.hint}"
-    assert error.hint
-    assert "\n" not in str(error)
-    return error
+from support.process.config_files import Write, refused
+from support.process.config_files import snapshot as snapshot
+from support.process.config_files import write as write
 
 
 def test_the_file_of_the_runtime(tmp_path: Path, snapshot: Path) -> None:
@@ -291,226 +239,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused(large, "larger than 1048576 bytes")
 
 
-def test_a_snapshot_that_is_a_file(write: Write, snapshot: Path) -> None:
-    refused(
-        write(snapshot_dir=json.dumps(str(snapshot / "config.json"))), "is a file, not a directory"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (None, ("has no config.json", "download")),
-        ("{", ("cannot read", "config.json")),
-        ("[" * 100_000, ("cannot read", "config.json")),
-        ("[]", ("not a JSON object",)),
-        ('{"architectures": ["A"]}', ("`model_type`", "None")),
-        ('{"model_type": 3, "architectures": ["A"]}', ("`model_type`", "3")),
-        ('{"model_type": "a"}', ("`architectures`", "None")),
-        ('{"model_type": "a", "architectures": []}', ("`architectures`", "[]")),
-    ],
-)
-def test_model_configs(
-    write: Write, snapshot: Path, text: str | None, parts: tuple[str, ...]
-) -> None:
-    (snapshot / "config.json").unlink()
-    if text is not None:
-        (snapshot / "config.json").write_text(text)
-    refused(write(), *parts)
-
-
-def test_a_model_config_that_could_block(write: Write, snapshot: Path) -> None:
-    (snapshot / "config.json").unlink()
-    os.mkfifo(snapshot / "config.json")
-    refused(write(), "config.json' is not a regular file", "download")
-
-
-def test_infinity_in_a_model_config(snapshot: Path) -> None:
-    config: dict[str, Any] = {**HF_CONFIG, "time_step_limit": [0.0, float("inf")]}
-    (snapshot / "config.json").write_text(json.dumps(config))
-    assert load_hf_config(snapshot) == config
-
-
-def test_weights(write: Write, snapshot: Path) -> None:
-    weights = snapshot / "model.safetensors"
-    weights.rename(snapshot / "adapter_model.safetensors")
-    refused(write(), "has no weights", 'load_format = "dummy"')
-    load_config(write(after='[driver.options]\nload_format = "dummy"'))
-    load_config(write(after='[driver.options]\nload_format = "runai_streamer"'))
-    weights.symlink_to(snapshot / "blob-that-was-never-downloaded")
-    refused(write(), "has no weights")
-    (snapshot / "pytorch_model.bin").write_bytes(b"")
-    load_config(write())
-    refused(write(after='[driver.options]\nload_format = "safetensors"'), "has no weights")
-
-
-def test_an_incomplete_download(write: Write, snapshot: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(write(), "lacks 1 of the weight files", "'model-2.safetensors'", "download")
-    (snapshot / "model-2.safetensors").write_bytes(b"")
-    load_config(write())
-
-
-@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 1}'])
-def test_an_unreadable_index_is_left_to_the_loader(
-    write: Write, snapshot: Path, index: str
-) -> None:
-    (snapshot / "model.safetensors.index.json").write_text(index)
-    load_config(write())
-
-
-def test_a_missing_tokenizer(
-    write: Write, snapshot: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load_config(write())
-    assert not caplog.records
-    (snapshot / "tokenizer.json").unlink()
-    refused(write(), "no tokenizer", "tokenizer.json or tiktoken.model", "download")
-    load_config(write(after='[driver.options]\nload_format = "dummy"'))
-    (snapshot / "tiktoken.model").touch()
-    load_config(write())
-
-
-def changed(snapshot: Path, **values: Any) -> None:
-    (snapshot / "config.json").write_text(json.dumps({**HF_CONFIG, **values}))
-
-
-class TestSizes:
-    """Numbers in `config.json` that no model has."""
-
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("head_dim", -16),
-            ("head_dim", 2**20),
-            ("hidden_size", 0),
-            ("hidden_size", "64"),
-            ("intermediate_size", -1),
-            ("intermediate_size", [64, -64]),
-            ("max_position_embeddings", 0),
-            ("max_position_embeddings", 2**31),
-            ("moe_intermediate_size", 2**40),
-            ("num_attention_heads", 0),
-            ("num_attention_heads", -4),
-            ("num_attention_heads", 4.0),
-            ("num_experts", -1),
-            ("num_hidden_layers", -1),
-            ("num_hidden_layers", 0),
-            ("num_hidden_layers", 100_000),
-            ("num_hidden_layers", True),
-            ("num_hidden_layers", {}),
-            ("num_key_value_heads", 0),
-            ("num_key_value_heads", 10**4000),
-            ("n_layer", -1),
-            ("vocab_size", 0),
-            ("vocab_size", -1),
-            ("vocab_size", 2**40),
-        ],
-    )
-    @pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
-    def test_refused(
-        self, key: str, value: object, nested: bool, write: Write, snapshot: Path
-    ) -> None:
-        changed(snapshot, **({"text_config": {key: value}} if nested else {key: value}))
-        refused(write(), f"`{key}` = ", "expected an integer from ", f"correct `{key}`")
-
-    @pytest.mark.parametrize(
-        "sizes",
-        [
-            {"head_dim": None, "num_key_value_heads": None},
-            {"intermediate_size": [64, 128], "num_experts": 0},
-            {"text_config": {"num_hidden_layers": 2}, "num_hidden_layers": -1},
-        ],
-    )
-    def test_taken(self, sizes: dict[str, Any], write: Write, snapshot: Path) -> None:
-        changed(snapshot, **sizes)
-        load_config(write())
-
-    def test_left_to_sglang_when_it_is_told_other_ones(self, write: Write, snapshot: Path) -> None:
-        changed(snapshot, num_hidden_layers=-1)
-        options = """json_model_override_args = '{"num_hidden_layers": 2}'"""
-        load_config(write(after=f"[driver.options]\n{options}"))
-
-
-class TestArchitectures:
-    """Those that SGLang lacks."""
-
-    @pytest.mark.parametrize(
-        ("names", "parts"),
-        [
-            (["UnheardOfForCausalLM"], ("UnheardOfForCausalLM", "`architectures`", "0.5.17")),
-            (["Qwen3ForCasualLM"], ("did you mean `Qwen3ForCausalLM`",)),
-            (["GPTNeoXForCausalLM"], ("has no GPTNeoXForCausalLM",)),
-            (["a\nb" * 100], ("has no 'a\\nb",)),
-        ],
-    )
-    def test_refused(
-        self, names: list[str], parts: tuple[str, ...], write: Write, snapshot: Path
-    ) -> None:
-        changed(snapshot, architectures=names)
-        refused(write(), *parts)
-
-    def test_one_of_several_is_enough(self, write: Write, snapshot: Path) -> None:
-        changed(snapshot, architectures=["UnheardOfForCausalLM", "Qwen3ForCausalLM"])
-        load_config(write())
-
-    def test_those_that_sglang_renames(self, write: Write, snapshot: Path) -> None:
-        changed(snapshot, model_type="deepseek_vl_v2", architectures=["DeepseekVLV2ForCausalLM"])
-        load_config(write())
-
-    @pytest.mark.parametrize(
-        "variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE"]
-    )
-    def test_those_that_may_be_added(
-        self, variable: str, write: Write, snapshot: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        changed(snapshot, architectures=["UnheardOfForCausalLM"])
-        monkeypatch.setenv(variable, "ours")
-        load_config(write())
-
-
-class TestContext:
-    """More positions than the model has."""
-
-    @pytest.mark.parametrize(
-        ("config", "positions", "source"),
-        [
-            ({}, 2048, "`max_position_embeddings` in"),
-            ({"rope_scaling": {"rope_type": "linear", "factor": 5.0}}, 10240, "rope factor 5.0"),
-            ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, 8192, "rope factor 4"),
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 2048, "in its config.json"),
-            (
-                {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 512}},
-                2048,
-                "`max_position_embeddings`",
-            ),
-            ({"seq_length": 1024}, 1024, "`seq_length`"),
-            ({"text_config": {"max_position_embeddings": 4096}}, 4096, "`max_pos"),
-        ],
-    )
-    def test_refused(
-        self, config: dict[str, Any], positions: int, source: str, write: Write, snapshot: Path
-    ) -> None:
-        changed(snapshot, **{"max_position_embeddings": 2048, **config})
-        options = f"[driver.options]\ncontext_length = {positions}"
-        assert load_config(write(after=options)).driver.options.context_length == positions
-        options = f"[driver.options]\ncontext_length = {positions + 1}"
-        parts = (f"is {positions + 1}", f"has {positions} positions", source, "at most", "LONGER")
-        refused(write(after=options), "`context_length`", *parts)
-
-    @pytest.mark.parametrize("value", ["1", "true", "YES"])
-    def test_as_sglang_is_told(
-        self, value: str, write: Write, snapshot: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        changed(snapshot, max_position_embeddings=2048)
-        monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", value)
-        load_config(write(after="[driver.options]\ncontext_length = 10000000"))
-
-    def test_a_length_that_only_the_models_class_knows(self, write: Write) -> None:
-        load_config(write(after="[driver.options]\ncontext_length = 10000000"))
-
-
 class TestUnknownKeys:
     """The protocol wants them to be tolerated."""
 
@@ -628,53 +356,7 @@ def test_well_formed_garbage(
     never_anything_but_a_config_error(path)
 
 
-def test_long_values_are_cut() -> None:
+def test_long_values_are_truncated() -> None:
     assert len(quoted("x" * 10_000)) < 100
     assert quoted("a\nb") == r"'a\nb'"
     assert "4300 digits" in quoted(1 << 100_000)
-
-
-def run_python(code: str) -> str:
-    environment = {"PYTHONPATH": str(ROOT / "python")}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    return result.stdout
-
-
-def test_importing_the_package_loads_nothing() -> None:
-    loaded = run_python(
-        "import sys; before = set(sys.modules); import pie_driver_sglang as p; "
-        "assert p.__file__.endswith('__init__.py'); "
-        "print(*(set(sys.modules) - before))"
-    ).split()
-    assert {name.partition(".")[0] for name in loaded} <= {
-        "pie_driver_sglang", "importlib", "typing", "collections", "functools", "re", "types",
-        "copyreg", "contextlib", "operator", "keyword", "reprlib", "enum", "warnings", "__future__",
-        "_collections", "_functools", "_operator", "_sre", "_typing", "itertools",
-    }  # fmt: skip
-
-
-def test_checking_a_configuration_loads_no_library() -> None:
-    code = (
-        "import sys, pie_driver_sglang as p; p.load_config; p.Capabilities; "
-        "import pie_driver_sglang.logs, pie_driver_sglang.config.arch; "
-        "print(*[m for m in ('torch', 'sglang', 'numpy', 'transformers') if m in sys.modules])"
-    )
-    assert run_python(code).split() == []
-
-
-def test_lazy_names() -> None:
-    import pie_driver_sglang as package
-
-    for name in package.__all__:
-        assert name in dir(package)
-        assert getattr(package, name) is not None
-    with pytest.raises(AttributeError, match="no_such_name"):
-        package.no_such_name  # noqa: B018
-
-
-def test_the_version_is_that_of_the_distribution() -> None:
-    workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert __version__ == workspace["package"]["version"] == project["version"]

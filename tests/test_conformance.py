@@ -1,4 +1,4 @@
-"""SGLang's own test kits against `pie-sglang serve`, and clients and tools that others wrote.
+"""SGLang's test kits, clients and tools of others against `pie-sglang serve`.
 
 `make test` runs what takes seconds on the embedded model, `make conformance` all of it. Tests that
 need a model with knowledge run where `PIE_CONFORMANCE_MODEL` names one, on the device that
@@ -19,12 +19,13 @@ from typing import Any, Final
 
 import pytest
 
-import kits
-from flood import flood
-from kits import KITS, Kit
-from pie_server import running, state, wait_until
-from sglang_server import Server
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.servers import sglang_test_kits
+from support.servers.many_streams import flood
+from support.servers.pie_server import running, state, wait_until
+from support.servers.sglang_server import Server
+from support.servers.sglang_test_kits import KITS, Kit
 
 pytestmark = [
     pytest.mark.engine,
@@ -75,7 +76,7 @@ def cases(*, long: bool) -> list[Any]:
 
 @pytest.mark.parametrize(("kit", "test"), cases(long=False))
 def test_kit(kit: Kit, test: str, served: Served) -> None:
-    kit.run(test, kits.attributes(*served, MODEL))
+    kit.run(test, sglang_test_kits.attributes(*served, MODEL))
 
 
 @pytest.mark.parametrize(("kit", "test"), cases(long=True))
@@ -85,18 +86,18 @@ def test_kit_with_a_server_of_its_own(
     for name, value in kit.variables.items():
         monkeypatch.setenv(name, value)
     with serving(tmp_path, *kit.flags) as found:
-        kit.run(test, kits.attributes(*found, MODEL))
+        kit.run(test, sglang_test_kits.attributes(*found, MODEL))
 
 
 def test_every_kit_of_the_wheel_has_a_row() -> None:
     rows = {kit.module for kit in KITS}
-    assert not rows & kits.NOT_RUN.keys()
-    assert rows | kits.NOT_RUN.keys() == kits.installed_modules()
+    assert not rows & sglang_test_kits.NOT_RUN.keys()
+    assert rows | sglang_test_kits.NOT_RUN.keys() == sglang_test_kits.installed_modules()
     for kit in KITS:
         assert set(kit.tests) == kit.found(), kit.name
 
 
-def test_a_conversation_finds_all_of_its_turns(served: Served, tmp_path: Path) -> None:
+def test_a_conversation_reuses_all_of_its_prefix(served: Served, tmp_path: Path) -> None:
     """Every round has the pages of all rounds before: SGLang's own expectation."""
     from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 
@@ -120,7 +121,7 @@ def test_a_conversation_finds_all_of_its_turns(served: Served, tmp_path: Path) -
 @whole
 @pytest.mark.parametrize("version", ["openai>=1.60,<2", "openai>=2,<3"])
 def test_clients_of_two_majors(served: Served, version: str) -> None:
-    done = _tool(["python", "tests/openai_client.py", served[0].url], version)
+    done = _tool(["python", "tests/support/servers/openai_client.py", served[0].url], version)
     assert done.stdout.splitlines()[-1:] == ["all is as it should be"], done.stderr
 
 

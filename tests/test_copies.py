@@ -1,4 +1,4 @@
-"""Page copies of a running driver: swapped contexts go on as if nothing had happened."""
+"""Page copies of a running driver: swapped contexts continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Sampler
-from reference import Context, Pages, random_tokens
-from tiny_models import VOCABULARY
+from support.models.reference import Context, Pages, random_tokens
+from support.models.tiny_models import VOCABULARY
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +23,7 @@ PAGE_BYTES = {"float32": 2 * 2 * PAGE * 2 * 16 * 4, "bfloat16": 2 * 2 * PAGE * 2
 """The tiny Llama: layers, keys and values, tokens, heads, their width, bytes."""
 
 
-class Bench:
+class DriverHarness:
     """A driver with a host pool, and the runtime's allocators."""
 
     def __init__(self, driver: drivers.Driver) -> None:
@@ -100,8 +100,8 @@ def driver(
 
 
 @pytest.fixture
-def bench(driver: drivers.Driver) -> Bench:
-    return Bench(driver)
+def harness(driver: drivers.Driver) -> DriverHarness:
+    return DriverHarness(driver)
 
 
 def prompt(length: int, *seed: object) -> list[int]:
@@ -112,74 +112,74 @@ def take(pages: Pages, count: int) -> list[int]:
     return [pages.take() for _ in range(count)]
 
 
-def continues_alike(bench: Bench, disturbed: Context, undisturbed: Context) -> None:
+def continues_alike(harness: DriverHarness, disturbed: Context, undisturbed: Context) -> None:
     """Both contexts hold the same tokens; what follows is the same to the last bit."""
     assert disturbed.tokens == undisturbed.tokens
     assert disturbed.pages != undisturbed.pages
     for token in prompt(3, "next"):
-        assert bench.logits(disturbed, token) == bench.logits(undisturbed, token)
-    assert bench.greedy(disturbed, 7, 20) == bench.greedy(undisturbed, 7, 20)
+        assert harness.logits(disturbed, token) == harness.logits(undisturbed, token)
+    assert harness.greedy(disturbed, 7, 20) == harness.greedy(undisturbed, 7, 20)
 
 
 @pytest.mark.parametrize("length", [16, 70, 300])
 @pytest.mark.parametrize("order", ["as allocated", "scattered"])
-def test_a_swapped_context_goes_on(bench: Bench, length: int, order: str) -> None:
+def test_a_swapped_context_continues(harness: DriverHarness, length: int, order: str) -> None:
     tokens = prompt(length, "swapped")
-    undisturbed, context = bench.started(tokens), bench.started(tokens)
-    slots = take(bench.host, len(context.pages))
+    undisturbed, context = harness.started(tokens), harness.started(tokens)
+    slots = take(harness.host, len(context.pages))
     if order == "scattered":
         slots = random.Random(length).sample(range(200), len(slots))
     former = context.pages
-    bench.copy("D2H", former, slots)
-    bench.device.give_back(reversed(former))
-    others = [bench.started(prompt(length, "over it", number)) for number in range(2)]
+    harness.copy("D2H", former, slots)
+    harness.device.give_back(reversed(former))
+    others = [harness.started(prompt(length, "over it", number)) for number in range(2)]
     assert set(former) <= {page for other in others for page in other.pages}
-    context.pages = take(bench.device, len(former))
+    context.pages = take(harness.device, len(former))
     assert not set(context.pages) & set(former)
-    bench.copy("H2D", slots, context.pages)
-    continues_alike(bench, context, undisturbed)
+    harness.copy("H2D", slots, context.pages)
+    continues_alike(harness, context, undisturbed)
 
 
-def test_two_contexts_in_turns(bench: Bench) -> None:
+def test_two_contexts_alternate(harness: DriverHarness) -> None:
     """The slots of one are read while its neighbours are written."""
     first, second = prompt(50, "first"), prompt(50, "second")
-    undisturbed = [bench.started(first), bench.started(second)]
-    one, two = bench.started(first), bench.started(second)
-    slots = take(bench.host, 8)
-    bench.copy("D2H", one.pages, slots[::2])
-    bench.copy("D2H", two.pages, slots[1::2])
+    undisturbed = [harness.started(first), harness.started(second)]
+    one, two = harness.started(first), harness.started(second)
+    slots = take(harness.host, 8)
+    harness.copy("D2H", one.pages, slots[::2])
+    harness.copy("D2H", two.pages, slots[1::2])
     # Each comes back where the other was.
     one.pages, two.pages = two.pages, one.pages
-    bench.copy("H2D", slots[::2], one.pages)
-    bench.copy("H2D", slots[1::2], two.pages)
-    continues_alike(bench, one, undisturbed[0])
-    continues_alike(bench, two, undisturbed[1])
+    harness.copy("H2D", slots[::2], one.pages)
+    harness.copy("H2D", slots[1::2], two.pages)
+    continues_alike(harness, one, undisturbed[0])
+    continues_alike(harness, two, undisturbed[1])
 
 
-def test_a_fork_goes_on(bench: Bench) -> None:
+def test_a_fork_continues(harness: DriverHarness) -> None:
     tokens = prompt(70, "forked")
-    undisturbed, parent = bench.started(tokens), bench.started(tokens)
-    child = parent.fork(lambda sources, targets: bench.copy("D2D", sources, targets))
+    undisturbed, parent = harness.started(tokens), harness.started(tokens)
+    child = parent.fork(lambda sources, targets: harness.copy("D2D", sources, targets))
     assert child.pages[:-1] == parent.pages[:-1]
-    bench.greedy(parent, 9, 5)
-    continues_alike(bench, child, undisturbed)
+    harness.greedy(parent, 9, 5)
+    continues_alike(harness, child, undisturbed)
 
 
-def test_a_context_moves_within_the_host(bench: Bench) -> None:
+def test_a_context_moves_within_the_host(harness: DriverHarness) -> None:
     tokens = prompt(70, "moved")
-    undisturbed, context = bench.started(tokens), bench.started(tokens)
-    other = bench.started(prompt(70, "other"))
+    undisturbed, context = harness.started(tokens), harness.started(tokens)
+    other = harness.started(prompt(70, "other"))
     count = len(context.pages)
-    first, second = take(bench.host, count), take(bench.host, count)
-    bench.copy("D2H", context.pages, first)
-    bench.copy("H2H", first, second)
-    bench.copy("D2H", other.pages, first)
-    context.pages = take(bench.device, count)
-    bench.copy("H2D", second, context.pages)
-    continues_alike(bench, context, undisturbed)
+    first, second = take(harness.host, count), take(harness.host, count)
+    harness.copy("D2H", context.pages, first)
+    harness.copy("H2H", first, second)
+    harness.copy("D2H", other.pages, first)
+    context.pages = take(harness.device, count)
+    harness.copy("H2D", second, context.pages)
+    continues_alike(harness, context, undisturbed)
 
 
-def test_lists_that_overlap_are_copied_pair_by_pair(bench: Bench) -> None:
+def test_lists_that_overlap_are_copied_pair_by_pair(harness: DriverHarness) -> None:
     """Random calls in every direction on a few pages, against lists of what the pages hold."""
     source = random.Random(11)
     limits = {"D": 6, "H": 5}
@@ -189,50 +189,55 @@ def test_lists_that_overlap_are_copied_pair_by_pair(bench: Bench) -> None:
     for _ in range(12):
         held = {pool: [source.randrange(limits["D"]) for _ in range(limits[pool])] for pool in "DH"}
         for page, tokens in enumerate(prompts):
-            bench.store_page(page, tokens)
+            harness.store_page(page, tokens)
         if not expected:
-            expected = [bench.page_logits(page, tokens) for page, tokens in enumerate(prompts)]
+            expected = [harness.page_logits(page, tokens) for page, tokens in enumerate(prompts)]
             assert all(row != expected[0] for row in expected[1:])
-        bench.copy("D2H", held["H"], list(range(limits["H"])))
+        harness.copy("D2H", held["H"], list(range(limits["H"])))
         for page, number in enumerate(held["D"]):
-            bench.store_page(page, prompts[number])
+            harness.store_page(page, prompts[number])
         for _ in range(4):
             direction = source.choice(["D2D", "D2H", "H2D", "H2H"])
             reads, writes = direction[0], direction[2]
             count = source.randrange(1, 6)
             sources = [source.randrange(limits[reads]) for _ in range(count)]
             targets = [source.randrange(limits[writes]) for _ in range(count)]
-            bench.copy(direction, sources, targets)
+            harness.copy(direction, sources, targets)
             for one, other in zip(sources, targets, strict=True):
                 held[writes][other] = held[reads][one]
         for page, number in enumerate(held["D"]):
-            assert bench.page_logits(page, prompts[number]) == expected[number]
+            assert harness.page_logits(page, prompts[number]) == expected[number]
         for slot, number in enumerate(held["H"]):
-            bench.copy("H2D", [slot], [spare])
-            assert bench.page_logits(spare, prompts[number]) == expected[number]
+            harness.copy("H2D", [slot], [spare])
+            assert harness.page_logits(spare, prompts[number]) == expected[number]
 
 
 @pytest.mark.parametrize("direction", ["D2D", "D2H", "H2D", "H2H"])
 class TestBounds:
     """Ids are checked against the pool that they belong to."""
 
-    def limits(self, bench: Bench, direction: str) -> tuple[int, int]:
-        limits = {"D": bench.driver.caps["total_pages"], "H": bench.driver.caps["swap_pool_size"]}
+    def limits(self, harness: DriverHarness, direction: str) -> tuple[int, int]:
+        limits = {
+            "D": harness.driver.caps["total_pages"],
+            "H": harness.driver.caps["swap_pool_size"],
+        }
         assert limits["D"] < limits["H"]
         return limits[direction[0]], limits[direction[2]]
 
-    def test_the_last_ones(self, bench: Bench, direction: str) -> None:
-        sources, targets = self.limits(bench, direction)
-        assert bench.client.copy(direction, [sources - 1, 0], [targets - 1, 1]) == OK
-        assert bench.client.copy(direction, [sources], [0]) == OUT_OF_RANGE
-        assert bench.client.copy(direction, [0, 0], [0, targets]) == OUT_OF_RANGE
-        assert bench.client.copy(direction, [2**32 - 1], [0]) == OUT_OF_RANGE
+    def test_the_last_ones(self, harness: DriverHarness, direction: str) -> None:
+        sources, targets = self.limits(harness, direction)
+        assert harness.client.copy(direction, [sources - 1, 0], [targets - 1, 1]) == OK
+        assert harness.client.copy(direction, [sources], [0]) == OUT_OF_RANGE
+        assert harness.client.copy(direction, [0, 0], [0, targets]) == OUT_OF_RANGE
+        assert harness.client.copy(direction, [2**32 - 1], [0]) == OUT_OF_RANGE
 
-    def test_lists_of_unequal_lengths_are_malformed(self, bench: Bench, direction: str) -> None:
-        assert bench.client.copy(direction, [], []) == OK
-        assert bench.client.copy(direction, [0], []) == MALFORMED
-        assert bench.client.copy(direction, [0, 1], [2, 3, 4]) == MALFORMED
-        assert bench.client.health() == OK
+    def test_lists_of_unequal_lengths_are_malformed(
+        self, harness: DriverHarness, direction: str
+    ) -> None:
+        assert harness.client.copy(direction, [], []) == OK
+        assert harness.client.copy(direction, [0], []) == MALFORMED
+        assert harness.client.copy(direction, [0, 1], [2, 3, 4]) == MALFORMED
+        assert harness.client.health() == OK
 
 
 def test_a_budget_that_the_machine_does_not_have(llama_snapshot: Path, tmp_path: Path) -> None:

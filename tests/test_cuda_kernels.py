@@ -1,4 +1,4 @@
-"""The kernels in CUDA C++ without a GPU: what NVRTC makes of them, and which rows they take.
+"""CUDA C++ kernels without a GPU: compilation by NVRTC, and tile configs.
 
 What they compute is checked on one: `benches/gpu/lone_check.py` and `batch_check.py`.
 """
@@ -150,7 +150,7 @@ def test_cluster_decode_compiles_and_loads_early(changed: dict[str, int]) -> Non
     ("inputs", "config", "epilogue", "grouped"),
     list(zip((4096, 17408, 2560, 768), GEMV_CONFIGS, (0, 1, 2, 0), (0, 1, 0, 1), strict=True)),
 )
-def test_fp8_gemv_compiles_and_loads_early(
+def test_gemv_kernels_compile_and_load_weights_early(
     inputs: int, config: Any, epilogue: int, grouped: int
 ) -> None:
     constants = gemv_macros(
@@ -178,7 +178,7 @@ def test_fp8_gemv_compiles_and_loads_early(
         ("8B", 3, 224, torch.float16, False), ("0.6B", 3, 16, torch.bfloat16, True),
     ],
 )  # fmt: skip
-def test_wgmma_gemm_compiles_and_loads_early(
+def test_wgmma_gemms_compile_and_load_weights_early(
     name: str, number: int, rows: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     config = wgmma_config(name, number, rows, fp8=fp8)
@@ -222,7 +222,7 @@ def test_no_register_is_spilled(file: str, constants: dict[str, int]) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
 @pytest.mark.parametrize("rows", [64, 128, 224])
 @pytest.mark.parametrize("number", [0, 2, 3], ids=["store", "swiglu", "residual"])
-def test_wgmma_gemm_keeps_accumulators_in_registers(number: int, rows: int, fp8: bool) -> None:
+def test_wgmma_gemms_keep_accumulators_in_registers(number: int, rows: int, fp8: bool) -> None:
     config = wgmma_config("8B", number, rows, fp8=fp8)
     _, log = nvrtc_makes("wgmma_gemm.cu", layer_macros("8B", number, rows, fp8=fp8), ARCH)
     assert " 0 bytes spill stores" in log
@@ -273,7 +273,7 @@ def test_a_mistake_in_a_source_is_quoted() -> None:
 
 
 @given(inputs=st.integers(1, 400).map(lambda count: count * 64))
-def test_gemv_configs_divide_the_inputs(inputs: int) -> None:
+def test_gemv_tile_configs_divide_the_inputs(inputs: int) -> None:
     config = find_gemv_config(inputs)
     if config is None:
         # Two warps have a group each.
@@ -299,7 +299,7 @@ def multiples(*units: int, most: int) -> st.SearchStrategy[int]:
     epilogue=st.sampled_from(Epilogue),
 )
 @settings(max_examples=500)
-def test_wgmma_configs_divide_the_gemm(
+def test_wgmma_tile_configs_divide_the_gemm(
     rows: int, height: int, inputs: int, itemsize: int, epilogue: Epilogue
 ) -> None:
     config = find_wgmma_config(rows, height, inputs, itemsize, epilogue)
@@ -333,7 +333,9 @@ def test_wgmma_configs_divide_the_gemm(
     ("name", "most_fp8", "most"),
     [("8B", 224, 224), ("14B", 96, 192), ("0.6B", 96, 128), ("30B-A3B", 96, 192)],
 )
-def test_wgmma_supports_known_layers(name: str, most_fp8: int, most: int, itemsize: int) -> None:
+def test_batches_of_measured_layers_have_a_tile_config(
+    name: str, most_fp8: int, most: int, itemsize: int
+) -> None:
     taken = [
         rows
         for rows in range(301)
@@ -370,7 +372,7 @@ class TestWgmmaGemm:
     def products(self) -> WgmmaGemm:
         return WgmmaGemm(torch.bfloat16, torch.device("cpu"))
 
-    def test_too_many_rows_are_refused(self, products: WgmmaGemm) -> None:
+    def test_too_many_tokens_are_refused(self, products: WgmmaGemm) -> None:
         rows, matrix = torch.zeros(17, 256), LinearWeights(torch.zeros(128, 256))
         with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
             products.multiply(rows, matrix, WgmmaConfig(16, 1, 4), STORE)
@@ -427,7 +429,9 @@ class TestWgmmaGemm:
         assert (out is residual, left) == (True, 0)
         assert numbers == [0.0, 9, 192, 512, 0]
 
-    def test_plain_rows_need_no_scales(self, products: WgmmaGemm, made: mock.Mock) -> None:
+    def test_unquantized_activations_need_no_scales(
+        self, products: WgmmaGemm, made: mock.Mock
+    ) -> None:
         rows, matrix = torch.zeros(2, 256), LinearWeights(torch.zeros(128, 256))
         residual = Residual(torch.zeros(2, 128), torch.zeros(2, 2))
         assert (

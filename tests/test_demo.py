@@ -1,4 +1,4 @@
-"""The demo: what it shows, which model it takes, and one run from end to end."""
+"""The demo: its output, its model, and one run from end to end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pie_driver_sglang.demo.screen import (
 )
 from pie_driver_sglang.demo.server import serving
 from pie_driver_sglang.errors import StartError
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
 
 SECTIONS = ("JSON by a schema", "A tool call", "A second turn")
 
@@ -53,7 +54,7 @@ def test_without_an_index_the_repositorys_model_answers(
     assert "; this is models/pocket instead" in error
 
 
-def test_elsewhere_the_error_says_what_to_do(
+def test_elsewhere_the_error_names_the_remedy(
     no_index: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -64,7 +65,7 @@ def test_elsewhere_the_error_says_what_to_do(
     assert "\nhint: check the network" in capsys.readouterr().err
 
 
-def test_a_folder_is_taken_as_it_is() -> None:
+def test_a_folder_is_used_unchanged() -> None:
     assert questions._find_model(str(POCKET)) == (POCKET, "pocket")
 
 
@@ -74,7 +75,7 @@ def test_wrong_arguments(arguments: list[str]) -> None:
         questions.main(arguments)
 
 
-def test_a_server_that_ends_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_server_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program_file = tmp_path / "python"
     program_file.write_text("#!/bin/sh\necho first; echo the reason >&2; exit 3\n")
     program_file.chmod(0o700)
@@ -122,7 +123,7 @@ def test_panels_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(captured.get().splitlines()) > 40
 
 
-def test_a_picture_has_what_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_svg_has_the_printed_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     path = tmp_path / "demo.svg"
     with open_screen(path) as screen:

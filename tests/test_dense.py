@@ -1,4 +1,4 @@
-"""Dense layers of a decode step as few kernels, without a GPU."""
+"""Fused dense layers without a GPU: kernels against float64, and tile configs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pie_driver_sglang.kernels.gemm.tiled import find_tiled_config
 from pie_driver_sglang.kernels.gemm.types import Epilogue, LinearWeights, Norm
 
 
-@pytest.mark.interpreted("tests/dense_kernels.py")
-def test_linear_norm_and_rope_match_float64(interpreted: str) -> None:
+@pytest.mark.interpreted("tests/support/kernels/dense_layers.py")
+def test_the_kernels_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/small_m_kernels.py")
-def test_small_m_gemm_and_moe_match_float64(interpreted: str) -> None:
+@pytest.mark.interpreted("tests/support/kernels/small_m_gemm.py")
+def test_small_m_gemms_and_moe_kernels_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/single_decode_kernels.py")
-def test_single_decode_matches_float64(interpreted: str) -> None:
+@pytest.mark.interpreted("tests/support/kernels/single_decode.py")
+def test_batch_1_decode_attention_matches_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/quantized_kernels.py")
-def test_tiled_gemm_and_fp8_match_float64(interpreted: str) -> None:
+@pytest.mark.interpreted("tests/support/kernels/tiled_gemm.py")
+def test_tiled_and_fp8_gemms_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
@@ -46,7 +46,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 32])
-def test_small_m_configs_fit_and_fill_a_gpu(name: str, rows: int) -> None:
+def test_small_m_tile_configs_fit_and_fill_a_gpu(name: str, rows: int) -> None:
     for number, (outputs, inputs) in enumerate(SHAPES[name]):
         swiglu = number == 2
         config = find_small_m_config(
@@ -66,7 +66,7 @@ def test_small_m_configs_fit_and_fill_a_gpu(name: str, rows: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(65, 4096, 4096), (1, 4096, 4104), (2, 4100, 4096)]
 )
-def test_unsupported_gemms_have_no_config(rows: int, outputs: int, inputs: int) -> None:
+def test_other_gemms_have_no_tile_config(rows: int, outputs: int, inputs: int) -> None:
     assert find_small_m_config(rows, outputs, inputs) is None
 
 
@@ -85,7 +85,7 @@ def test_tiled_gemm_where_tiles_are_nearly_full(rows: int, itemsize: int, own: b
     assert (find_tiled_config(rows, 4096, 4096, itemsize, Epilogue.ADD_RESIDUAL) is not None) == own
 
 
-@pytest.mark.interpreted("tests/rank_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/all_reduce.py")
 def test_all_reduce_over_ranks(interpreted: str) -> None:
     assert "all close" in interpreted
 
@@ -105,7 +105,7 @@ def test_all_reduce_over_ranks(interpreted: str) -> None:
     ids=["0.6B", "14B", "14B, more rows", "14B, down", "in parts", "a quarter of 14B's",
          "a quarter, fewer rows", "0.6B, many rows"],
 )  # fmt: skip
-def test_which_gemms_are_not_cublas(
+def test_which_gemms_use_own_kernels(
     rows: int, outputs: int, inputs: int, parts: int, own: bool
 ) -> None:
     config = find_linear_config(rows, outputs, inputs, parts, swiglu=outputs > inputs)
@@ -115,9 +115,7 @@ def test_which_gemms_are_not_cublas(
 @pytest.mark.parametrize(
     ("multiprocessors", "fits"), [(132, True), (128, True), (127, False), (114, False), (78, False)]
 )
-def test_gpus_that_cannot_hold_all_rows_have_no_all_reduce(
-    multiprocessors: int, fits: bool
-) -> None:
+def test_all_reduce_norm_needs_enough_multiprocessors(multiprocessors: int, fits: bool) -> None:
     for tuning in TUNINGS.values():
         assert (unsupported_reason(multiprocessors, tuning) == "") == fits
     if not fits:

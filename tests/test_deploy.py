@@ -1,4 +1,4 @@
-"""docs/start/deploy.md, and what it refers to: files for Compose and Kubernetes, and alerts."""
+"""docs/start/deploy.md: Compose and Kubernetes files, and alerts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pie_driver_sglang.config.api_keys import take_keys
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs/start/deploy.md").read_text()
 COMPOSE: Final = REPOSITORY / "examples/gpu/compose.yaml"
@@ -86,11 +86,11 @@ def test_the_compose_file_asks_for_health(composed: dict[str, Any], status: int)
     check = server["healthcheck"]
     assert check["start_period"] == "30m"
     assert check["retries"] * int(check["interval"].removesuffix("s")) == 2 * 60
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_response(status)
             self.end_headers()
 
@@ -104,7 +104,7 @@ def test_the_compose_file_asks_for_health(composed: dict[str, Any], status: int)
         here = [word.replace(f":{port}/", f":{answers.server_port}/") for word in rest]
         done = subprocess.run([sys.executable, *here], capture_output=True, timeout=60)
         answers.shutdown()
-    assert asked == ["/health"]
+    assert requested == ["/health"]
     assert (done.returncode == 0) == (status == 200), done.stderr
 
 

@@ -1,4 +1,4 @@
-"""What fails on a device: memory that runs out at the start, and a device that is lost."""
+"""Device failures: out of memory at the start, and a lost device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import drivers
-import engine_process
-import runtime_client as rc
 from pie_driver_sglang._core import Request, Sampler, encode_forward
 from pie_driver_sglang.backends.sglang.device import find_loss
-from test_ranks import last_words
+from support.process import drivers, engine_process
+from support.process import runtime_client as rc
+from support.process.inspection import error_line
 
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call."""
@@ -33,10 +32,10 @@ class TestFindLoss:
         assert find_loss("cpu") is None
 
     def test_a_gpu_that_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[int] = []
-        monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+        requested: list[int] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", requested.append)
         assert find_loss("cuda:3") is None
-        assert asked == [3]
+        assert requested == [3]
 
     def test_a_gpu_that_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "synchronize", _illegal_access)
@@ -89,7 +88,7 @@ def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_pat
         assert client.forward([_prompt(LOST_TOKEN)]).aborted
         assert start.process.wait(10.0) == 1
         words = start.log()[served:]
-        assert "cuda:0 can run nothing any more: CUDA error: an illegal memory" in last_words(words)
+        assert "cuda:0 can run nothing any more: CUDA error: an illegal memory" in error_line(words)
         [line, _, hint] = words.strip().splitlines()[-3:]
         assert hint.startswith("hint: start the driver again")
         # The refused batch is logged with its traceback, which may come late; the loss has none.
@@ -124,7 +123,7 @@ def test_no_memory_for_graphs_or_warm_up_names_a_smaller_share(
     with rc.forked(config, runs=functools.partial(drive_without_memory, where)) as start:
         assert start.process.wait(60.0) == 1
         text = "less memory than was planned with: CUDA out of memory. Tried to allocate 2.00 GiB."
-        assert text in last_words(start.log())
+        assert text in error_line(start.log())
         assert re.search(r"hint: set `mem_fraction_static = 0\.\d+` in the options", start.log())
         assert not start.region.exists()
 

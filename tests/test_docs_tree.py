@@ -1,4 +1,4 @@
-"""The documents as a whole: a tree with all pages, beginnings, and the way through *Start*."""
+"""The tree of documents: all pages are reachable, and *Start* is in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 DOCS: Final = REPOSITORY / "docs"
 PAGES: Final = sorted(path for path in DOCS.rglob("*.md") if path != DOCS / "README.md")

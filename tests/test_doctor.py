@@ -1,4 +1,4 @@
-"""`pie-sglang doctor` on machines that are good and bad, and what it sees of this one."""
+"""`pie-sglang doctor` on good and bad machines, and on this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import doctor, machine, main
 from pie_driver_sglang.cli.doctor import LATENCY_CORES
@@ -23,6 +22,7 @@ from pie_driver_sglang.cli.report import Finding, exit_status
 from pie_driver_sglang.memory import gpus
 from pie_driver_sglang.memory.gpus import Cuda, Gpu
 from pie_driver_sglang.memory.plan import GIB
+from support.process import drivers
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0))
 GOOD = Machine(
@@ -264,7 +264,7 @@ class TestCuda:
         found = gpus.query_cuda(None, tmp_path / "none")
         assert found == Cuda(problem="the package nvidia-ml-py is missing")
 
-    def test_torch_says_what_it_was_built_for(self, tmp_path: Path) -> None:
+    def test_torch_lists_its_compute_capabilities(self, tmp_path: Path) -> None:
         file = tmp_path / "version.py"
         assert machine.torch_cuda(tmp_path) is None
         file.write_text("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")

@@ -1,4 +1,4 @@
-"""Drafts that the driver returns: where they come from, and that they change no token."""
+"""Drafts that the driver returns: they change no token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-import drivers
-import lora_adapters
 from pie_driver_sglang._core import Client, Request
-from reference import Context, Pages, random_tokens
+from support.models import lora_adapters
+from support.models.reference import Context, Pages, random_tokens
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, object] = {
 }
 
 
-class Bench(NamedTuple):
+class DriverHarness(NamedTuple):
     """A driver that drafts."""
 
     driver: drivers.Driver
@@ -57,7 +57,9 @@ class Bench(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def bench(llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def harness(
+    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DriverHarness]:
     folder = tmp_path_factory.mktemp("drafts")
     config = drivers.write_config(folder, llama_snapshot, options=OPTIONS)
     with drivers.fork(config) as driver:
@@ -65,15 +67,17 @@ def bench(llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         assert driver.caps["enable_system_speculation"]
         pages = Pages(driver.caps["total_pages"], PAGE)
         host = Pages(driver.caps["swap_pool_size"], PAGE)
-        yield Bench(driver, driver.client(), pages, host, driver.caps["vocab_size"])
+        yield DriverHarness(driver, driver.client(), pages, host, driver.caps["vocab_size"])
     assert driver.stop() == 0
 
 
 class Story:
     """A context that is decoded with drafts, or without."""
 
-    def __init__(self, bench: Bench, context: Context, inputs: list[int], *, wants: bool) -> None:
-        self.bench, self.context, self.inputs, self.wants = bench, context, inputs, wants
+    def __init__(
+        self, harness: DriverHarness, context: Context, inputs: list[int], *, wants: bool
+    ) -> None:
+        self.bench, self.context, self.inputs, self.wants = harness, context, inputs, wants
         self.drafts: list[int] = []
         self.produced: list[int] = []
         self.drafted = self.accepted = 0
@@ -96,10 +100,10 @@ class Story:
         assert positions == list(range(first, first + len(drafts)))
 
 
-def run(bench: Bench, stories: list[Story], steps: int) -> None:
+def run(harness: DriverHarness, stories: list[Story], steps: int) -> None:
     """Decodes all stories together."""
     for _ in range(steps):
-        reply = bench.client.forward([story.request() for story in stories])
+        reply = harness.client.forward([story.request() for story in stories])
         assert reply.status is None
         assert not reply.aborted
         nothing: list[list[int]] = [[]] * len(stories)
@@ -119,33 +123,35 @@ def only(vocab: int, token: int) -> list[int]:
     return [token, 1, vocab - token - 1]
 
 
-def drafts_behind(bench: Bench, context: Context, inputs: list[int], token: int) -> list[int]:
+def drafts_behind(
+    harness: DriverHarness, context: Context, inputs: list[int], token: int
+) -> list[int]:
     """What is drafted after `token`, which the step is made to choose.
 
     What does not pay is drafted now and then, so it may take a while.
     """
     length = len(context.tokens)
     for _ in range(MOST_STEPS):
-        mask = only(bench.vocab, token)
+        mask = only(harness.vocab, token)
         request = context.append(inputs, logit_mask=mask, wants_drafts=True)
         context.rewind(length)
-        reply = bench.client.forward([request])
+        reply = harness.client.forward([request])
         assert reply.tokens == [[token]]
         if reply.drafts and reply.drafts[0]:
             return reply.drafts[0]
     raise AssertionError("no drafts")
 
 
-def test_greedy_tokens_are_those_without_drafts(bench: Bench) -> None:
+def test_greedy_tokens_are_those_without_drafts(harness: DriverHarness) -> None:
     plain, drafted = (
         [
-            Story(bench, Context(bench.pages), prompt, wants=wants)
-            for prompt in ([*bench.prompt(9, "a")], bench.loop("b"), bench.prompt(30, "c"))
+            Story(harness, Context(harness.pages), prompt, wants=wants)
+            for prompt in ([*harness.prompt(9, "a")], harness.loop("b"), harness.prompt(30, "c"))
         ]
         for wants in (False, True)
     )
-    run(bench, plain, 160)
-    run(bench, drafted, 160)
+    run(harness, plain, 160)
+    run(harness, drafted, 160)
     for a, b in zip(plain, drafted, strict=True):
         assert len(b.produced) >= len(a.produced)
         assert b.produced[: len(a.produced)] == a.produced
@@ -155,15 +161,15 @@ def test_greedy_tokens_are_those_without_drafts(bench: Bench) -> None:
         story.context.release()
 
 
-def test_beside_a_request_that_asks_for_none(bench: Bench) -> None:
-    contexts = [Context(bench.pages) for _ in range(2)]
+def test_beside_a_request_without_logprobs(harness: DriverHarness) -> None:
+    contexts = [Context(harness.pages) for _ in range(2)]
     asks, does_not = (
-        Story(bench, context, bench.loop("beside"), wants=wants)
+        Story(harness, context, harness.loop("beside"), wants=wants)
         for context, wants in zip(contexts, (True, False), strict=True)
     )
     # Where a wider step seems dear, on a busy machine, drafts are tried now and then only.
     for _ in range(6):
-        run(bench, [asks, does_not], 60)
+        run(harness, [asks, does_not], 60)
         if asks.drafted:
             break
     length = min(len(asks.produced), len(does_not.produced))
@@ -183,74 +189,74 @@ def test_contexts_of_an_adapter_get_drafts(
     made = lora_adapters.make("llama", name, models_folder)
     with drivers.fork(config) as driver:
         pages, host = (Pages(driver.caps[k], PAGE) for k in ("total_pages", "swap_pool_size"))
-        bench = Bench(driver, driver.client(), pages, host, driver.caps["vocab_size"])
-        assert bench.client.adapter("Load", 1, str(made.adapter)) == 0
+        harness = DriverHarness(driver, driver.client(), pages, host, driver.caps["vocab_size"])
+        assert harness.client.adapter("Load", 1, str(made.adapter)) == 0
         bound = Context(pages, adapter_id=1)
-        story = Story(bench, bound, bench.loop("bound"), wants=True)
+        story = Story(harness, bound, harness.loop("bound"), wants=True)
         for _ in range(6):
-            run(bench, [story], 60)
+            run(harness, [story], 60)
             if story.drafted:
                 break
         assert story.drafted > 0
     assert driver.stop() == 0
 
 
-def test_nobody_gets_none(bench: Bench) -> None:
+def test_nobody_gets_none(harness: DriverHarness) -> None:
     """The same request gets drafts when it says whose it is."""
-    cycle = list(dict.fromkeys(bench.prompt(11, "nobody")))
-    context, somebody = Context(bench.pages), Context(bench.pages)
-    assert drafts_behind(bench, somebody, cycle * 3, cycle[0])
+    cycle = list(dict.fromkeys(harness.prompt(11, "nobody")))
+    context, somebody = Context(harness.pages), Context(harness.pages)
+    assert drafts_behind(harness, somebody, cycle * 3, cycle[0])
     request = context.append(
-        cycle * 3, logit_mask=only(bench.vocab, cycle[0]), context_id=0, wants_drafts=True
+        cycle * 3, logit_mask=only(harness.vocab, cycle[0]), context_id=0, wants_drafts=True
     )
     for _ in range(MOST_STEPS // 4):
-        reply = bench.client.forward([request])
+        reply = harness.client.forward([request])
         assert reply.tokens == [[cycle[0]]]
         assert not any(reply.drafts)
     # It still pays to draft here.
     somebody.rewind(0)
-    assert drafts_behind(bench, somebody, cycle * 3, cycle[0])
+    assert drafts_behind(harness, somebody, cycle * 3, cycle[0])
     context.release()
     somebody.release()
 
 
 @pytest.mark.parametrize("way", ["fork", "move", "swap"])
-def test_pages_bring_their_text(bench: Bench, way: str) -> None:
+def test_pages_bring_their_text(harness: DriverHarness, way: str) -> None:
     """A context drafts from tokens that another one stored, wherever they were copied to."""
-    cycle = list(dict.fromkeys(bench.prompt(11, "cycle", way)))
-    parent = Context(bench.pages)
+    cycle = list(dict.fromkeys(harness.prompt(11, "cycle", way)))
+    parent = Context(harness.pages)
     text = cycle * 3
-    bench.client.forward([parent.append(text[:-1])])
-    child = parent.fork(bench.within)
+    harness.client.forward([parent.append(text[:-1])])
+    child = parent.fork(harness.within)
     if way == "move":
-        child.move(bench.within)
+        child.move(harness.within)
     elif way == "swap":
-        child.move(bench.through_the_host)
+        child.move(harness.through_the_host)
     # The parent's pages say something else before the child is heard.
     parent.rewind(0)
-    bench.client.forward([parent.append(bench.prompt(len(text), "other", way))])
-    drafts = drafts_behind(bench, child, text[-1:], cycle[0])
+    harness.client.forward([parent.append(harness.prompt(len(text), "other", way))])
+    drafts = drafts_behind(harness, child, text[-1:], cycle[0])
     assert drafts == cycle[1 : 1 + len(drafts)]
     parent.release()
     child.release()
 
 
-def test_two_tokens_continue_nothing(bench: Bench) -> None:
-    context = Context(bench.pages)
-    loop = bench.loop("two")
-    bench.client.forward([context.append(loop)])
+def test_two_tokens_continue_nothing(harness: DriverHarness) -> None:
+    context = Context(harness.pages)
+    loop = harness.loop("two")
+    harness.client.forward([context.append(loop)])
     length = len(context.tokens)
     for _ in range(MOST_STEPS // 4):
         two = context.append(loop[:1], rows=[0, 0], wants_drafts=True)
         context.rewind(length)
-        reply = bench.client.forward([two])
+        reply = harness.client.forward([two])
         assert len(reply.tokens[0]) == 2
         assert not any(reply.drafts)
     context.release()
 
 
-def test_the_log_says_what_drafts_did(bench: Bench) -> None:
-    context = Context(bench.pages)
-    run(bench, [Story(bench, context, bench.loop("log"), wants=True)], FIRST_REPORT)
+def test_the_log_has_draft_acceptance(harness: DriverHarness) -> None:
+    context = Context(harness.pages)
+    run(harness, [Story(harness, context, harness.loop("log"), wants=True)], FIRST_REPORT)
     context.release()
-    bench.driver.logged(" drafts accepted (")
+    harness.driver.logged(" drafts accepted (")

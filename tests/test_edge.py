@@ -1,4 +1,4 @@
-"""The HTTP edge without a model: connections with limits, levels of access, keys and flags."""
+"""The HTTP server without a model: connection limits, flags and errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from pie_driver_sglang.config.api_keys import ApiKeys, hide_keys, take_keys
+from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.http_limits import (
     HTTP_FLAGS,
     ConnectionLimits,
@@ -23,12 +22,7 @@ from pie_driver_sglang.config.http_limits import (
     take_http_flags,
 )
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.sglang_server.access import (
-    AccessKeys,
-    AccessLevel,
-    access_error,
-    access_keys,
-)
+from pie_driver_sglang.frontends.sglang_server.access import access_keys
 from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
 from pie_driver_sglang.frontends.sglang_server.error_responses import ErrorSender, short_error
 
@@ -52,7 +46,7 @@ class Edge(NamedTuple):
         found.settimeout(READ_S)
         return found
 
-    def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
+    def fetch(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=READ_S)
         with contextlib.closing(connection):
             connection.request(method, path, body or None)
@@ -126,7 +120,7 @@ def status_of(answer: bytes) -> int:
 
 def test_requests_within_the_limits_are_served() -> None:
     with edge() as server:
-        assert server.ask("/", b"x" * 300_000) == (200, b"300000")
+        assert server.fetch("/", b"x" * 300_000) == (200, b"300000")
         # One after the other on one connection, and the next before the answer to the first.
         with server.connect() as connection:
             one = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
@@ -156,7 +150,7 @@ def test_a_body_that_is_too_large_is_answered_at_once(declared: bool) -> None:
             answer = read_all(connection)
         assert status_of(answer) == 413
         assert b"--max-body-bytes" in answer
-        assert server.ask("/", b"abc") == (200, b"3")
+        assert server.fetch("/", b"abc") == (200, b"3")
         wait_for(lambda: server.usage.body_bytes == 0)
 
 
@@ -166,7 +160,7 @@ def test_headers_that_are_too_large_are_answered() -> None:
             with server.connect() as connection:
                 connection.sendall(head)
                 assert status_of(read_all(connection)) == 431
-        assert server.ask("/", b"abc")[0] == 200
+        assert server.fetch("/", b"abc")[0] == 200
 
 
 def test_a_request_that_does_not_come_is_given_up() -> None:
@@ -179,11 +173,11 @@ def test_a_request_that_does_not_come_is_given_up() -> None:
         wait_for(lambda: not server.usage.waiting)
 
 
-def test_silent_connections_make_room_for_others() -> None:
+def test_silent_connections_are_closed_for_others() -> None:
     with edge(max_connections=20) as server, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(server.connect()) for _ in range(200)]
         for _ in range(5):
-            assert server.ask("/", b"abc") == (200, b"3")
+            assert server.fetch("/", b"abc") == (200, b"3")
         # The oldest had to go, and the last are there.
         assert read_all(silent[0]) == b""
         assert len(server.server.server_state.connections) <= 21
@@ -225,12 +219,12 @@ def test_an_answer_that_nobody_reads_is_given_up() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n")
         assert server.server.gone.wait(READ_S)
-        assert server.ask("/", b"abc") == (200, b"3")
+        assert server.fetch("/", b"abc") == (200, b"3")
 
 
 def test_an_early_answer_lets_the_rest_of_the_body_pass() -> None:
     with edge() as server:
-        assert server.ask("/early", b"x" * 3_000_000) == (200, b"0")
+        assert server.fetch("/early", b"x" * 3_000_000) == (200, b"0")
         wait_for(lambda: server.usage.body_bytes == 0)
 
 
@@ -241,97 +235,6 @@ def wait_for(done: Any) -> None:
             return
         event.wait(0.01)
     raise AssertionError("it did not come")
-
-
-KEYS: dict[str, AccessKeys] = {
-    "none": access_keys(ApiKeys()),
-    "api": access_keys(ApiKeys("user-key")),
-    "both": access_keys(ApiKeys("user-key", "admin-key")),
-    "admin": access_keys(ApiKeys(None, "admin-key")),
-}
-
-
-def refused(level: AccessLevel, keys: str, token: str | None, **more: Any) -> int | None:
-    headers = {} if token is None else {b"authorization": f"Bearer {token}".encode()}
-    headers |= more.get("headers", {})
-    found = access_error(level, KEYS[keys], headers, more.get("client", "127.0.0.1"))
-    return None if found is None else found[0]
-
-
-@pytest.mark.parametrize(
-    ("level", "keys", "token", "status"),
-    [
-        (AccessLevel.OPEN, "both", None, None),
-        (AccessLevel.USER, "none", None, None),
-        (AccessLevel.USER, "admin", None, None),
-        (AccessLevel.USER, "api", None, 401),
-        (AccessLevel.USER, "api", "wrong", 401),
-        (AccessLevel.USER, "api", "user-key", None),
-        (AccessLevel.USER, "both", "user-key", None),
-        (AccessLevel.CONTROL, "none", None, None),
-        (AccessLevel.CONTROL, "api", "user-key", None),
-        (AccessLevel.CONTROL, "api", None, 401),
-        (AccessLevel.CONTROL, "both", "user-key", 401),
-        (AccessLevel.CONTROL, "both", "admin-key", None),
-        (AccessLevel.CONTROL, "admin", None, 401),
-        (AccessLevel.ADMIN, "none", None, 403),
-        (AccessLevel.ADMIN, "api", "user-key", 403),
-        (AccessLevel.ADMIN, "both", "user-key", 401),
-        (AccessLevel.ADMIN, "both", "admin-key", None),
-    ],
-)
-def test_each_level_wants_its_key(
-    level: AccessLevel, keys: str, token: str | None, status: int | None
-) -> None:
-    assert refused(level, keys, token) == status
-
-
-def test_control_without_keys_is_for_the_loopback() -> None:
-    for client in ("127.0.0.1", "::1", "::ffff:127.0.0.1", None):
-        assert refused(AccessLevel.CONTROL, "none", None, client=client) is None
-    for client in ("10.0.0.7", "::ffff:10.0.0.7", "testclient"):
-        assert refused(AccessLevel.CONTROL, "none", None, client=client) == 403
-    # A web page that a user of this host looks at.
-    page = {b"origin": b"https://evil.example"}
-    assert refused(AccessLevel.CONTROL, "none", None, headers=page) == 403
-    assert refused(AccessLevel.USER, "none", None, headers=page) is None
-
-
-def test_the_server_knows_its_own_warm_up() -> None:
-    token = KEYS["api"].warm_up
-    assert refused(AccessLevel.USER, "api", token) is None
-    assert refused(AccessLevel.CONTROL, "api", token) == 401
-    assert refused(AccessLevel.ADMIN, "both", KEYS["both"].warm_up) == 401
-    assert "key" not in repr(KEYS["both"]).replace("keys", "").replace("Keys", "")
-
-
-def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:
-    environment = {"PIE_API_KEY": "from-environment", "HOME": "/"}
-    keys, rest = take_keys(["--port", "1", "--admin-api-key=a_b"], environment)
-    assert (keys, rest) == (("from-environment", "a_b"), ["--port", "1"])
-    assert environment == {"HOME": "/"}, "children do not inherit it"
-    (tmp_path / "key").write_text("of-a-file\n")
-    keys, rest = take_keys(["--api-key-file", str(tmp_path / "key"), "--api-keys", "x"], {})
-    assert (keys.api, rest) == ("of-a-file", ["--api-keys", "x"])
-    assert keys.variables() == {"PIE_API_KEY": "of-a-file"}
-    assert "file" not in repr(keys)
-    for words in (
-        ["--api-key"],
-        ["--api-key", ""],
-        ["--api-key", "two words"],
-        ["--api-key", "a", "--api_key", "b"],
-        ["--api-key-file", str(tmp_path / "none")],
-    ):
-        with pytest.raises(ConfigError) as error:
-            take_keys(words, {})
-        assert error.value.hint
-
-
-def test_keys_are_hidden_in_a_command_line() -> None:
-    words = ["x", "--api-key", "SECRET", "--admin-api-key=SECRET", "--api_key=SECRET", "--port"]
-    hidden = hide_keys(words)
-    assert "SECRET" not in " ".join(hidden)
-    assert hidden == ["x", "--api-key", "***", "--admin-api-key=***", "--api_key=***", "--port"]
 
 
 def test_flags_of_the_edge() -> None:
@@ -403,31 +306,13 @@ def sent_start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "GET", "path": "/generate", "headers": [], "client": None}
-    middleware = AccessMiddleware(app, [], lambda: KEYS["none"])
+    middleware = AccessMiddleware(app, [], lambda: access_keys(ApiKeys()))
     asyncio.run(middleware(scope, receive, send))
     start: dict[str, Any] = sent[0]
     return start
 
 
-def test_a_websocket_needs_the_key() -> None:
-    from pie_driver_sglang.frontends.sglang_server.access import AccessMiddleware
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def app(*_: Any) -> None:
-        sent.append("served")
-
-    scope = {"type": "websocket", "path": "/v1/realtime", "client": None}
-    middleware: Any = AccessMiddleware(app, [], lambda: KEYS["api"])
-    for headers in ([], [(b"authorization", b"Bearer user-key")]):
-        asyncio.run(middleware({**scope, "headers": headers}, None, send))
-    assert [sent[0]["type"], sent[1]] == ["websocket.close", "served"]
-
-
-def test_a_lack_of_capacity_says_when_to_try_again() -> None:
+def test_a_lack_of_capacity_has_retry_after() -> None:
     for status in (429, 503):
         assert through_middleware(status) == {b"retry-after": b"1"}
         assert through_middleware(status, (b"Retry-After", b"7")) == {b"Retry-After": b"7"}

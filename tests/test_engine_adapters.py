@@ -1,4 +1,4 @@
-"""The public engine's LoRA adapters, against models that PEFT has merged them into."""
+"""LoRA adapters of `Engine`, against models that PEFT has merged them into."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from unittest import mock
 
 import pytest
 
-import lora_adapters
-import tiny_models
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.common.lora_adapters import (
@@ -25,7 +23,8 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     parse_paths,
 )
 from pie_driver_sglang.frontends.offline.engine import Engine
-from reference import Reference, random_tokens
+from support.models import lora_adapters, tiny_models
+from support.models.reference import Reference, random_tokens
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -14,15 +14,16 @@ import pytest
 
 import pie_driver_sglang
 from pie_driver_sglang.checkpoint.packaged import UnavailableError, packaged_folder
-from pie_server import running
-from sglang_server import Server
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import running
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 EXAMPLES = REPOSITORY / "examples"
 #: Those that have a test elsewhere.
-ELSEWHERE = {"programs.py": "serve_programs.py"}
+ELSEWHERE = {"programs.py": "serve/test_serve_language.py"}
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,6 @@ def test_several_hosts(forked_python: str) -> None:
 def test_every_example_is_run_and_listed() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
-        place = Path(__file__).with_name(ELSEWHERE.get(path.name, Path(__file__).name))
+        place = Path(__file__).parent / ELSEWHERE.get(path.name, Path(__file__).name)
         assert path.name in place.read_text(), path
         assert f"[{path.name}]({path.name})" in listed

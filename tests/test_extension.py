@@ -1,4 +1,4 @@
-"""What requests ask for beyond the Pie protocol, by a driver's graph path and by Python.
+"""The wire extension, on the graph path and on the Python path.
 
 Expected are the tokens of a naive loop over transformers' logits, which counts tokens in a list.
 """
@@ -7,71 +7,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
-from reference import Reference, random_tokens
+from support.models.reference import Reference, random_tokens
+from support.process import drivers
+from support.process import runtime_client as rc
+from support.process.extension_params import PENALTIES, ExtensionParams
 
 pytestmark = pytest.mark.engine
 
 STEPS = 10
 GAP = 2e-3
 """Logits that are closer may come in either order."""
-
-
-class Asked(NamedTuple):
-    """Parameters of one request, under SGLang's names."""
-
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_new_tokens: int = 0
-
-    def extension(self, prompt: int, history: Sequence[int] = (), **more: Any) -> Extension:
-        """The extension of a sequence with a prompt of so many tokens."""
-        return Extension(
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=list(self.logit_bias),
-            suppressed=list(self.stop_token_ids),
-            suppressed_until=prompt + self.min_new_tokens,
-            counted_from=prompt,
-            history=list(history),
-            **more,
-        )
-
-    def adjusted(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """Token by token what SGLang makes of the logits after this output."""
-        logits = logits.clone()
-        for token, count in Counter(output).items():
-            value = float(logits[token]) - self.frequency_penalty * count - self.presence_penalty
-            scale = self.repetition_penalty
-            logits[token] = value * scale if value < 0 else value / scale
-        if len(output) < self.min_new_tokens:
-            logits[list(self.stop_token_ids)] = -torch.inf
-        for token, value in self.logit_bias:
-            logits[token] += value
-        return logits
-
-
-KINDS = {
-    "frequency": Asked(frequency_penalty=1.5),
-    "presence": Asked(presence_penalty=1.9),
-    "negative": Asked(frequency_penalty=-0.7, presence_penalty=-0.5),
-    "repetition": Asked(repetition_penalty=1.8),
-    "encouraged": Asked(repetition_penalty=0.6),
-    "bias": Asked(logit_bias=((7, 3.0), (8, 2.5), (11, -100.0), (100, 1.0))),
-    "all": Asked(0.4, 0.3, 1.2, ((9, 1.0), (3, -2.0)), (2, 5), 4),
-}
 
 
 @pytest.fixture
@@ -88,8 +39,8 @@ def probed(request: pytest.FixtureRequest) -> bool:
 class Continuation:
     """One sequence with its parameters, and what it has produced."""
 
-    def __init__(self, asked: Asked, prompt: list[int], page: int, context: int) -> None:
-        self.asked, self.prompt = asked, len(prompt)
+    def __init__(self, params: ExtensionParams, prompt: list[int], page: int, context: int) -> None:
+        self.params, self.prompt = params, len(prompt)
         self.context = rc.Context(prompt, list(range(page, page + 4)), context_id=context)
 
     @property
@@ -98,13 +49,13 @@ class Continuation:
 
     def request(self, probed: bool, **changed: Any) -> Request:
         samplers = [Sampler.greedy(), *([Sampler.entropy()] if probed else [])]
-        extension = self.asked.extension(self.prompt, changed.pop("history", ()))
+        extension = self.params.extension(self.prompt, changed.pop("history", ()))
         return self.context.request(*samplers, extension=extension, **changed)
 
     def check(self, reference: Reference, token: int) -> None:
         """Takes a token, which must be the best one, or as good as that."""
         logits = reference.logits(self.context.tokens)[-1]
-        expected = self.asked.adjusted(logits, self.output)
+        expected = self.params.adjusted(logits, self.output)
         behind = float(expected.max() - expected[token])
         assert behind <= GAP, f"token {token} after {self.output} is {behind} behind"
         self.context.take(token)
@@ -121,12 +72,12 @@ def advance(
 
 
 def sequences_of(
-    reference: Reference, kinds: Sequence[Asked], first_page: int = 0
+    reference: Reference, kinds: Sequence[ExtensionParams], first_page: int = 0
 ) -> list[Continuation]:
     prompts = (random_tokens(reference.vocab_size, 9, "extension", n) for n in range(len(kinds)))
     return [
-        Continuation(asked, prompt, first_page + 4 * number, 50 + number)
-        for number, (asked, prompt) in enumerate(zip(kinds, prompts, strict=True))
+        Continuation(params, prompt, first_page + 4 * number, 50 + number)
+        for number, (params, prompt) in enumerate(zip(kinds, prompts, strict=True))
     ]
 
 
@@ -134,7 +85,7 @@ def test_every_parameter_and_their_neighbours(
     client: _core.Client, reference: Reference, probed: bool
 ) -> None:
     """All kinds in one batch, with a row that asks for nothing, in an order that changes."""
-    sequences = sequences_of(reference, [*KINDS.values(), Asked()])
+    sequences = sequences_of(reference, [*PENALTIES.values(), ExtensionParams()])
     for step in range(STEPS):
         turned = sequences[step % 3 :] + sequences[: step % 3]
         advance(client, turned, reference, probed)
@@ -143,11 +94,11 @@ def test_every_parameter_and_their_neighbours(
     assert repeated <= plain or repeated == 1
 
 
-def test_pages_that_were_taken_and_computed_again(
+def test_evicted_pages_that_are_recomputed(
     client: _core.Client, reference: Reference, probed: bool
 ) -> None:
     """The output is computed again with the prompt, in other pages and another row."""
-    for sequence in sequences_of(reference, [KINDS["all"], KINDS["frequency"]]):
+    for sequence in sequences_of(reference, [PENALTIES["all"], PENALTIES["frequency"]]):
         for _ in range(4):
             advance(client, [sequence], reference, probed)
         context = sequence.context
@@ -161,7 +112,7 @@ def test_output_that_comes_from_a_cached_prefix(
     client: _core.Client, reference: Reference, probed: bool
 ) -> None:
     """Pages that plain requests have filled: what counts of them is the request's history."""
-    (sequence,) = sequences_of(reference, [KINDS["frequency"]])
+    (sequence,) = sequences_of(reference, [PENALTIES["frequency"]])
     for _ in range(7):
         advance(client, [sequence], reference, probed)
     context = sequence.context
@@ -185,8 +136,10 @@ def test_forks_count_for_themselves(
     whole = rc.Context(list(prompt), [0], context_id=70)
     client.forward([whole.request()])
     forks = []
-    for number, asked in enumerate([KINDS["frequency"], KINDS["repetition"], KINDS["bias"]]):
-        fork = Continuation(asked, list(prompt), 0, 71 + number)
+    for number, params in enumerate(
+        [PENALTIES["frequency"], PENALTIES["repetition"], PENALTIES["bias"]]
+    ):
+        fork = Continuation(params, list(prompt), 0, 71 + number)
         fork.context.pages = [0, 5 + 2 * number, 6 + 2 * number]
         # The last token of the prompt is computed once more.
         fork.context.stored = 15
@@ -200,16 +153,16 @@ def test_drafts_count_as_far_as_they_are_accepted(
     client: _core.Client, reference: Reference, right: int
 ) -> None:
     """Each place counts the drafts before it; rejected ones are forgotten."""
-    (sequence,) = sequences_of(reference, [KINDS["all"]])
+    (sequence,) = sequences_of(reference, [PENALTIES["all"]])
     context = sequence.context
     advance(client, [sequence], reference, False)
     for _ in range(3):
-        ahead = Continuation(sequence.asked, list(context.tokens), 0, 0)
+        ahead = Continuation(sequence.params, list(context.tokens), 0, 0)
         ahead.prompt = sequence.prompt
         drafts = []
         for _ in range(3):
             logits = reference.logits(ahead.context.tokens)[-1]
-            drafts.append(int(sequence.asked.adjusted(logits, ahead.output).argmax()))
+            drafts.append(int(sequence.params.adjusted(logits, ahead.output).argmax()))
             ahead.context.take(drafts[-1])
         wrong = [(token + 1) % reference.vocab_size for token in drafts]
         sent = drafts[:right] + wrong[right:]
@@ -226,7 +179,7 @@ def test_prompts_in_parts_and_a_seed(client: _core.Client, reference: Reference)
     prompt = random_tokens(reference.vocab_size, 20, "parts")
     sampler = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02}
 
-    def drawn(seed: int, page: int, *, parts: bool, probed: bool) -> list[int]:
+    def sampled(seed: int, page: int, *, parts: bool, probed: bool) -> list[int]:
         context = rc.Context(list(prompt), list(range(page, page + 3)), context_id=page + 1)
         samplers = [Sampler.greedy(), *([Sampler.entropy()] if probed else [])]
         if parts:
@@ -240,9 +193,9 @@ def test_prompts_in_parts_and_a_seed(client: _core.Client, reference: Reference)
             context.take(client.forward([*others, request]).tokens[-1][0])
         return context.tokens[len(prompt) :]
 
-    first = drawn(2**40 + 7, 0, parts=False, probed=False)
-    assert drawn(2**40 + 7, 5, parts=True, probed=True) == first
-    assert any(drawn(seed, 10, parts=False, probed=False) != first for seed in range(3))
+    first = sampled(2**40 + 7, 0, parts=False, probed=False)
+    assert sampled(2**40 + 7, 5, parts=True, probed=True) == first
+    assert any(sampled(seed, 10, parts=False, probed=False) != first for seed in range(3))
 
 
 def test_a_mask_of_bits_alone_and_with_the_rest(client: _core.Client, reference: Reference) -> None:
@@ -251,11 +204,11 @@ def test_a_mask_of_bits_alone_and_with_the_rest(client: _core.Client, reference:
     mask[1] = 0b1011
     allowed = {32, 33, 35}
     context = rc.Context([4, 5, 6], [0, 1], context_id=5)
-    for asked in (Asked(), Asked(logit_bias=((40, 100.0), (33, 50.0)))):
+    for params in (ExtensionParams(), ExtensionParams(logit_bias=((40, 100.0), (33, 50.0)))):
         for samplers in ([Sampler.greedy()], [Sampler.greedy(), Sampler.entropy()]):
-            extension = asked.extension(3, mask=mask)
+            extension = params.extension(3, mask=mask)
             reply = client.forward([context.request(*samplers, extension=extension)])
-            assert reply.tokens[0][0] in (allowed if not asked.logit_bias else {33})
+            assert reply.tokens[0][0] in (allowed if not params.logit_bias else {33})
 
 
 @pytest.mark.parametrize(

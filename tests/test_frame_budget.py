@@ -1,4 +1,4 @@
-"""Lists that do not fit a frame together, on a real driver: rows take turns, neighbours go on."""
+"""Requests whose lists do not fit one frame: steps alternate, neighbours continue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pie_driver_sglang._core import Output, Runtime
-from tiny_models import build_llama
+from support.models.tiny_models import build_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -1,4 +1,4 @@
-"""`_core.SglangFrontend` against SGLang's message classes, as they are installed, and `msgspec`."""
+"""`_core.SglangFrontend` against SGLang's installed message classes and `msgspec`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import FrontEndError
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
 
 pytestmark = [
     pytest.mark.engine,
@@ -288,13 +288,13 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     facts = {"page_size": 16, "max_running_requests": 4}
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
     control = ControlHandler(idle, idle, facts, *aside, SendWindow(None))
-    asked = set()
+    requested = set()
     for cls in io_struct.BaseReq.__subclasses__():
         name = cls.__name__
         wanted = compat._reply_class(name)
         if wanted is None or name.endswith("Output"):
             continue
-        asked.add(name)
+        requested.add(name)
         required = [field.name for field in msgspec.structs.fields(cls) if field.required]
         message = cls(**{**dict.fromkeys(required), **SERVED.get(name, {})})
         answers = control.answer(message)
@@ -312,7 +312,7 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
         reason = getattr(found, "message", MESSAGES[name])
         assert MESSAGES[name] in reason, name
     # A row for a message that there is not is a mistake.
-    assert asked | {"RpcReqInput"} >= {*MESSAGES, *SERVED}
+    assert requested | {"RpcReqInput"} >= {*MESSAGES, *SERVED}
 
 
 def test_a_request_for_embeddings_is_refused(compat: Any) -> None:

@@ -1,4 +1,4 @@
-"""`pie-sglang serve --front gateway`: the real gateway over our runtime, asked by real clients."""
+"""`pie-sglang serve --front gateway`: the smg gateway over our runtime, with real clients."""
 
 from __future__ import annotations
 
@@ -8,42 +8,39 @@ import json
 import math
 import os
 import re
-import shlex
-import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jsonschema
-import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-import forking
-import kits
-from flood import flood_completions
-from gateway_server import ADMIN, GatewayServer, running
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_server import START_S, wait_until
-from reference import GAP, Reference
-from serve_metrics import DASHBOARD
-from sglang_server import Server, free_ports
-from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
-from tiny_models import POCKET
+from support.models.reference import GAP, Reference
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers import sglang_test_kits
+from support.servers.gateway_client import PROMPT, complete, openai_client, refusal, scrape
+from support.servers.gateway_server import ADMIN, GatewayServer, running
+from support.servers.many_streams import flood_completions
+from support.servers.otel_collector import (
+    STAGES,
+    Collector,
+    check_stages,
+    collecting,
+    parent_of,
+    traced_request,
+)
+from support.servers.pie_server import wait_until
+from support.servers.server_metrics import DASHBOARD
+from support.servers.sglang_server import Server
 
-openai: Any = pytest.importorskip("openai")
 pytest.importorskip("smg")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-PROMPT: Final = "def f(x):"
 SCHEMA: Final = {
     "type": "object",
     "properties": {
@@ -83,32 +80,14 @@ def frontend(
 
 @pytest.fixture(scope="module")
 def client(frontend: GatewayServer) -> Iterator[Any]:
-    with asking(frontend.url) as client:
+    with openai_client(frontend.url) as client:
         yield client
-
-
-@contextlib.contextmanager
-def asking(url: str, key: str = "none") -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client:
-        yield client
-
-
-def complete(client: Any, prompt: str = PROMPT, tokens: int = 12, **more: Any) -> Any:
-    return client.completions.create(
-        model="pocket", prompt=prompt, temperature=0, max_tokens=tokens, **more
-    )
 
 
 def chat(client: Any, text: str, tokens: int = 48, **more: Any) -> Any:
     messages = [{"role": "user", "content": text}]
     more = {"temperature": 0, "max_tokens": tokens, **more}
     return client.chat.completions.create(model="pocket", messages=messages, **more)
-
-
-def refusal(call: Callable[[], Any]) -> tuple[int, str]:
-    with pytest.raises(openai.APIStatusError) as error:
-        call()
-    return error.value.status_code, str(error.value)
 
 
 class TestText:
@@ -166,17 +145,17 @@ class TestText:
         streamed = list(complete(client, tokens=40, stop=[stop], stream=True))
         assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
-    def test_a_seed_fixes_what_is_drawn(self, client: Any) -> None:
-        def draw(seed: int) -> str:
+    def test_a_seed_fixes_the_samples(self, client: Any) -> None:
+        def sample(seed: int) -> str:
             answer = client.completions.create(
                 model="pocket", prompt=PROMPT, temperature=1, max_tokens=16, seed=seed
             )
             text: str = answer.choices[0].text
             return text
 
-        first = draw(1)
-        assert draw(1) == first
-        assert any(draw(seed) != first for seed in (2, 3, 4))
+        first = sample(1)
+        assert sample(1) == first
+        assert any(sample(seed) != first for seed in (2, 3, 4))
 
     def test_penalties_reach_the_sampler(self, client: Any) -> None:
         plain = complete(client, tokens=24).choices[0].text
@@ -196,7 +175,7 @@ class TestText:
 
 
 class TestGrammar:
-    def test_a_schema_binds_the_answer(self, client: Any) -> None:
+    def test_a_schema_constrains_the_answer(self, client: Any) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA}}
         answer = chat(client, "Count.", 120, response_format=form, extra_body=NO_THOUGHT)
         jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
@@ -307,8 +286,10 @@ class TestMetrics:
             if panel["title"] == "Time in the queue":
                 continue
             for target in panel.get("targets", ()):
-                asked = target["expr"].split(" or ")
-                names = [re.findall(r"\b(?:sglang:|pie_runtime:|smg_)\w+", each) for each in asked]
+                requested = target["expr"].split(" or ")
+                names = [
+                    re.findall(r"\b(?:sglang:|pie_runtime:|smg_)\w+", each) for each in requested
+                ]
                 assert any(found and set(found) <= known for found in names), target["expr"]
 
 
@@ -354,11 +335,11 @@ class TestEnds:
         assert first + rest == expected
         wait_until(lambda: requests(frontend) == 0, 30, "all have ended")
 
-    def test_the_frontend_says_how_it_is(self, frontend: GatewayServer) -> None:
-        frontend.ask("/health")
-        frontend.ask("/readiness")
+    def test_the_frontend_reports_its_health(self, frontend: GatewayServer) -> None:
+        frontend.fetch("/health")
+        frontend.fetch("/readiness")
         wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
-        [worker] = json.loads(frontend.ask("/workers"))["workers"]
+        [worker] = json.loads(frontend.fetch("/workers"))["workers"]
         assert worker["runtime_type"] == "vllm"
 
 
@@ -368,7 +349,7 @@ class TestTraces:
         self, frontend: GatewayServer, collector: Collector, samples: int
     ) -> None:
         body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 6, "n": samples}
-        answer = ask_traced(frontend, samples, "/v1/completions", body)
+        answer = traced_request(frontend, samples, "/v1/completions", body)
         found = collector.trace(samples, {"Scheduler", *STAGES, "http_request", "grpc_execute"})
         assert found["http_request"].parent == parent_of(samples)[1]
         check_stages(found, found["grpc_execute"])
@@ -399,9 +380,9 @@ class TestOthersTests:
         ("module", "test"), [(name, test) for name, tests in GATEWAY_KITS.items() for test in tests]
     )
     def test_kit(self, frontend: GatewayServer, module: str, test: str) -> None:
-        [kit] = [kit for kit in kits.KITS if kit.module == module]
+        [kit] = [kit for kit in sglang_test_kits.KITS if kit.module == module]
         named = {"model": "pocket", "served_model_name": "pocket"}
-        kit.run(test, {**kits.attributes(frontend, frontend.process, POCKET), **named})
+        kit.run(test, {**sglang_test_kits.attributes(frontend, frontend.process, POCKET), **named})
 
     def test_many_streams_some_of_which_are_given_up(self, frontend: GatewayServer) -> None:
         """`make conformance` has a thousand of them."""
@@ -411,37 +392,6 @@ class TestOthersTests:
         wait_until(lambda: requests(frontend) == 0, 60, "every request has ended")
         wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
         assert len(frontend.drivers()) == 1
-
-
-class Scrape(NamedTuple):
-    """What an endpoint shows: values by name and labels. No name is declared twice."""
-
-    values: dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-    @property
-    def names(self) -> set[str]:
-        return {name for name, _ in self.values}
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of what has these labels."""
-        wanted = labels.items()
-        return sum(
-            value for (key, has), value in self.values.items() if key == name and wanted <= has
-        )
-
-
-def scrape(port: int) -> Scrape:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    declared = Counter(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-    assert [name for name, count in declared.items() if count > 1] == []
-    families = list(text_string_to_metric_families(text))
-    assert len({family.name for family in families}) == len(families)
-    samples = [sample for family in families for sample in family.samples]
-    values = {(each.name, frozenset(each.labels.items())): each.value for each in samples}
-    assert len(values) == len(samples)
-    assert all(family.type != "unknown" and family.samples for family in families)
-    return Scrape(values)
 
 
 def requests(frontend: GatewayServer) -> int:
@@ -458,52 +408,6 @@ def streamed(client: Any, tokens: int) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 
-def test_two_replicas_share_the_work_by_what_they_have_cached(
-    forked_python: str, tmp_path: Path
-) -> None:
-    """Each family of prompts stays with the replica that has its beginning; drivers may die.
-
-    The gateway is started by the line that the command prints.
-    """
-    log, gateway_log = tmp_path / "log", tmp_path / "gateway.log"
-    port, metrics = free_ports(2)
-    command = [forked_python, "-m", "pie_driver_sglang", "serve", "--front=gateway"]
-    command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
-    command += ["--dp-size", "2", "--grpc-contract", "sglang", "--no-gateway"]
-    # A driver that starts again has as much, whatever other tests have taken meanwhile.
-    command += ["--max-total-tokens", "16384"]
-    command += ["--port", str(port), "--api-key", "secret", "--prometheus-port", str(metrics)]
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(started(command, log))
-        wait_until(
-            lambda: b"smg launch" in log.read_bytes() or process.poll() is not None,
-            START_S,
-            "start",
-        )
-        [line] = re.findall(r"^  smg (launch .+)$", log.read_text(), re.MULTILINE)
-        words = shlex.split(line)
-        assert len([word for word in words if word.startswith("grpc://")]) == 2
-        # The key is not printed.
-        assert words[-2:] == ["--api-key", "***"]
-        gateway = [sys.executable, "-m", "smg", *words[:-1], "secret"]
-        url = f"http://127.0.0.1:{port}"
-        smg = stack.enter_context(started(gateway, gateway_log))
-        wait_until(lambda: is_ready(url) or smg.poll() is not None, 60, "the gateway starts")
-        stranger = stack.enter_context(asking(url, "wrong"))
-        assert refusal(lambda: complete(stranger))[0] == 401
-        client = stack.enter_context(asking(url, "secret"))
-        share_by_family(client)
-        show_each_replica(metrics, gateway=True)
-        lose_the_drivers(process, client)
-        smg.kill()
-        smg.wait()
-        assert show_each_replica(metrics, gateway=False).total("pie_runtime:restarts_total") == 2
-        family = forking.family(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-        assert psutil.wait_procs(family, 10)[1] == []
-
-
 def test_control_needs_the_admin_key_which_is_in_no_list(frontend: GatewayServer) -> None:
     for key in (None, "wrong"):
         stranger = Server(frontend.url, frontend.log, key)
@@ -511,7 +415,7 @@ def test_control_needs_the_admin_key_which_is_in_no_list(frontend: GatewayServer
             with pytest.raises(urllib.error.HTTPError) as error:
                 stranger.ask(path, body)
             assert error.value.code in (401, 403)
-    family = [frontend.process, *forking.family(frontend.process.pid)]
+    family = [frontend.process, *fork_server.family(frontend.process.pid)]
     assert any("smg" in " ".join(each.cmdline()) for each in family)
     assert not [each for each in family if ADMIN in " ".join(each.cmdline())]
     assert ADMIN not in frontend.log.read_text(errors="replace")
@@ -545,84 +449,3 @@ def raw_status(url: str, path: str, body: bytes) -> int:
         with contextlib.suppress(ConnectionError):
             connection.send(body)
         return connection.getresponse().status
-
-
-def show_each_replica(port: int, *, gateway: bool) -> Scrape:
-    """Both replicas have worked by the metrics; those of the gateway come while it runs."""
-    found = scrape(port)
-    for rank in ("0", "1"):
-        for name in ("sglang:max_total_num_tokens", "sglang:kv_evictable_tokens"):
-            assert found.total(name, dp_rank=rank, model_name="pocket") > 0, name
-        assert found.total("sglang:realtime_tokens_total", dp_rank=rank, mode="decode") > 0
-    assert any(name.startswith("smg_") for name in found.names) == gateway
-    return found
-
-
-def share_by_family(client: Any) -> None:
-    """Asks prompts of several families: both replicas have some, each family has one of them.
-
-    The gateway draws lots over a family that is new, so more than four are asked if one has all.
-    """
-    places: dict[str, Counter[str]] = {}
-
-    def ask(family: str, turn: int) -> None:
-        answer = client.completions.with_raw_response.create(
-            model="pocket", prompt=f"{family} " * 60 + str(turn), max_tokens=4, temperature=0
-        )
-        places.setdefault(family, Counter())[answer.headers["x-smg-routed-worker-id"]] += 1
-
-    while len(places) < 4 or len({worker for seen in places.values() for worker in seen}) < 2:
-        assert len(places) < 32, places
-        ask(f"{len(places)} family", 0)
-    for turn in range(1, 5):
-        for family in list(places):
-            ask(family, turn)
-    assert all(max(seen.values()) >= 4 for seen in places.values()), places
-
-
-def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
-    """Kills the drivers of two replicas while they stream: every stream goes on."""
-
-    def drivers() -> set[psutil.Process]:
-        return {each for each in forking.family(process.pid) if "--config" in each.cmdline()}
-
-    expected = complete(client, tokens=300).choices[0].text
-    before = drivers()
-    assert len(before) == 2
-    parts: list[list[str]] = [[] for _ in range(8)]
-
-    def stream(mine: list[str]) -> None:
-        for chunk in complete(client, tokens=300, stream=True):
-            mine.append(chunk.choices[0].text)  # noqa: PERF401 (read while it grows)
-
-    with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(stream, mine) for mine in parts]
-        wait_until(lambda: min(map(len, parts)) > 3, 30, "they stream")
-        for driver in before:
-            driver.kill()
-        for each in streams:
-            each.result(200)
-    assert {"".join(mine) for mine in parts} == {expected}
-    wait_until(lambda: len(drivers() - before) == 2, 60, "there are two others")
-
-
-@contextlib.contextmanager
-def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        yield process
-    except BaseException:
-        sys.stderr.write(log.read_text(errors="replace")[-4000:])
-        raise
-    finally:
-        process.kill()
-        process.wait()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/readiness", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False

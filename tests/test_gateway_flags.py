@@ -1,4 +1,4 @@
-"""Which flags `pie-sglang serve --front gateway` takes, and what becomes of them."""
+"""Flags of `pie-sglang serve --front gateway`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.gateway import gateway_flags, parsers, smg
 from pie_driver_sglang.frontends.gateway.gateway_flags import parse_gateway_arguments
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
 
 
 def refusal(*words: str) -> str:
@@ -27,7 +27,7 @@ def refusal(*words: str) -> str:
     return f"{error.value} {error.value.hint}"
 
 
-def test_words_are_read_by_the_types_of_sglang() -> None:
+def test_arguments_are_parsed_by_the_types_of_sglang() -> None:
     found = parse_gateway_arguments(
         [
             *("--model", "m", "--tokenizer-path", "t", "--tp=2", "--dp-size", "3"),
@@ -53,7 +53,7 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
-def test_sglang_reads_the_same_words_alike() -> None:
+def test_sglang_parses_the_same_arguments_equally() -> None:
     """Of every flag that this frontend takes: a value that SGLang's own parser accepts."""
     from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 
@@ -259,7 +259,7 @@ def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
             assert (name in missing) != (names.get(name, name) in known), name
 
 
-def test_front_is_taken_out_of_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_front_is_removed_from_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model-path", "m", "--front", "side"]) == 1
     assert "`--front` is 'side'" in capsys.readouterr().err
     assert main(["serve", "--model-path", "m", "--front=gateway", "--lora-paths", "x"]) == 1

@@ -1,4 +1,4 @@
-"""The endpoint of the metrics by itself: who is asked, and what is refused."""
+"""The gateway's metrics endpoint: what it merges, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.gateway.metrics_endpoint import MetricsServer
 from pie_driver_sglang.observability.engine_metrics import RuntimeExporter
-from sglang_server import free_ports
+from support.servers.sglang_server import free_ports
 
 
 class FewFigures:
@@ -59,7 +59,7 @@ def server() -> Iterator[MetricsServer]:
         yield server
 
 
-def ask(server: MetricsServer, path: str = "/metrics") -> str:
+def get(server: MetricsServer, path: str = "/metrics") -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         return str(answer.read().decode())
@@ -87,24 +87,24 @@ def other(text: bytes) -> Iterator[int]:
 
 
 def test_replicas_are_told_apart(server: MetricsServer) -> None:
-    assert ask(server) == OURS
-    assert ask(server, "/metrics/?name[]=x") == OURS
+    assert get(server) == OURS
+    assert get(server, "/metrics/?name[]=x") == OURS
 
 
 def test_the_gateways_follow_as_they_are(server: MetricsServer) -> None:
     with other(b"# TYPE smg_x counter\nsmg_x 1") as port:
         server.add_gateway(port)
-        assert ask(server) == OURS + "# TYPE smg_x counter\nsmg_x 1\n"
+        assert get(server) == OURS + "# TYPE smg_x counter\nsmg_x 1\n"
 
 
 def test_a_gateway_that_does_not_answer_hides_nothing(server: MetricsServer) -> None:
     server.add_gateway(free_ports(1)[0])
-    assert ask(server) == OURS
+    assert get(server) == OURS
 
 
 def test_nothing_else_is_there(server: MetricsServer) -> None:
     with pytest.raises(urllib.error.HTTPError) as error:
-        ask(server, "/")
+        get(server, "/")
     with error.value:
         assert error.value.code == 404
 

@@ -1,4 +1,4 @@
-"""The checks that need a GPU: their arguments, their registry, and the record that each leaves."""
+"""The GPU checks: arguments, registry and records."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-import scripts
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.process import scripts
 
 FOLDER = REPOSITORY / "benches" / "gpu"
 
@@ -60,7 +61,7 @@ class TestRecord:
         ]
 
     @pytest.mark.parametrize("value", [0.51, math.nan])
-    def test_a_bar_that_does_not_hold_ends_with_status_1(
+    def test_a_missed_threshold_ends_with_status_1(
         self, value: float, frame: Any, arguments: argparse.Namespace
     ) -> None:
         with (
@@ -125,7 +126,7 @@ class TestRecord:
                     report.hold("off", 0.5, **limits)
 
 
-def test_ways_take_turns(frame: Any) -> None:
+def test_paths_alternate(frame: Any) -> None:
     called: list[str] = []
 
     def way(name: str) -> float:
@@ -148,7 +149,8 @@ def test_a_folder_without_a_shape_is_named(frame: Any, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_every_script_is_registered_and_takes_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    found = json.loads(scripts.run("tests/gpu_checks.py", str(tmp_path)).splitlines()[-1])
+    out = scripts.run("tests/support/sglang_scripts/gpu_check_help.py", str(tmp_path))
+    found = json.loads(out.splitlines()[-1])
     helps, arguments = found["helps"], found["arguments"]
     listed = {line.split("`")[1] for line in found["table"].splitlines()[2:]}
     assert listed == {path.name for path in FOLDER.glob("*_check.py")}
@@ -184,7 +186,7 @@ class TestServers:
         assert len({each[each.index("--seed") + 1] for each in words}) == 4
 
     @pytest.mark.parametrize(("name", "limit"), [("64", 256), ("prefix", 64)])
-    def test_mini_sglang_is_asked_for_what_it_has(
+    def test_mini_sglang_gets_only_supported_arguments(
         self, name: str, limit: int, clients: Any
     ) -> None:
         """Its endpoint has an older name of the limit, and it cannot empty its prefix index."""
@@ -224,7 +226,7 @@ class TestServers:
         first = check.mini_environment(tmp_path)["PYTHONPATH"].split(os.pathsep)[0]
         assert first == str(tmp_path / "python")
 
-    def test_texts_have_as_many_tokens_as_asked(self, frame: Any, tmp_path: Path) -> None:
+    def test_texts_have_the_requested_number_of_tokens(self, frame: Any, tmp_path: Path) -> None:
         """Random tokens, which a client turns into a text, and a server into tokens again."""
         texts = importlib.import_module("texts")
         folder = texts.make_tokenizer(tmp_path / "model", 151_936)
@@ -263,7 +265,7 @@ class TestServers:
         assert after["scheduler"] == before["scheduler"] == 0.0
         assert after["front"] >= before["front"] > 0.0
 
-    def test_the_faster_door_counts_at_saturation(
+    def test_the_faster_frontend_counts_at_saturation(
         self, frame: Any, arguments: argparse.Namespace
     ) -> None:
         check = importlib.import_module("server_check")

@@ -1,4 +1,4 @@
-"""The graph path on the CPU: the same tokens as the Python path, and who takes what."""
+"""The graph path on the CPU: the same tokens as the Python path, and which batches take it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import runtime_client as rc
-from path_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
-from reference import random_tokens
-from traced_driver import Traced, start
+from support.kernels.graph_path_walk import Walk
+from support.models.reference import random_tokens
+from support.process import runtime_client as rc
+from support.process.traced_driver import Traced, start
 
 pytestmark = pytest.mark.engine
 
@@ -53,13 +53,13 @@ def test_random_contexts_get_the_same_tokens(traced: Traced) -> None:
     [Sampler.greedy(), Sampler.multinomial(0.9, 1234), Sampler.multinomial(3.0, 77)],
     ids=["greedy", "seeded", "hot"],
 )
-def test_a_sampler_draws_the_same_token_on_both_paths(traced: Traced, sampler: Sampler) -> None:
+def test_a_sampler_returns_the_same_token_on_both_paths(traced: Traced, sampler: Sampler) -> None:
     contexts = [rc.Context([*PROMPT[:2], token], [page]) for page, token in enumerate(PROMPT)]
     requests = [context.request(sampler) for context in contexts]
     both(traced, requests, [context.request(sampler, PROBE) for context in contexts])
 
 
-def test_unseeded_samplers_draw_what_they_may(traced: Traced) -> None:
+def test_unseeded_samplers_return_allowed_tokens(traced: Traced) -> None:
     contexts = [rc.Context(PROMPT, [page]) for page in range(4)]
     (logits,) = traced.client.forward([contexts[0].request(PROBE)]).logits
     order = sorted(range(traced.vocab), key=logits[0].__getitem__, reverse=True)
@@ -156,17 +156,17 @@ def test_without_graphs_every_batch_takes_the_python_path(
         assert eager.paths() == ["python"]
 
 
-@pytest.mark.interpreted("tests/step_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/graph_step_kernels.py")
 def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreted: str) -> None:
     """Triton's interpreter runs the kernels of the graph path on the CPU."""
     assert "0 wrong" in interpreted
 
 
-@pytest.mark.interpreted("tests/penalties_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/penalties.py")
 def test_the_gpu_kernels_change_logits_as_plain_torch_does(interpreted: str) -> None:
     assert "adjusted and noted" in interpreted
 
 
-@pytest.mark.interpreted("tests/logprobs_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/logprob_kernels.py")
 def test_the_gpu_kernels_find_log_probabilities_as_float64_does(interpreted: str) -> None:
     assert "places found" in interpreted

@@ -1,4 +1,4 @@
-"""The memory of a graph path is as large as its graphs write."""
+"""Memory of the graph path by the sizes of its graphs."""
 
 from __future__ import annotations
 

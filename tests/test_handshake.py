@@ -1,4 +1,4 @@
-"""The two lines that the runtime waits for."""
+"""The two lines of the handshake."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_example_of_the_protocol(pipe: Pipe) -> None:
     assert pipe.read() == EXAMPLE
 
 
-def test_optional_fields_are_sent_when_they_say_something(pipe: Pipe) -> None:
+def test_optional_fields_are_sent_when_set(pipe: Pipe) -> None:
     caps = capabilities(system_speculation_supported=True, rs_cache_slot_bytes=2**64 - 1)
     Handshake(pipe.writer).announce(7, "/pie_shmem_g7", caps)
     group, sentinel = pipe.read().splitlines()

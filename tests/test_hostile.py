@@ -1,6 +1,7 @@
 """Requests that harm nobody: each hostile one is answered, and its neighbours do not notice.
 
-`hostile.py` has the table. `make soak` sends the same ones for as long as you like.
+The table is in `support/hostile/hostile_requests.py`. `make soak` sends the same ones for as long
+as you like.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import clients
-import forking
-import gateway_server
-import hostile
-import pie_server
-from clients import Address, Neighbours
-from hostile import ENGINE, GATEWAY, ROWS, SGLANG, Call, Row
 from pie_driver_sglang import Engine
 from pie_driver_sglang.errors import ConfigError
-from tiny_models import POCKET
+from support.hostile import attack_clients, hostile_requests
+from support.hostile.attack_clients import Address, Neighbours
+from support.hostile.hostile_requests import ENGINE, GATEWAY, ROWS, SGLANG, Call, Row
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers import gateway_server, pie_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -82,14 +81,18 @@ def target(
             flags = ("--scheduler", "pie", "--served-model-name", "pocket", *LORA)
             serving = pie_server.running(folder, *flags, python=forked_python)
             server, process = stack.enter_context(serving)
-            pid, path, ask = process.pid, "/generate", clients.ask_sglang
+            pid, path, send = process.pid, "/generate", attack_clients.generate_by_sglang
         else:
             pytest.importorskip("smg")
             server = stack.enter_context(gateway_server.running(folder))
-            pid, path, ask = server.process.pid, "/v1/completions", clients.ask_openai
+            pid, path, send = (
+                server.process.pid,
+                "/v1/completions",
+                attack_clients.complete_by_openai,
+            )
         address = Address.of(server.url)
-        neighbours = Neighbours(lambda number: ask(address, number))
-        processes = [psutil.Process(pid), *forking.family(pid)]
+        neighbours = Neighbours(lambda number: send(address, number))
+        processes = [psutil.Process(pid), *fork_server.family(pid)]
         with neighbours:
             yield Target(request.param, address, path, neighbours, processes, marker)
 
@@ -97,12 +100,12 @@ def target(
 def calls_of(target: Target, kind: str) -> list[Call]:
     """The requests of a kind, for a frontend."""
     if kind == "chats":
-        return hostile.chat_calls()
+        return hostile_requests.chat_calls()
     if kind == "bodies":
-        return hostile.body_calls(target.path)
+        return hostile_requests.body_calls(target.path)
     if kind == "endpoints":
-        return hostile.sglang_calls(str(target.folder)) if target.kind == SGLANG else []
-    written = hostile.for_sglang if target.kind == SGLANG else hostile.for_gateway
+        return hostile_requests.sglang_calls(str(target.folder)) if target.kind == SGLANG else []
+    written = hostile_requests.for_sglang if target.kind == SGLANG else hostile_requests.for_gateway
     return [written(row) for row in ROWS[kind] if target.kind in row.at]
 
 
@@ -115,33 +118,33 @@ class TestServers:
     def test_requests(self, target: Target, kind: str) -> None:
         calls = calls_of(target, kind)
         with ThreadPoolExecutor(4) as pool:
-            found = pool.map(lambda call: clients.attack(target.address, call), calls)
+            found = pool.map(lambda call: attack_clients.attack(target.address, call), calls)
         troubles = {call.name: found for call, found in zip(calls, found, strict=True) if found}
         target.check()
         assert not target.folder.exists(), "a pickle was read"
         assert not troubles, listed(troubles)
 
     def test_bytes_that_are_no_request(self, target: Target) -> None:
-        for name, data in clients.raw_bytes(target.path).items():
-            answer = clients.give(target.address, data)
+        for name, data in attack_clients.raw_bytes(target.path).items():
+            answer = attack_clients.give(target.address, data)
             assert answer == b"" or answer.startswith(b"HTTP/1.1 "), (name, answer[:100])
             assert not answer.startswith(b"HTTP/1.1 5"), (name, answer)
         target.check()
 
     def test_connections_that_send_nothing(self, target: Target) -> None:
-        with clients.held(target.address, 200) as idle:
+        with attack_clients.held(target.address, 200) as idle:
             assert len(idle) > 50
             target.check()
-        begun = clients.stream_request(target.path)[:60]
-        with clients.held(target.address, 200, begun):
+        begun = attack_clients.stream_request(target.path)[:60]
+        with attack_clients.held(target.address, 200, begun):
             target.check()
 
     def test_clients_that_do_not_read(self, target: Target) -> None:
-        with clients.held(target.address, 16, clients.stream_request(target.path)):
+        with attack_clients.held(target.address, 16, attack_clients.stream_request(target.path)):
             target.check()
         # Those that go while their requests wait, run, and have just been sent.
         for _ in range(8):
-            with clients.held(target.address, 8, clients.stream_request(target.path)):
+            with attack_clients.held(target.address, 8, attack_clients.stream_request(target.path)):
                 pass
         target.check()
 
@@ -151,10 +154,10 @@ class TestServers:
         """Whatever JSON has, wherever it stands: depth, integers of any size, NaN, surrogates."""
         names = [*PARAMS, *FIELDS]
         fields = data.draw(st.dictionaries(st.sampled_from(names), any_json(), max_size=4))
-        body = hostile.written(request_of(target, fields)).encode()
-        reply = clients.send(target.address, target.path, body)
+        body = hostile_requests.written(request_of(target, fields)).encode()
+        reply = attack_clients.send(target.address, target.path, body)
         assert target.neighbours.troubles == []
-        assert clients.complaint(reply) is None, body[:2000]
+        assert attack_clients.complaint(reply) is None, body[:2000]
 
 
 PARAMS: Final = (
@@ -172,9 +175,11 @@ FIELDS: Final = (
 def any_json() -> st.SearchStrategy[Any]:
     """Values of JSON, and what some writers and readers take for one."""
     numbers = st.one_of(st.integers(), st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**300]))
-    odd = st.sampled_from(["NaN", "Infinity", "-Infinity", "1e999", "-0.0"]).map(hostile.number)
+    odd = st.sampled_from(["NaN", "Infinity", "-Infinity", "1e999", "-0.0"]).map(
+        hostile_requests.number
+    )
     texts = st.text(st.characters(exclude_categories=()), max_size=12)
-    deep = st.builds(hostile.nested, st.integers(1, 700), lists=st.booleans())
+    deep = st.builds(hostile_requests.nested, st.integers(1, 700), lists=st.booleans())
     leaves = st.one_of(st.none(), st.booleans(), numbers, st.floats(), odd, texts)
     some = st.recursive(
         leaves,
@@ -186,11 +191,11 @@ def any_json() -> st.SearchStrategy[Any]:
 
 def request_of(target: Target, fields: dict[str, Any]) -> dict[str, Any]:
     if target.kind == GATEWAY:
-        return {"model": "pocket", "prompt": hostile.PROMPT, "max_tokens": 4, **fields}
+        return {"model": "pocket", "prompt": hostile_requests.PROMPT, "max_tokens": 4, **fields}
     params = {name: value for name, value in fields.items() if name in PARAMS}
     others = {name: value for name, value in fields.items() if name not in PARAMS}
     # Without a limit an answer is as long as the context.
-    text = hostile.LONG_PROMPT if "max_new_tokens" in params else hostile.PROMPT
+    text = hostile_requests.LONG_PROMPT if "max_new_tokens" in params else hostile_requests.PROMPT
     params = {"max_new_tokens": 4, **params}
     return {"text": text, "sampling_params": params, **others}
 
@@ -207,12 +212,12 @@ def engine(forked_python: str) -> Iterator[tuple[Engine, Neighbours]]:
     with mock.patch.object(sys, "executable", forked_python):
         found = Engine(model_path=str(POCKET), device="cpu")
 
-    def ask(number: int) -> Any:
+    def send(number: int) -> Any:
         params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
         prompt = [20 + 7 * number, 300 + number, 9]
         return found.generate(input_ids=prompt, sampling_params=params)["output_ids"]
 
-    with found, Neighbours(ask) as neighbours:
+    with found, Neighbours(send) as neighbours:
         yield found, neighbours
 
 
@@ -222,7 +227,9 @@ def refused_well(call: Any) -> str | None:
         call()
     except REFUSALS as error:
         text = str(error)
-        return f"a refusal of {len(text)} bytes" if len(text) > clients.MOST_REFUSAL else None
+        return (
+            f"a refusal of {len(text)} bytes" if len(text) > attack_clients.MOST_REFUSAL else None
+        )
     except (Exception, RecursionError) as error:
         return repr(error)[:400]
     return None
@@ -234,9 +241,9 @@ class TestEngine:
         found, neighbours = engine
 
         def attack(row: Row) -> set[str]:
-            asked = hostile.for_engine(row)
+            requested = hostile_requests.for_engine(row)
             with ThreadPoolExecutor(row.copies) as pool:
-                call = lambda: found.generate(**asked)  # noqa: E731
+                call = lambda: found.generate(**requested)  # noqa: E731
                 ends = [pool.submit(refused_well, call) for _ in range(row.copies)]
                 return {wrong for end in ends if (wrong := end.result()) is not None}
 

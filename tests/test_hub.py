@@ -1,4 +1,4 @@
-"""Models by their names at the hub: by its own client, at a hub of this machine."""
+"""Models by their names on the Hugging Face hub, with its client and a local hub."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Final
 
 import pytest
 
-from hub import COMMIT, GATED, MODEL, Hub, hub_of
 from pie_driver_sglang.checkpoint.hub_cache import needed_files
-from pie_server import serving
-from sglang_server import Server, free_ports
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers.model_hub import COMMIT, GATED, MODEL, Hub, hub_of
+from support.servers.pie_server import serving
+from support.servers.sglang_server import Server, free_ports
 
 NEEDED: Final = {each.name for each in POCKET.iterdir()} - {"README.md"}
 #: In a process of its own: the client reads its variables once.
@@ -51,7 +51,7 @@ def variables(home: Path, url: str) -> dict[str, str]:
     return {"HF_ENDPOINT": url, "HF_HOME": str(home)}
 
 
-def ask(
+def check_arguments(
     home: Path, url: str, model: str = MODEL, offline: str = "0", **arguments: object
 ) -> subprocess.CompletedProcess[str]:
     """Has the engine's arguments checked, with a cache of its own."""
@@ -65,7 +65,7 @@ def ask(
 
 
 def test_what_a_model_needs_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
-    first = ask(tmp_path, hub.url)
+    first = check_arguments(tmp_path, hub.url)
     assert first.returncode == 0, first.stderr
     assert hub.fetched == NEEDED
     folder = Path(first.stdout.strip())
@@ -78,61 +78,61 @@ def test_what_a_model_needs_is_downloaded_once(hub: Hub, tmp_path: Path) -> None
     assert len(lines) == 2
     assert lines[1] == f"pie-sglang: downloading {MODEL}: {len(NEEDED)} files, 0.01 GiB"
     hub.fetched.clear()
-    second = ask(tmp_path, hub.url)
+    second = check_arguments(tmp_path, hub.url)
     assert second.stdout == first.stdout
     assert not hub.fetched
     assert "downloading" not in second.stderr
-    assert ask(tmp_path, "http://127.0.0.1:9", offline="1").stdout == first.stdout
+    assert check_arguments(tmp_path, "http://127.0.0.1:9", offline="1").stdout == first.stdout
 
 
 def test_flags_are_refused_before_weights_are_downloaded(hub: Hub, tmp_path: Path) -> None:
-    found = ask(tmp_path, hub.url, dtype="int3")
+    found = check_arguments(tmp_path, hub.url, dtype="int3")
     assert "`dtype` is 'int3'" in found.stderr
     assert "model.safetensors" not in hub.fetched
 
 
-def test_a_download_that_was_cut_goes_on(hub: Hub, tmp_path: Path) -> None:
-    folder = Path(ask(tmp_path, hub.url).stdout.strip())
+def test_an_interrupted_download_is_resumed(hub: Hub, tmp_path: Path) -> None:
+    folder = Path(check_arguments(tmp_path, hub.url).stdout.strip())
     (folder / "model.safetensors").unlink()
-    found = ask(tmp_path, hub.url)
+    found = check_arguments(tmp_path, hub.url)
     assert (Path(found.stdout.strip()) / "model.safetensors").is_file(), found.stderr
 
 
 def test_a_model_that_moved_on_is_of_one_commit(hub: Hub, tmp_path: Path) -> None:
     """Its configuration was cached before: what the driver gets is all of the later commit."""
-    before = ask(tmp_path, hub.url, load_format="dummy")
+    before = check_arguments(tmp_path, hub.url, load_format="dummy")
     assert Path(before.stdout.strip()).name == COMMIT, before.stderr
     hub.commit = "d" * 40
-    found = ask(tmp_path, hub.url)
+    found = check_arguments(tmp_path, hub.url)
     assert Path(found.stdout.strip()).name == hub.commit, found.stderr
     # What is checked is the later one's configuration, too.
     config = json.loads((POCKET / "config.json").read_text())
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**config, "architectures": ["NewForCausalLM"]}))
     hub.files["config.json"], hub.commit = other, "e" * 40
-    again = ask(tmp_path, hub.url, revision="v1", download_dir=str(tmp_path / "place"))
+    again = check_arguments(tmp_path, hub.url, revision="v1", download_dir=str(tmp_path / "place"))
     assert "has no NewForCausalLM" in again.stderr
 
 
 def test_a_revision_and_a_folder_for_downloads(hub: Hub, tmp_path: Path) -> None:
     place = tmp_path / "place"
-    found = ask(tmp_path / "home", hub.url, revision="v1", download_dir=str(place))
+    found = check_arguments(tmp_path / "home", hub.url, revision="v1", download_dir=str(place))
     folder = Path(found.stdout.strip())
     assert folder.is_relative_to(place), found.stderr
     assert folder.name == COMMIT
-    assert "has no revision 'v9'" in ask(tmp_path, hub.url, revision="v9").stderr
+    assert "has no revision 'v9'" in check_arguments(tmp_path, hub.url, revision="v9").stderr
 
 
-def test_what_went_wrong_is_said_with_a_remedy(hub: Hub, tmp_path: Path) -> None:
-    gated = ask(tmp_path, hub.url, GATED)
+def test_errors_name_a_remedy(hub: Hub, tmp_path: Path) -> None:
+    gated = check_arguments(tmp_path, hub.url, GATED)
     assert "'house/gated' is gated" in gated.stderr
     assert "`hf auth login`, or set `HF_TOKEN`" in gated.stderr
-    unknown = ask(tmp_path, hub.url, "house/other").stderr
+    unknown = check_arguments(tmp_path, hub.url, "house/other").stderr
     assert f"is neither a folder nor a repository at {hub.url} that you may read" in unknown
-    offline = ask(tmp_path, hub.url, offline="1").stderr
+    offline = check_arguments(tmp_path, hub.url, offline="1").stderr
     assert "is not wholly in the Hugging Face cache, and `HF_HUB_OFFLINE` is set" in offline
     [port] = free_ports(1)
-    away = ask(tmp_path, f"http://127.0.0.1:{port}").stderr
+    away = check_arguments(tmp_path, f"http://127.0.0.1:{port}").stderr
     assert f"http://127.0.0.1:{port} does not give it: " in away
     assert "check the network" in away
     for text in (gated.stderr, unknown, offline, away):
@@ -185,5 +185,5 @@ def test_both_frontends_serve_a_model_by_its_name(
     with serving(folder, *words, end_s=90):
         server = Server(f"http://127.0.0.1:{port}", folder / "log")
         body = {"model": MODEL, "prompt": "def f(x):", "max_tokens": 4}
-        assert json.loads(server.ask("/v1/completions", body))["usage"]["completion_tokens"] == 4
+        assert json.loads(server.fetch("/v1/completions", body))["usage"]["completion_tokens"] == 4
     assert hub.fetched == NEEDED

@@ -1,4 +1,4 @@
-"""No product file imports itself by way of others."""
+"""No product file imports itself through others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 CRATES: Final = sorted(path.parent for path in REPOSITORY.glob("rust/*/src"))
 

@@ -1,11 +1,11 @@
-"""Triton's interpreter as the tests change it; see `quick_interpreter.py`."""
+"""The changed Triton interpreter; see `support/kernels/fast_interpreter.py`."""
 
 from __future__ import annotations
 
 import pytest
 
 
-@pytest.mark.interpreted("tests/overflowing_kernel.py")
+@pytest.mark.interpreted("tests/support/kernels/integer_overflow.py")
 def test_sums_that_overflow_are_found(interpreted: str) -> None:
     most = 2**31 - 1
     assert interpreted.splitlines() == [

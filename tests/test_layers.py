@@ -1,4 +1,4 @@
-"""The packages keep to their layers: names that mean one thing, imports that go one way."""
+"""Package layering: imports in one direction, and one meaning for each public name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 ROOT: Final = REPOSITORY / "python" / "pie_driver_sglang"
 PACKAGE: Final = ROOT.name
@@ -151,7 +151,7 @@ def test_sglang_is_imported_in_its_layers_alone() -> None:
         assert "sglang" not in names or module.startswith(layers), module
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_has_a_docstring() -> None:
     for path in Path(ROOT).rglob("__init__.py"):
         name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
         text = ast.get_docstring(TREES[name]) or ""

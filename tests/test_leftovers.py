@@ -1,4 +1,4 @@
-"""Servers one of whose processes is killed: everything ends, and nothing stays of it."""
+"""Servers after a SIGKILL of one process: the others end, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from typing import Final
 import psutil
 import pytest
 
-import forking
-import runtime_client
-from pie_server import START_S, regions, shared_memory, wait_until
-from sglang_server import Server, free_ports
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import fork_server, runtime_client
+from support.servers.pie_server import START_S, regions, shared_memory, wait_until
+from support.servers.sglang_server import Server, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -49,7 +48,7 @@ class Started:
 
     def look(self) -> None:
         """Finds what has been started since it was last looked."""
-        found = [psutil.Process(self.process.pid), *forking.family(self.process.pid)]
+        found = [psutil.Process(self.process.pid), *fork_server.family(self.process.pid)]
         self.family += [each for each in found if each not in self.family]
         self._marks |= regions(found)
 

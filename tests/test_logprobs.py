@@ -1,4 +1,4 @@
-"""Log-probabilities by a driver's graph path and by Python, on one rank and on two.
+"""Logprobs on the graph path and on the Python path, with one rank and two.
 
 Expected is what transformers' logits give, after penalties and biases for tokens that are drawn.
 """
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Sampler
-from reference import Reference, random_tokens
-from test_extension import KINDS, Asked
+from support.models.reference import Reference, random_tokens
+from support.process import drivers
+from support.process import runtime_client as rc
+from support.process.extension_params import PENALTIES, ExtensionParams
 
 pytestmark = pytest.mark.engine
 
@@ -34,12 +34,12 @@ class Wanted(NamedTuple):
     top: int = 0
     given: tuple[int, ...] = ()
     scaled: bool = False
-    asked: Asked = Asked()
+    penalties: ExtensionParams = ExtensionParams()
     temperature: float = 0.0
 
     def extension(self, prompt: int, **more: Any) -> Extension:
         sampling = {"temperature": self.temperature, "seed": 5} if self.temperature else {}
-        return self.asked.extension(
+        return self.penalties.extension(
             prompt,
             logprobs=self.top,
             logprobs_of=list(self.given),
@@ -68,10 +68,10 @@ WANTED = {
     "top": Wanted(top=5),
     "most": Wanted(top=20, given=(7,)),
     "given": Wanted(given=(3, 3, 200, 0)),
-    "adjusted": Wanted(top=3, given=(11, 7), asked=KINDS["all"]),
+    "adjusted": Wanted(top=3, given=(11, 7), penalties=PENALTIES["all"]),
     "warm": Wanted(top=4, temperature=1.7),
     "scaled": Wanted(top=4, given=(9,), scaled=True, temperature=1.7),
-    "biased": Wanted(top=2, given=(11,), asked=KINDS["bias"], scaled=True, temperature=0.6),
+    "biased": Wanted(top=2, given=(11,), penalties=PENALTIES["bias"], scaled=True, temperature=0.6),
 }
 
 
@@ -92,7 +92,7 @@ def places_of(reply: Any) -> dict[int, tuple[list[Place], list[Place]]]:
     return {request: (prompt, tokens) for request, prompt, tokens in reply.places}
 
 
-def test_each_token_has_what_its_request_asks_for(
+def test_each_token_has_the_requested_logprobs(
     client: _core.Client, reference: Reference, samplers: list[Sampler]
 ) -> None:
     """All kinds in one batch in an order that changes, with neighbours that ask for nothing."""
@@ -117,7 +117,7 @@ def test_each_token_has_what_its_request_asks_for(
             if ask is not None:
                 (prompt, (place,)) = places[at]
                 assert prompt == []
-                ask.check(place, ask.asked.adjusted(logits, context.tokens[9:]), token)
+                ask.check(place, ask.penalties.adjusted(logits, context.tokens[9:]), token)
             context.take(token)
 
 
@@ -130,36 +130,36 @@ def test_a_token_that_cannot_come_is_least_probable(
     logits = reference.logits([4, 5, 6])[-1]
     kept = torch.full_like(logits, -torch.inf)
     kept[[32, 33, 35]] = logits[[32, 33, 35]]
-    asked = Wanted(top=5, given=(33, 34))
+    wanted = Wanted(top=5, given=(33, 34))
     context = rc.Context([4, 5, 6], [0], context_id=5)
-    reply = client.forward([context.request(*samplers, extension=asked.extension(3, mask=bits))])
+    reply = client.forward([context.request(*samplers, extension=wanted.extension(3, mask=bits))])
     ((_, (place,)),) = places_of(reply).values()
-    asked.check(place, kept, reply.tokens[0][0])
+    wanted.check(place, kept, reply.tokens[0][0])
     assert place[2][1] == LEAST
 
 
 @pytest.mark.parametrize("right", [0, 2, 3])
-def test_each_accepted_draft_has_its_place(
+def test_each_accepted_draft_has_logprobs(
     client: _core.Client, reference: Reference, right: int
 ) -> None:
-    asked = Wanted(top=3, given=(7,), asked=KINDS["frequency"])
+    wanted = Wanted(top=3, given=(7,), penalties=PENALTIES["frequency"])
     prompt = random_tokens(reference.vocab_size, 9, "drafts")
     context = rc.Context(list(prompt), [0, 1], context_id=40)
-    context.take(client.forward([context.request(extension=asked.extension(9))]).tokens[0][0])
+    context.take(client.forward([context.request(extension=wanted.extension(9))]).tokens[0][0])
     ahead, drafts = list(context.tokens), []
     for _ in range(3):
-        adjusted = asked.asked.adjusted(reference.logits(ahead)[-1], ahead[9:])
+        adjusted = wanted.penalties.adjusted(reference.logits(ahead)[-1], ahead[9:])
         drafts.append(int(adjusted.argmax()))
         ahead.append(drafts[-1])
     sent = [token if n < right else (token + 1) % 200 for n, token in enumerate(drafts)]
-    reply = client.forward([context.request(extension=asked.extension(9), drafts=sent, pages=[0])])
+    reply = client.forward([context.request(extension=wanted.extension(9), drafts=sent, pages=[0])])
     ((prompt_places, places),) = places_of(reply).values()
     (tokens,) = reply.tokens
     assert prompt_places == []
     assert len(tokens) == len(places) == right + 1
     for token, place in zip(tokens, places, strict=True):
         logits = reference.logits(context.tokens)[-1]
-        asked.check(place, asked.asked.adjusted(logits, context.tokens[9:]), token)
+        wanted.check(place, wanted.penalties.adjusted(logits, context.tokens[9:]), token)
         context.take(token)
 
 
@@ -169,7 +169,7 @@ def test_tokens_of_a_prompt_have_those_of_the_logits_before_them(
     client: _core.Client, reference: Reference, parts: Sequence[int], first: int
 ) -> None:
     """Whatever parts it comes in. Penalties, biases and temperatures do not touch them."""
-    asked = Wanted(top=4, given=(5, 250), asked=KINDS["bias"], temperature=1.3)
+    wanted = Wanted(top=4, given=(5, 250), penalties=PENALTIES["bias"], temperature=1.3)
     prompt = random_tokens(reference.vocab_size, 37, "prompt", first)
     logits = reference.logits(prompt)
     other = rc.Context([5, 6], [60], context_id=61)
@@ -177,7 +177,7 @@ def test_tokens_of_a_prompt_have_those_of_the_logits_before_them(
     for start, end in itertools.pairwise(itertools.accumulate(parts, initial=0)):
         last = end == len(prompt)
         # The token after a part is not in it.
-        extension = asked.extension(
+        extension = wanted.extension(
             37, prompt_logprobs=(first, len(prompt), 0 if last else prompt[end])
         )
         part = rc.Context(prompt[:end], [0, 1, 2], stored=start, context_id=60)
@@ -188,7 +188,7 @@ def test_tokens_of_a_prompt_have_those_of_the_logits_before_them(
         assert len(of_tokens) == last
         if last:
             ((token,), (place,)) = (reply.tokens[1], of_tokens)
-            asked.check(place, asked.asked.adjusted(logits[-1], []), token)
+            wanted.check(place, wanted.penalties.adjusted(logits[-1], []), token)
     assert len(found) == len(prompt) - first
     for row, place in enumerate(found, first - 1):
-        asked._replace(scaled=False).check(place, logits[row], prompt[row + 1])
+        wanted._replace(scaled=False).check(place, logits[row], prompt[row + 1])

@@ -1,4 +1,4 @@
-"""Words of log-probabilities against SGLang's own: its sampler's, and those of its prompts."""
+"""Logprobs against SGLang's sampler and its prompt logprobs."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def ours(rows: list[Row], divisors: list[float], *, drawn: bool) -> list[Found]:
 
 @settings(max_examples=80, deadline=None)
 @given(rows=ROWS, original=st.booleans())
-def test_tokens_that_are_drawn_have_the_log_probabilities_of_sglang(
+def test_sampled_tokens_have_the_logprobs_of_sglang(
     sglang: SimpleNamespace, rows: list[Row], original: bool
 ) -> None:
     divisors = [1.0 if original else row.temperature or 1.0 for row in rows]

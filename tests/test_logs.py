@@ -1,4 +1,4 @@
-"""The log: on stderr, short, and limited per kind."""
+"""Log format and rate limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention masks, against transformers in float64 with a mask that names every row and key."""
+"""Attention masks, against transformers in float64."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import drivers
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from reference import Context, MaskedReference, Pages, random_tokens
+from support.models import tiny_models
+from support.models.reference import Context, MaskedReference, Pages, random_tokens
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 
@@ -104,7 +104,7 @@ class Masked(Context):
         return Sent(request, self, [start + row for row in chosen], list(drafts))
 
 
-class Bench:
+class DriverHarness:
     """A driver of float32, and the reference of its model."""
 
     def __init__(self, driver: drivers.Driver, reference: MaskedReference) -> None:
@@ -152,7 +152,7 @@ def assert_close(found: Sequence[Sequence[float]], expected: torch.Tensor) -> No
 @pytest.fixture(scope="module", params=MODELS, ids=lambda param: f"{param[0]}-tp{param[1]}")
 def shared(
     request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
+) -> Iterator[DriverHarness]:
     drivers.start_fork_server()
     model, ranks = request.param
     snapshot = tiny_models.build(model, models_folder)
@@ -161,13 +161,13 @@ def shared(
     folder, devices = tmp_path_factory.mktemp("masks"), drivers.spread(ranks)
     config = drivers.write_config(folder, snapshot, options=options, **devices)
     with drivers.fork(config) as driver:
-        yield Bench(driver, reference)
+        yield DriverHarness(driver, reference)
     assert driver.stop() == 0
     assert not driver.region.exists()
 
 
 @pytest.fixture
-def bench(shared: Bench) -> Iterator[Bench]:
+def harness(shared: DriverHarness) -> Iterator[DriverHarness]:
     yield shared
     shared.release()
 
@@ -205,102 +205,102 @@ SHAPES: dict[str, Callable[[Masked, int], list[Bits]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_prefill_extend_and_decode(bench: Bench, shape: str) -> None:
+def test_prefill_extend_and_decode(harness: DriverHarness, shape: str) -> None:
     """Rows of every request see what the mask says, and are seen as they were computed."""
-    context = bench.context()
+    context = harness.context()
     for step, count in enumerate((37, 5, 1, 1, 12)):
         rows = SHAPES[shape](context, count)
         # Bits after the stored tokens mean nothing.
         stored = len(context.tokens) + count
-        sent = context.send(bench.tokens(count, shape, step), rows)
+        sent = context.send(harness.tokens(count, shape, step), rows)
         context.seen[-count:] = [row[:stored] for row in rows]
-        bench.run(sent)
-    bench.run(context.send(bench.tokens(6, "afterwards")))
+        harness.run(sent)
+    harness.run(context.send(harness.tokens(6, "afterwards")))
 
 
-def test_a_mask_changes_the_logits(bench: Bench) -> None:
+def test_a_mask_changes_the_logits(harness: DriverHarness) -> None:
     """The reference is sensitive: a driver without masks could not pass."""
-    context = bench.context()
-    bench.run(context.send(bench.tokens(30, "sensitive"), window(context, 30, 3)))
-    masked = bench.expected(context)
+    context = harness.context()
+    harness.run(context.send(harness.tokens(30, "sensitive"), window(context, 30, 3)))
+    masked = harness.expected(context)
     context.seen = [[True] * (row + 1) for row in range(30)]
-    assert float((bench.expected(context) - masked)[5:].abs().amax(1).min()) > 100 * TOLERANCE
+    assert float((harness.expected(context) - masked)[5:].abs().amax(1).min()) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["behind", "ahead"])
-def test_rows_that_see_nothing(bench: Bench, ahead: bool) -> None:
+def test_query_tokens_that_attend_to_nothing(harness: DriverHarness, ahead: bool) -> None:
     """Blind rows among seeing ones; their own KV is seen by others."""
-    context = bench.context()
+    context = harness.context()
     rows = scattered(context, 40, ahead=ahead)
     for blind in (0, 7, 8, 39):
         rows[blind] = [False] * 3
-    bench.run(context.send(bench.tokens(40, "blind"), rows))
-    bench.run(context.send(bench.tokens(1, "blind"), [[False] * 41]))
-    bench.run(context.send(bench.tokens(3, "seeing")))
+    harness.run(context.send(harness.tokens(40, "blind"), rows))
+    harness.run(context.send(harness.tokens(1, "blind"), [[False] * 41]))
+    harness.run(context.send(harness.tokens(3, "seeing")))
 
 
-def test_empty_rows_are_causal(bench: Bench) -> None:
+def test_empty_mask_rows_are_causal(harness: DriverHarness) -> None:
     """Also among rows that are not."""
-    context = bench.context()
+    context = harness.context()
     rows = window(context, 20, 4)
     for row in range(0, 20, 3):
         rows[row] = []
-    sent = context.send(bench.tokens(20, "empty"), rows)
+    sent = context.send(harness.tokens(20, "empty"), rows)
     context.seen = [row or [True] * (index + 1) for index, row in enumerate(rows)]
-    bench.run(sent)
+    harness.run(sent)
 
 
-def test_long_prompt_in_chunks(bench: Bench) -> None:
+def test_long_prompt_in_chunks(harness: DriverHarness) -> None:
     """A mask that looks back only may be cut anywhere."""
-    context = bench.context()
-    bench.run(context.send(bench.tokens(21, "first"), sampled=[]))
-    bench.run(context.send(bench.tokens(200, "chunks"), window(context, 200, 50, sink=3)))
-    bench.run(context.send(bench.tokens(1, "chunks"), window(context, 1, 30, sink=3)))
+    context = harness.context()
+    harness.run(context.send(harness.tokens(21, "first"), sampled=[]))
+    harness.run(context.send(harness.tokens(200, "chunks"), window(context, 200, 50, sink=3)))
+    harness.run(context.send(harness.tokens(1, "chunks"), window(context, 1, 30, sink=3)))
 
 
-def test_a_request_that_sees_ahead_is_not_cut(bench: Bench) -> None:
+def test_a_request_with_a_non_causal_mask_is_not_split(harness: DriverHarness) -> None:
     """It moves to a pass of its own when it does not fit the pass of its neighbours."""
-    first, second, third = (bench.context() for _ in range(3))
-    bench.run(
-        first.send(bench.tokens(40, "first"), scattered(first, 40, ahead=False)),
-        second.send(bench.tokens(CHUNK, "second"), scattered(second, CHUNK, ahead=True)),
-        third.send(bench.tokens(30, "third"), scattered(third, 30, ahead=True)),
+    first, second, third = (harness.context() for _ in range(3))
+    harness.run(
+        first.send(harness.tokens(40, "first"), scattered(first, 40, ahead=False)),
+        second.send(harness.tokens(CHUNK, "second"), scattered(second, CHUNK, ahead=True)),
+        third.send(harness.tokens(30, "third"), scattered(third, 30, ahead=True)),
     )
 
 
-def test_a_request_that_sees_ahead_too_far_is_refused_alone(bench: Bench) -> None:
-    good, bad = bench.context(), bench.context()
+def test_a_request_that_sees_ahead_too_far_is_refused_alone(harness: DriverHarness) -> None:
+    good, bad = harness.context(), harness.context()
     refused = bad.send(
-        bench.tokens(CHUNK, "bad"), scattered(bad, CHUNK, ahead=True), drafts=[5], sampled=[0]
+        harness.tokens(CHUNK, "bad"), scattered(bad, CHUNK, ahead=True), drafts=[5], sampled=[0]
     )
-    reply = bench.client.forward([refused.request, good.send(bench.tokens(20, "good")).request])
+    reply = harness.client.forward([refused.request, good.send(harness.tokens(20, "good")).request])
     assert reply.tokens[0] == reply.logits[0] == []
-    assert_close(reply.logits[1], bench.expected(good))
+    assert_close(reply.logits[1], harness.expected(good))
 
 
 @pytest.mark.parametrize("shape", ["sink", "random", "random ahead"])
-def test_masks_beside_drafts(bench: Bench, shape: str) -> None:
+def test_masks_beside_drafts(harness: DriverHarness, shape: str) -> None:
     """Input rows see what the mask says, drafts all before themselves."""
-    context = bench.context()
-    bench.run(context.send(bench.tokens(20, "before"), sampled=[]))
+    context = harness.context()
+    harness.run(context.send(harness.tokens(20, "before"), sampled=[]))
     for step, count in enumerate((11, 1)):
-        tokens = bench.tokens(count, "input", step)
+        tokens = harness.tokens(count, "input", step)
         rows = [row[: len(context.tokens) + count] for row in SHAPES[shape](context, count)]
-        drafts = continuation(bench, context, tokens, rows, 3)
+        drafts = continuation(harness, context, tokens, rows, 3)
         sent = context.send(tokens, rows, drafts=drafts[:2])
-        reply = bench.run(sent)
+        reply = harness.run(sent)
         assert reply.tokens == [drafts]
     # A wrong draft ends the answer.
-    tokens = bench.tokens(3, "last")
+    tokens = harness.tokens(3, "last")
     rows = SHAPES[shape](context, 3)
-    [right, *_] = continuation(bench, context, tokens, rows, 1)
-    wrong = (right + 1) % bench.reference.vocab_size
-    reply = bench.run(context.send(tokens, rows, drafts=[wrong, wrong]))
+    [right, *_] = continuation(harness, context, tokens, rows, 1)
+    wrong = (right + 1) % harness.reference.vocab_size
+    reply = harness.run(context.send(tokens, rows, drafts=[wrong, wrong]))
     assert reply.tokens == [[right]]
 
 
 def continuation(
-    bench: Bench, context: Masked, tokens: list[int], rows: list[Bits], count: int
+    harness: DriverHarness, context: Masked, tokens: list[int], rows: list[Bits], count: int
 ) -> list[int]:
     """What follows the input greedily; nothing is appended."""
     found: list[int] = []
@@ -310,101 +310,105 @@ def continuation(
         positions = [*context.positions, *range(following, following + len(tokens) + len(found))]
         behind = range(len(stored) - len(found), len(stored))
         seen = [*context.seen, *rows, *([True] * (row + 1) for row in behind)]
-        best = bench.reference.logits(stored, positions, seen)[-1].topk(2)
+        best = harness.reference.logits(stored, positions, seen)[-1].topk(2)
         assert best.values[0] - best.values[1] > 2 * TOLERANCE
         found.append(int(best.indices[0]))
     return found
 
 
-def test_trimmed_pages(bench: Bench) -> None:
+def test_trimmed_pages(harness: DriverHarness) -> None:
     """The protocol's example: pages that no row sees are not even listed; positions stay."""
-    context = bench.context()
-    prompt = bench.tokens(319, "trimmed")
-    bench.run(context.send(prompt, window(context, 319, 64, sink=4), sampled=[318]))
+    context = harness.context()
+    prompt = harness.tokens(319, "trimmed")
+    harness.run(context.send(prompt, window(context, 319, 64, sink=4), sampled=[318]))
     decode = context.send(
-        bench.tokens(1, "decode"), window(context, 1, 64, sink=4), dropped=range(1, 16)
+        harness.tokens(1, "decode"), window(context, 1, 64, sink=4), dropped=range(1, 16)
     )
     assert len(context.pages) == 20
-    bench.run(decode)
+    harness.run(decode)
     tail = context.send(
-        bench.tokens(9, "tail"), window(context, 9, 40, sink=4), dropped=range(1, 16)
+        harness.tokens(9, "tail"), window(context, 9, 40, sink=4), dropped=range(1, 16)
     )
-    bench.run(tail)
+    harness.run(tail)
 
 
-def test_masked_and_plain_requests_in_one_frame(bench: Bench) -> None:
+def test_masked_and_plain_requests_in_one_frame(harness: DriverHarness) -> None:
     """Prefills and decodes of both kinds, in turns and in any order."""
-    contexts = [bench.context() for _ in range(6)]
+    contexts = [harness.context() for _ in range(6)]
     shapes = [None, "window", "random ahead", None, None, "sink"]
     for step, counts in enumerate([(20, 9, 14, 33, 1, 70), (1,) * 6, (1, 3, 1, 2, 1, 1)]):
         sent = []
         for context, shape, count in zip(contexts, shapes, counts, strict=True):
             rows = None if shape is None else SHAPES[shape](context, count)
-            sent.append(context.send(bench.tokens(count, "mixed", step, count), rows))
+            sent.append(context.send(harness.tokens(count, "mixed", step, count), rows))
         random.Random(step).shuffle(sent)
-        bench.run(*sent)
+        harness.run(*sent)
 
 
-def test_a_causal_mask_is_no_mask(bench: Bench) -> None:
+def test_a_causal_mask_is_no_mask(harness: DriverHarness) -> None:
     """To the last bit, in whatever form it is written."""
-    tokens = bench.tokens(30, "causal")
-    plain = bench.client.forward([bench.context().send(tokens).request])
+    tokens = harness.tokens(30, "causal")
+    plain = harness.client.forward([harness.context().send(tokens).request])
     for tail in ([], [5], [9, 0]):
-        context = bench.context()
+        context = harness.context()
         sent = context.send(tokens, [[*row, *[False] * sum(tail)] for row in context.causal(30)])
-        assert bench.client.forward([sent.request]).logits == plain.logits
+        assert harness.client.forward([sent.request]).logits == plain.logits
 
 
-def test_replay(bench: Bench) -> None:
+def test_replay(harness: DriverHarness) -> None:
     """A suspended context is computed anew, in one request, in a batch with a decode."""
-    context, other = bench.context(), bench.context()
-    bench.run(other.send(bench.tokens(5, "other")))
+    context, other = harness.context(), harness.context()
+    harness.run(other.send(harness.tokens(5, "other")))
     for count in (25, 4, 1):
-        bench.run(
-            context.send(bench.tokens(count, "replayed", count), window(context, count, 8, 2))
+        harness.run(
+            context.send(harness.tokens(count, "replayed", count), window(context, count, 8, 2))
         )
-    replayed = bench.context()
+    replayed = harness.context()
     sent = replayed.send(context.tokens, context.seen, sampled=[])
-    bench.run(other.send(bench.tokens(1, "other")), sent)
-    bench.run(replayed.send(bench.tokens(1, "next")))
+    harness.run(other.send(harness.tokens(1, "other")), sent)
+    harness.run(replayed.send(harness.tokens(1, "next")))
 
 
-def test_positions_of_the_users_own(bench: Bench) -> None:
+def test_positions_of_the_users_own(harness: DriverHarness) -> None:
     """Bits name KV indices, whatever the positions."""
-    context = bench.context()
+    context = harness.context()
     positions = [50 + 3 * row for row in range(20)]
-    bench.run(context.send(bench.tokens(20, "own"), window(context, 20, 6), positions=positions))
+    harness.run(
+        context.send(harness.tokens(20, "own"), window(context, 20, 6), positions=positions)
+    )
     rows = scattered(context, 7, ahead=True)
-    bench.run(context.send(bench.tokens(7, "own"), rows, positions=[5, 5, 9, 200, 0, 5, 6]))
+    harness.run(context.send(harness.tokens(7, "own"), rows, positions=[5, 5, 9, 200, 0, 5, 6]))
 
 
-def test_tree_decoding(bench: Bench) -> None:
+def test_tree_decoding(harness: DriverHarness) -> None:
     """Every node of a tree in one request gives what its branch gives alone."""
     # The windows of the models, which count KV indices, reach back to the first token.
-    prompt = bench.tokens(11, "root")
+    prompt = harness.tokens(11, "root")
     parents = [-1, 0, 0, 1, 1, 2, 4, 5, 5]
-    nodes = bench.tokens(len(parents), "nodes")
+    nodes = harness.tokens(len(parents), "nodes")
 
     def branch(node: int) -> list[int]:
         """The nodes from the root to this one."""
         return [] if node < 0 else [*branch(parents[node]), node]
 
-    context = bench.context()
-    bench.run(context.send(prompt, sampled=[10]))
+    context = harness.context()
+    harness.run(context.send(prompt, sampled=[10]))
     branches = [branch(node) for node in range(len(parents))]
     rows = [[True] * 11 + [key in path for key in range(len(parents))] for path in branches]
     positions = [11 + len(path) - 1 for path in branches]
     sent = context.send(nodes, rows, positions=positions)
-    tree = bench.run(sent).logits[0]
+    tree = harness.run(sent).logits[0]
     for node, path in enumerate(branches):
-        alone = bench.context()
-        reply = bench.run(
+        alone = harness.context()
+        reply = harness.run(
             alone.send([*prompt, *(nodes[each] for each in path)], sampled=[10 + len(path)])
         )
         assert_close([tree[node]], torch.tensor(reply.logits[0], dtype=torch.float64))
 
 
-def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_path: Path) -> None:
+def test_a_pool_without_mask_support_refuses_masks_alone(
+    models_folder: Path, tmp_path: Path
+) -> None:
     snapshot = tiny_models.build("llama", models_folder)
     options = {"page_size": PAGE, "kv_cache_dtype": "fp8_e4m3"}
     with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:

@@ -1,4 +1,4 @@
-"""Media that requests name by URL: what is fetched and what is refused, with local servers."""
+"""Media URLs of requests: which are fetched, with local servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of models that start, of those that cannot, and what is said about it."""
+"""Planned and used memory of models that start, and the errors of those that do not fit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 import psutil
 import pytest
 
-import architectures
-import drivers
-import memory_process
-import tiny_models
-from drivers import StartFailedError, write_config
 from pie_driver_sglang.cli.model_sizes import model_of, read_shape, read_weights
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan_types import ModelSizes
+from support.models import architectures, tiny_models
+from support.process import drivers
+from support.process.drivers import StartFailedError, write_config
+from support.sglang_scripts import memory_planning
 
 PAGE = 16
 GPU_FREE = 1536 << 20
@@ -51,9 +50,9 @@ pytestmark = pytest.mark.engine
 
 
 def load(config: Path, log: Path, free: int | None = None, lost: int = 0) -> Any:
-    """What `memory_process.load` sends."""
+    """What `memory_planning.load` sends."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = drivers.fork_call(memory_process.load, (str(config), free, sender, str(log), lost))
+    process = drivers.fork_call(memory_planning.load, (str(config), free, sender, str(log), lost))
     return _received(receiver, sender, process, log)
 
 
@@ -143,7 +142,7 @@ def test_tokens_take_what_sglang_counts(models_folder: Path, tmp_path: Path) -> 
     snapshots = [str(architectures.build(name, models_folder)) for name in names]
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = tmp_path / "log"
-    process = drivers.fork_call(memory_process.count_tokens, (snapshots, sender, str(log)))
+    process = drivers.fork_call(memory_planning.count_tokens, (snapshots, sender, str(log)))
     found = _received(receiver, sender, process, log)
     for name, counts in zip(names, found, strict=True):
         for ours, theirs, state in counts:
@@ -156,7 +155,7 @@ def test_a_plan_without_sglang_finds_the_same_sizes(models_folder: Path, tmp_pat
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = tmp_path / "log"
     arguments = ([str(folder) for folder in folders], sender, str(log))
-    process = drivers.fork_call(memory_process.send_sizes, arguments)
+    process = drivers.fork_call(memory_planning.send_sizes, arguments)
     found = _received(receiver, sender, process, log)
     planned, wrong = 0, []
     for folder, theirs in zip(folders, found, strict=True):
@@ -210,7 +209,7 @@ def test_ranks_take_what_was_planned_for_each(tmp_path: Path) -> None:
     assert whole / 2 < real < whole / 2 * 1.1
 
 
-def test_a_share_without_room_for_a_context_names_one_with_it(tmp_path: Path) -> None:
+def test_a_fraction_too_small_for_a_context_names_one_that_fits(tmp_path: Path) -> None:
     # About three hundredths of the memory.
     context = int(psutil.virtual_memory().available * 0.03) // WIDE_TOKEN // PAGE * PAGE
     model = wide_model(tmp_path / "wide", max_position_embeddings=context)

@@ -1,4 +1,4 @@
-"""The table of docs/supported-models.md for the CPU: each cell is found out again."""
+"""The CPU table of docs/supported-models.md, cell by cell."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import Final
 
 import pytest
 
-import architectures
-import drivers
-import model_checks
 import pie_driver_sglang
-import scripts
-import tiny_models
-from reference import Context, MaskedReference, Pages, Reference, random_tokens
+from support import REPOSITORY
+from support.models import architectures, model_checks
+from support.models.reference import Context, MaskedReference, Pages, Reference, random_tokens
+from support.process import drivers, scripts
 
 pytestmark = pytest.mark.engine
 
-DOCUMENT: Final = tiny_models.REPOSITORY / "docs" / "supported-models.md"
-GPU_TABLES: Final = sorted((tiny_models.REPOSITORY / "benches/gpu/output").glob("*-models.txt"))
+DOCUMENT: Final = REPOSITORY / "docs" / "supported-models.md"
+GPU_TABLES: Final = sorted((REPOSITORY / "benches/gpu/output").glob("*-models.txt"))
 TOLERANCE: Final = 1e-4
 GAP: Final = 1e-3
 PAGE: Final = 16
@@ -54,7 +52,7 @@ def test_the_table_has_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
-def test_the_models_page_says_what_works(name: str, models_folder: Path, tmp_path: Path) -> None:
+def test_the_models_page_lists_what_works(name: str, models_folder: Path, tmp_path: Path) -> None:
     drivers.start_fork_server()
     *cells, reason = CPU[name]
     snapshot = architectures.build(name, models_folder)
@@ -138,7 +136,7 @@ def test_experts_of_any_size(tmp_path: Path) -> None:
     assert driver.stop() == 0
 
 
-@pytest.mark.interpreted("tests/window_lists.py")
+@pytest.mark.interpreted("tests/support/sglang_scripts/window_lists.py")
 def test_decodes_see_the_whole_window(interpreted: str) -> None:
     """Triton's interpreter runs what lists a decode's tokens in windowed layers on a GPU."""
     windows = [[*range(max(length - WINDOW, 0), length)] for length in LENGTHS]
@@ -152,7 +150,7 @@ def test_the_rope_theta_of_a_configuration_is_found(models_folder: Path) -> None
     """Gemma 3 has one for each kind of layer, GPT-2 none."""
     names = ("EXAONE 4", "Qwen3", "Gemma 3", "GPT-2")
     snapshots = [str(architectures.build(name, models_folder)) for name in names]
-    out = scripts.run("tests/rope_theta.py", *snapshots)
+    out = scripts.run("tests/support/sglang_scripts/rope_theta.py", *snapshots)
     assert json.loads(out.splitlines()[-1]) == [10000.0, 10000.0, None, None]
 
 

@@ -1,11 +1,11 @@
-"""The first table of docs/supported-models.md says what its other tables say."""
+"""The first table of docs/supported-models.md agrees with its other tables."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 TEXT: Final = (REPOSITORY / "docs" / "supported-models.md").read_text()
 

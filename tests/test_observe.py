@@ -1,4 +1,4 @@
-"""What a driver says while it serves: the line of figures, the metrics, JSON logs."""
+"""Observability of a driver: the metrics line, Prometheus metrics, JSON logs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from unittest import mock
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang import progress
 from pie_driver_sglang.errors import ConfigError
@@ -28,7 +26,9 @@ from pie_driver_sglang.observability.driver_metrics import METRICS, PREFIX, READ
 from pie_driver_sglang.observability.log_line import line, log_fields
 from pie_driver_sglang.observability.reporter import IntervalLog, MetricsFile, Reporter
 from pie_driver_sglang.observability.served_model import ServedModel, for_group
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.process import drivers
+from support.process import runtime_client as rc
 
 MODEL = ServedModel("tiny", 50, 16)
 DIRECTIONS = ("D2H", "H2D", "D2D", "H2H")
@@ -105,13 +105,13 @@ class TestWorkLog:
         counts: Any = Counted(steps=steps)
         log.take(counts, now)
 
-    def test_an_idle_driver_says_nothing(self, lines: pytest.LogCaptureFixture) -> None:
+    def test_an_idle_driver_logs_nothing(self, lines: pytest.LogCaptureFixture) -> None:
         log = self.log()
         for second in range(100):
             self.take(log, 0, 100.0 + second)
         assert not lines.records
 
-    def test_work_is_told_of_after_the_interval(self, lines: pytest.LogCaptureFixture) -> None:
+    def test_metrics_are_logged_after_the_interval(self, lines: pytest.LogCaptureFixture) -> None:
         log = self.log()
         for second in range(1, 26):
             self.take(log, 7 * second, 100.0 + second)
@@ -303,7 +303,7 @@ def free_port() -> int:
 
 
 @pytest.mark.engine
-def test_a_driver_tells_what_its_client_counts(llama_snapshot: Path, tmp_path: Path) -> None:
+def test_driver_metrics_match_the_clients_counts(llama_snapshot: Path, tmp_path: Path) -> None:
     """JSON lines, the port and the file, against the counts of the client."""
     port, path = free_port(), tmp_path / "metrics.prom"
     options = {
@@ -446,7 +446,7 @@ def test_progress_off_a_terminal_is_lines(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_over_soon_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_short_intervals_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pie_driver_sglang")
     list(progress.progress_type()(range(3), desc="Loading shards"))
     assert not caplog.records

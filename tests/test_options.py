@@ -1,4 +1,4 @@
-"""`[driver.options]`: the driver's keys, SGLang's fields, and what is refused."""
+"""`[driver.options]`: the driver's keys, SGLang's fields, and refusals."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_the_drivers_own_attention_backend_does_not_prefill(table: dict[str, Any
     ],
     ids=str,
 )
-def test_only_who_names_no_backend_leaves_the_choice(
+def test_the_backend_is_chosen_only_if_none_is_named(
     table: dict[str, Any], device: str, paged: bool | None
 ) -> None:
     assert parse_options(table, device).paged_decode is paged

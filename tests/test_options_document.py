@@ -1,26 +1,18 @@
-"""`docs/options.md` is what the definitions of the options generate."""
+"""`docs/options.md` is generated from the options."""
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 
 import pytest
 
 from pie_driver_sglang.config.options import OPTIONS
-from tiny_models import REPOSITORY
+from support.tools import load_tool
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "generate_options", REPOSITORY / "tools" / "generate_options.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("generate_options")
 
 
 def test_the_document_is_fresh(tool: ModuleType) -> None:

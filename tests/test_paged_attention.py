@@ -1,4 +1,4 @@
-"""The attention backend `pie`: its kernels and its place in a model, without a GPU."""
+"""The attention backend `pie` without a GPU: kernels, and models that use it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-import architectures
-import drivers
-import scripts
-import tiny_models
+from support.models import architectures, tiny_models
+from support.process import drivers, scripts
 
 pytestmark = pytest.mark.engine
 POCKET = Path(__file__).resolve().parents[1] / "models" / "pocket"
 
 
-@pytest.mark.interpreted("tests/paged_kernels.py")
+@pytest.mark.interpreted("tests/support/kernels/paged_decode.py")
 def test_the_kernels_attend_as_dense_attention_does(interpreted: str) -> None:
     assert ", 0 wrong" in interpreted
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:
-    assert "compiled" in scripts.run("tests/kernels_compile.py")
+    assert "compiled" in scripts.run("tests/support/kernels/compile_kernels.py")
 
 
 @pytest.mark.parametrize(
@@ -47,26 +45,26 @@ def test_a_model_decodes_the_same_logits(
     snapshot = builder.build(name, models_folder)
     options = {"page_size": 16, "enable_lora": adapters}
     config = drivers.write_config(tmp_path, snapshot, options=options)
-    interpreter.run("tests/paged_model.py", str(config))
+    interpreter.run("tests/support/kernels/fused_model.py", str(config))
 
 
 @pytest.mark.parametrize("kind", ["channel", "tensor", "block"])
-def test_a_quantized_model_decodes_what_its_layers_say(
+def test_a_quantized_model_decodes_the_logits_of_its_layers(
     kind: str, interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
 ) -> None:
     """FP8 weights with a scale for each output, for all of a matrix, or for each block of it."""
     snapshot = architectures.build("Llama", models_folder / "wide", wide=True)
     config = drivers.write_config(tmp_path, snapshot, options={"page_size": 16})
-    interpreter.run("tests/quantized_model.py", str(config), kind)
+    interpreter.run("tests/support/kernels/fp8_model.py", str(config), kind)
 
 
-def test_prompts_that_another_kernel_takes_have_the_same_logits(
+def test_prefill_by_another_kernel_has_the_same_logits(
     interpreter: scripts.Interpreter, tmp_path: Path
 ) -> None:
     """From the frame to the kernels, except FlashAttention-3 itself."""
     options = {"page_size": 16, "cuda_graph_max_bs": 8}
     config = drivers.write_config(tmp_path, POCKET, options=options)
-    interpreter.run("tests/prompt_steps.py", str(config))
+    interpreter.run("tests/support/kernels/mixed_steps.py", str(config))
 
 
 def test_steps_with_groups_decode_the_same_logits(
@@ -74,4 +72,4 @@ def test_steps_with_groups_decode_the_same_logits(
 ) -> None:
     """From the frame to the kernels, except the capture of a graph."""
     config = drivers.write_config(tmp_path, POCKET, options={"page_size": 16})
-    interpreter.run("tests/grouped_steps.py", str(config))
+    interpreter.run("tests/support/kernels/shared_prefix_steps.py", str(config))

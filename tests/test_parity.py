@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import drivers
-import engine_process
-import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request
-from reference import GAP, Context, Pages, Reference, random_tokens
+from support.models import tiny_models
+from support.models.reference import GAP, Context, Pages, Reference, random_tokens
+from support.process import drivers, engine_process
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +55,7 @@ CASES = [
 ]
 
 
-class Bench:
+class DriverHarness:
     """A driver, the reference for its model, and the runtime's side of the conversation."""
 
     def __init__(self, driver: drivers.Driver, reference: Reference) -> None:
@@ -166,12 +165,12 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def shared_bench(served: tuple[drivers.Driver, Reference]) -> Bench:
-    return Bench(*served)
+def shared_bench(served: tuple[drivers.Driver, Reference]) -> DriverHarness:
+    return DriverHarness(*served)
 
 
 @pytest.fixture
-def bench(shared_bench: Bench) -> Iterator[Bench]:
+def harness(shared_bench: DriverHarness) -> Iterator[DriverHarness]:
     """The driver of the case with all of its pages free, but not empty."""
     assert shared_bench.driver.process.poll() is None, "the driver has ended"
     yield shared_bench
@@ -180,61 +179,61 @@ def bench(shared_bench: Bench) -> Iterator[Bench]:
     shared_bench.contexts.clear()
 
 
-def test_a_swapped_page_changes_the_tokens(bench: Bench) -> None:
+def test_a_swapped_page_changes_the_tokens(harness: DriverHarness) -> None:
     """The model is sensitive: a driver that mixed up pages could not pass the other tests."""
-    ours, other = bench.context(), bench.context()
-    length = max(bench.page_size, 16) + 4
-    bench.extend(ours, bench.prompt(length, "ours"))
-    bench.extend(other, bench.prompt(length, "other"))
-    tail = bench.prompt(12, "tail")
+    ours, other = harness.context(), harness.context()
+    length = max(harness.page_size, 16) + 4
+    harness.extend(ours, harness.prompt(length, "ours"))
+    harness.extend(other, harness.prompt(length, "other"))
+    tail = harness.prompt(12, "tail")
     rows = range(len(tail))
-    right = bench.send(ours.append(tail, rows=rows))[0]
-    assert bench.reference.check(ours.tokens, right) > len(tail) // 2
+    right = harness.send(ours.append(tail, rows=rows))[0]
+    assert harness.reference.check(ours.tokens, right) > len(tail) // 2
     assert len(set(right)) > len(tail) // 3
-    swapped = max(1, 16 // bench.page_size)
+    swapped = max(1, 16 // harness.page_size)
     pages = other.pages[:swapped] + ours.pages[swapped:]
     positions = ours.positions[-len(tail) :]
-    wrong = bench.send(ours.request(tail, positions, rows=rows, pages=pages))[0]
+    wrong = harness.send(ours.request(tail, positions, rows=rows, pages=pages))[0]
     assert wrong != right
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_single_context(bench: Bench, length: int) -> None:
-    bench.generate(bench.context(), bench.prompt(length), steps=6)
+def test_single_context(harness: DriverHarness, length: int) -> None:
+    harness.generate(harness.context(), harness.prompt(length), steps=6)
 
 
 @pytest.mark.parametrize("sizes", [(1, 14, 2, 17, 30, 66), (63, 1, 1, 65), (16, 48, 3)], ids=str)
-def test_prompt_in_pieces(bench: Bench, sizes: tuple[int, ...]) -> None:
-    context = bench.context()
+def test_prompt_in_pieces(harness: DriverHarness, sizes: tuple[int, ...]) -> None:
+    context = harness.context()
     for size in sizes:
-        token = bench.extend(context, bench.prompt(size, "piece", len(context.tokens)))
-        bench.reference.check(context.tokens, [token])
-    bench.decode([context], [token], 4)
+        token = harness.extend(context, harness.prompt(size, "piece", len(context.tokens)))
+        harness.reference.check(context.tokens, [token])
+    harness.decode([context], [token], 4)
 
 
-def test_long_prompt_in_one_frame(bench: Bench) -> None:
-    context = bench.context()
-    prompt = bench.prompt(min(401, bench.reference.context_length - 16))
+def test_long_prompt_in_one_frame(harness: DriverHarness) -> None:
+    context = harness.context()
+    prompt = harness.prompt(min(401, harness.reference.context_length - 16))
     rows = sorted({0, CHUNK - 1, CHUNK, 2 * CHUNK - 1, len(prompt) // 2, len(prompt) - 1})
-    found = bench.send(context.append(prompt, rows=rows))[0]
-    bench.reference.check(context.tokens, found, rows=rows)
-    bench.decode([context], found[-1:], 4)
+    found = harness.send(context.append(prompt, rows=rows))[0]
+    harness.reference.check(context.tokens, found, rows=rows)
+    harness.decode([context], found[-1:], 4)
 
 
-def test_prompt_scoring(bench: Bench) -> None:
+def test_prompt_scoring(harness: DriverHarness) -> None:
     """Every row sampled, in any order, some twice."""
-    context = bench.context()
-    bench.extend(context, bench.prompt(21, "first"))
-    tail = bench.prompt(75, "scored")
+    context = harness.context()
+    harness.extend(context, harness.prompt(21, "first"))
+    tail = harness.prompt(75, "scored")
     rows = [*range(len(tail)), 3, 3, len(tail) - 1]
     random.Random(1).shuffle(rows)
-    found = bench.send(context.append(tail, rows=rows))[0]
-    bench.reference.check(context.tokens, found, rows=[21 + row for row in rows])
+    found = harness.send(context.append(tail, rows=rows))[0]
+    harness.reference.check(context.tokens, found, rows=[21 + row for row in rows])
 
 
-def test_mixed_batches(bench: Bench) -> None:
+def test_mixed_batches(harness: DriverHarness) -> None:
     """Contexts join and leave one by one: 1 to 16 in a frame, prefills with decodes, any order."""
-    shuffle = random.Random(bench.page_size).shuffle
+    shuffle = random.Random(harness.page_size).shuffle
     running: dict[int, Context] = {}
     sampled: dict[int, list[int]] = {}
     for step in range(32):
@@ -242,190 +241,190 @@ def test_mixed_batches(bench: Bench) -> None:
         for index, context in running.items():
             requests.append((index, context.append(sampled[index][-1:])))
         if step < 16:
-            running[step], sampled[step] = bench.context(), []
-            prompt = bench.prompt((step * 37) % 101 + 1, "mixed", step)
+            running[step], sampled[step] = harness.context(), []
+            prompt = harness.prompt((step * 37) % 101 + 1, "mixed", step)
             requests.append((step, running[step].append(prompt)))
         shuffle(requests)
-        replies = bench.send(*(request for _, request in requests))
+        replies = harness.send(*(request for _, request in requests))
         for (index, _), [token] in zip(requests, replies, strict=True):
             sampled[index].append(token)
         if step >= 15:
             context = running.pop(step * 7 % 16)
-            bench.reference.check(context.tokens, sampled[step * 7 % 16])
+            harness.reference.check(context.tokens, sampled[step * 7 % 16])
             context.release()
         if not running:
             break
     assert not running
 
 
-def test_shared_prefix(bench: Bench) -> None:
+def test_shared_prefix(harness: DriverHarness) -> None:
     """Four contexts begin with the very same pages."""
-    first = bench.context()
-    prefix = bench.prompt(2 * max(bench.page_size, 16), "prefix")
-    bench.extend(first, prefix)
-    contexts = [first, *(bench.keep(first.fork(bench.copy)) for _ in range(3))]
+    first = harness.context()
+    prefix = harness.prompt(2 * max(harness.page_size, 16), "prefix")
+    harness.extend(first, prefix)
+    contexts = [first, *(harness.keep(first.fork(harness.copy)) for _ in range(3))]
     assert all(context.pages == first.pages for context in contexts)
-    suffixes = [bench.prompt(5 + 6 * index, "suffix", index) for index in range(len(contexts))]
+    suffixes = [harness.prompt(5 + 6 * index, "suffix", index) for index in range(len(contexts))]
     pairs = zip(contexts, suffixes, strict=True)
-    replies = bench.send(*(context.append(suffix) for context, suffix in pairs))
+    replies = harness.send(*(context.append(suffix) for context, suffix in pairs))
     for context, [token] in zip(contexts, replies, strict=True):
-        bench.reference.check(context.tokens, [token])
-    bench.decode(contexts, [token for [token] in replies], 4)
+        harness.reference.check(context.tokens, [token])
+    harness.decode(contexts, [token for [token] in replies], 4)
 
 
-def test_forks_diverge(bench: Bench) -> None:
+def test_forks_diverge(harness: DriverHarness) -> None:
     """Forks of forks, in the middle of a page, which is copied with its unused space."""
-    root = bench.context()
-    bench.extend(root, bench.prompt(70, "root"))
-    left = bench.keep(root.fork(bench.copy))
-    bench.extend(left, bench.prompt(3, "left"))
-    leaf = bench.keep(left.fork(bench.copy))
+    root = harness.context()
+    harness.extend(root, harness.prompt(70, "root"))
+    left = harness.keep(root.fork(harness.copy))
+    harness.extend(left, harness.prompt(3, "left"))
+    leaf = harness.keep(left.fork(harness.copy))
     contexts = [leaf, root, left]
-    tokens = bench.prompt(len(contexts), "next")
-    bench.decode(contexts, tokens, 5)
+    tokens = harness.prompt(len(contexts), "next")
+    harness.decode(contexts, tokens, 5)
 
 
-def test_rewind_and_rewrite(bench: Bench) -> None:
-    context = bench.context()
-    bench.extend(context, bench.prompt(70, "kept"))
+def test_rewind_and_rewrite(harness: DriverHarness) -> None:
+    context = harness.context()
+    harness.extend(context, harness.prompt(70, "kept"))
     for length in (66, 64, 37, 16, 15):
         context.rewind(length)
-        tail = bench.prompt(9, "rewritten", length)
-        token = bench.extend(context, tail)
-        bench.reference.check(context.tokens, [token])
-        bench.decode([context], [token], 2)
+        tail = harness.prompt(9, "rewritten", length)
+        token = harness.extend(context, tail)
+        harness.reference.check(context.tokens, [token])
+        harness.decode([context], [token], 2)
 
 
 @pytest.mark.parametrize("gap", [0, 37], ids=["shifted", "with a gap"])
-def test_positions_differ_from_storage(bench: Bench, gap: int) -> None:
+def test_positions_differ_from_storage(harness: DriverHarness, gap: int) -> None:
     """All positions shifted by a constant; then also a gap in the middle."""
-    context = bench.context()
-    head, tail = bench.prompt(33, "head"), bench.prompt(12, "tail")
-    bench.extend(context, head, positions=range(50, 50 + len(head)))
+    context = harness.context()
+    head, tail = harness.prompt(33, "head"), harness.prompt(12, "tail")
+    harness.extend(context, head, positions=range(50, 50 + len(head)))
     first = 50 + len(head) + gap
     rows = range(len(tail))
     request = context.append(tail, positions=range(first, first + len(tail)), rows=rows)
-    found = bench.send(request)[0]
-    bench.reference.check(context.tokens, found, positions=context.positions)
+    found = harness.send(request)[0]
+    harness.reference.check(context.tokens, found, positions=context.positions)
     if gap:
-        plain = bench.reference.rows([*head, *tail])[-len(tail) :]
+        plain = harness.reference.rows([*head, *tail])[-len(tail) :]
         assert found != [token for token, _ in plain]
-    bench.decode([context], found[-1:], 3)
+    harness.decode([context], found[-1:], 3)
 
 
 @pytest.mark.parametrize("length", [1, 3], ids=["one token", "three tokens"])
-def test_the_later_of_two_writers_wins(bench: Bench, length: int) -> None:
+def test_the_later_of_two_writers_wins(harness: DriverHarness, length: int) -> None:
     """An orphaned decode and what replaced it, in one frame: the latter sees and leaves its own."""
-    context = bench.context()
+    context = harness.context()
     for stored in (5, 16, 31):
         context.rewind(0)
-        bench.extend(context, bench.prompt(stored, "written"))
-        orphan = context.append(bench.prompt(1, "orphan", stored))
+        harness.extend(context, harness.prompt(stored, "written"))
+        orphan = context.append(harness.prompt(1, "orphan", stored))
         context.rewind(stored)
-        final = bench.prompt(length, "final", stored)
-        ignored, found = bench.send(orphan, context.append(final))
+        final = harness.prompt(length, "final", stored)
+        ignored, found = harness.send(orphan, context.append(final))
         assert len(ignored) == 1
-        bench.reference.check(context.tokens, found)
-        tail = bench.prompt(9, "tail", stored)
-        found = bench.send(context.append(tail, rows=range(len(tail))))[0]
-        bench.reference.check(context.tokens, found)
+        harness.reference.check(context.tokens, found)
+        tail = harness.prompt(9, "tail", stored)
+        found = harness.send(context.append(tail, rows=range(len(tail))))[0]
+        harness.reference.check(context.tokens, found)
 
 
-def test_same_request_twice_in_a_frame(bench: Bench) -> None:
-    context = bench.context()
-    bench.extend(context, bench.prompt(20, "stored"))
-    tail = bench.prompt(14, "twice")
+def test_same_request_twice_in_a_frame(harness: DriverHarness) -> None:
+    context = harness.context()
+    harness.extend(context, harness.prompt(20, "stored"))
+    tail = harness.prompt(14, "twice")
     request = context.append(tail)
-    first, second = bench.send(request, request)
+    first, second = harness.send(request, request)
     assert first == second
-    bench.reference.check(context.tokens, first)
-    bench.decode([context], first, 3)
+    harness.reference.check(context.tokens, first)
+    harness.decode([context], first, 3)
 
 
-def test_replay_into_new_pages(bench: Bench) -> None:
+def test_replay_into_new_pages(harness: DriverHarness) -> None:
     """A suspended context comes back, without samplers, in a batch with another's decode."""
-    suspended, running = bench.context(), bench.context()
-    token = bench.extend(suspended, bench.prompt(41, "suspended"))
-    other = bench.extend(running, bench.prompt(18, "running"))
+    suspended, running = harness.context(), harness.context()
+    token = harness.extend(suspended, harness.prompt(41, "suspended"))
+    other = harness.extend(running, harness.prompt(18, "running"))
     tokens = list(suspended.tokens)
     suspended.rewind(0)
-    bench.generate(bench.context(), bench.prompt(100, "takes the pages"), steps=1)
+    harness.generate(harness.context(), harness.prompt(100, "takes the pages"), steps=1)
     replay = suspended.append(tokens, rows=[], context_id=0, masks=suspended.causal_masks(tokens))
-    replies = bench.send(running.append([other]), replay)
+    replies = harness.send(running.append([other]), replay)
     assert replies[1] == []
-    bench.reference.check(running.tokens, replies[0])
-    bench.decode([suspended, running], [token, replies[0][0]], 4)
+    harness.reference.check(running.tokens, replies[0])
+    harness.decode([suspended, running], [token, replies[0][0]], 4)
 
 
-def test_pages_move_between_frames(bench: Bench) -> None:
+def test_pages_move_between_frames(harness: DriverHarness) -> None:
     """All pages change, then some; other contexts overwrite the former ones."""
-    context = bench.context()
-    token = bench.extend(context, bench.prompt(70, "moved"))
-    context.move(bench.copy)
-    bench.generate(bench.context(), bench.prompt(80, "over the former pages"), steps=1)
-    bench.decode([context], [token], 2)
-    [[token]] = bench.send(context.append(bench.prompt(1, "moved again")))
+    context = harness.context()
+    token = harness.extend(context, harness.prompt(70, "moved"))
+    context.move(harness.copy)
+    harness.generate(harness.context(), harness.prompt(80, "over the former pages"), steps=1)
+    harness.decode([context], [token], 2)
+    [[token]] = harness.send(context.append(harness.prompt(1, "moved again")))
     former = context.pages[0]
-    context.pages[0] = bench.allocator.take()
-    bench.copy([former], context.pages[:1])
-    bench.allocator.give_back([former])
-    bench.generate(bench.context(), bench.prompt(80, "over the first page"), steps=1)
-    bench.decode([context], [token], 2)
+    context.pages[0] = harness.allocator.take()
+    harness.copy([former], context.pages[:1])
+    harness.allocator.give_back([former])
+    harness.generate(harness.context(), harness.prompt(80, "over the first page"), steps=1)
+    harness.decode([context], [token], 2)
 
 
 @pytest.mark.parametrize("trailing", [False, True], ids=["bare", "padded"])
-def test_causal_masks_are_no_masks(bench: Bench, trailing: bool) -> None:
-    context = bench.context()
+def test_causal_masks_are_no_masks(harness: DriverHarness, trailing: bool) -> None:
+    context = harness.context()
     for size in (23, 1, 30):
-        tokens = bench.prompt(size, "masked", size)
+        tokens = harness.prompt(size, "masked", size)
         masks = context.causal_masks(tokens)
         end = len(context.tokens) + size
         if trailing:
             masks = [[*mask, end - mask[1]] if mask[1] < end else mask for mask in masks]
-        token = bench.extend(context, tokens, masks=masks)
-        bench.reference.check(context.tokens, [token])
-    bench.decode([context], [token], 2)
+        token = harness.extend(context, tokens, masks=masks)
+        harness.reference.check(context.tokens, [token])
+    harness.decode([context], [token], 2)
 
 
-def test_drafts_change_nothing(bench: Bench) -> None:
+def test_drafts_change_nothing(harness: DriverHarness) -> None:
     """Right, wrong and partly right drafts, across page borders, with a context without any."""
-    prompt, continuation = bench.decided_prompt(max(13, bench.page_size - 3), 24, "drafts")
-    context, other = bench.context(), bench.context()
-    produced = [bench.extend(context, prompt)]
-    neighbour = bench.extend(other, bench.prompt(12, "neighbour"))
+    prompt, continuation = harness.decided_prompt(max(13, harness.page_size - 3), 24, "drafts")
+    context, other = harness.context(), harness.context()
+    produced = [harness.extend(context, prompt)]
+    neighbour = harness.extend(other, harness.prompt(12, "neighbour"))
     plans = [(4, 4), (3, 0), (5, 2), (1, 1), (4, 1), (2, 0), (5, 5)]
     for count, right in plans:
         drafts = continuation[len(produced) : len(produced) + count]
-        wrong = bench.reference.vocab_size - 1
+        wrong = harness.reference.vocab_size - 1
         if right < len(drafts):
             drafts[right] = wrong if drafts[right] != wrong else wrong - 1
         expected = continuation[len(produced) : len(produced) + right + 1]
         request = context.append(produced[-1:], drafts=drafts)
-        found, [neighbour_next] = bench.send(request, other.append([neighbour]))
+        found, [neighbour_next] = harness.send(request, other.append([neighbour]))
         assert found == expected
-        bench.reference.check(other.tokens, [neighbour_next])
+        harness.reference.check(other.tokens, [neighbour_next])
         context.rewind(len(context.tokens) - (count - right))
         produced += found
         neighbour = neighbour_next
     assert produced == continuation[: len(produced)]
-    bench.decode([context], produced[-1:], 2)
+    harness.decode([context], produced[-1:], 2)
 
 
-def test_drafts_behind_several_inputs(bench: Bench) -> None:
+def test_drafts_behind_several_inputs(harness: DriverHarness) -> None:
     """A prompt and its drafts in one request; only the last row and the drafts are sampled."""
-    prompt, continuation = bench.decided_prompt(27, 6, "prompt with drafts")
-    context = bench.context()
-    [found] = bench.send(context.append(prompt, drafts=continuation[:5]))
+    prompt, continuation = harness.decided_prompt(27, 6, "prompt with drafts")
+    context = harness.context()
+    [found] = harness.send(context.append(prompt, drafts=continuation[:5]))
     assert found == continuation
-    bench.decode([context], found[-1:], 2)
+    harness.decode([context], found[-1:], 2)
 
 
 def test_driver_started_by_the_runtime(
     llama_driver: drivers.Driver, llama_snapshot: Path, references: dict[str, Reference]
 ) -> None:
     """The other drivers are forked; this one is not."""
-    bench = Bench(llama_driver, load_reference(references, "llama", llama_snapshot))
-    bench.generate(bench.context(), bench.prompt(70), steps=8)
+    harness = DriverHarness(llama_driver, load_reference(references, "llama", llama_snapshot))
+    harness.generate(harness.context(), harness.prompt(70), steps=8)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -1,4 +1,4 @@
-"""docs/sglang-parity.md: every feature says who serves it, why not us, and which test holds it."""
+"""docs/sglang-parity.md: every feature has its owner, a reason and a test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs" / "sglang-parity.md").read_text(encoding="utf-8")
 WHO: Final = {"ours", "front", "SGLang's", "not"}

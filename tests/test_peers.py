@@ -1,4 +1,4 @@
-"""Peers of the benchmarks: what can be checked of them without a GPU."""
+"""Benchmark peers, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang._core import Request, Sampler, encode_forward
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
 
 PEERS = REPOSITORY / "benches" / "peers"
 CONFIG = """

@@ -1,4 +1,4 @@
-"""Copies of pages between buffers of the device and a pool of the host, against lists."""
+"""Page copies between device buffers and a host pool, against lists."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import drivers
-import pool_process
 from pie_driver_sglang.backends.sglang.page_pools import PagePools, host_pages, page_bytes
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import host
+from support.process import drivers
+from support.sglang_scripts import kv_pools
 
 DEVICE, HOST = 9, 7
 WIDTHS = (3, 1, 4, 2)
@@ -108,7 +108,7 @@ def test_a_pool_that_is_larger_than_the_staging_area() -> None:
     assert torch.equal(torch.cat(buffers, dim=1)[moved], expected[pages])
 
 
-@pytest.mark.interpreted("tests/fused_copies.py")
+@pytest.mark.interpreted("tests/support/kernels/page_copies.py")
 def test_one_kernel_copies_what_single_buffers_do(interpreted: str) -> None:
     """The GPU's kernel, in Triton's interpreter."""
     assert interpreted.count("ok  ") == 2
@@ -213,7 +213,7 @@ def from_sglang(function: Callable[[Connection, str], None], log: Path) -> Any:
 
 @pytest.mark.engine
 def test_recurrent_state_of_sglang(tmp_path: Path) -> None:
-    slots, slot_bytes, rows, holds = from_sglang(pool_process.states_in_pool, tmp_path / "log")
+    slots, slot_bytes, rows, holds = from_sglang(kv_pools.states_in_pool, tmp_path / "log")
     # Two layers: a window of 3 x (16 + 2 x 4) bfloat16, and 2 x 8 x 4 float32.
     assert (slots, slot_bytes) == (3, 2 * (3 * 24 * 2 + 2 * 8 * 4 * 4))
     # Row 0 is for padding, and so is slot 0.
@@ -224,8 +224,8 @@ def test_recurrent_state_of_sglang(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_pools_of_sglang(tmp_path: Path) -> None:
-    results = from_sglang(pool_process.copy_in_pools, tmp_path / "log")
-    expected = list(range(pool_process.PAGES))
+    results = from_sglang(kv_pools.copy_in_pools, tmp_path / "log")
+    expected = list(range(kv_pools.PAGES))
     expected[11], expected[7], expected[10] = 0, 2, 9
     assert len(results) == 8
     assert results == [(name, expected) for name, _ in results]

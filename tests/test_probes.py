@@ -1,4 +1,4 @@
-"""Every sampler and every logit mask, against float64 distributions of transformers' logits."""
+"""Samplers and logit masks, against float64 distributions of transformers' logits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.kernels.sampling.reference import Outputs, SlotParams, apply_masks, run_group
-from reference import Reference, random_tokens
+from support.models.reference import Reference, random_tokens
+from support.process import drivers
 
 pytestmark = pytest.mark.engine
 
@@ -227,7 +227,7 @@ class TestLogitMasks:
     )
 
     @pytest.mark.parametrize("mask", [mask for mask in MASKS.values() if mask is not None], ids=str)
-    def test_only_allowed_tokens_are_drawn(
+    def test_only_allowed_tokens_are_sampled(
         self, client: _core.Client, reference: Reference, mask: list[int]
     ) -> None:
         tokens = prompt(reference, 6, "draws")

@@ -1,8 +1,7 @@
-"""What surrounds the code: the preflight, workflows, packaging, the image, examples."""
+"""Preflight, workflows, packaging, image and examples."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -23,7 +22,8 @@ from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.frontends.gateway import smg
 from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
 from pie_driver_sglang.observability import spans
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.tools import load_tool
 
 WORKFLOWS: Final = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 PYPROJECT: Final = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -126,7 +126,7 @@ class TestPreflight:
         assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.13"
         assert (OLDEST, NEWEST) == ((3, 11), (3, 12))
 
-    def test_make_asks_before_it_fetches(self, tools: Path, tmp_path: Path) -> None:
+    def test_make_checks_before_it_fetches(self, tools: Path, tmp_path: Path) -> None:
         """In an empty copy of the repository, on a machine without Rust."""
         copy = tmp_path / "copy"
         (copy / "tools").mkdir(parents=True)
@@ -299,13 +299,7 @@ def test_versions_agree() -> None:
     heading = r"^## (\S+) \((?:unreleased|\d{4}-\d{2}-\d{2})\)$"
     newest, *_ = re.findall(heading, changes, re.MULTILINE)
     assert newest == version
-    spec = importlib.util.spec_from_file_location(
-        "set_version", REPOSITORY / "tools" / "set_version.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_tool("set_version")
     for name, pattern in tool.PLACES.items():
         text = (REPOSITORY / name).read_text()
         assert tool.replace(text, pattern, version) == text, name

@@ -1,4 +1,4 @@
-"""docs/pie-protocol.md says what the code does: layouts, constants, names and examples."""
+"""docs/pie-protocol.md agrees with the code: layouts, constants, names and examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pie_driver_sglang.config import config_file as config
 from pie_driver_sglang.driver.capabilities import Capabilities
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs" / "pie-protocol.md").read_text()
 SCHEMA: Final = REPOSITORY / "rust" / "wire" / "src" / "schema"

@@ -13,7 +13,7 @@ import pytest
 import pie_driver_sglang
 from pie_driver_sglang import PagePool, RadixIndex
 from pie_driver_sglang.errors import PagesError, RadixError
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 
 def ids(*numbers: int) -> np.ndarray[Any, np.dtype[np.int32]]:

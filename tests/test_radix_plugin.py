@@ -1,4 +1,4 @@
-"""The prefix index in SGLang: the same as SGLang's own tree, in its scheduler and over HTTP."""
+"""The prefix index in SGLang: equal to SGLang's radix tree, in its scheduler and over HTTP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import zmq
 
-import reference
-import scripts
-import sglang_server
 from pie_driver_sglang.sglang_plugins import radix
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.models import reference
+from support.process import scripts
+from support.servers import sglang_server
 
 POCKET = REPOSITORY / "models/pocket"
 POOL = 600
@@ -85,7 +85,8 @@ class TestInSglang:
         assert found == ["pie_driver_sglang.sglang_plugins.radix:register"]
 
     def test_it_does_what_sglangs_tree_does(self) -> None:
-        found = json.loads(scripts.run("tests/radix_process.py").splitlines()[-1])
+        out = scripts.run("tests/support/sglang_scripts/radix_cache.py")
+        found = json.loads(out.splitlines()[-1])
         assert sum(found["moves"].values()) == 28 * 80
         assert min(found["moves"].values()) > 3, found["moves"]
         # The games tell a cache with a fault from SGLang's.
@@ -102,7 +103,7 @@ class TestInSglang:
 
     def test_a_flag_is_refused_at_start(self) -> None:
         flags = (*FLAGS, "--radix-cache-backend", "pie", "--disable-radix-cache")
-        log = scripts.fail("tests/radix_server.py", *flags, plugins=radix.NAME)
+        log = scripts.fail("tests/support/servers/launch_sglang.py", *flags, plugins=radix.NAME)
         assert log.splitlines()[-1].endswith(
             "--radix-cache-backend pie does not take --disable-radix-cache: it is a radix cache; "
             "drop --disable-radix-cache or --radix-cache-backend pie"
@@ -196,7 +197,7 @@ class TestServer:
         prompt = text(6, 90)
         parts = server.stream(prompt, 300, rid="to-abort")
         next(parts)
-        server.ask("/abort_request", {"rid": "to-abort"})
+        server.fetch("/abort_request", {"rid": "to-abort"})
         assert len(list(parts)[-1]) < 300
         tokens, cached = server.generate(prompt, 8)
         assert cached == 89

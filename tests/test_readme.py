@@ -8,12 +8,12 @@ import statistics
 import tomllib
 from typing import Any, Final
 
-import hostile
 import pie_driver_sglang
 from pie_driver_sglang.cli.pie_config import driver_tables
 from pie_driver_sglang.config.config_file import parse_config
 from pie_driver_sglang.config.options import OPTIONS
-from tiny_models import REPOSITORY
+from support import REPOSITORY
+from support.hostile import hostile_requests
 
 TEXT: Final = (REPOSITORY / "README.md").read_text()
 PIE: Final = (REPOSITORY / "docs/start/pie.md").read_text()
@@ -59,9 +59,12 @@ def test_the_examples_of_index_and_drafter_run() -> None:
 
 def test_the_security_page_counts_the_hostile_requests() -> None:
     page = (REPOSITORY / "SECURITY.md").read_text()
-    rows = [row for kind in hostile.ROWS.values() for row in kind]
-    engine, gateway = (sum(k in row.at for row in rows) for k in (hostile.ENGINE, hostile.GATEWAY))
-    assert all(hostile.SGLANG in row.at for row in rows)
+    rows = [row for kind in hostile_requests.ROWS.values() for row in kind]
+    engine, gateway = (
+        sum(k in row.at for row in rows)
+        for k in (hostile_requests.ENGINE, hostile_requests.GATEWAY)
+    )
+    assert all(hostile_requests.SGLANG in row.at for row in rows)
     assert f"a table of {len(rows)} " in page
     assert f"`Engine` {engine}, the gateway the {gateway} " in page
 

@@ -12,12 +12,12 @@ from unittest import mock
 import jsonschema
 import pytest
 
-import real_models
 from pie_driver_sglang.frontends.offline.engine import Engine
-from pie_server import serving
-from real_models import RealReference
-from reference import GAP
-from sglang_server import free_ports
+from support.models import published_models
+from support.models.published_models import RealReference
+from support.models.reference import GAP
+from support.servers.pie_server import serving
+from support.servers.sglang_server import free_ports
 
 openai: Any = pytest.importorskip("openai")
 
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    return real_models.smollm2()
+    return published_models.smollm2()
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +106,11 @@ def turns(engine: Engine, reference: RealReference) -> list[Turn]:
         ]
         for talk, question in running:
             talk.append({"role": "user", "content": question})
-        asked = [list(talk) for talk, _ in running]
-        prompts = [tokens_of(engine, messages) for messages in asked]
+        requested = [list(talk) for talk, _ in running]
+        prompts = [tokens_of(engine, messages) for messages in requested]
         answers = engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True)
         for (talk, _), messages, prompt, answer in zip(
-            running, asked, prompts, answers, strict=True
+            running, requested, prompts, answers, strict=True
         ):
             talk.append({"role": "assistant", "content": answer["text"]})
             scored = reference.check_greedy(prompt, answer["output_ids"])
@@ -202,7 +202,7 @@ def client(
         )
 
 
-def ask(client: Any, messages: Sequence[dict[str, str]], **more: Any) -> Any:
+def chat(client: Any, messages: Sequence[dict[str, str]], **more: Any) -> Any:
     fields = {"temperature": 0, "max_tokens": TOKENS, **more}
     return client.chat.completions.create(model="smollm2", messages=list(messages), **fields)
 
@@ -211,7 +211,7 @@ def test_frontends_answer_as_the_engine(client: Any, turns: list[Turn]) -> None:
     decided = [turn for turn in turns if turn.gap > GAP]
     assert len(decided) >= len(turns) - 2
     for turn in decided:
-        found = ask(client, turn.messages, logprobs=True)
+        found = chat(client, turn.messages, logprobs=True)
         choice = found.choices[0]
         assert choice.message.content == turn.answer["text"]
         assert found.usage.prompt_tokens == len(turn.prompt)
@@ -224,11 +224,11 @@ def test_frontends_answer_as_the_engine(client: Any, turns: list[Turn]) -> None:
 
 def test_frontends_stream_and_stop(client: Any, turns: list[Turn]) -> None:
     turn = turns[0]
-    parts = list(ask(client, turn.messages, stream=True))
+    parts = list(chat(client, turn.messages, stream=True))
     text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert text == turn.answer["text"]
     stop = text[len(text) // 3 : len(text) // 3 + 4]
-    found = ask(client, turn.messages, stop=[stop], n=2)
+    found = chat(client, turn.messages, stop=[stop], n=2)
     assert [choice.message.content for choice in found.choices] == [text[: text.index(stop)]] * 2
     assert {choice.finish_reason for choice in found.choices} == {"stop"}
 
@@ -236,17 +236,17 @@ def test_frontends_stream_and_stop(client: Any, turns: list[Turn]) -> None:
 def test_frontends_constrain_json_and_calls(client: Any) -> None:
     messages = [{"role": "user", "content": "Describe Paris."}]
     shape = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
-    found = ask(client, messages, response_format=shape, max_tokens=120)
+    found = chat(client, messages, response_format=shape, max_tokens=120)
     jsonschema.validate(json.loads(found.choices[0].message.content), SCHEMA)
     chosen = {"type": "function", "function": {"name": "describe"}}
-    found = ask(client, messages, tools=[TOOL], tool_choice=chosen, max_tokens=160)
+    found = chat(client, messages, tools=[TOOL], tool_choice=chosen, max_tokens=160)
     [call] = found.choices[0].message.tool_calls
     assert call.function.name == "describe"
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
 def test_gemma_by_ids(forked_python: str) -> None:
-    folder = real_models.gemma()
+    folder = published_models.gemma()
     reference = RealReference(folder)
     # The last one is longer than the window of 512 tokens.
     texts = ([2, 818, 5279, 529, 7001, 563], [2, *range(1000, 1040)], [2, *range(5000, 5560)])

@@ -1,4 +1,4 @@
-"""What strided tensors cover of a piece of memory."""
+"""Byte ranges that strided tensors cover."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cuts(draw: st.DrawFn) -> Cut:
 
 
 @given(st.lists(cuts(), max_size=6), cuts(), st.booleans(), st.sampled_from(["u1", "f4", "f8"]))
-def test_as_a_map_of_all_bytes_says(parts: list[Cut], whole: Cut, turned: bool, dtype: str) -> None:
+def test_as_a_map_of_all_bytes(parts: list[Cut], whole: Cut, turned: bool, dtype: str) -> None:
     memory = np.zeros(SHAPE, dtype=dtype)
     seen = np.zeros(SHAPE, dtype=bool)
     for part in parts:

@@ -1,4 +1,4 @@
-"""The runtime of our own, against real drivers on the CPU."""
+"""Our runtime with real drivers on the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 
 from pie_driver_sglang._core import Output, Runtime
 from pie_driver_sglang.errors import StartError
-from reference import Reference
-from tiny_models import POCKET
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -239,7 +239,7 @@ print(*pids)
 """
 
 
-def test_a_program_may_end_without_a_word() -> None:
+def test_a_program_may_end_without_output() -> None:
     """Nothing hangs at the interpreter's end, and the driver goes with it."""
     command = [sys.executable, "-c", SCRIPT, str(POCKET)]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)

@@ -1,22 +1,17 @@
-"""Sampling: the token sampler against exact probabilities, and a driver's draws."""
+"""The sampler against exact probabilities."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import drivers
-import runtime_client as rc
-from pie_driver_sglang import _core
-from pie_driver_sglang._core import Request, Sampler, SlotGroup
+from pie_driver_sglang._core import SlotGroup
 from pie_driver_sglang.kernels.sampling.reference import (
     SlotParams,
     sample_filtered,
@@ -158,7 +153,7 @@ class TestDistribution:
         assert not shares[expected == 0].any()
         torch.testing.assert_close(shares, expected, rtol=0, atol=2.1 / 500)
 
-    def test_an_unfiltered_slot_draws_the_same_distribution_in_both_classes(self) -> None:
+    def test_an_unfiltered_slot_has_the_same_distribution_in_both_groups(self) -> None:
         row = random_row(6)
         torch.testing.assert_close(
             frequencies(row, Filter(0.9)),
@@ -259,13 +254,13 @@ class TestExtremes:
         assert support(row, Filter(1e30, top_k=2)) == {1, 3}
 
     @pytest.mark.parametrize("item", FILTERS, ids=str)
-    def test_minus_infinity_is_never_drawn(self, item: Filter) -> None:
+    def test_minus_infinity_is_never_sampled(self, item: Filter) -> None:
         row = torch.tensor([-math.inf, 1.0, -math.inf, 0.5, 0.7, -math.inf])
         assert support(row, item._replace(temperature=5.0)) == {1, 3, 4}
         assert frequencies(row, Filter(5.0), plain=True)[[0, 2, 5]].sum() == 0
 
     @pytest.mark.parametrize("item", FILTERS, ids=str)
-    def test_one_finite_logit_is_drawn_for_certain(self, item: Filter) -> None:
+    def test_one_finite_logit_is_always_sampled(self, item: Filter) -> None:
         row = torch.full((6,), -math.inf)
         row[4] = -1e30
         assert support(row, item) == {4}
@@ -288,7 +283,7 @@ class TestExtremes:
         assert bool((sample_plain(rows, params) < 900).all())
         assert bool((sample_filtered(rows, params) < 900).all())
 
-    def test_the_first_uniform_draws_the_first_possible_token(self) -> None:
+    def test_the_first_uniform_samples_the_first_possible_token(self) -> None:
         row = torch.tensor([[-math.inf, 0.0, 0.0]])
         assert sample_plain(row, params_of([Filter()], [0.0], 3)).tolist() == [1]
 
@@ -315,7 +310,7 @@ class TestGroup:
         tokens = sample_group(logits, SlotGroup(greedy=2), params)
         assert tokens.tolist() == [0, width // 3]
 
-    def test_each_class_uses_its_own_rows(self) -> None:
+    def test_each_sampler_group_uses_its_own_logits(self) -> None:
         logits = torch.full((6, 8), -math.inf)
         for slot in range(6):
             logits[slot, slot + 1] = 0.0
@@ -368,187 +363,3 @@ class TestGroup:
         items = [Filter(0.0), Filter(), Filter(top_k=4)]
         sample_group(logits, SlotGroup(1, 1, 1), params_of(items, [0.5] * 3, 50))
         assert torch.equal(logits, before)
-
-
-PROMPT = [5, 17, 99, 200, 31, 77, 3]
-PAGES = [3, 8]
-
-
-def prompt_request(samplers: Sequence[Sampler], *, row: int = 6, **changed: Any) -> Request:
-    """The prompt with several samplers on one of its rows."""
-    return Request(
-        PROMPT,
-        list(range(len(PROMPT))),
-        PAGES[:1],
-        len(PROMPT),
-        [(row, sampler) for sampler in samplers],
-        **changed,
-    )
-
-
-@pytest.fixture(scope="module")
-def client(llama_driver: drivers.Driver) -> _core.Client:
-    return llama_driver.client()
-
-
-@pytest.fixture(scope="module")
-def exact_logits(llama_snapshot: Path) -> torch.Tensor:
-    """Logits of every row of the prompt, by the reference implementation."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        llama_snapshot, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        return model(torch.tensor([PROMPT])).logits[0]  # type: ignore[no-any-return]
-
-
-def draw(client: _core.Client, *samplers: Sampler, **changed: Any) -> list[int]:
-    (tokens,) = client.forward([prompt_request(samplers, **changed)]).tokens
-    return tokens
-
-
-@pytest.mark.engine
-class TestDriver:
-    """Draws of a driver."""
-
-    @pytest.mark.parametrize(
-        "sampler",
-        [
-            Sampler.greedy(),
-            Sampler.multinomial(0.0, 7),
-            Sampler.multinomial(-1.0),
-            Sampler.multinomial(math.nan),
-            Sampler.multinomial(9e-6),
-            Sampler.top_k(0.0, 5),
-            Sampler.top_k(1.0, 1),
-            Sampler.top_p(0.0, 0.5),
-            Sampler.top_p(1.0, 0.0),
-            Sampler.top_p(1.0, -3.0),
-            Sampler.min_p(0.0, 0.1),
-            Sampler.min_p(1.0, 1.0),
-            Sampler.min_p(1.0, math.inf),
-            Sampler.top_k_top_p(0.0, 5, 0.5),
-            Sampler.top_k_top_p(1.0, 300, 0.0),
-        ],
-    )
-    def test_what_leaves_one_token_is_the_arg_max(
-        self, client: _core.Client, exact_logits: torch.Tensor, sampler: Sampler
-    ) -> None:
-        assert draw(client, *[sampler] * 3) == [int(exact_logits[-1].argmax())] * 3
-
-    @pytest.mark.parametrize("seed", [2, 7, 2**32 - 1])
-    def test_a_seed_gives_the_same_token_in_every_pass_and_batch(
-        self, client: _core.Client, seed: int
-    ) -> None:
-        seeded = [Sampler.multinomial(5.0, seed)] * 4
-        alone = draw(client, *seeded)
-        other = rc.Context([9] * 30, [20, 21], context_id=5)
-        noisy = other.request(Sampler.multinomial(3.0), Sampler.top_k(2.0, 9))
-        batches = [
-            [prompt_request(seeded, context_id=77)],
-            [noisy, prompt_request(seeded)],
-            [prompt_request(seeded), noisy, noisy],
-        ]
-        for batch in batches:
-            replies = client.forward(batch).tokens
-            assert alone in replies
-
-    def test_seeds_positions_and_slots_draw_independently(self, client: _core.Client) -> None:
-        by_seed = draw(client, *[Sampler.multinomial(50.0, seed) for seed in range(2, 34)])
-        by_slot = draw(client, *[Sampler.multinomial(50.0, 2)] * 32)
-        rows = [(row, Sampler.multinomial(50.0, 2)) for row in range(len(PROMPT))]
-        request = Request(PROMPT, list(range(7)), [3], 7, rows)
-        (by_row,) = client.forward([request]).tokens
-        assert len(set(by_seed)) > 20
-        assert len(set(by_slot)) > 20
-        assert len(set(by_row)) > 4
-
-    @pytest.mark.parametrize("seed", [0, 1])
-    def test_the_seeds_0_and_1_are_fresh_in_every_pass(
-        self, client: _core.Client, seed: int
-    ) -> None:
-        samplers = [Sampler.multinomial(50.0, seed)] * 8
-        draws = {tuple(draw(client, *samplers)) for _ in range(6)}
-        assert len(draws) == 6
-
-    @pytest.mark.parametrize(
-        "sampler",
-        [
-            Sampler.multinomial(50.0, 1),
-            Sampler.top_k(50.0, 200),
-            Sampler.top_p(50.0, 0.9),
-            Sampler.min_p(50.0, 0.1),
-            Sampler.top_k_top_p(50.0, 200, 0.9),
-        ],
-    )
-    def test_equal_requests_of_one_batch_draw_apart(
-        self, client: _core.Client, sampler: Sampler
-    ) -> None:
-        request = prompt_request([sampler] * 8, context_id=4)
-        replies = client.forward([request] * 4).tokens
-        assert len({tuple(tokens) for tokens in replies}) == 4
-
-    def test_each_sampler_reads_its_own_row(
-        self, client: _core.Client, exact_logits: torch.Tensor
-    ) -> None:
-        rows = [6, 0, 3, 3, 1, 6]
-        slots = [(row, Sampler.greedy()) for row in rows]
-        reply = client.forward([Request(PROMPT, list(range(7)), [3], 7, slots)])
-        assert reply.tokens == [exact_logits[rows].argmax(-1).tolist()]
-
-    def test_samplers_of_all_classes_keep_their_order(
-        self, client: _core.Client, exact_logits: torch.Tensor
-    ) -> None:
-        best = exact_logits.argmax(-1)
-        classes = [
-            (0, Sampler.top_k(1.0, 1)),
-            (1, Sampler.greedy()),
-            (2, Sampler.multinomial(1e-4, 3)),
-            (3, Sampler.min_p(1.0, 1.0)),
-            (4, Sampler.greedy()),
-            (5, Sampler.multinomial(1e-4)),
-            (6, Sampler.top_p(1.0, 0.0)),
-        ]
-        request = Request(PROMPT, list(range(7)), [3], 7, classes)
-        reply = client.forward([request, prompt_request([]), request])
-        assert reply.tokens == [best.tolist(), [], best.tolist()]
-
-    def test_more_slots_than_are_computed_at_once(
-        self, client: _core.Client, exact_logits: torch.Tensor
-    ) -> None:
-        tokens = draw(client, *[Sampler.greedy(), Sampler.top_k(1.0, 1)] * 700)
-        assert tokens == [int(exact_logits[-1].argmax())] * 1400
-
-    def test_top_k_never_leaves_the_k_best(
-        self, client: _core.Client, exact_logits: torch.Tensor
-    ) -> None:
-        drawn = draw(client, *[Sampler.top_k(100.0, 5)] * 400)
-        assert set(drawn) == set(exact_logits[-1].topk(5).indices.tolist())
-
-    @pytest.mark.parametrize("seeded", [True, False])
-    def test_draws_follow_the_distribution(
-        self, client: _core.Client, exact_logits: torch.Tensor, seeded: bool
-    ) -> None:
-        count = 4000
-        seeds = range(2, count + 2) if seeded else [0] * count
-        drawn = Counter(draw(client, *[Sampler.multinomial(2.0, seed) for seed in seeds]))
-        exact = torch.softmax(exact_logits[-1].double() / 2.0, -1)
-        likely = [token for token in range(300) if exact[token] * count >= 20]
-        assert len(likely) >= 5
-        for token in likely:
-            expected = float(exact[token]) * count
-            # Six standard deviations of the count: one run in millions fails by chance.
-            assert abs(drawn[token] - expected) < 6 * math.sqrt(expected)
-
-    def test_a_greedy_continuation_is_that_of_the_reference(
-        self, client: _core.Client, llama_snapshot: Path
-    ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(llama_snapshot, dtype=torch.float32)
-        tokens = list(PROMPT)
-        with torch.no_grad():
-            for _ in range(8):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert rc.greedy_tokens(client, PROMPT, 40, 8) == tokens[len(PROMPT) :]

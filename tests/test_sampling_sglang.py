@@ -1,4 +1,4 @@
-"""Samplers and penalties against SGLang's own: its penalizers, its logit bias, its sampler."""
+"""Samplers and penalties against SGLang's penalizers, logit bias and sampler."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def ours(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS)
-def test_any_mix_of_parameters_draws_with_the_same_probabilities(
+def test_any_mix_of_parameters_has_the_same_probabilities(
     sglang: SimpleNamespace, rows: list[Row]
 ) -> None:
     their_logits, their_probs = theirs(sglang, rows)
@@ -226,7 +226,7 @@ def test_any_mix_of_parameters_draws_with_the_same_probabilities(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_drawn_has_the_distribution(sglang: SimpleNamespace, seed: int) -> None:
+def test_samples_have_the_distribution(sglang: SimpleNamespace, seed: int) -> None:
     """Chi-square over 20,000 draws of all parameters together; 1 of 10,000 right ones fails."""
     row = Row(0.9, 12, 0.95, 0.01, 0.5, 0.2, 1.1, 2, {4: 1.0, 9: -2.0}, [1, 1, 5, 7], seed)
     probs = theirs(sglang, [row])[1][0].double()

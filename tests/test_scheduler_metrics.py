@@ -1,4 +1,4 @@
-"""The thread that writes the scheduler's metrics: what an error of it leaves behind."""
+"""The thread that writes the scheduler's metrics, and its errors."""
 
 from __future__ import annotations
 

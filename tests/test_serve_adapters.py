@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import lora_adapters
-from pie_server import refusal, running, state, wait_until
-from reference import Reference
-from sglang_server import Server
-from tiny_models import POCKET
+from support.models import lora_adapters
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import refusal, running, state, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -37,7 +37,7 @@ class Served(NamedTuple):
         """The tokens are those of the adapter's own model."""
         prompt = prompt or PROMPT
         body = self.server.body(prompt, TOKENS, **({} if name is None else {"lora_path": name}))
-        answer: Any = json.loads(self.server.ask("/generate", {**body, **more}))
+        answer: Any = json.loads(self.server.fetch("/generate", {**body, **more}))
         tokens = answer["output_ids"]
         kind = None if name is None else name.partition("-")[0]
         assert self.references[kind].check([*prompt, *tokens[:-1]], tokens) > TOKENS // 2
@@ -51,7 +51,7 @@ class Served(NamedTuple):
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         try:
-            return 200, json.loads(self.server.ask(path, body))
+            return 200, json.loads(self.server.fetch(path, body))
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
@@ -81,7 +81,7 @@ def test_requests_name_their_adapter(served: Served) -> None:
     cached = [served.check(name, prompt)["meta_info"]["cached_tokens"] for name in ("linear", None)]
     assert cached == [0, 0]
     assert served.check("linear", prompt)["meta_info"]["cached_tokens"] >= 48
-    models = [each["id"] for each in json.loads(served.server.ask("/v1/models"))["data"]]
+    models = [each["id"] for each in json.loads(served.server.fetch("/v1/models"))["data"]]
     assert models == ["pocket", "linear"]
 
 

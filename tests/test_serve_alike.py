@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-import sglang_server
-from pie_server import PROMPT, running, state
-from sglang_server import Server
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers import sglang_server
+from support.servers.pie_server import PROMPT, running, state
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -50,7 +50,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, forked_python: str) -> Ite
 def answer(server: Server, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     """The status and what is said; of a stream its events."""
     try:
-        text = server.ask(path, body)
+        text = server.fetch(path, body)
     except urllib.error.HTTPError as error:
         # Which words a refusal has is each scheduler's.
         return error.code, sorted(json.loads(error.read()))
@@ -113,8 +113,8 @@ def generate(params: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
 def chosen() -> Iterator[tuple[str, dict[str, Any]]]:
     """What every release should say alike."""
     for stream in (False, True):
-        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
-        yield generate({}, **asked, token_ids_logprob=[5, 9], stream=stream)
+        requested = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        yield generate({}, **requested, token_ids_logprob=[5, 9], stream=stream)
         yield generate({}, return_logprob=True, return_text_in_logprobs=True, stream=stream)
         yield generate({"stop": " is"}, stream=stream)
         yield generate({"stop": [" is", "zz"], "no_stop_trim": True}, stream=stream)
@@ -150,7 +150,7 @@ def refused() -> Iterator[tuple[str, dict[str, Any]]]:
     yield generate({}, lora_path="none")
 
 
-def drawn(seed: int) -> tuple[str, dict[str, Any]]:
+def sampled_request(seed: int) -> tuple[str, dict[str, Any]]:
     """A mix of parameters."""
     source = random.Random(seed)
     params: dict[str, Any] = {"max_new_tokens": source.randrange(1, 12)}
@@ -187,7 +187,7 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_answers_are_sglangs(servers: Servers) -> None:
-    requests = [*chosen(), *refused(), *map(drawn, range(40))]
+    requests = [*chosen(), *refused(), *map(sampled_request, range(40))]
     found: list[tuple[str, dict[str, Any], str]] = []
     with ThreadPoolExecutor(2) as pool:
         for path, body in requests:
@@ -195,7 +195,7 @@ def test_answers_are_sglangs(servers: Servers) -> None:
             found += [(path, body, each) for each in differences(ours, theirs)]
     assert found == []
     for server in servers:
-        server.ask("/health_generate")
+        server.fetch("/health_generate")
     assert state(servers.ours)["open_requests"] == 0
 
 

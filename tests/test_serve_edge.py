@@ -1,4 +1,4 @@
-"""The edge of a running server: keys, levels of access, hostile clients next to eight others."""
+"""A running server: keys, access levels, and hostile clients beside eight others."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
-import forking
-from pie_server import START_S, refusal, running, wait_until
-from sglang_server import Server, environment, free_ports
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers.pie_server import START_S, refusal, running, wait_until
+from support.servers.sglang_server import Server, environment, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -120,13 +120,13 @@ def test_keys_are_in_no_list_of_arguments_and_no_log(
     served: tuple[Server, psutil.Process],
 ) -> None:
     server, process = served
-    family = [process, *forking.family(process.pid)]
+    family = [process, *fork_server.family(process.pid)]
     assert len(family) >= 4
     for each in family:
         line = " ".join(each.cmdline())
         assert USER not in line, each
         assert ADMIN not in line, each
-    text = server.log.read_text(errors="replace") + server.ask("/server_info")
+    text = server.log.read_text(errors="replace") + server.fetch("/server_info")
     assert "server_args=" in text
     assert USER not in text
     assert ADMIN not in text
@@ -248,7 +248,7 @@ def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path) -> None:
     bomb = f"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(Vtouch {trace}\ntR."
     (tmp_path / "server").mkdir()
     with with_sglangs_scheduler(tmp_path / "server") as server:
-        info = server.ask("/server_info")
+        info = server.fetch("/server_info")
         assert "pie_edge" not in info
         active = json.loads(info)["active"]
         assert (active["scheduler"], active["layers"]) == ("sglang", "sglang")

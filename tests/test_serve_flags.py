@@ -22,7 +22,8 @@ from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
 
 
 def choose(*words: str, **given: Any) -> tuple[Any, str]:
@@ -167,7 +168,7 @@ def test_what_ours_starts_with() -> None:
     assert runtime["devices"] == ["cpu"]
 
 
-def test_the_words_of_this_command_are_taken_out() -> None:
+def test_own_arguments_are_removed() -> None:
     own = server_process.split_arguments(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
     assert (own.scheduler, own.sglang) == ("sglang", ["--port", "1", "--model-path", "m"])
     assert server_process.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")

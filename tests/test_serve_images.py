@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import tiny_vision
-from pie_server import generate, refusal, running, state, wait_until
-from sglang_server import Server, event
+from support.models import tiny_vision
+from support.servers.pie_server import generate, refusal, running, state, wait_until
+from support.servers.sglang_server import Server, event
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -118,7 +118,7 @@ def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def chat(server: Server, *messages: dict[str, Any], **more: Any) -> tuple[list[int], Any]:
     """The tokens of an answer, and what it says of the prompt."""
-    answer = json.loads(server.ask("/v1/chat/completions", body(*messages, **more)))
+    answer = json.loads(server.fetch("/v1/chat/completions", body(*messages, **more)))
     return answer["choices"][0]["token_ids"], answer["usage"]
 
 
@@ -157,10 +157,10 @@ def test_one_image_and_two(server: Server, reference: Reference) -> None:
         # More than one step of the driver takes.
         [picture(5, 6, 3), picture(6, 5, 4)],
     ):
-        asked = message(*parts)
+        requested = message(*parts)
         images = [each for each in parts if isinstance(each, Image.Image)]
-        tokens, usage = chat(server, asked)
-        assert tokens == reference.tokens(asked, images=images)
+        tokens, usage = chat(server, requested)
+        assert tokens == reference.tokens(requested, images=images)
         squares = sum(each.width * each.height for each in images) // tiny_vision.SIDE**2
         assert usage["prompt_tokens_details"]["image_tokens"] == squares
 
@@ -174,7 +174,7 @@ def test_an_image_decides(reference: Reference) -> None:
     assert len(answers) == 3
 
 
-def test_a_second_turn_goes_on_from_the_first(server: Server, reference: Reference) -> None:
+def test_a_second_turn_continues_the_first(server: Server, reference: Reference) -> None:
     image, later = picture(5, 4, 10), picture(2, 3, 11)
     first = message("Turn one.", image, WORDS)
     answer = {"role": "assistant", "content": [{"type": "text", "text": "An answer."}]}
@@ -200,18 +200,20 @@ def test_another_image_of_the_same_size_is_no_hit(server: Server, reference: Ref
     # One colour has the same patches in every shape.
     shapes = [Image.new("RGB", size, (200, 30, 90)) for size in ((48, 32), (32, 48))]
     for image in shapes:
-        asked = message(image, "Which?")
-        assert chat(server, asked)[0] == reference.tokens(asked, images=[image])
+        requested = message(image, "Which?")
+        assert chat(server, requested)[0] == reference.tokens(requested, images=[image])
 
 
 def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
     images = [picture(2 + at % 3, 3, 30 + at) for at in range(6)]
     found: dict[int, list[int]] = {}
 
-    def ask(at: int) -> None:
+    def send(at: int) -> None:
         options = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        asked = {"text": f"{PLACE}{at}", "image_data": [part(images[at])["image_url"]["url"]]}
-        request = server.request("/generate", {**asked, "sampling_params": options, "stream": True})
+        requested = {"text": f"{PLACE}{at}", "image_data": [part(images[at])["image_url"]["url"]]}
+        request = server.request(
+            "/generate", {**requested, "sampling_params": options, "stream": True}
+        )
         with urllib.request.urlopen(request, timeout=120) as lines:
             answers = [answer for line in lines if (answer := event(line))]
         # On a busy machine what is new may come at once.
@@ -219,7 +221,7 @@ def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
         assert all(later[: len(one)] == one for one, later in itertools.pairwise(said))
         found[at] = said[-1]
 
-    threads = [threading.Thread(target=ask, args=[at]) for at in range(len(images))]
+    threads = [threading.Thread(target=send, args=[at]) for at in range(len(images))]
     for thread in threads:
         thread.start()
     text = generate(server, "plain text in between")["output_ids"]
@@ -231,23 +233,23 @@ def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
 
 
 def test_an_abort_in_the_middle(server: Server) -> None:
-    asked = body(message(picture(3, 3, 40), "go"), max_tokens=400)
-    asked |= {"stream": True, "return_token_ids": False}
-    request = server.request("/v1/chat/completions", asked)
+    requested = body(message(picture(3, 3, 40), "go"), max_tokens=400)
+    requested |= {"stream": True, "return_token_ids": False}
+    request = server.request("/v1/chat/completions", requested)
     with urllib.request.urlopen(request, timeout=120) as lines:
         assert b"data:" in next(iter(lines))
     wait_until(lambda: not open_requests(server), 30, "the request ends with its client")
 
 
 def open_requests(server: Server) -> int:
-    [load] = json.loads(server.ask("/v1/loads"))["loads"]
+    [load] = json.loads(server.fetch("/v1/loads"))["loads"]
     return int(load["num_running_reqs"] + load["num_waiting_reqs"])
 
 
 def test_what_is_not_served_is_refused_by_name(server: Server) -> None:
     def refused(*parts: dict[str, Any], **more: Any) -> str:
-        asked = {"role": "user", "content": list(parts)}
-        code, answer = refusal(server, body(asked, **more), "/v1/chat/completions")
+        requested = {"role": "user", "content": list(parts)}
+        code, answer = refusal(server, body(requested, **more), "/v1/chat/completions")
         assert code == 400, answer
         return answer
 
@@ -276,7 +278,7 @@ def is_of(path: Path, server: Server) -> bool:
 def test_a_broken_image(server: Server) -> None:
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(urllib.error.HTTPError) as error:
-        server.ask("/v1/chat/completions", body({"role": "user", "content": [broken]}))
+        server.fetch("/v1/chat/completions", body({"role": "user", "content": [broken]}))
     assert error.value.code == 400
     assert chat(server, message("text"))[0]
 
@@ -298,8 +300,8 @@ def test_addresses_and_files_of_this_host_are_refused(server: Server, url: str, 
         server, body({"role": "user", "content": [image]}), "/v1/chat/completions"
     )
     assert (status, words in text) == (400, True), text
-    asked = {"text": "x", "image_data": url, "sampling_params": {"max_new_tokens": 2}}
-    status, text = refusal(server, asked)
+    requested = {"text": "x", "image_data": url, "sampling_params": {"max_new_tokens": 2}}
+    status, text = refusal(server, requested)
     assert (status, words in text) == (400, True), text
 
 
@@ -318,9 +320,9 @@ class TestGateway:
     """The same model behind the gateway, which makes tensors of images by itself."""
 
     def text(self, server: Server, *messages: dict[str, Any]) -> tuple[str, Any]:
-        asked = body(*messages)
-        del asked["return_token_ids"]
-        answer = json.loads(server.ask("/v1/chat/completions", asked))
+        requested = body(*messages)
+        del requested["return_token_ids"]
+        answer = json.loads(server.fetch("/v1/chat/completions", requested))
         return answer["choices"][0]["message"]["content"], answer["usage"]
 
     def test_an_answer_is_that_of_the_model(self, gateway: Server, reference: Reference) -> None:
@@ -349,9 +351,9 @@ class TestGateway:
         assert cached(usage) >= 64
 
     def test_what_is_too_large_is_refused(self, gateway: Server) -> None:
-        asked = body(message(picture(6, 7, 50)))
-        del asked["return_token_ids"]
-        code, answer = refusal(gateway, asked, "/v1/chat/completions")
+        requested = body(message(picture(6, 7, 50)))
+        del requested["return_token_ids"]
+        code, answer = refusal(gateway, requested, "/v1/chat/completions")
         assert code == 400
         assert "image 0 has 42 tokens" in answer
         assert "max_image_tokens" in answer
@@ -367,7 +369,7 @@ class TestGateway:
     )
     def test_addresses_and_files_of_this_host_are_refused(self, gateway: Server, url: str) -> None:
         image = {"type": "image_url", "image_url": {"url": url}}
-        asked = body({"role": "user", "content": [image]})
-        del asked["return_token_ids"]
-        status, _ = refusal(gateway, asked, "/v1/chat/completions")
+        requested = body({"role": "user", "content": [image]})
+        del requested["return_token_ids"]
+        status, _ = refusal(gateway, requested, "/v1/chat/completions")
         assert status == 400

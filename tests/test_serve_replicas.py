@@ -1,4 +1,4 @@
-"""The server over several drivers: replicas behind SGLang's controller, and ranks of one model."""
+"""The server over several drivers: data-parallel replicas, and ranks of one model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from typing import Any
 
 import pytest
 
-import forking
-from pie_server import running, wait_until
-from serve_metrics import total
-from sglang_server import Server
-from span_collector import STAGES, Collector, ask_traced, check_stages, collecting, parent_of
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+from support.servers.otel_collector import (
+    STAGES,
+    Collector,
+    check_stages,
+    collecting,
+    parent_of,
+    traced_request,
+)
+from support.servers.pie_server import running, wait_until
+from support.servers.server_metrics import total
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -50,11 +57,11 @@ def replicas(started: tuple[Server, subprocess.Popen[bytes]]) -> Server:
 
 
 def states(server: Server) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(server.ask("/server_info"))["internal_states"]
+    found: list[dict[str, Any]] = json.loads(server.fetch("/server_info"))["internal_states"]
     return sorted(found, key=lambda state: int(state["dp_rank"]))
 
 
-def ask_all(server: Server) -> list[list[int]]:
+def request_all(server: Server) -> list[list[int]]:
     with ThreadPoolExecutor(16) as pool:
         answers = pool.map(lambda prompt: server.generate(prompt, 16), PROMPTS)
         return [tokens for tokens, _ in answers]
@@ -62,21 +69,21 @@ def ask_all(server: Server) -> list[list[int]]:
 
 def test_two_replicas_share_the_requests(replicas: Server) -> None:
     before = [state["finished"] for state in states(replicas)]
-    found = ask_all(replicas)
+    found = request_all(replicas)
     # Each replica says the same.
-    assert found == ask_all(replicas)
+    assert found == request_all(replicas)
     after = [state["finished"] for state in states(replicas)]
     assert [now - then for now, then in zip(after, before, strict=True)] == [16, 16]
     pids = [pid for state in states(replicas) for pid in state["driver_pids"]]
     assert len(set(pids)) == 2
-    loads = json.loads(replicas.ask("/v1/loads"))["loads"]
+    loads = json.loads(replicas.fetch("/v1/loads"))["loads"]
     assert [load["dp_rank"] for load in loads] == [0, 1]
 
 
 def test_a_request_may_name_its_replica(replicas: Server) -> None:
     before = [state["finished"] for state in states(replicas)]
     for _ in range(3):
-        answer = json.loads(replicas.ask("/generate", replicas.body([5, 6], 2, routed_dp_rank=1)))
+        answer = json.loads(replicas.fetch("/generate", replicas.body([5, 6], 2, routed_dp_rank=1)))
         assert answer["meta_info"]["dp_rank"] == 1
     after = [state["finished"] for state in states(replicas)]
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 3]
@@ -86,7 +93,7 @@ def test_a_request_is_traced_in_all_processes(replicas: Server, collector: Colle
     body = replicas.body(list(range(300, 364)), 6, routed_dp_rank=1)
     for turn, cached in enumerate((0, 48)):
         name = f"turn {turn}"
-        answer = ask_traced(replicas, turn, "/generate", {**body, "rid": name})
+        answer = traced_request(replicas, turn, "/generate", {**body, "rid": name})
         assert answer["meta_info"]["cached_tokens"] == cached
         found = collector.trace(turn, {"Scheduler", *STAGES, f" Req {name}", "DP Controller"})
         front = found[f" Req {name}"]
@@ -108,7 +115,7 @@ def test_a_request_is_traced_in_all_processes(replicas: Server, collector: Colle
 
 
 def test_control_reaches_all_replicas(replicas: Server) -> None:
-    ask_all(replicas)
+    request_all(replicas)
     assert all(state["pages_cached"] or state["finished"] for state in states(replicas))
     replicas.flush()
     for state in states(replicas):
@@ -125,7 +132,7 @@ def test_nothing_is_computed_while_nothing_comes(
     started: tuple[Server, subprocess.Popen[bytes]],
 ) -> None:
     """By the HTTP server, the controller, the schedulers and the drivers."""
-    family = forking.family(started[1].pid)
+    family = fork_server.family(started[1].pid)
 
     def computed() -> dict[int, float]:
         return {each.pid: sum(each.cpu_times()[:2]) for each in family}
@@ -164,11 +171,11 @@ def test_a_driver_that_is_killed_loses_nothing(replicas: Server) -> None:
 def test_two_ranks_of_one_model(
     replicas: Server, forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    expected = ask_all(replicas)
+    expected = request_all(replicas)
     flags = ("--scheduler", "pie", "--tp-size", "2")
     folder = tmp_path_factory.mktemp("ranks")
     with running(folder, *flags, python=forked_python) as (server, _):
-        assert ask_all(server) == expected
+        assert request_all(server) == expected
         [state] = states(server)
         assert state["resolved"]["devices"] == ["cpu", "cpu:1"]
         assert state["resolved"]["tensor_parallel_size"] == 2

@@ -15,10 +15,10 @@ import jsonschema
 import psutil
 import pytest
 
-import forking
-from grammar_bombs import bombs
-from sglang_server import Server
-from test_serve import PROMPT, generate, refusal, running, state, wait_until
+from support.hostile.hostile_grammars import fatal_grammars
+from support.process import fork_server
+from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -61,7 +61,7 @@ def server(served: tuple[Server, int]) -> Server:
 @contextmanager
 def without_compilers(pid: int) -> Iterator[None]:
     """A server whose compilers have been killed, and that can open nothing to start others."""
-    family = forking.family(pid)
+    family = fork_server.family(pid)
     compilers = [each for each in family if "run_grammar_compiler" in " ".join(each.cmdline())]
     scheduler = compilers[0].parent()
     assert scheduler is not None
@@ -121,8 +121,8 @@ class TestOpenai:
         assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
     def test_expressions_and_rules(self, client: Any) -> None:
-        asked = {"regex": "(yes|no){2}[0-9]", "ebnf": 'root ::= ("ab" | "cd"){3}'}
-        for name, text in asked.items():
+        requested = {"regex": "(yes|no){2}[0-9]", "ebnf": 'root ::= ("ab" | "cd"){3}'}
+        for name, text in requested.items():
             answer = client.completions.create(
                 model="m", prompt=PROMPT, max_tokens=40, temperature=1, extra_body={name: text}
             )
@@ -145,7 +145,7 @@ class TestOpenai:
         assert call.name == tool["name"]
         jsonschema.validate(json.loads(call.arguments), tool["parameters"])
 
-    def test_a_grammar_binds_after_the_thinking(self, client: Any) -> None:
+    def test_a_grammar_applies_after_the_thinking(self, client: Any) -> None:
         # The model does not end its thinking by itself within reason.
         answer = chat(
             client,
@@ -201,13 +201,13 @@ class TestGenerate:
                 {"begin": "<tool_call>[", "schema": {"enum": [1, 2]}, "end": "]</tool_call>"}
             ],
         }
-        asked = {
+        requested = {
             "json_schema": (json.dumps(TIGHT), r'\{"name": ?"(Ada|Bo)", ?"ok": ?(true|false)\}'),
             "regex": ("[a-c]{3}-[0-9]", "[a-c]{3}-[0-9]"),
             "ebnf": ('root ::= "x" [0-9]{1,9} "y"', "x[0-9]+y"),
             "structural_tag": (json.dumps(tag), r"<tool_call>\[[12]\]</tool_call>(?s:.*)"),
         }
-        for name, (text, pattern) in asked.items():
+        for name, (text, pattern) in requested.items():
             found = generate(
                 server, **{name: text}, temperature=1, max_new_tokens=80, skip_special_tokens=False
             )
@@ -220,7 +220,7 @@ class TestGenerate:
             return refusal(server, {"text": PROMPT, "sampling_params": bomb})[0]
 
         with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(status, bombs())) == [400] * len(bombs())
+            assert list(threads.map(status, fatal_grammars())) == [400] * len(fatal_grammars())
         found = generate(server, regex="[0-9]{3}", max_new_tokens=8)
         assert re.fullmatch("[0-9]{3}", found["text"])
         assert generate(server, max_new_tokens=8)["text"] == whole
@@ -231,11 +231,11 @@ class TestGenerate:
         body = {"text": PROMPT, "sampling_params": {"regex": "[0-9]{4}", "max_new_tokens": 8}}
         with without_compilers(pid):
             with pytest.raises(urllib.error.HTTPError) as error:
-                server.ask("/generate", body)
+                server.fetch("/generate", body)
             text = error.value.read().decode()
             assert (error.value.code, "try again later" in text) == (503, True), text
             assert error.value.headers["Retry-After"] == "1"
-        assert re.fullmatch("[0-9]{4}", json.loads(server.ask("/generate", body))["text"])
+        assert re.fullmatch("[0-9]{4}", json.loads(server.fetch("/generate", body))["text"])
 
     def test_reasoning_is_free_until_it_ends(self, server: Server) -> None:
         body = {
@@ -249,7 +249,7 @@ class TestGenerate:
                 "skip_special_tokens": False,
             },
         }
-        found = json.loads(server.ask("/generate", body))
+        found = json.loads(server.fetch("/generate", body))
         _thought, end, answer = found["text"].partition("</think>")
         assert end
         assert re.fullmatch("[0-9]{4}", answer.removesuffix("<|im_end|>"))
@@ -257,7 +257,7 @@ class TestGenerate:
         assert found["meta_info"]["completion_tokens"] == reasoning + 5
         # The same request without the thinking is bound at once.
         body["require_reasoning"] = False
-        found = json.loads(server.ask("/generate", body))
+        found = json.loads(server.fetch("/generate", body))
         assert re.fullmatch("[0-9]{4}", found["text"].removesuffix("<|im_end|>"))
 
     @pytest.mark.parametrize(
@@ -283,18 +283,18 @@ class TestGenerate:
             assert re.fullmatch("[0-9]{30}", other.result()["text"])
 
     def test_an_abort_while_a_grammar_is_compiled(self, server: Server) -> None:
-        def ask(number: int) -> tuple[int, str]:
+        def send(number: int) -> tuple[int, str]:
             params = {"json_schema": slow_schema(number), "max_new_tokens": 4}
             body = {"text": PROMPT, "sampling_params": params}
             try:
-                return 200, server.ask("/generate", body)
+                return 200, server.fetch("/generate", body)
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()
 
         with ThreadPoolExecutor(64) as pool:
-            answers = [pool.submit(ask, number) for number in range(64)]
+            answers = [pool.submit(send, number) for number in range(64)]
             wait_until(lambda: state(server)["waiting"] >= 24, 60, "they wait")
-            server.ask("/abort_request", {"abort_all": True})
+            server.fetch("/abort_request", {"abort_all": True})
             found = [answer.result(60) for answer in answers]
         aborted = [text for status, text in found if status == 400 and "Aborted by" in text]
         # Some may have been compiled before the abort came.

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pie_server import refusal, running, state, wait_until
-from reference import Reference
-from sglang_server import Server
-from tiny_models import POCKET
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import refusal, running, state, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

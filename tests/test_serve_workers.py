@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-import forking
-from pie_server import refusal, running, state, wait_until
-from sglang_server import Server
+from support.process import fork_server
+from support.servers.pie_server import refusal, running, state, wait_until
+from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ def workers(
 
 
 def _workers(pid: int) -> list[psutil.Process]:
-    return [each for each in forking.family(pid) if "tokenizer_worker" in each.name()]
+    return [each for each in fork_server.family(pid) if "tokenizer_worker" in each.name()]
 
 
 def test_each_worker_has_the_answers_to_its_requests(
@@ -65,14 +65,16 @@ def test_every_worker_refuses_what_is_not_served(
         assert (status, "as fast as it can be" in reason) == (400, True)
 
 
-def test_a_stream_that_fails_says_so(workers: tuple[Server, list[psutil.Process]]) -> None:
+def test_a_stream_that_fails_ends_with_an_error(
+    workers: tuple[Server, list[psutil.Process]],
+) -> None:
     """The status comes as a number, which SGLang's OpenAI layer would take for no error."""
     server, _ = workers
     body = {"model": "pocket", "messages": [{"role": "user", "content": "x"}], "regex": "("}
     for _ in range(6):
         status, reason = refusal(server, body, "/v1/chat/completions")
         assert (status, "the regular expression is wrong" in reason) == (400, True)
-        lines = server.ask("/v1/chat/completions", {**body, "stream": True}).splitlines()
+        lines = server.fetch("/v1/chat/completions", {**body, "stream": True}).splitlines()
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         [error] = [event["error"] for event in events if "error" in event]
         assert "the regular expression is wrong" in error["message"]

@@ -1,16 +1,14 @@
-"""The generated list is that of the installed SGLang (its import takes some ten seconds)."""
+"""The generated list of server arguments is that of the installed SGLang."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-TOOL = Path(__file__).parent.parent / "tools" / "generate_server_args.py"
+from support.tools import load_tool
 
 pytestmark = [
     pytest.mark.engine,
@@ -21,13 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_server_args", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("generate_server_args")
 
 
 def test_the_list_is_fresh(tool: ModuleType) -> None:

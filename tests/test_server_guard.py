@@ -1,4 +1,4 @@
-"""What a server leaves behind, and who removes it: processes that make files and are killed."""
+"""Files of killed servers, and their removal by the next one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang.server_guard import ServerGuard, Session
-from pie_server import wait_until
+from support.servers.pie_server import wait_until
 
 SHARED: Final = Path("/dev/shm")
 END_S: Final = 20.0
@@ -111,7 +111,7 @@ def test_a_folder_with_a_long_path_is_not_taken(tmp_path: Path) -> None:
     assert not list(longest.iterdir())
 
 
-def test_names_tell_whose_they_are(tmp_path: Path) -> None:
+def test_names_hold_their_owner(tmp_path: Path) -> None:
     with command(tmp_path) as running:
         kinds = {name.replace(running.token, "").rstrip("_")[:8] for name in running.left()}
         assert {"pie-sgla", "sem.mp--", "settings"} < kinds
@@ -185,7 +185,7 @@ def test_a_lock_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["shm", "folder"])
-def test_no_room_is_said_with_its_place(
+def test_an_unusable_folder_is_named(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pie_driver_sglang import server_guard

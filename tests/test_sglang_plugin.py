@@ -1,4 +1,4 @@
-"""The n-gram drafter as SGLang's plugin: in where it is asked for, and right in what it drafts."""
+"""The n-gram drafter as a plugin of SGLang."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import scripts
 from pie_driver_sglang._core import Drafter
 from pie_driver_sglang.sglang_plugins.ngram import NAME, NgramCorpus
+from support.process import scripts
 
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
 
@@ -22,7 +22,7 @@ IMAGE = 1_000_000 + 5
 
 def played(plugins: str = "") -> dict[str, Any]:
     """What `plugin_process.py` found, as its last line."""
-    out = scripts.run("tests/plugin_process.py", plugins=plugins)
+    out = scripts.run("tests/support/sglang_scripts/ngram_worker.py", plugins=plugins)
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
@@ -71,7 +71,7 @@ class TestCorpus:
         behind_the_last = [token for token, row in zip(tokens, rows, strict=True) if row.sum() == 2]
         assert sorted(behind_the_last) == [2, 3]
 
-    def test_nothing_known_is_padded(self) -> None:
+    def test_without_drafts_the_tree_is_padded(self) -> None:
         tokens, mask = NgramCorpus(draft_token_num=3).batch_get(["a"], [[4]], [1])
         assert tokens.tolist() == [4, 0, 0]
         assert mask.reshape(3, 3).tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
@@ -118,7 +118,7 @@ class TestCorpus:
         tokens, _ = corpus.batch_get(["b", "c"], [[6, 8], [1, outside]], [2, 2])
         assert tokens.tolist() == [8, 9, 1, 0, 0, 0]
 
-    def test_who_was_heard_and_does_not_decode_is_forgotten(self) -> None:
+    def test_a_request_that_ended_is_forgotten(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
         for number in range(2):
             corpus.add_prompt(str(number), TEXT)

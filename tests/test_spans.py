@@ -1,4 +1,4 @@
-"""Spans of requests: what is made of a request, and collectors that are slow or gone."""
+"""OpenTelemetry spans of requests, and slow or lost collectors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pie_driver_sglang.frontends.gateway import supervisor as gateway
 from pie_driver_sglang.frontends.sglang_server import server_process
 from pie_driver_sglang.observability import spans
 from pie_driver_sglang.observability.spans import SpanThread, Take
-from sglang_server import free_ports
-from span_collector import Collector, KeptSpan, collecting, spans_of
-from tiny_models import POCKET
+from support.models.tiny_models import POCKET
+from support.servers.otel_collector import Collector, KeptSpan, collecting, spans_of
+from support.servers.sglang_server import free_ports
 
 TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7
 S = 10**9
@@ -127,15 +127,15 @@ def test_a_collector_that_is_down_costs_nothing_and_is_named_once(
 ) -> None:
     monkeypatch.setattr(spans, "EXPORT_PERIOD_S", 0.01)
     [port] = free_ports(1)
-    asked = threading.Event()
+    requested = threading.Event()
 
     def take() -> tuple[list[Any], int]:
-        asked.set()
+        requested.set()
         return [Request()] * 200, 0
 
     with caplog.at_level(logging.WARNING):
         thread = SpanThread([take], f"127.0.0.1:{port}", service="s", model="m")
-        assert asked.wait(10)
+        assert requested.wait(10)
         began = time.monotonic()
         thread.close()
         assert time.monotonic() - began < 4.5
@@ -147,7 +147,7 @@ def test_a_collector_that_is_down_costs_nothing_and_is_named_once(
     assert len(texts) == 2
 
 
-def test_what_found_no_room_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_spans_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     with collecting() as collector, caplog.at_level(logging.WARNING):
         take = once(Request(), lost=3)
         with SpanThread([take], collector.endpoint, service="s", model="m") as thread:
@@ -156,7 +156,7 @@ def test_what_found_no_room_is_counted(caplog: pytest.LogCaptureFixture) -> None
     assert "those of 3 requests were dropped" in caplog.text
 
 
-def test_spans_go_by_http_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_are_sent_by_http_if_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Collector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -187,7 +187,7 @@ def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         spans.check_tracing()
 
 
-def test_without_the_packages_a_start_says_what_to_install(
+def test_without_the_packages_a_start_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)

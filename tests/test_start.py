@@ -1,4 +1,4 @@
-"""What a start imports, what it leaves alone, and what it begins early."""
+"""Imports and threads of a start."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-import drivers
 from pie_driver_sglang.backends.sglang import device, environment
 from pie_driver_sglang.backends.sglang.compat import process
 from pie_driver_sglang.errors import StartError
+from support.process import drivers
 
 LIMIT_S = 180.0
 
@@ -59,7 +59,7 @@ def test_a_start_imports_what_it_needs(llama_snapshot: Path, tmp_path: Path) -> 
 
 
 class TestModelModules:
-    def test_all_but_the_one_that_is_asked_for(self) -> None:
+    def test_all_but_the_requested_one(self) -> None:
         others = process.other_model_modules(frozenset({"Qwen3ForCausalLM"}))
         assert "qwen3" not in others
         assert len(others) > 150

@@ -1,4 +1,4 @@
-"""README.md and docs/start: every command and snippet of them is run, or read by what would run it.
+"""README.md and docs/start: every command and snippet is run or parsed.
 
 Each block belongs to one kind below; one that belongs to none is a failure.
 """
@@ -25,9 +25,10 @@ import yaml
 import pie_driver_sglang
 from pie_driver_sglang.cli import main
 from pie_driver_sglang.observability.active import Active
-from pie_server import running
-from sglang_server import Server
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.models.tiny_models import POCKET
+from support.servers.pie_server import running
+from support.servers.sglang_server import Server
 
 PAGES: Final = (
     "README.md",
@@ -151,12 +152,12 @@ def test_the_servers_flags_are_those_of_its_parser() -> None:
     assert len(found) > 40
     given = [served(words) for _, words in found]
     # The help has no arguments.
-    asked = json.dumps(
+    requested = json.dumps(
         [[w for w in words if w != "--help"] for words in given if words is not None]
     )
     out = subprocess.run(
-        [sys.executable, "tests/serve_words.py"],
-        input=asked,
+        [sys.executable, "tests/support/sglang_scripts/parse_serve_flags.py"],
+        input=requested,
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -346,7 +347,7 @@ def test_every_block_has_a_kind() -> None:
 def test_the_line_of_what_is_active_has_its_parts(server: Server) -> None:
     shown = [block.text for block in BLOCKS if block.text.startswith("pie-sglang: ")]
     assert shown
-    parts = list(json.loads(server.ask("/server_info"))["active"])
+    parts = list(json.loads(server.fetch("/server_info"))["active"])
     for text in shown:
         assert re.findall(r"(?:: |; )(\w+): ", text) == [p for p in parts if p != "reasons"]
     assert Active().as_dict() == {"reasons": {}}

@@ -1,4 +1,4 @@
-"""Answers that a grammar binds: what they are, and that others do not notice."""
+"""Structured output of `Engine`: constrained answers, and others beside them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from unittest import mock
 import jsonschema
 import pytest
 
-from grammar_bombs import bombs
 from pie_driver_sglang.cli import engine_options
 from pie_driver_sglang.config.reasoning_parsers import REASONING_ENDS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.sampling import parse_sampling
-from tiny_models import POCKET, REPOSITORY
+from support import REPOSITORY
+from support.hostile.hostile_grammars import fatal_grammars
+from support.models.tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -60,7 +61,7 @@ SCHEMAS: list[dict[str, Any]] = [
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
 
 
-def bound(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+def constrained(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     tight = {"x-guidance": {"whitespace_flexible": False}, **schema}
     return {"json_schema": json.dumps(tight), "max_new_tokens": 200, **more}
 
@@ -82,9 +83,11 @@ def engine(forked_python: str) -> Iterator[Engine]:
 
 def test_every_sample_fits_its_schema(engine: Engine) -> None:
     prompts = [f"Sample {index}:" for index in range(SAMPLES)]
-    asked = [bound(SCHEMAS[index % len(SCHEMAS)], temperature=1.3) for index in range(SAMPLES)]
+    requested = [
+        constrained(SCHEMAS[index % len(SCHEMAS)], temperature=1.3) for index in range(SAMPLES)
+    ]
     before = engine.get_server_info()["internal_states"][0]["forced_tokens"]
-    answers = engine.generate(prompts, asked)
+    answers = engine.generate(prompts, requested)
     for index, answer in enumerate(answers):
         assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
         jsonschema.validate(json.loads(answer["text"]), SCHEMAS[index % len(SCHEMAS)])
@@ -92,7 +95,7 @@ def test_every_sample_fits_its_schema(engine: Engine) -> None:
     assert engine.get_server_info()["internal_states"][0]["forced_tokens"] > before
 
 
-def test_forced_text_is_not_drawn(engine: Engine) -> None:
+def test_forced_text_is_not_sampled(engine: Engine) -> None:
     """It is written as the tokenizer writes it, so that a step goes over all of it."""
 
     def counts() -> tuple[int, int]:
@@ -112,13 +115,13 @@ def test_forced_text_is_not_drawn(engine: Engine) -> None:
 
 
 def test_a_regex_an_ebnf_grammar_and_a_tag(engine: Engine) -> None:
-    asked: list[dict[str, Any]] = [
+    requested: list[dict[str, Any]] = [
         {"regex": "(cat|dog)s? [0-9]{2}"},
         {"ebnf": 'root ::= item ("," item){1,2}\nitem ::= [a-c] "=" [0-9]'},
         {"json_schema": '{"type": "object", "x-guidance": {"whitespace_flexible": false}}'},
     ]
     patterns = ["(cat|dog)s? [0-9]{2}", "[a-c]=[0-9](,[a-c]=[0-9]){1,2}", r"\{.*"]
-    answers = engine.generate(["It is"] * 3, [{"temperature": 1.0, **one} for one in asked])
+    answers = engine.generate(["It is"] * 3, [{"temperature": 1.0, **one} for one in requested])
     for answer, pattern in zip(answers, patterns, strict=True):
         assert re.fullmatch(pattern, answer["text"], re.DOTALL), answer["text"]
     tag = {
@@ -133,8 +136,8 @@ def test_a_regex_an_ebnf_grammar_and_a_tag(engine: Engine) -> None:
 
 
 def test_samples_of_one_request_go_their_own_ways(engine: Engine) -> None:
-    asked = {"regex": "[a-z]{12}", "n": 8, "temperature": 1.5}
-    answers = engine.generate("Letters:", asked)
+    requested = {"regex": "[a-z]{12}", "n": 8, "temperature": 1.5}
+    answers = engine.generate("Letters:", requested)
     texts = [answer["text"] for answer in answers]
     assert all(re.fullmatch("[a-z]{12}", text) for text in texts)
     assert len(set(texts)) > 1
@@ -142,8 +145,8 @@ def test_samples_of_one_request_go_their_own_ways(engine: Engine) -> None:
 
 def test_a_wrong_grammar_fails_by_itself_with_its_reason(engine: Engine) -> None:
     good = {"regex": "[0-9]{3}"}
-    asked = [good, {"regex": "("}, {"json_schema": '{"type": "strange"}'}, GREEDY, good]
-    answers = engine.generate(["One", "Two", "Three", "Four", "Five"], asked)
+    requested = [good, {"regex": "("}, {"json_schema": '{"type": "strange"}'}, GREEDY, good]
+    answers = engine.generate(["One", "Two", "Three", "Four", "Five"], requested)
     ends = [answer["meta_info"]["finish_reason"] for answer in answers]
     assert [end["type"] for end in ends] == ["stop", "abort", "abort", "length", "stop"]
     assert ends[1]["message"].startswith("the regular expression is wrong: ")
@@ -155,8 +158,8 @@ def test_a_wrong_grammar_fails_by_itself_with_its_reason(engine: Engine) -> None
 def test_grammars_that_end_their_compiler_end_nothing_else(engine: Engine) -> None:
     good = {"regex": "[0-9]{3}", "max_new_tokens": 8}
     alone = engine.generate("Four", GREEDY)
-    asked = [*bombs(), *bombs(), GREEDY, good]
-    answers = engine.generate(["Four"] * len(asked), asked)
+    requested = [*fatal_grammars(), *fatal_grammars(), GREEDY, good]
+    answers = engine.generate(["Four"] * len(requested), requested)
     for answer in answers[:-2]:
         end = answer["meta_info"]["finish_reason"]
         assert end["type"] == "abort"
@@ -166,23 +169,25 @@ def test_grammars_that_end_their_compiler_end_nothing_else(engine: Engine) -> No
     assert re.fullmatch("[0-9]{3}", answers[-1]["text"])
 
 
-def test_others_say_what_they_say_alone(engine: Engine) -> None:
+def test_other_requests_get_the_same_answers_as_alone(engine: Engine) -> None:
     words = (POCKET / "README.md").read_text().split()
     prompts = [" ".join(words[at : at + 12]) for at in range(0, 120, 15)]
     alone = engine.generate(prompts, GREEDY)
-    bounds = [bound(SCHEMAS[index % 10], temperature=1.0) for index in range(len(prompts))]
-    mixed = engine.generate([*prompts, *prompts], [GREEDY] * len(prompts) + bounds)
+    constraints = [
+        constrained(SCHEMAS[index % 10], temperature=1.0) for index in range(len(prompts))
+    ]
+    mixed = engine.generate([*prompts, *prompts], [GREEDY] * len(prompts) + constraints)
     for before, now in zip(alone, mixed, strict=False):
         assert before["output_ids"] == now["output_ids"]
     for index, answer in enumerate(mixed[len(prompts) :]):
         jsonschema.validate(json.loads(answer["text"]), SCHEMAS[index % 10])
 
 
-def test_a_killed_driver_keeps_what_binds(engine: Engine) -> None:
+def test_a_killed_driver_keeps_grammars(engine: Engine) -> None:
     schema = fields(**{f"field_{index}": text(8) for index in range(6)})
-    asked = [bound(schema, temperature=1.0, max_new_tokens=300)] * 8
-    answers = engine.as_completed([f"Number {index}" for index in range(8)], asked)
-    streamed = engine.generate("Stream", bound(schema, max_new_tokens=300), stream=True)
+    requested = [constrained(schema, temperature=1.0, max_new_tokens=300)] * 8
+    answers = engine.as_completed([f"Number {index}" for index in range(8)], requested)
+    streamed = engine.generate("Stream", constrained(schema, max_new_tokens=300), stream=True)
     (pid,) = engine.get_server_info()["internal_states"][0]["driver_pids"]
     next(streamed)
     os.kill(pid, signal.SIGKILL)
@@ -197,33 +202,37 @@ WORDS = ["日本", "😀😎", "é!", "👩‍👩‍👧", "ok "]
 """Of characters that several tokens share, and one of several characters."""
 
 
-SAID = {"regex": f"({'|'.join(WORDS)}){{6}}", "max_new_tokens": 120, "temperature": 6.0}
+CHARACTERS = {"regex": f"({'|'.join(WORDS)}){{6}}", "max_new_tokens": 120, "temperature": 6.0}
 SEEDS = range(16)
 
 
-def say(engine: Engine, stream: bool = False, **more: Any) -> list[list[dict[str, Any]]]:
+def generate_each(engine: Engine, stream: bool = False, **more: Any) -> list[list[dict[str, Any]]]:
     """What is said with each seed: all answers as they grew, the whole one last."""
-    asked = [{**SAID, "sampling_seed": seed, **more} for seed in SEEDS]
-    answers = engine.generate(["Say:"] * len(asked), asked, stream=stream)
-    found: list[list[dict[str, Any]]] = [[] for _ in asked]
+    requested = [{**CHARACTERS, "sampling_seed": seed, **more} for seed in SEEDS]
+    answers = engine.generate(["Say:"] * len(requested), requested, stream=stream)
+    found: list[list[dict[str, Any]]] = [[] for _ in requested]
     for place, answer in enumerate(answers):
         found[answer.get("index", place)].append(answer)
     return found
 
 
 @pytest.fixture(scope="module")
-def said(engine: Engine) -> list[dict[str, Any]]:
+def unstopped(engine: Engine) -> list[dict[str, Any]]:
     """What is said without a stop."""
-    found = [answers[-1] for answers in say(engine)]
-    assert all(re.fullmatch(SAID["regex"], answer["text"]) for answer in found)
+    found = [answers[-1] for answers in generate_each(engine)]
+    assert all(re.fullmatch(CHARACTERS["regex"], answer["text"]) for answer in found)
     return found
 
 
 @pytest.mark.parametrize("stop", ["本", "😎", "é", "\u200d", "k é", "!ok"])
-def test_a_character_is_never_cut(engine: Engine, said: list[dict[str, Any]], stop: str) -> None:
+def test_a_character_is_never_split(
+    engine: Engine, unstopped: list[dict[str, Any]], stop: str
+) -> None:
     for more in ({}, {"stream": True}, {"no_stop_trim": True}):
         ended = 0
-        for whole, parts in zip(said, say(engine, **more, stop=["zz", stop]), strict=True):
+        for whole, parts in zip(
+            unstopped, generate_each(engine, **more, stop=["zz", stop]), strict=True
+        ):
             before, found, _ = whole["text"].partition(stop)
             ended += bool(found)
             kept = found if "no_stop_trim" in more else ""
@@ -254,12 +263,12 @@ def text_of(vocabulary: list[bytes], tokens: list[int]) -> str | None:
     "pattern", [r"[本é]", r"(?i)OK 日", r"\bok\b \S", "😎|\u200d", r"!\s*$", "[^o]{5}ok", "é!"]
 )
 def test_an_expression_ends_an_answer(
-    engine: Engine, vocabulary: list[bytes], said: list[dict[str, Any]], pattern: str
+    engine: Engine, vocabulary: list[bytes], unstopped: list[dict[str, Any]], pattern: str
 ) -> None:
-    streamed = say(engine, stream=True, stop_regex=["zz+", pattern])
-    collected = say(engine, stop_regex=["zz+", pattern])
+    streamed = generate_each(engine, stream=True, stop_regex=["zz+", pattern])
+    collected = generate_each(engine, stop_regex=["zz+", pattern])
     ended = 0
-    for whole, parts, (found,) in zip(said, streamed, collected, strict=True):
+    for whole, parts, (found,) in zip(unstopped, streamed, collected, strict=True):
         assert parts[-1]["text"] == found["text"]
         tokens, finish = found["output_ids"], found["meta_info"]["finish_reason"]
         assert whole["output_ids"][: len(tokens)] == tokens
@@ -278,7 +287,7 @@ def test_an_expression_ends_an_answer(
 
 def test_a_grammar_waits_for_the_end_of_thinking(engine: Engine) -> None:
     end = engine.tokenizer.token("</think>")
-    asked = {
+    requested = {
         "regex": "[0-9]{4}",
         "temperature": 1.0,
         "logit_bias": {end: 12.0},
@@ -286,21 +295,21 @@ def test_a_grammar_waits_for_the_end_of_thinking(engine: Engine) -> None:
         "skip_special_tokens": False,
         "n": 4,
     }
-    for answer in engine.generate("Think:", asked, require_reasoning=True):
+    for answer in engine.generate("Think:", requested, require_reasoning=True):
         tokens = answer["output_ids"]
-        _thought, _, said = answer["text"].partition("</think>")
+        _thought, _, unstopped = answer["text"].partition("</think>")
         assert tokens.count(end) == 1
         assert len(tokens) == tokens.index(end) + 1 + 5
-        assert re.fullmatch("[0-9]{4}", said.removesuffix("<|im_end|>"))
-    bound = engine.generate("Think:", asked)
-    assert all(re.match("[0-9]{4}", answer["text"]) for answer in bound)
+        assert re.fullmatch("[0-9]{4}", unstopped.removesuffix("<|im_end|>"))
+    constrained = engine.generate("Think:", requested)
+    assert all(re.match("[0-9]{4}", answer["text"]) for answer in constrained)
     # Thinking that takes all tokens, and thinking that the model ends its answer with.
-    short = {**asked, "logit_bias": {end: -100.0}, "max_new_tokens": 5}
+    short = {**requested, "logit_bias": {end: -100.0}, "max_new_tokens": 5}
     for answer in engine.generate("Think:", short, require_reasoning=True):
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
 
 
-def test_a_parser_of_thinking_must_be_known() -> None:
+def test_an_unknown_reasoning_parser_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no reasoning parser 'qwen4'"):
         parse_arguments({"model_path": str(POCKET), "device": "cpu", "reasoning_parser": "qwen4"})
 

@@ -1,4 +1,4 @@
-"""Tensors that SGLang leaves in the checkpoint, and what that means."""
+"""Tensors of a checkpoint that SGLang leaves unread."""
 
 from __future__ import annotations
 

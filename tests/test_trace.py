@@ -1,4 +1,4 @@
-"""The trace of the steps."""
+"""The step trace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-import drivers
-import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang.driver.trace import Trace, open_trace
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.logs import LogSource
+from support.process import drivers
+from support.process import runtime_client as rc
 
 PHASES = ("parse", "plan", "forward", "sample", "respond")
 HEAD = 4
@@ -79,7 +79,7 @@ def test_the_picture_names_group_rank_and_device(path: Path) -> None:
     assert events_of(path)[0]["args"]["name"] == "pie_driver_sglang [group 3 rank 0 cuda:1]"
 
 
-def test_paths_are_drawn_in_rows_of_their_own(trace: Trace, path: Path) -> None:
+def test_each_path_is_plotted_in_its_own_row(trace: Trace, path: Path) -> None:
     trace.step(1, {"launch": 1}, requests=1, tokens=1, path="graph path")
     trace.step(2, {"forward": 1}, requests=1, tokens=1)
     assert [event["tid"] for event in events_of(path)[HEAD:]] == [1, 1, 2, 2]

@@ -15,7 +15,7 @@ from pie_driver_sglang import errors
 from pie_driver_sglang.backends.sglang.version import OVERRIDE, check_versions, pins
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_what_is_installed_is_seen_without_an_import(
         check_versions({})
 
 
-def test_sources_know_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependencies_are_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no metadata where they are not installed."""
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(StartError, match=f"sglang cannot be found in {sys.prefix}"):

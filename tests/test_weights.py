@@ -1,4 +1,4 @@
-"""What checkpoints take, by the headers of their files."""
+"""Sizes of checkpoints by the headers of their files."""
 
 from __future__ import annotations
 

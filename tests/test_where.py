@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from tiny_models import REPOSITORY
+from support import REPOSITORY
 
 DOCUMENT: Final = (REPOSITORY / "docs" / "where.md").read_text()
 ROWS: Final = [line for line in DOCUMENT.splitlines() if line.startswith("| ")][1:]

@@ -1,8 +1,7 @@
-"""Links lead somewhere, and documents name only what exists."""
+"""Links of documents resolve, and the names in them exist."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,22 +11,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tiny_models import REPOSITORY
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+from support import REPOSITORY
+from support.tools import load_tool
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    return load("check_words")
+    return load_tool("check_words")
 
 
 def test_the_repository_has_no_fault(tool: ModuleType) -> None:
@@ -128,7 +118,7 @@ def test_the_script_exits_with_1_for_a_fault(tmp_path: Path) -> None:
 class TestAbsoluteLinks:
     def test_every_relative_link_of_the_readme_becomes_absolute(self, tool: ModuleType) -> None:
         text = (REPOSITORY / "README.md").read_text()
-        made = load("absolute_links").absolute(text, "README.md", "https://host/me/it", "v1")
+        made = load_tool("absolute_links").absolute(text, "README.md", "https://host/me/it", "v1")
         before = [target for _, target in tool.links(text)]
         after = [target for _, target in tool.links(made)]
         assert len(before) == len(after) > 20
@@ -142,7 +132,7 @@ class TestAbsoluteLinks:
             assert (REPOSITORY / match[2].partition("#")[0]).exists()
 
     def test_folders_and_code(self) -> None:
-        absolute = load("absolute_links").absolute
+        absolute = load_tool("absolute_links").absolute
         assert absolute("[a](../x.md#y) `[b](c.md)`", "docs/d.md", "https://h", "v1") == (
             "[a](https://h/blob/v1/x.md#y) `[b](c.md)`"
         )

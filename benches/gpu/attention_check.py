@@ -40,7 +40,6 @@ from frame import Report
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-from paged_kernels import PADDING, Case, check_attention
 from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
 from pie_driver_sglang.kernels.attention.prompt_rows import find_prompts
@@ -51,6 +50,7 @@ from pie_driver_sglang.kernels.attention.split_plan import (
     plan_splits,
     split_tuning,
 )
+from support.kernels.paged_decode import PADDING, Case, check_attention
 
 PARTS = ("parity", "times", "tune", "prompts", "fa3")
 PAGE = 16

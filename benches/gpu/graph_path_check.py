@@ -35,7 +35,7 @@ from pie_driver_sglang._core import Client
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-from path_walk import Walk
+from support.kernels.graph_path_walk import Walk
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)

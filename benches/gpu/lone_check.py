@@ -25,13 +25,13 @@ from graph_times import time_graph
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-import single_decode_kernels
 from pie_driver_sglang.kernels.attention import cluster_decode
 from pie_driver_sglang.kernels.attention.cluster_decode import ClusterConfig, ClusterDecode
 from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled
 from pie_driver_sglang.kernels.gemm.fp8_gemv import Fp8Gemv, GemvConfig
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedWeights, quantize
 from pie_driver_sglang.kernels.gemm.types import Epilogue, Norm, Workspace
+from support.kernels import single_decode
 
 SEEN_TOLERANCE = 0.02
 """Of the largest number that attention gives, whose weights are rounded to 16 bits."""
@@ -78,14 +78,14 @@ def attention_errors(report: Report) -> Iterator[float]:
     """How far off every row is."""
     for row in ROWS:
         for dtype in (torch.bfloat16, torch.float16):
-            case = single_decode_kernels.Case(*row, dtype, "cuda")
-            heads = single_decode_kernels.make_heads(case)
+            case = single_decode.Case(*row, dtype, "cuda")
+            heads = single_decode.make_heads(case)
             assert cluster_decode.supports_cluster_decode(heads, dtype)
             for tuning in TUNINGS if dtype is torch.bfloat16 else TUNINGS[:1]:
                 kernel = ClusterDecode(
                     heads, dtype, tuning or cluster_decode.find_cluster_config(heads)
                 )
-                off = single_decode_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
+                off = single_decode.error(case, heads, kernel.attend, SEEN_TOLERANCE)
                 report.add(part="attention", case=str(case), tuning=str(tuning), off=off)
                 yield off
 

@@ -3,8 +3,8 @@
     python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [--limit S]
         [--dtype bfloat16] [--json FILE] [NAME ...]
 
-Small random models of the architectures in `tests/architectures.py` are served in bfloat16 and
-compared with `transformers` in float32 on the CPU, the same weights. Every model has a process and
+Small random models of `tests/support/models/architectures.py` are served in bfloat16 and compared
+with `transformers` in float32 on the CPU, the same weights. Every model has a process and
 a time limit of its own; several run at once, each with a small part of the memory. Prints the
 document's table, and below it by how much the logits differ and which attention backends the driver
 took. Where a model is sensitive, more is allowed: as much as rounding explains by what
@@ -32,9 +32,8 @@ from serving import PAGE, driver
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-import architectures
-import model_checks
-from reference import MaskedReference, Pages, Reference
+from support.models import architectures, model_checks
+from support.models.reference import MaskedReference, Pages, Reference
 
 NAMES = (
     # The CPU has no code for these,

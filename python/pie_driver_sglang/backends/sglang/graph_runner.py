@@ -2,7 +2,8 @@
 
 A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
 sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the
-tokens (``rust/driver/src/graph_path.rs``); what a row is, see ``rust/planner/src/staging/graph.rs``.
+tokens (``rust/driver/src/graph_path.rs``); what a row is, see
+``rust/planner/src/staging/graph.rs``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SGLang's own HTTP server over this package's runtime: `pie-sglang serve`.
 
 SGLang's server, tokenizer manager, detokenizer and parsers run unchanged. Its scheduler process is
-replaced by one of ours, which passes requests to `_core.SglangFrontend`, where they are decoded and encoded
-in Rust, and answers control messages itself. It never schedules.
+replaced by one of ours, which passes requests to `_core.SglangFrontend`, where they are decoded and
+encoded in Rust, and answers control messages itself. It never schedules.
 
 =====================  =============================================================================
 ``server_process``     the HTTP server's process: selects the scheduler and starts the server

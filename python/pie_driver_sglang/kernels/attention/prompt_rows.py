@@ -1,8 +1,8 @@
 """Finds prefills among the rows of a captured step, on the device, in torch.
 
-In a graph every token of a prompt is a row (``rust/planner/src/staging/graph.rs``). Consecutive rows
-of one context, each of which sees one token more, are a prefill; any other row is a decode. All
-sizes are fixed, so this can be captured. FlashAttention-3 takes the segments as `cu_seqlens_q`.
+In a graph every token of a prompt is a row (``rust/planner/src/staging/graph.rs``). Consecutive
+rows of one context, each of which sees one token more, are a prefill; any other row is a decode.
+All sizes are fixed, so this can be captured. FlashAttention-3 takes the segments as `cu_seqlens_q`.
 """
 
 from __future__ import annotations

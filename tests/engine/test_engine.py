@@ -1,0 +1,478 @@
+"""`Engine` with real drivers: greedy tokens in any order, streams, aborts, commands."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pie_driver_sglang
+from pie_driver_sglang.cli import generate, shell
+from pie_driver_sglang.cli.conversation import Conversation
+from pie_driver_sglang.cli.generate import Prompt
+from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.offline import prompts as prompts_module
+from pie_driver_sglang.frontends.offline.engine import Engine
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+TOKENS = 24
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
+WORDS = (POCKET / "README.md").read_text().split()
+
+
+def prompts(count: int, seed: int) -> list[str]:
+    """Texts of different lengths; some begin alike."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        first = draw.choice([0, 40, draw.randrange(len(WORDS) - 60)])
+        found.append(" ".join(WORDS[first : first + draw.randint(2, 60)]))
+    return found
+
+
+def check(reference: Reference, found: Sequence[dict[str, Any]], texts: Sequence[str]) -> None:
+    """Each answer has the tokens that transformers gives."""
+    decided = 0
+    for answer, text in zip(found, texts, strict=True):
+        (prompt,) = engine_tokens([text])
+        tokens = answer["output_ids"]
+        assert len(tokens) == TOKENS
+        decided += reference.check([*prompt, *tokens[:-1]], tokens)
+    assert decided > 0.9 * TOKENS * len(texts)
+
+
+def engine_tokens(texts: Sequence[str]) -> list[list[int]]:
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+
+    return ModelTokenizer(POCKET).encode(texts)
+
+
+def test_a_batch_has_the_tokens_of_transformers(engine: Engine, reference: Reference) -> None:
+    texts = prompts(100, seed=1)
+    found = engine.generate(texts, GREEDY)
+    check(reference, found, texts)
+    counts = idle_counters(engine)
+    # Prefixes were found, and the pool was too small for all.
+    assert counts["cached_tokens"] > 0
+    assert counts["retractions"] > 0
+
+
+def test_any_order_of_arrival_gives_the_same(engine: Engine, reference: Reference) -> None:
+    # Those of the batch, so that the reference computes them once.
+    texts = prompts(100, seed=1)
+    order = list(range(len(texts)))
+    random.Random(3).shuffle(order)
+    found: dict[int, dict[str, Any]] = {}
+
+    def request(mine: Sequence[int]) -> None:
+        for index in mine:
+            time.sleep(random.Random(index).random() / 50)
+            found[index] = engine.generate(texts[index], GREEDY)
+
+    threads = [threading.Thread(target=request, args=(order[first::8],)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(reference, [found[index] for index in range(len(texts))], texts)
+
+
+def test_one_prompt_has_sglangs_form(engine: Engine) -> None:
+    found = engine.generate("def main():", {**GREEDY, "max_new_tokens": 5}, rid="mine")
+    (prompt,) = engine_tokens(["def main():"])
+    assert set(found) == {"text", "output_ids", "meta_info"}
+    assert len(found["output_ids"]) == 5
+    meta = found["meta_info"]
+    assert meta["id"] == "mine"
+    assert meta["prompt_tokens"] == len(prompt)
+    assert meta["completion_tokens"] == 5
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert found["text"] == engine_text(found["output_ids"])
+    by_tokens = engine.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 5})
+    assert by_tokens["output_ids"] == found["output_ids"]
+
+
+def engine_text(tokens: Sequence[int]) -> str:
+    from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+
+    return ModelTokenizer(POCKET).decode(tokens)
+
+
+def test_streams_grow_to_the_same_answer(engine: Engine) -> None:
+    texts = prompts(4, seed=4)
+    whole = engine.generate(texts, GREEDY)
+    last: dict[int, dict[str, Any]] = {}
+    steps = 0
+    for found in engine.generate(texts, GREEDY, stream=True):
+        before = last.get(found["index"])
+        if before is not None:
+            assert found["text"].startswith(before["text"])
+            assert found["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        last[found["index"]] = found
+        steps += 1
+    assert steps > len(texts)
+    for index, expected in enumerate(whole):
+        assert last[index]["text"] == expected["text"]
+        assert last[index]["output_ids"] == expected["output_ids"]
+
+
+def test_coroutines_wait_side_by_side(engine: Engine) -> None:
+    texts = prompts(6, seed=5)
+    whole = engine.generate(texts, GREEDY)
+
+    async def stream(text: str) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async for found in await engine.async_generate(text, GREEDY, stream=True):
+            last = found
+        return last
+
+    async def request() -> list[dict[str, Any]]:
+        requested = [engine.async_generate(text, GREEDY) for text in texts[:3]]
+        return list(await asyncio.gather(*requested, *map(stream, texts[3:])))
+
+    found = asyncio.run(request())
+    assert [answer["text"] for answer in found] == [answer["text"] for answer in whole]
+
+
+def test_texts_are_tokenized_and_handed_in_part_by_part(
+    engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = prompts(12, seed=8)
+    assert engine.tokenizer is not None
+    encode, parts = engine.tokenizer.encode, []
+
+    def noted(part: Sequence[str]) -> list[list[int]]:
+        parts.append((len(part), engine._runtime.stats()["running"]))
+        return encode(part)
+
+    monkeypatch.setattr(prompts_module, "BATCH_CHARACTERS", max(len(text) for text in texts))
+    monkeypatch.setattr(engine.tokenizer, "encode", noted)
+    check(reference, engine.generate(texts, GREEDY), texts)
+    assert sum(count for count, _ in parts) == len(texts)
+    assert len(parts) > 3
+    # What cannot be served is found in the last part, and nothing of the others is left.
+    long = "word " * 3000
+    with pytest.raises(ConfigError, match="shorten the prompt"):
+        engine.generate([*texts, long], GREEDY)
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
+
+
+def test_a_coroutine_that_is_cancelled_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.tokenizer is not None
+    encode = engine.tokenizer.encode
+
+    def slow(part: Sequence[str]) -> list[list[int]]:
+        time.sleep(0.3)
+        return encode(part)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow)
+
+    async def leave() -> None:
+        requested = asyncio.ensure_future(
+            engine.async_generate("a", {**GREEDY, "max_new_tokens": 900})
+        )
+        await asyncio.sleep(0.1)
+        requested.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await requested
+        # Its thread hands the request in all the same.
+        await asyncio.sleep(0.5)
+
+    asyncio.run(leave())
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
+    assert not engine._requests._queues
+    assert engine.flush_cache()
+
+
+def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:
+    text = "def read_config(path):\n"
+    whole = engine.generate(text, GREEDY)["text"]
+    stop = whole[len(whole) // 2 :][:4]
+    for stream in (False, True):
+        answer = engine.generate(text, {**GREEDY, "stop": [stop]}, stream=stream)
+        found = list(answer)[-1] if stream else answer
+        assert found["text"] == whole[: whole.find(stop)]
+        assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert found["meta_info"]["completion_tokens"] < TOKENS
+
+
+def test_a_stop_token_ends_it(engine: Engine) -> None:
+    whole = engine.generate("import socket\n", GREEDY)["output_ids"]
+    stop = whole[7]
+    found = engine.generate("import socket\n", {**GREEDY, "stop_token_ids": [stop]})
+    assert found["output_ids"] == whole[: whole.index(stop) + 1]
+    assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert found["text"] == engine_text(whole[: whole.index(stop)])
+
+
+def test_samples_and_seeds(engine: Engine) -> None:
+    sampling = {"max_new_tokens": 12, "ignore_eos": True, "n": 3}
+    found = engine.generate(["class A:", "class B:"], sampling)
+    assert len(found) == 6
+    assert len({tuple(answer["output_ids"]) for answer in found[:3]}) > 1
+    seeded = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 77}
+    first, second = engine.generate(["class A:"] * 2, seeded)
+    assert first["output_ids"] == second["output_ids"]
+
+
+def test_all_that_changes_the_distribution(engine: Engine) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 2.0},
+        {"logit_bias": {"65": 100}},
+        {"logit_bias": {"65": 100, "66": 100}, "frequency_penalty": 2.0},
+    ]
+    prompts = ["the cat sat on the cat sat on the"] * len(kinds)
+    found = engine.generate(prompts, [{**greedy, **kind} for kind in kinds])
+    plain, spread, biased, turned = (answer["output_ids"] for answer in found)
+    assert len(set(spread)) > len(set(plain))
+    assert set(biased) == {65}
+    # Each one comes until it has come too often.
+    assert set(turned) == {65, 66}
+    drawn = {"max_new_tokens": 16, "ignore_eos": True, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    seeded = [{**drawn, "sampling_seed": seed, "frequency_penalty": 0.5} for seed in (0, 0, 1, 2)]
+    first, second, *others = engine.generate(["class A:"] * 4, seeded)
+    assert first["output_ids"] == second["output_ids"]
+    assert any(other["output_ids"] != first["output_ids"] for other in others)
+
+
+def test_a_caller_that_leaves_costs_nothing(engine: Engine) -> None:
+    stream = engine.generate("for line in", {**GREEDY, "max_new_tokens": 900}, stream=True)
+    next(stream)
+    stream.close()
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
+    assert engine.flush_cache()
+    assert idle_counters(engine)["pages_cached"] == 0
+
+
+def idle_counters(engine: Engine) -> dict[str, Any]:
+    """The counts of an idle engine, which it notes some milliseconds after it has become idle."""
+    time.sleep(0.3)
+    found: dict[str, Any] = engine.get_server_info()["internal_states"][0]
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
+    steps = idle_counters(engine)["steps"]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({}, "needs `prompt` or `input_ids`"),
+        ({"prompt": "a", "input_ids": [1]}, "needs `prompt` or `input_ids`"),
+        ({"prompt": ""}, "a prompt has no tokens"),
+        ({"input_ids": [1] * 2048}, "a prompt has 2,048 tokens"),
+        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "has 1 entries for 2 prompts"),
+        ({"prompt": "a", "image_data": "x.png"}, "`image_data` is not served"),
+        ({"prompt": "a", "return_logprob": 1}, "`return_logprob` is 1, expected True or False"),
+        (
+            {"prompt": "a", "return_logprob": True, "logprob_start_len": 9},
+            "logprob_start_len is 9",
+        ),
+        (
+            {"prompt": ["a", "b"], "return_logprob": True, "top_logprobs_num": [1]},
+            "`top_logprobs_num` has 1 entries for 2 prompts",
+        ),
+        (
+            {"prompt": "a", "return_logprob": True, "token_ids_logprob": [10**6]},
+            "token 1000000 of `token_ids_logprob` is not in the vocabulary",
+        ),
+        ({"prompt": "a", "colour": "red"}, "no argument 'colour'"),
+        ({"prompt": "a", "sampling_params": {"stop_regex": "("}}, "unclosed group"),
+    ]
+    for arguments, text in wrong:
+        with pytest.raises(ConfigError) as refusal:
+            engine.generate(**arguments)
+        assert text in str(refusal.value)
+    with pytest.raises(ConfigError, match="embedding models"):
+        engine.encode("a")
+    assert idle_counters(engine)["steps"] == steps
+    # Empty values of SGLang's other arguments change nothing.
+    engine.generate("a", {"max_new_tokens": 1}, image_data=None, return_logprob=False)
+
+
+def test_thinking_needs_its_end(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="how the model ends its thinking is not known"):
+        engine.generate("x", {"regex": "a"}, require_reasoning=True)
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_runs(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="token 1000000 of `input_ids` is not in the vocabulary"):
+        engine.generate(input_ids=[[5, 6], [10**6]], sampling_params=GREEDY)
+    answer = engine.generate(input_ids=[5, 6], sampling_params=GREEDY)
+    assert len(answer["output_ids"]) == TOKENS
+
+
+def test_a_killed_driver_loses_nothing(engine: Engine, reference: Reference) -> None:
+    texts = prompts(32, seed=6)
+    answers = engine.as_completed(texts, GREEDY)
+    found = [next(answers)]
+    (pid,) = engine.get_server_info()["internal_states"][0]["driver_pids"]
+    os.kill(pid, signal.SIGKILL)
+    found += list(answers)
+    by_index = {answer["index"]: answer for answer in found}
+    check(reference, [by_index[index] for index in range(len(texts))], texts)
+    assert idle_counters(engine)["restarts"] == 1
+
+
+class TestGenerateCommand:
+    def test_answers_are_lines_of_json(self, engine: Engine) -> None:
+        texts = prompts(5, seed=7)
+        requested = [Prompt(text, None, {}, {"id": index}) for index, text in enumerate(texts)]
+        requested.append(Prompt(None, [5, 6, 7], {"n": 2, "temperature": 1.0}, {}))
+        output = io.StringIO()
+        summary = generate.answer(engine, requested, dict(GREEDY), output)
+        lines = [json.loads(line) for line in output.getvalue().splitlines()]
+        assert sorted(line["index"] for line in lines) == [0, 1, 2, 3, 4, 5, 5]
+        assert sorted(line["sample"] for line in lines if line["index"] == 5) == [0, 1]
+        whole = engine.generate(texts, GREEDY)
+        for line in lines:
+            if line["index"] < 5:
+                assert line["text"] == whole[line["index"]]["text"]
+                assert line["prompt"] == texts[line["index"]]
+                assert line["id"] == line["index"]
+            assert line["completion_tokens"] == TOKENS
+        assert summary.startswith(f"{7 * TOKENS} tokens in ")
+        assert "of them cached" in summary
+
+
+class TestShell:
+    def talk(self, engine: Engine, lines: Sequence[str]) -> list[str]:
+        output = io.StringIO()
+        assert engine.tokenizer is not None
+        sampling = {"temperature": 0, "max_new_tokens": 12}
+        conversation = Conversation(engine, engine.tokenizer, sampling)
+        found = shell.Shell(conversation, engine, output)
+        for line in lines:
+            if not found.take(line):
+                break
+        return output.getvalue().splitlines()
+
+    def test_a_conversation_is_kept_saved_and_forked(self, engine: Engine, tmp_path: Path) -> None:
+        path = tmp_path / "talk.json"
+        said = self.talk(
+            engine,
+            [
+                "/system You write Python.",
+                "write a loop",
+                "/fork",
+                "and another",
+                "/stats",
+                f"/save {path}",
+                "/fork 1",
+                "/reset",
+                f"/load {path}",
+                "",
+                "/exit",
+                "never",
+            ],
+        )
+        text = "\n".join(said)
+        assert said[0] == "instructions: You write Python."
+        assert "branch 1 is kept" in text
+        assert "saved 5 messages" in text
+        assert "branch 1: 3 messages" in text
+        assert "the conversation is empty" in text
+        assert f"5 messages from {path}" in text
+        assert "last answer: " in text
+        assert "engine: steps " in text
+        messages = json.loads(path.read_text())["messages"]
+        assert [message["role"] for message in messages] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+
+    def test_generated_tokens_are_in_the_prefix_cache(self, engine: Engine) -> None:
+        assert engine.tokenizer is not None
+        engine.flush_cache()
+        sampling = {"temperature": 0, "max_new_tokens": 12}
+        conversation = Conversation(engine, engine.tokenizer, sampling)
+        conversation.system = " ".join(WORDS[:80])
+        list(conversation.ask("first"))
+        assert conversation.meta["cached_tokens"] == 0
+        list(conversation.ask("second"))
+        assert conversation.meta["cached_tokens"] >= 64
+
+    def test_a_wrong_command_is_a_line(self, engine: Engine, tmp_path: Path) -> None:
+        (tmp_path / "bad.json").write_text("[]")
+        said = self.talk(
+            engine,
+            ["/rest", "/load", f"/load {tmp_path / 'bad.json'}", "/fork 9", "/fork x", "/help"],
+        )
+        assert "there is no command /rest (did you mean `/reset`" in said[0]
+        assert "no file is named" in said[1]
+        assert "holds no conversation" in said[2]
+        assert "there is no branch 9" in said[3]
+        assert "is not the number of a branch" in said[4]
+        assert len(said) == 5 + len(shell.Shell.COMMANDS)
+
+    def test_ctrl_c_stops_the_answer_only(self, engine: Engine) -> None:
+        class Interrupting(io.StringIO):
+            """Ctrl-C after the second piece."""
+
+            pieces = 0
+
+            def write(self, text: str) -> int:
+                self.pieces += 1
+                if self.pieces == 2:
+                    raise KeyboardInterrupt
+                return super().write(text)
+
+        assert engine.tokenizer is not None
+        output = Interrupting()
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 800}
+        conversation = Conversation(engine, engine.tokenizer, sampling)
+        found = shell.Shell(conversation, engine, output)
+        assert found.take("go on")
+        assert output.getvalue().endswith(" [stopped]\n")
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+        wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
+        conversation.reset()
+        assert found.take("/stats")
+
+
+def test_a_shut_engine_refuses_calls(tmp_path: Path) -> None:
+    """The whole command over a pipe, then an engine whose driver cannot start."""
+    command = [sys.executable, "-m", "pie_driver_sglang", "shell", "--device", "cpu"]
+    command += ["--model", str(POCKET), "--temperature", "0", "--max-new-tokens", "8"]
+    result = subprocess.run(
+        command,
+        input="def main():\n/stats\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=1200,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "last answer: " in result.stdout
+    assert "loading" in result.stderr
+    assert "Traceback" not in result.stderr
+    (tmp_path / "config.json").write_text((POCKET / "config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(POCKET / name)
+    with pytest.raises(StartError, match="no weights"):
+        pie_driver_sglang.Engine(model_path=str(tmp_path), device="cpu")

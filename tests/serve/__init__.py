@@ -1,0 +1,1 @@
+"""Tests that share one server: `pie-sglang serve` with our scheduler."""

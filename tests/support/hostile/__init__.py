@@ -1,0 +1,1 @@
+"""Hostile requests, the clients that send them, and the soak test."""

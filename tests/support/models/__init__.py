@@ -1,0 +1,1 @@
+"""Test models and what they must compute."""

@@ -1,0 +1,1 @@
+"""Drivers, forked processes and scripts under test."""

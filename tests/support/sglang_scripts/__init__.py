@@ -1,0 +1,1 @@
+"""Scripts and functions that run in a process that has imported SGLang."""
