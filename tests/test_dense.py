@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, unsupported_reason
+from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, residency_error
 from pie_driver_sglang.kernels.gemm.linear import MAX_SHARED_BYTES, MAX_SPLIT_K, find_linear_config
 from pie_driver_sglang.kernels.gemm.small_m import find_small_m_config
 from pie_driver_sglang.kernels.gemm.tiled import find_tiled_config
@@ -117,10 +117,10 @@ def test_which_gemms_use_own_kernels(
 )
 def test_all_reduce_norm_needs_enough_multiprocessors(multiprocessors: int, fits: bool) -> None:
     for tuning in TUNINGS.values():
-        assert (unsupported_reason(multiprocessors, tuning) == "") == fits
+        assert (residency_error(multiprocessors, tuning) == "") == fits
     if not fits:
         room = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
-        assert unsupported_reason(multiprocessors, TUNINGS[2]) == room
+        assert residency_error(multiprocessors, TUNINGS[2]) == room
 
 
 WAYS = ("disk", "distributed", "tensor", "ipc")

@@ -41,7 +41,7 @@ class Case(NamedTuple):
         records, end = torch.zeros(SLOTS, STEP_RECORD_WORDS, dtype=torch.int32), 3
         bits = self.divisors.view(torch.int32).tolist()
         for slot in range(SLOTS):
-            if self.asked[slot]:
+            if self.requested[slot]:
                 given = self.given[slot]
                 record = [1, end, self.tops[slot], len(given), len(words), bits[slot]]
                 records[slot] = torch.tensor(record, dtype=torch.int32)
@@ -104,7 +104,7 @@ def check_places() -> None:
         kernels.compute_logprobs(case.logits, case.tokens, records, words, out, 32)
         assert (out[:3] == UNTOUCHED).all()
         assert (out[end:] == UNTOUCHED).all()
-        requested = [slot for slot in range(SLOTS) if case.asked[slot]]
+        requested = [slot for slot in range(SLOTS) if case.requested[slot]]
         for slot, following in itertools.zip_longest(requested, requested[1:]):
             last = end if following is None else int(records[following, 1])
             case.check(slot, out[int(records[slot, 1]) : last], ties=True)

@@ -102,11 +102,11 @@ def mixed(rows: torch.Tensor, norm: Norm, experts: Experts) -> tuple[torch.Tenso
     """The rows with what their experts add; the experts and their weights. In float64."""
     given = normalized(rows) * norm.weight.double()
     chances = torch.softmax(given @ experts.router.weight.double().T, -1)
-    weights, chosen = chances.topk(experts.router.chosen, -1)
-    if experts.router.normalized:
+    weights, chosen = chances.topk(experts.router.top_k, -1)
+    if experts.router.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     out = rows.double()
-    for row, turn in itertools.product(range(len(rows)), range(experts.router.chosen)):
+    for row, turn in itertools.product(range(len(rows)), range(experts.router.top_k)):
         number = chosen[row, turn]
         gate, up = (experts.gate_up[number].double() @ given[row]).chunk(2)
         middle = torch.nn.functional.silu(gate) * up

@@ -99,7 +99,7 @@ def check_unscaled() -> None:
     weights = QuantizedWeights(torch.randn(*size, width).to(FP8), torch.rand(size) + 0.5)
     exact = numbers(rows) @ matrix_of(weights).T
     products = unscaled_fp8_gemm(rows, weights, torch.ones(()), torch.float32)
-    close(products.rows * products.of_rows * products.output_scales, exact)
+    close(products.rows * products.row_scales * products.output_scales, exact)
     joined = quantize(products, swiglu=True)
     close(joined.scales[:, 0] * FP8_MAX, swiglu(exact).abs().amax(1))
     norm, residual = Norm(torch.rand(width) + 0.5, EPSILON), torch.randn(count, width)
@@ -111,7 +111,7 @@ def check_unscaled() -> None:
     found = quantize(products, residual=given, norm=norm)
     close(given, exact)
     close(found.scales[:, 0] * FP8_MAX, largest)
-    scales = (products.of_rows, products.output_scales)
+    scales = (products.row_scales, products.output_scales)
     out, total = add_rms_norm(products.rows[None], residual.clone(), norm, scales)
     close(total, exact)
     close(out, normalized(exact) * norm.weight.double())

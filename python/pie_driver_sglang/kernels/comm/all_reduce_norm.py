@@ -50,7 +50,7 @@ PROGRAMS_PER_SM = 2
 """Programs that are resident on an SM, by their registers."""
 
 
-def unsupported_reason(multiprocessors: int, tuning: AllReduceTuning) -> str:
+def residency_error(multiprocessors: int, tuning: AllReduceTuning) -> str:
     """Why the kernel could deadlock on a GPU; empty if it cannot.
 
     Programs wait for other ranks' programs, so all rows of a step must be resident at once.

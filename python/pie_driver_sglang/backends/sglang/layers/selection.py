@@ -171,7 +171,7 @@ def _unsupported_reason(runner: ModelRunner, tuning: all_reduce_norm.AllReduceTu
     if runner.device != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
-    return all_reduce_norm.unsupported_reason(int(properties.multi_processor_count), tuning)
+    return all_reduce_norm.residency_error(int(properties.multi_processor_count), tuning)
 
 
 def _has_shared_memory(runner: ModelRunner) -> bool:
