@@ -88,7 +88,7 @@ struct Sent {
 struct Harness {
     scheduler: Scheduler<Asked>,
     builder: FrameBuilder,
-    answer: Answer,
+    answer: StepReply,
     sent: VecDeque<Sent>,
     now: u64,
     /// Most tokens of each sequence that has not ended.
@@ -127,7 +127,7 @@ impl Harness {
         Self {
             scheduler: Scheduler::new(config, LIMITS, None).expect("the settings are right"),
             builder: FrameBuilder::new(LIMITS.page_size),
-            answer: Answer::default(),
+            answer: StepReply::default(),
             sent: VecDeque::new(),
             now: 0,
             open: BTreeMap::new(),
