@@ -52,7 +52,7 @@ pub enum SubmitError {
 /// let greedy = Sampler::TopP { temperature: 0.0, p: 1.0 };
 /// let request = service.submit(NewRequest::new(0, vec![9707, 11], greedy, 64), None)?;
 /// for output in service.poll(Duration::from_secs(10)) {
-///     println!("{request}: {:?} {:?}", output.tokens, output.end);
+///     println!("{request}: {:?} {:?}", output.tokens, output.finish);
 /// }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
