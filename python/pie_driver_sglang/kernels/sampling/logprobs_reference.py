@@ -102,10 +102,10 @@ def _compute_on_gpu(
     )  # fmt: skip
     records = torch.zeros(len(logits), STEP_RECORD_WORDS, dtype=torch.int32, device=logits.device)
     records[requests.slots] = torch.stack([column.to(torch.int32) for column in columns], dim=1)
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    tokens[requests.slots] = tokens
+    slot_tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    slot_tokens[requests.slots] = tokens
     given = requests.given[:, 1].to(torch.int32)
-    kernels.compute_logprobs(logits, tokens, records, given, out, int(requests.tops.max()))
+    kernels.compute_logprobs(logits, slot_tokens, records, given, out, int(requests.tops.max()))
 
 
 def _compute_in_torch(
