@@ -12,8 +12,8 @@ pub mod text;
 pub mod timing;
 
 use pie_planner::{
-    ComputedPlan, FieldId, Layout, Limits, Outputs, Plan, Planner, ForwardTimings, SlotClass, Staged,
-    StagedSlots,
+    ComputedPlan, FieldId, ForwardTimings, Layout, Limits, Outputs, Plan, Planner, SlotClass,
+    Staged, StagedSlots,
 };
 use pie_wire::{
     AdapterBinding, Brle, ForwardRequest, Frame, Params, ParamsRef, Payload, RequestExtension,
@@ -392,9 +392,9 @@ impl HostPath {
                 pass = put.expect("one token per slot");
             };
         };
-        let written = self
-            .planner
-            .reply(&mut computed, ForwardTimings::default(), &mut self.response);
+        let written =
+            self.planner
+                .reply(&mut computed, ForwardTimings::default(), &mut self.response);
         self.answered = Some(computed);
         &self.response[..written.expect("the response fits")]
     }
@@ -418,7 +418,11 @@ impl HostPath {
         }
         let plan = self.planner.plan_extended(0, forward, &extension);
         let plan = plan.expect("a consistent frame");
-        assert!(plan.request_errors().is_empty(), "{:?}", plan.request_errors());
+        assert!(
+            plan.request_errors().is_empty(),
+            "{:?}",
+            plan.request_errors()
+        );
         self.plan = Some(plan);
     }
 

@@ -259,7 +259,7 @@ fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
         forbidden: row.forbidden,
         mask: row.mask,
         extension: row.params.as_ref().map(|params| RowExtension {
-            params: params,
+            params,
             history: row.history,
             prompt_logprobs: row.prompt_logprobs,
             next: row.next,

@@ -13,7 +13,7 @@ pub struct RawRequest {
     pub prompt: Vec<u32>,
     /// Images of the prompt.
     pub images: Option<PromptImages>,
-    /// SamplingParams parameters without biases.
+    /// Sampling parameters without biases.
     pub sampling: SamplingParams,
     /// Token ids, and the biases of their logits.
     pub logit_bias: Vec<(i64, f32)>,

@@ -35,9 +35,9 @@
 //! | `evict`, `host_tier` | eviction by policy; the host tier; `reset` and `merge` |
 //! | `tree`, `node`, `edge`, `planes` | nodes, links, eviction queues; tokens and pages of a node |
 //! | `child_table`, `namespaces` | the hash table of children; a root for each namespace |
-//! | `events` | KV cache events for routers |
+//! | `events`, `record` | KV cache events for routers |
 //! | `info`, `export`, `invariants` | queries, DOT and JSON, consistency checks |
-//! | `config`, `error` | parameters, errors |
+//! | `limits`, `config`, `error` | parameters, errors |
 
 mod child_table;
 mod config;
@@ -52,17 +52,20 @@ mod info;
 mod insert;
 #[cfg(any(test, feature = "check"))]
 mod invariants;
+mod limits;
 mod lock;
 mod namespaces;
 mod node;
 mod planes;
+mod record;
 mod tree;
 
-pub use config::{Config, InsertParams, Key, MAX_PAGE_SIZE, Policy};
+pub use config::{Config, InsertParams, Key, Policy};
 pub use error::RadixError;
 pub use events::{Event, Medium};
 pub use evict::{EvictResult, PageCopy};
 pub use index::{MatchResult, PartialMatch, RadixIndex};
 pub use info::NodeInfo;
 pub use insert::InsertResult;
+pub use limits::MAX_PAGE_SIZE;
 pub use node::NodeId;

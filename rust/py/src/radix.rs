@@ -105,7 +105,11 @@ impl RadixIndex {
         let key = key(&this.tokens, namespace);
         let found = this.inner.match_and_lock(key, now, &mut this.pages);
         let pages = Array::new(slf.py(), &this.pages)?;
-        Ok(Match::new(pages, found, Some(slf.clone().unbind())))
+        Ok(Match::new(
+            pages,
+            found,
+            Some(slf.clone().into_any().unbind()),
+        ))
     }
 
     /// How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
@@ -253,7 +257,7 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: The node is not locked, or was evicted.
-    pub(crate) fn unlock(&mut self, node: NodeNumber) -> PyResult<usize> {
+    fn unlock(&mut self, node: NodeNumber) -> PyResult<usize> {
         self.inner
             .unlock(node.0)
             .map_err(|error| from_radix(&error))

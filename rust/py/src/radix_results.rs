@@ -6,8 +6,7 @@ use pie_kv_cache::radix::Event;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arrays::{Array, NodeNumber};
-use crate::radix::RadixIndex;
+use crate::arrays::Array;
 
 /// The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
@@ -16,7 +15,7 @@ pub(crate) struct Match {
     pages: Array,
     found: pie_kv_cache::radix::MatchResult,
     /// The index in which a lock is held.
-    index: Option<Py<RadixIndex>>,
+    index: Option<Py<PyAny>>,
     held: AtomicBool,
 }
 
@@ -25,7 +24,7 @@ impl Match {
     pub(crate) fn new(
         pages: Array,
         found: pie_kv_cache::radix::MatchResult,
-        index: Option<Py<RadixIndex>>,
+        index: Option<Py<PyAny>>,
     ) -> Self {
         let held = AtomicBool::new(index.is_some());
         Self {
@@ -75,10 +74,7 @@ impl Match {
         let held = self.held.swap(false, Ordering::Relaxed);
         let index = self.index.as_ref().filter(|_| held);
         let index = index.ok_or_else(|| PyRuntimeError::new_err("this match holds no lock"))?;
-        index
-            .borrow_mut(py)
-            .unlock(NodeNumber(self.found.node))
-            .map(drop)
+        index.call_method1(py, "unlock", (self.node(),)).map(drop)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

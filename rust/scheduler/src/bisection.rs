@@ -14,6 +14,7 @@ use crate::in_flight::ScheduledRow;
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
 use crate::sequence::State;
+use crate::suspects::CLEARED;
 
 /// Failures in a row after which a sequence that is alone in the step ends; one or two may have another cause.
 const TIMES: u8 = 3;
@@ -21,31 +22,6 @@ const TIMES: u8 = 3;
 /// The reason for the client.
 const REASON: &str =
     "every step with this request failed, also the one that had it alone\n\nhint: the log says why";
-
-/// The group of sequences that are not suspected.
-pub(crate) const CLEARED: u64 = 0;
-
-/// Whether a sequence is suspected of making steps fail.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Suspicion {
-    /// Failed steps with it since it was last cleared.
-    pub(crate) failures: u8,
-    /// Bisection group: a step has sequences of one group only.
-    pub(crate) group: u64,
-    /// It is cleared once it is computed up to this token.
-    pub(crate) until: u32,
-}
-
-/// The bisection of failing steps.
-#[derive(Debug, Default)]
-pub(crate) struct Suspects {
-    /// Number of suspects.
-    pub(crate) count: usize,
-    /// The newest group.
-    pub(crate) last_group: u64,
-    /// The last step had suspects, or failed.
-    pub(crate) probed: bool,
-}
 
 impl<S> Scheduler<S> {
     /// Makes the rows of a failed step suspects. Ends a row that was alone, if it has failed often enough;

@@ -64,7 +64,7 @@
 //! | `grammar`, `advance_grammar` | structured output |
 //! | `sequence`, `stop_criteria`, `stop_strings`, `stop_regex` | one sequence, and what ends it |
 //! | `in_flight`, `step_output`, `process_output` | steps in flight and their output |
-//! | `bisection` | the search for the request that makes steps fail |
+//! | `bisection`, `suspects` | the search for the request that makes steps fail |
 //! | `output`, `finish`, `logprobs` | outputs: tokens, finish reasons, log-probabilities |
 //! | `kv_cache_manager`, `copies`, `sessions` | pages of both tiers, the prefix index, swaps, sessions |
 //! | `stats` | counts |
@@ -99,6 +99,7 @@ mod step_plan;
 mod stop_criteria;
 mod stop_regex;
 mod stop_strings;
+mod suspects;
 mod validate;
 
 pub use config::{Config, FrameBytes, Limits, Policy};

@@ -9,7 +9,6 @@ use pie_kv_cache::radix::Event as KvEvent;
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
-use crate::bisection::Suspects;
 use crate::config::{Config, Limits, Policy};
 use crate::copies::Copies;
 use crate::error::{SchedulerError, ValidationError};
@@ -23,6 +22,7 @@ use crate::prefill_budget::PrefillBudget;
 use crate::sequence::{Sequence, SharedRequest, State};
 use crate::stats::Stats;
 use crate::stop_criteria::TokenBytes;
+use crate::suspects::Suspects;
 
 /// The sequences of an unfinished request.
 #[derive(Debug)]

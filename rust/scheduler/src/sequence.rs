@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pie_kv_cache::radix::Key;
 
-use crate::bisection::Suspicion;
 use crate::config::RowExtras;
 use crate::grammar::GrammarState;
 use crate::kv_cache_manager::SequencePages;
@@ -14,6 +13,7 @@ use crate::new_request::{Image, NewRequest};
 use crate::output::{Admitted, Finish};
 use crate::stop_criteria::StopMatcher;
 use crate::stop_criteria::TokenBytes;
+use crate::suspects::Suspicion;
 
 /// Placeholder for a token that is still in flight.
 const UNKNOWN: u32 = 0;

@@ -1,11 +1,11 @@
 //! The step under construction: what still fits, and the rows of decodes and prefill chunks that are added to it.
 
-use crate::bisection::CLEARED;
 use crate::config::Limits;
 use crate::grammar::is_shorter_as_bits;
 use crate::in_flight::{InFlightStep, ScheduledRow};
 use crate::scheduler::Scheduler;
 use crate::sequence::Sequence;
+use crate::suspects::CLEARED;
 
 /// A step under construction.
 #[derive(Debug)]

@@ -4,9 +4,6 @@ use std::str::FromStr;
 
 use crate::radix::error::RadixError;
 
-/// Largest page size in tokens.
-pub const MAX_PAGE_SIZE: u32 = 1024;
-
 /// Eviction policy. Names and order are `SGLang`'s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
@@ -55,7 +52,7 @@ impl FromStr for Policy {
 /// The parameters of an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Tokens of a page, 1 to [`MAX_PAGE_SIZE`].
+    /// Tokens of a page, 1 to [`MAX_PAGE_SIZE`](crate::radix::MAX_PAGE_SIZE).
     pub page_size: u32,
     /// Eviction policy.
     pub policy: Policy,

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::radix::config::MAX_PAGE_SIZE;
+use crate::radix::limits::MAX_PAGE_SIZE;
 
 /// Why a call was rejected. The index is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -8,9 +8,10 @@ use prefetch_index::prefetch_index;
 use rustc_hash::FxHashMap;
 
 use crate::radix::child_table::ChildTable;
-use crate::radix::config::{Config, Key, MAX_PAGE_SIZE};
+use crate::radix::config::{Config, Key};
 use crate::radix::error::RadixError;
 use crate::radix::events::EventLog;
+use crate::radix::limits::MAX_PAGE_SIZE;
 use crate::radix::namespaces::Namespaces;
 use crate::radix::node::{EvictionQueue, NONE, Node, NodeId, NodeState};
 
