@@ -81,7 +81,7 @@ fn bytes(word: &str) -> Vec<u8> {
 fn run(compiler: &Compiler, case: Case) -> Outcome {
     // The thread that compiles is the only one that works.
     let begin = cpu_ns(ClockId::ProcessCPUTime);
-    let compiled = compiler
+    let grammar = compiler
         .compile(&Grammar::JsonSchema(case.schema.into()))
         .wait();
     let mut outcome = Outcome {
@@ -93,7 +93,7 @@ fn run(compiler: &Compiler, case: Case) -> Outcome {
         commit_ns: Vec::new(),
         refused: 0,
     };
-    let start = match compiled {
+    let start = match grammar {
         Ok(start) => start,
         Err(error) => {
             outcome.error = Some(error.to_string());
