@@ -232,7 +232,7 @@ class TestRefusals:
         assert client.forward([request]).tokens == [[]]
         llama_driver.logged(
             "adapters are off; set `enable_lora = true` in the options",
-            "emptied: adapters are off, so 1 cannot be bound; set `enable_lora = true`",
+            "rejected: adapters are off, so 1 cannot be bound; set `enable_lora = true`",
         )
 
     def test_layers_that_the_options_leave_out(

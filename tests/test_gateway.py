@@ -413,7 +413,7 @@ def test_control_needs_the_admin_key_which_is_in_no_list(frontend: GatewayServer
         stranger = Server(frontend.url, frontend.log, key)
         for path, body in (("/workers", None), ("/workers", {"url": "grpc://127.0.0.1:1"})):
             with pytest.raises(urllib.error.HTTPError) as error:
-                stranger.ask(path, body)
+                stranger.fetch(path, body)
             assert error.value.code in (401, 403)
     family = [frontend.process, *fork_server.family(frontend.process.pid)]
     assert any("smg" in " ".join(each.cmdline()) for each in family)

@@ -187,7 +187,7 @@ class TestHostileCalls:
 
     def test_sessions_have_numbers_of_their_own(self, engine: Engine) -> None:
         def number(name: str) -> int:
-            found: int = engine._extra(None, name, None)["session"]
+            found: int = engine._request_options(None, name, None)["session"]
             return found
 
         first, second = number("a"), number("b")

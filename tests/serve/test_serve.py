@@ -215,7 +215,7 @@ class TestEnds:
         """With a request of that very name, and without."""
         with ThreadPoolExecutor(3) as pool:
             answers = [
-                pool.submit(server.ask, "/generate", {**server.body([7], 1900), "rid": rid})
+                pool.submit(server.fetch, "/generate", {**server.body([7], 1900), "rid": rid})
                 for rid in ("job", "job-2")
             ]
             wait_until(lambda: state(server)["running"] == 2, 60, "both run")
