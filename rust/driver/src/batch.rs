@@ -277,13 +277,13 @@ impl Batch {
         self.staged_pass()?.states()
     }
 
-    /// See [`StagedPass::noted`].
+    /// See [`StagedPass::token_history`].
     #[must_use]
     pub fn pass_token_history(&self) -> Option<&[[i64; 2]]> {
         self.staged_pass()?.token_history()
     }
 
-    /// See [`StagedGroup::places`].
+    /// See [`StagedGroup::logprob_positions`].
     #[must_use]
     pub fn group_logprob_positions(&self) -> (&[LogprobPosition], &[[i64; 2]]) {
         match &self.stage {

@@ -189,7 +189,7 @@ impl PageSample {
     }
 }
 
-/// A snapshot of [`Counters`]; not atomic across counters.
+/// A snapshot of `Counters`; not atomic across counters.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counts {
     /// Batches that the graph path ran.

@@ -45,7 +45,7 @@ pub(crate) fn load(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// A snapshot of an [`AtomicHistogram`].
+/// A snapshot of an `AtomicHistogram`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Histogram {
     /// Count of each bucket; empty by default.

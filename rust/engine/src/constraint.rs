@@ -8,7 +8,7 @@ use pie_grammar::{
 };
 use pie_scheduler::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask};
 
-/// The grammar of a request: [`NewRequest::constraint`](crate::NewRequest::constraint).
+/// The grammar of a request: [`NewRequest::grammar`](crate::NewRequest::grammar).
 ///
 /// It is compiled while the request waits in the queue. The compiler's threads compute each token mask as soon as the token before it
 /// is known.

@@ -247,7 +247,7 @@ impl Service {
         (replica, request)
     }
 
-    /// Starts to compile a grammar for [`NewRequest::constraint`]. It applies from the start, or after the tokens `after`, as the end of
+    /// Starts to compile a grammar for [`NewRequest::grammar`]. It applies from the start, or after the tokens `after`, as the end of
     /// reasoning. Does not block: requests with an invalid grammar end as [`FinishReason::Grammar`](crate::FinishReason::Grammar).
     ///
     /// # Errors

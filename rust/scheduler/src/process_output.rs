@@ -29,7 +29,7 @@ impl<S> Scheduler<S> {
     ///
     /// # Errors
     ///
-    /// [`SchedulerError::NoStep`], [`SchedulerError::Rows`] and [`SchedulerError::Answer`]; the step stays in flight.
+    /// [`SchedulerError::NoStep`], [`SchedulerError::Rows`] and [`SchedulerError::StepOutput`]; the step stays in flight.
     pub fn process_output(
         &mut self,
         now: u64,
