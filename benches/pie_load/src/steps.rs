@@ -229,10 +229,10 @@ pub(crate) fn prefill(
     let page_size = caps.kv_page_size;
     let mut rest = contexts;
     while !rest.is_empty() {
-        let mut room = FrameBudget::new(caps);
+        let mut budget = FrameBudget::new(caps);
         let fit = rest
             .iter()
-            .take_while(|context| room.reserve(context.tokens(), context.pages_needed(page_size)))
+            .take_while(|context| budget.reserve(context.tokens(), context.pages_needed(page_size)))
             .count();
         let (now, later) = rest.split_at_mut(fit.max(1));
         for context in &mut *now {

@@ -239,15 +239,15 @@ impl<'a> Scheduler<'a> {
     /// Forms the next frame; false when all is done.
     pub(crate) fn form(&mut self) -> Result<bool, LoadError> {
         let page_size = self.caps.kv_page_size;
-        let mut room = FrameBudget::new(self.caps);
+        let mut budget = FrameBudget::new(self.caps);
         for context in &self.running {
             // Requests were only let in as far as all last pages fit.
-            let _ = room.reserve(context.tokens(), context.lifetime_pages(page_size));
+            let _ = budget.reserve(context.tokens(), context.lifetime_pages(page_size));
         }
         while let Some(next) = self.waiting.front() {
             let pages = next.lifetime_pages(page_size);
             let promised = self.promised + pages;
-            if promised > self.caps.total_pages || !room.reserve(next.tokens(), pages) {
+            if promised > self.caps.total_pages || !budget.reserve(next.tokens(), pages) {
                 break;
             }
             self.promised = promised;

@@ -207,12 +207,12 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
     can exceed it, and must be split by its sender, as this project's runtime does.
     """
     requests = config.driver.options.max_forward_requests
-    room = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
-    room -= _image_bytes(config, config.model.hf_config)
+    budget = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
+    budget -= _image_bytes(config, config.model.hf_config)
     # Half of the space for tokens, half for pages; a whole context always fits.
     pool_tokens = facts.total_pages * facts.page_size
-    tokens = max(facts.context_length, min(pool_tokens, room // 2 // _TOKEN_BYTES))
-    if room < _TOKEN_BYTES * tokens + 4 * -(-tokens // facts.page_size):
+    tokens = max(facts.context_length, min(pool_tokens, budget // 2 // _TOKEN_BYTES))
+    if budget < _TOKEN_BYTES * tokens + 4 * -(-tokens // facts.page_size):
         raise StartError(
             f"a context of {tokens} tokens does not fit a request of {request_bytes} bytes",
             "set `context_length` in the options",
@@ -223,7 +223,7 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
         swap_pool_size=facts.host_pages,
         max_forward_tokens=tokens,
         max_forward_requests=requests,
-        max_page_refs=(room - _TOKEN_BYTES * tokens) // 4,
+        max_page_refs=(budget - _TOKEN_BYTES * tokens) // 4,
         max_logit_rows=UNLIMITED,
         max_prob_rows=UNLIMITED,
         max_custom_mask_bytes=UNLIMITED,
@@ -339,9 +339,9 @@ def _report(kind: str, text: str) -> None:
 
 def _fail(error: DriverError, begin: str = "") -> int:
     # A full stderr pipe must not keep the handshake open.
-    room = select.poll()
-    room.register(2, select.POLLOUT)
-    if room.poll(1000 * _STDERR_TIMEOUT_S):
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
+    if poller.poll(1000 * _STDERR_TIMEOUT_S):
         with contextlib.suppress(OSError):
             # In one call, because other threads may write.
             sys.stderr.write(f"{begin}{format_failure(error)}\n")

@@ -53,7 +53,7 @@ class ModelExecutor(Protocol):
     **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or SGLang.
     The caller then answers the request by an abort, asks :meth:`find_loss`, and ends the driver if
     the device is lost or :attr:`recovers` is false (`driver/failures.py`). Otherwise the engine
-    goes on: KV of the failed pass is undefined, everything else is as before.
+    continues: KV of the failed pass is undefined, everything else is as before.
     """
 
     @property
@@ -149,7 +149,7 @@ class ModelExecutor(Protocol):
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Starts to read an adapter on a thread, while the serving thread goes on.
+        """Starts to read an adapter on a thread, while the serving thread continues.
 
         Never blocks. What is wrong with the files shows in :meth:`finish_load`.
 
@@ -161,7 +161,7 @@ class ModelExecutor(Protocol):
         """
 
     def finish_load(self, number: int) -> bool:
-        """Goes on to make an adapter usable, in the place of a former one of its id.
+        """Makes a loaded adapter usable, replacing one of the same id.
 
         Blocks until it is read, then copies some layers of it into a slot. Call it after the
         load's `done`, and again until it returns True; passes, copies and other loads may come in
@@ -172,7 +172,7 @@ class ModelExecutor(Protocol):
 
         Raises:
             AdapterError: The adapter cannot be read or does not fit the model. Nothing has changed,
-                and the engine goes on.
+                and the engine continues.
         """
 
     def discard_load(self, number: int) -> None:

@@ -329,7 +329,7 @@ class SglangExecutor:
         self._with_adapters().begin_load(number, adapter_id, path, done)
 
     def finish_load(self, number: int) -> bool:
-        """Goes on with it; see `ModelExecutor.finish_load`."""
+        """Continues the load; see `ModelExecutor.finish_load`."""
         return self._with_adapters().finish_load(number)
 
     def discard_load(self, number: int) -> None:

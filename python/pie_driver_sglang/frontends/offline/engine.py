@@ -358,8 +358,8 @@ class Engine:
             for part in self._prompts.tokenized(prompts):
                 asked = []
                 for prompt in part:
-                    room = self.context_length - len(prompt.tokens)
-                    parameters = {**prompt.sampling.runtime_arguments(room), **extra}
+                    context_left = self.context_length - len(prompt.tokens)
+                    parameters = {**prompt.sampling.runtime_arguments(context_left), **extra}
                     if prompt.adapter is not None:
                         parameters["adapter_id"] = prompt.adapter
                     if prompt.logprobs is not None:

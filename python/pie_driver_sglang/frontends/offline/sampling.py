@@ -92,14 +92,14 @@ class SamplingParameters(NamedTuple):
         """The stop strings that are trimmed; as in SGLang also expressions that are plain texts."""
         return self.stop + tuple(text for text in self.stop_regex if _META.isdisjoint(text))
 
-    def runtime_arguments(self, room: int) -> dict[str, Any]:
+    def runtime_arguments(self, context_left: int) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`.
 
         Args:
-            room: Tokens that the context has left for the output.
+            context_left: Tokens that the context has left for the output.
         """
         wanted = self.max_new_tokens
-        most = max(0, room) if wanted is None else min(max(0, room), wanted)
+        most = max(0, context_left) if wanted is None else min(max(0, context_left), wanted)
         least = self.min_new_tokens
         if wanted is None or least <= wanted:
             least = min(least, most)

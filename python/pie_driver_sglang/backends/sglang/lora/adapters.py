@@ -139,7 +139,7 @@ class Adapters:
             lora.forget(self._manager, copying.loaded.uid)
 
     def finish_load(self, number: int) -> bool:
-        """Goes on with a load; see `ModelExecutor.finish_load`.
+        """Continues a load; see `ModelExecutor.finish_load`.
 
         Raises:
             AdapterError: It does not fit, and nothing has changed.
