@@ -149,8 +149,8 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
 
     from pie_driver_sglang.backends.sglang.compat.lora import slot_tensors
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.backends.sglang.lora import adapters
     from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.engine.lora import adapters
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))

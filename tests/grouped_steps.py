@@ -70,7 +70,7 @@ class Recorder:
     """Steps whose logits and graphs are kept."""
 
     def __init__(self, engine: Any, rows: list[int], grouped: list[int]) -> None:
-        from pie_driver_sglang.backends.sglang.eager_steps import CpuSteps
+        from pie_driver_sglang.engine.eager_steps import CpuSteps
 
         self.graphs: list[int] = []
         self.logits: list[Any] = []

@@ -98,7 +98,7 @@ def decode(
 def found_layers(runner: Any) -> Any:
     """The fused layers of a model; None where there are none."""
     from pie_driver_sglang.backends.sglang.compat.layers import UnknownLayer
-    from pie_driver_sglang.backends.sglang.layers.selection import fuse_layers
+    from pie_driver_sglang.engine.layers.selection import fuse_layers
 
     try:
         return fuse_layers(runner)
@@ -109,9 +109,9 @@ def found_layers(runner: Any) -> Any:
 def differences(config: DriverConfig) -> list[float]:
     """The largest difference of a logit, of each way but SGLang's."""
     from pie_driver_sglang.backends.sglang.attention import paged
-    from pie_driver_sglang.backends.sglang.layers import dense as dense_module
-    from pie_driver_sglang.backends.sglang.layers.small_batch import ExpertLayers
     from pie_driver_sglang.backends.sglang.load import load_engine
+    from pie_driver_sglang.engine.layers import dense as dense_module
+    from pie_driver_sglang.engine.layers.small_batch import ExpertLayers
     from pie_driver_sglang.kernels.gemm import dense_layers
 
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -120,7 +120,7 @@ def differences(config: DriverConfig) -> list[float]:
     server.unlink()
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
-    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     expected = decode(server, engine, Contexts(0, page_size, vocab))
     runner = engine.runner
     paged.install(runner)
@@ -201,8 +201,8 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context as it is decoded alone."""
     from pie_driver_sglang.kernels.attention import single_decode
 
-    last, facts = len(LENGTHS) - 1, engine.facts
-    contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
+    last, info = len(LENGTHS) - 1, engine.model_info
+    contexts = Contexts(128, info.page_size, info.vocab_size, only=last)
     kernel = mock.Mock(wraps=single_decode.attend_lone)
     with (
         # Halves of such heads are too small for a GPU.
@@ -254,7 +254,7 @@ def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
     """Logits of steps whose products go by tiles, all of them or two of a layer."""
     from pie_driver_sglang.kernels.gemm import tiled
 
-    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     layers = len(engine.runner.model.model.layers)
     middle = engine.runner.model.config.intermediate_size
     for whole in (True, False):
@@ -328,7 +328,7 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     Args:
         name: The attribute of `dense` that has the kernels of few rows.
     """
-    from pie_driver_sglang.backends.sglang.layers import small_batch
+    from pie_driver_sglang.engine.layers import small_batch
     from pie_driver_sglang.kernels.gemm import wgmma
     from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
     from pie_driver_sglang.kernels.gemm.small_m import Cut
@@ -360,8 +360,8 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
         # One row, and more than all products take in batches.
         for rows in (1, 9):
             assert isinstance(batches._find(rows, layers[0])[0], Cut)
-        facts = engine.facts
-        contexts = Contexts(384, facts.page_size, facts.vocab_size)
+        info = engine.model_info
+        contexts = Contexts(384, info.page_size, info.vocab_size)
         with mock.patch.object(dense, name, batches):
             found = decode(server, engine, contexts, dense.applied)
     kinds = [ProductKind.STORES, ProductKind.ADDS]
@@ -374,7 +374,7 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 @contextlib.contextmanager
 def ranked(runner: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
-    from pie_driver_sglang.backends.sglang.layers import selection
+    from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 
     def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
@@ -400,7 +400,7 @@ def check_ranks(runner: Any) -> None:
     import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
-    from pie_driver_sglang.backends.sglang.layers import selection
+    from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
@@ -478,7 +478,7 @@ def check_weights(runner: Any) -> None:
 @contextlib.contextmanager
 def by_libraries() -> Iterator[mock.Mock]:
     """Within, a library multiplies in mixtures of experts, as it does in steps of many rows."""
-    from pie_driver_sglang.backends.sglang.layers import small_batch
+    from pie_driver_sglang.engine.layers import small_batch
     from pie_driver_sglang.kernels.gemm import small_m as kernels
 
     with (

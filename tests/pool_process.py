@@ -17,7 +17,7 @@ def copy_in_pools(connection: Connection, stderr: str) -> None:
     Sends for each pool its name and what every page holds afterwards, as the number of the page
     that it was copied from; -1 where its layers, keys or values disagree.
     """
-    from pie_driver_sglang.backends.sglang.page_pools import PagePools, page_buffers
+    from pie_driver_sglang.engine.page_pools import PagePools, page_buffers
 
     drivers.redirect_output(stderr)
     results: list[tuple[str, list[int]]] = []
@@ -43,7 +43,7 @@ def states_in_pool(connection: Connection, stderr: str) -> None:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     from pie_driver_sglang.backends.sglang.compat.pools import widen
-    from pie_driver_sglang.backends.sglang.state_pool import StatePool
+    from pie_driver_sglang.engine.state_pool import StatePool
 
     drivers.redirect_output(stderr)
     plain = ReqToTokenPool(size=5, max_context_len=8, device="cpu", enable_memory_saver=False)

@@ -183,7 +183,7 @@ class TestFolding:
     """Norms whose weights go into the matrices after them."""
 
     def test_weights_are_updated_no_more(self) -> None:
-        from pie_driver_sglang.backends.sglang.layers import selection
+        from pie_driver_sglang.engine.layers import selection
 
         runner, layer = make_runner(Model()), make_layer()
         update = runner.weight_updater.update_weights_from_tensor
@@ -214,7 +214,7 @@ class TestFolding:
         "layer", [make_layer(torch.float16), make_layer(biased=True)], ids=["float16", "bias"]
     )
     def test_what_keeps_its_norms_can_be_updated(self, layer: Any) -> None:
-        from pie_driver_sglang.backends.sglang.layers import selection
+        from pie_driver_sglang.engine.layers import selection
 
         runner = make_runner(Model())
         assert not selection._fold(runner, [layer])

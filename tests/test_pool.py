@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import drivers
 import pool_process
-from pie_driver_sglang.backends.sglang.page_pools import PagePools, host_pages, page_bytes
+from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_bytes
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import host
 

@@ -29,7 +29,7 @@ import runtime_client as rc
 import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
-from pie_driver_sglang.backends.sglang.parallel_sampling import FEWEST_DIVIDED, rank_slots
+from pie_driver_sglang.engine.parallel_sampling import FEWEST_DIVIDED, rank_slots
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.ranks import worker
 from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pack, unpack
@@ -322,18 +322,18 @@ def with_another_model(other: str, arguments: Sequence[str]) -> list[str]:
 
 def with_a_broken_copy(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts."""
-    from pie_driver_sglang.backends.sglang.executor import SglangExecutor
+    from pie_driver_sglang.engine.backend_executor import BackendExecutor
 
-    copy = SglangExecutor.copy_pages
+    copy = BackendExecutor.copy_pages
 
     def copy_but_page_5(
-        engine: SglangExecutor, direction: str, sources: Sequence[int], targets: Sequence[int]
+        engine: BackendExecutor, direction: str, sources: Sequence[int], targets: Sequence[int]
     ) -> None:
         if 5 in sources:
             raise OSError("no such page")
         copy(engine, direction, sources, targets)
 
-    SglangExecutor.copy_pages = copy_but_page_5  # type: ignore[method-assign]
+    BackendExecutor.copy_pages = copy_but_page_5  # type: ignore[method-assign]
     return list(arguments)
 
 
@@ -649,7 +649,7 @@ def flat(values: Any) -> list[Any]:
 
 def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts: its log says what it samples."""
-    from pie_driver_sglang.backends.sglang import eager_steps
+    from pie_driver_sglang.engine import eager_steps
 
     sample = eager_steps.sample_rows
 

@@ -98,11 +98,11 @@ def larger(steps: Any, arguments: argparse.Namespace) -> Any:
 def check_fields(arguments: argparse.Namespace) -> None:
     """Prints what the larger graph would read of the block."""
     engine, steps = serve_here(arguments)
-    graph, facts = larger(steps, arguments), engine.facts
+    graph, info = larger(steps, arguments), engine.model_info
     table = engine.runner.req_to_token_pool.req_to_token
     limits = {
-        "input_ids": facts.vocab_size,
-        "out_cache_loc": (facts.total_pages + 1) * PAGE,
+        "input_ids": info.vocab_size,
+        "out_cache_loc": (info.total_pages + 1) * PAGE,
         "req_pool_indices": table.shape[0],
         "seq_lens": table.shape[1] + 1,
     }
@@ -116,7 +116,7 @@ def check_fields(arguments: argparse.Namespace) -> None:
 
 def check_staged(arguments: argparse.Namespace) -> None:
     """Launches the larger graph over rows that it may compute."""
-    from pie_driver_sglang.backends.sglang.graph_runner import stage_blank
+    from pie_driver_sglang.engine.graph_runner import stage_blank
 
     _, steps = serve_here(arguments)
     stage_blank(larger(steps, arguments))

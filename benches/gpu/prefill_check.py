@@ -89,7 +89,7 @@ class Prefill:
             places.append(slots[:length])
         total, sizes = sum(lengths), torch.tensor(lengths)
         on_device = sizes.to(device)
-        vocabulary = engine.facts.vocab_size
+        vocabulary = engine.model_info.vocab_size
         self._engine = engine
         self._inputs = PassInputs(
             input_ids=torch.randint(vocabulary, (total,), device=device),
@@ -136,8 +136,8 @@ class Graph:
     """A pass as the driver's graph of at least so many rows."""
 
     def __init__(self, engine: Any, rows: int, one: Prefill) -> None:
-        from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
-        from pie_driver_sglang.backends.sglang.graph_runner import stage_blank
+        from pie_driver_sglang.engine.cuda_graphs import CudaSteps
+        from pie_driver_sglang.engine.graph_runner import stage_blank
 
         steps = CudaSteps(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
         self._states: torch.Tensor = engine.hidden.states

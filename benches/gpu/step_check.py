@@ -73,8 +73,8 @@ class Steps:
     ) -> None:
         """Prints a line for each length."""
         from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-        from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
-        from pie_driver_sglang.backends.sglang.layers import dense
+        from pie_driver_sglang.engine.cuda_graphs import CudaSteps
+        from pie_driver_sglang.engine.layers import dense
         from pie_driver_sglang.kernels.attention import split_plan
 
         usual, changed = split_plan.split_tuning, dict(way)
@@ -109,7 +109,7 @@ class Steps:
     @contextlib.contextmanager
     def _without_batches(self) -> Iterator[None]:
         """Within, layers have no kernels of batches."""
-        from pie_driver_sglang.backends.sglang.layers.selection import fuse_layers
+        from pie_driver_sglang.engine.layers.selection import fuse_layers
         from pie_driver_sglang.kernels.gemm import wgmma
 
         with mock.patch.object(wgmma, "runs_on", lambda _: False):
@@ -138,7 +138,7 @@ class Steps:
         fields["req_pool_indices"][:] = torch.arange(1, rows + 1)
         fields["out_cache_loc"][:] = slots[:rows, length - 1].cpu()
         # Rows of the same text would take the same experts.
-        fields["input_ids"][:] = torch.randint(self.engine.facts.vocab_size, (rows,))
+        fields["input_ids"][:] = torch.randint(self.engine.model_info.vocab_size, (rows,))
         torch.cuda.synchronize()
         return min(steps.time(rows, REPEATS) for _ in range(ROUNDS))
 

@@ -1,4 +1,4 @@
-"""The interface between a serving loop and a loaded model: `ModelExecutor` and its `Facts`."""
+"""The interface between a serving loop and a loaded model: `ModelExecutor` and its `ModelInfo`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.kernels.sampling.outputs import Outputs
 
 
-class Facts(NamedTuple):
+class ModelInfo(NamedTuple):
     """Sizes and names of a loaded model; the same on all ranks."""
 
     total_pages: int
@@ -73,7 +73,7 @@ class ModelExecutor(Protocol):
         """
 
     @property
-    def facts(self) -> Facts:
+    def model_info(self) -> ModelInfo:
         """Sizes and names of the loaded model."""
 
     @property

@@ -34,11 +34,11 @@ HIDDEN_COPIES: Final = 5
 """Hidden states of a row that exist at once: residual, normalized input, a layer's output, one in
 a collective operation, and the previous pass's, not sampled yet. An estimate."""
 LOGIT_BYTES: Final = 10
-"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `backends/sglang/executor.py`."""
+"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `engine/backend_executor.py`."""
 DISTRIBUTION_BYTES: Final = 40
 """Additional bytes per logit of a sorted distribution; see `sampling.groups.most_probable`."""
 PAGE_STAGING_BYTES: Final = 64 << 20
-"""Staging area for swapped pages: `STAGING_BYTES` in `backends/sglang/page_pools.py`."""
+"""Staging area for swapped pages: `STAGING_BYTES` in `engine/page_pools.py`."""
 INPUT_BYTES: Final = 48
 """SGLang's eager input buffers, per token of the pool: six int64 values."""
 ATTENTION_MASK_WORDS: Final = 1 << 20

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import Broadcast, GraphPath, Pass, SlotGroup
-    from pie_driver_sglang.engine.executor import Facts
+    from pie_driver_sglang.engine.executor import ModelInfo
     from pie_driver_sglang.kernels.sampling.outputs import Outputs
     from pie_driver_sglang.ranks.commands import RankExecutor
 
@@ -52,9 +52,9 @@ class LeaderExecutor:
         return self._engine.find_loss() if self.recovers else None
 
     @property
-    def facts(self) -> Facts:
+    def model_info(self) -> ModelInfo:
         """Sizes and names, equal on all ranks."""
-        return self._engine.facts
+        return self._engine.model_info
 
     @property
     def active(self) -> Mapping[str, Any]:

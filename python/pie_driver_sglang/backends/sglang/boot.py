@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pie_driver_sglang.backends.sglang import load_check, measure, process_groups, support
+from pie_driver_sglang.backends.sglang import load_check, measure, support
 from pie_driver_sglang.backends.sglang.attention import paged
 from pie_driver_sglang.backends.sglang.compat import corrections, texts
 from pie_driver_sglang.backends.sglang.compat.model import (
@@ -32,9 +32,10 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     prepare_layers,
     publish_settings,
 )
-from pie_driver_sglang.backends.sglang.lora import adapters
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.lora import adapters
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.limits import row_pages
 from pie_driver_sglang.memory.plan import table

@@ -5,30 +5,31 @@ from __future__ import annotations
 import logging
 
 from pie_driver_sglang._core import Planner
-from pie_driver_sglang.backends.sglang import process_groups, support
+from pie_driver_sglang.backends.sglang import support
 from pie_driver_sglang.backends.sglang.boot import Booted, boot, within
 from pie_driver_sglang.backends.sglang.compat.layers import UnknownLayer, expect
 from pie_driver_sglang.backends.sglang.compat.lora import manager_of
 from pie_driver_sglang.backends.sglang.compat.model import ModelRunner, resolved
 from pie_driver_sglang.backends.sglang.compat.pools import paged
-from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
-from pie_driver_sglang.backends.sglang.eager_steps import CpuSteps
-from pie_driver_sglang.backends.sglang.executor import SglangExecutor
-from pie_driver_sglang.backends.sglang.graph_runner import GraphRunner
-from pie_driver_sglang.backends.sglang.layers.selection import (
+from pie_driver_sglang.backends.sglang.measure import chosen_experts
+from pie_driver_sglang.config.arch import arch_name
+from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.backend_executor import BackendExecutor
+from pie_driver_sglang.engine.cuda_graphs import CudaSteps
+from pie_driver_sglang.engine.eager_steps import CpuSteps
+from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.graph_runner import GraphRunner
+from pie_driver_sglang.engine.layers.selection import (
     FusedLayers,
     fuse_layers,
     known_layers,
 )
-from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
-from pie_driver_sglang.backends.sglang.measure import chosen_experts
-from pie_driver_sglang.backends.sglang.page_pools import PagePools, host_pages, page_buffers
-from pie_driver_sglang.backends.sglang.state_pool import StatePool
-from pie_driver_sglang.backends.sglang.vision import find_vision
-from pie_driver_sglang.config.arch import arch_name
-from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.config.types import DriverConfig
-from pie_driver_sglang.engine.executor import Facts
+from pie_driver_sglang.engine.lora.adapters import Adapters
+from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
+from pie_driver_sglang.engine.state_pool import StatePool
+from pie_driver_sglang.engine.vision import find_vision
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.graphs import GraphSpec, graph_specs
 from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens, decode_batch_sizes
@@ -44,7 +45,7 @@ DRAFT_CONTEXT_BYTES = 2**30
 """Host memory for what contexts have said; the one that was not used for longest is forgotten."""
 
 
-def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, SglangExecutor]:
+def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, BackendExecutor]:
     """Loads a rank's part of the model and plans for its sizes.
 
     Raises:
@@ -57,7 +58,7 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
 
 def _load_engine(
     config: DriverConfig, rank: Rank, booted: Booted
-) -> tuple[Planner, SglangExecutor]:
+) -> tuple[Planner, BackendExecutor]:
     runner, options = booted.runner, config.driver.options
     settings, model_config = resolved(runner), runner.model_config
     buffers = page_buffers(paged(runner.token_to_kv_pool))
@@ -73,7 +74,7 @@ def _load_engine(
         slots, most = adapters.slots, options.max_lora_rank
         logger.info("adapters: %d slots of rank %d, %s", slots, most, settings.lora_backend)
     active = Active()
-    facts = Facts(
+    info = ModelInfo(
         total_pages=runner.max_total_num_tokens // settings.page_size,
         page_size=settings.page_size,
         vocab_size=model_config.vocab_size,
@@ -95,24 +96,24 @@ def _load_engine(
     total = booted.plan.device.total
     chunk = chunk_tokens(runner.device, total, options.chunked_prefill_size)
     planner = Planner(
-        page_size=facts.page_size,
-        total_pages=facts.total_pages,
-        vocab_size=facts.vocab_size,
-        max_positions=facts.context_length,
+        page_size=info.page_size,
+        total_pages=info.total_pages,
+        vocab_size=info.vocab_size,
+        max_positions=info.context_length,
         row_pages=booted.row_pages,
         max_requests=booted.max_requests,
         chunk_tokens=chunk,
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
-        states=facts.state_slots,
+        states=info.state_slots,
         masks=obstacle is None,
-        adapter_slots=facts.adapter_slots,
+        adapter_slots=info.adapter_slots,
         vision=vision,
     )
     if options.spec_ngram_enabled:
-        _draft(planner, facts, options)
-    active.choose("attention", facts.attention_backend, booted.attention)
-    engine = SglangExecutor(booted, planner, facts, pools, adapters, states)
+        _draft(planner, info, options)
+    active.choose("attention", info.attention_backend, booted.attention)
+    engine = BackendExecutor(booted, planner, info, pools, adapters, states)
     engine.fused = _fuse(engine.runner, options, active)
     specs = graph_specs(
         options.max_forward_requests,
@@ -145,11 +146,11 @@ def _fuse(runner: ModelRunner, options: DriverOptions, active: Active) -> FusedL
     return found
 
 
-def _draft(planner: Planner, facts: Facts, options: DriverOptions) -> None:
+def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
     """Gives the planner a drafter."""
-    if facts.state_slots:
+    if info.state_slots:
         raise StartError(
-            f"{facts.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
+            f"{info.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
             "back",
             "set `spec_ngram_enabled = false`",
         )
@@ -160,13 +161,13 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions) -> None:
         max_n=options.spec_ngram_max_n,
         capacity=options.spec_ngram_capacity,
         context_bytes=DRAFT_CONTEXT_BYTES,
-        host_pages=facts.host_pages,
+        host_pages=info.host_pages,
         rungs=decode_batch_sizes(options.max_forward_requests),
     )
 
 
 def _steps(
-    engine: SglangExecutor,
+    engine: BackendExecutor,
     options: DriverOptions,
     specs: list[GraphSpec],
     adapters: Adapters | None,
@@ -176,7 +177,7 @@ def _steps(
     obstacle = support.graph_path_obstacle(engine.runner)
     if options.disable_cuda_graph:
         obstacle = "`disable_cuda_graph` is set"
-    elif engine.facts.state_slots:
+    elif engine.model_info.state_slots:
         obstacle = "the model keeps recurrent state"
     active.choose("steps", "eager" if obstacle else "graph path", obstacle)
     if obstacle is not None:

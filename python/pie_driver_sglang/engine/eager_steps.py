@@ -9,7 +9,7 @@ import torch
 
 from pie_driver_sglang._core import GraphPath
 from pie_driver_sglang.backends.sglang.compat.attention import attending
-from pie_driver_sglang.backends.sglang.graph_runner import (
+from pie_driver_sglang.engine.graph_runner import (
     CPU_ROWS_PER_REQUEST,
     GraphRunner,
     StepGraph,
@@ -17,14 +17,14 @@ from pie_driver_sglang.backends.sglang.graph_runner import (
     slot_params,
     slot_records,
 )
-from pie_driver_sglang.backends.sglang.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.engine.parallel_sampling import RankSlots, rank_slots
 from pie_driver_sglang.kernels.sampling.logprobs_reference import Places, place_words
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, sample_rows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.hidden_states import Hidden
+    from pie_driver_sglang.engine.hidden_states import Hidden
 
 
 class CpuSteps(GraphRunner):

@@ -14,7 +14,7 @@ import torch
 from pie_driver_sglang._core import STEP_TOP, GraphPath
 from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, capturing
 from pie_driver_sglang.backends.sglang.compat.ranks import place_of
-from pie_driver_sglang.backends.sglang.graph_runner import (
+from pie_driver_sglang.engine.graph_runner import (
     GraphRunner,
     StagedDecode,
     StepGraph,
@@ -23,14 +23,14 @@ from pie_driver_sglang.backends.sglang.graph_runner import (
     slot_records,
     stage_blank,
 )
-from pie_driver_sglang.backends.sglang.parallel_sampling import RankSlots, rank_slots
-from pie_driver_sglang.backends.sglang.progress import progress_type
+from pie_driver_sglang.engine.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.engine.progress import progress_type
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.hidden_states import Hidden, StepModel
-    from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
+    from pie_driver_sglang.engine.hidden_states import Hidden, StepModel
+    from pie_driver_sglang.engine.lora.adapters import Adapters
     from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
 
@@ -197,7 +197,7 @@ class CudaSteps(GraphRunner):
         header = fields["header"]
         words = self._device_mask_words
         # A mask for each slot; few steps have more words, for a long prefix or many biases.
-        expected = graph.slots * -(-engine.facts.vocab_size // 32)
+        expected = graph.slots * -(-engine.model_info.vocab_size // 32)
         sampler.fetch(self._mask_words, words, header[3:4], expected)
         # Changes for which the block has no room come before the masks.
         changed = fields["table_updates"].view(-1, 2)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pie_driver_sglang._core import WARM_UP_ADAPTER
-from pie_driver_sglang.backends.sglang import process_groups
 from pie_driver_sglang.backends.sglang.compat import lora
 from pie_driver_sglang.backends.sglang.compat.lora import LoRAManager, WrappedLinear, WrappedTable
 from pie_driver_sglang.backends.sglang.compat.model import uses_latent_attention
 from pie_driver_sglang.backends.sglang.compat.settings import lora_targets, lora_targets_changed
-from pie_driver_sglang.backends.sglang.lora.files import (
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.lora.files import (
     EMBEDDINGS,
     Adapter,
     Base,
@@ -28,7 +28,7 @@ from pie_driver_sglang.backends.sglang.lora.files import (
     checkpoint_name,
     read,
 )
-from pie_driver_sglang.backends.sglang.lora.loader import Loader
+from pie_driver_sglang.engine.lora.loader import Loader
 from pie_driver_sglang.errors import AdapterError, StartError, quoted
 from pie_driver_sglang.memory.host import Budget
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
     from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
     from pie_driver_sglang.backends.sglang.compat.ranks import GroupCoordinator
-    from pie_driver_sglang.backends.sglang.layers.selection import FusedLayers
-    from pie_driver_sglang.engine.executor import Facts
+    from pie_driver_sglang.engine.executor import ModelInfo
+    from pie_driver_sglang.engine.layers.selection import FusedLayers
     from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
 
 
@@ -64,7 +64,7 @@ class StepModel(Protocol):
     """A model as the graph path runs it: see `GraphRunner`."""
 
     runner: ModelRunner
-    facts: Facts
+    model_info: ModelInfo
     table_pages: torch.Tensor
     """``[block-table entries, page size]``: the storage slots of each page of each row."""
     history: TokenHistory

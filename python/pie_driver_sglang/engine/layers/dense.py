@@ -16,7 +16,7 @@ import torch
 from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
 from pie_driver_sglang.backends.sglang.compat.layers import Layer
 from pie_driver_sglang.backends.sglang.compat.passes import is_decode, run_instead
-from pie_driver_sglang.backends.sglang.layers.small_batch import (
+from pie_driver_sglang.engine.layers.small_batch import (
     NARROW,
     FewRows,
     attend_unscaled,

@@ -23,13 +23,13 @@ from pie_driver_sglang._core import (
 )
 from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
 from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, PassInputs, make_batch
-from pie_driver_sglang.backends.sglang.staging import views
+from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.hidden_states import Hidden, StepModel
+    from pie_driver_sglang.engine.hidden_states import Hidden, StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class GraphRunner(abc.ABC):
             slots: Rows of a step that can be sampled, at most.
         """
         self._engine = engine
-        runner, vocab = engine.runner, engine.facts.vocab_size
+        runner, vocab = engine.runner, engine.model_info.vocab_size
         self._device = torch.device(runner.device)
         self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
@@ -104,7 +104,7 @@ class GraphRunner(abc.ABC):
         self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
         # Besides, block-table changes of one context for which the block has no room.
-        pages = engine.runner.req_to_token_pool.req_to_token.shape[1] // engine.facts.page_size
+        pages = engine.runner.req_to_token_pool.req_to_token.shape[1] // engine.model_info.page_size
         words = slots * -(-vocab // 32) + 2 * pages + (STEP_EXTRA_WORDS if extended else 0)
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
@@ -157,7 +157,7 @@ class GraphRunner(abc.ABC):
         crash in CUDA's own code (``benches/gpu/launch_fault_check.py``).
         """
         table = self._engine.runner.req_to_token_pool.req_to_token
-        vocab = self._engine.facts.vocab_size
+        vocab = self._engine.model_info.vocab_size
         ends = {"input_ids": vocab, "req_pool_indices": len(table), "seq_lens": table.shape[1] + 1}
         for name, end in ends.items():
             field = graph.host[name]
@@ -182,7 +182,7 @@ class GraphRunner(abc.ABC):
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""
-        return logits[:, : self._engine.facts.vocab_size]
+        return logits[:, : self._engine.model_info.vocab_size]
 
     def _forward_batch(self, graph: StepGraph) -> ForwardBatch:
         rows, fields = graph.rows, graph.device

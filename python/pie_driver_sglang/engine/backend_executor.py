@@ -27,12 +27,12 @@ from pie_driver_sglang.backends.sglang.compat.passes import (
     is_prefill,
     make_batch,
 )
-from pie_driver_sglang.backends.sglang.device import find_loss
-from pie_driver_sglang.backends.sglang.hidden_states import Hidden, RowLogits
 from pie_driver_sglang.backends.sglang.measure import free_bytes, weight_bytes
-from pie_driver_sglang.backends.sglang.staging import views
-from pie_driver_sglang.backends.sglang.vision import ImageInputs
-from pie_driver_sglang.engine.executor import Facts
+from pie_driver_sglang.engine.device import find_loss
+from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.hidden_states import Hidden, RowLogits
+from pie_driver_sglang.engine.staging import views
+from pie_driver_sglang.engine.vision import ImageInputs
 from pie_driver_sglang.kernels.sampling.logprobs_reference import PLACE_WORDS, Places, place_words
 from pie_driver_sglang.kernels.sampling.outputs import Outputs
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, run_group
@@ -43,11 +43,11 @@ from pie_driver_sglang.memory.types import Loaded
 if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
     from pie_driver_sglang.backends.sglang.boot import Booted
-    from pie_driver_sglang.backends.sglang.graph_runner import GraphRunner
-    from pie_driver_sglang.backends.sglang.layers.selection import FusedLayers
-    from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
-    from pie_driver_sglang.backends.sglang.page_pools import PagePools
-    from pie_driver_sglang.backends.sglang.state_pool import StatePool
+    from pie_driver_sglang.engine.graph_runner import GraphRunner
+    from pie_driver_sglang.engine.layers.selection import FusedLayers
+    from pie_driver_sglang.engine.lora.adapters import Adapters
+    from pie_driver_sglang.engine.page_pools import PagePools
+    from pie_driver_sglang.engine.state_pool import StatePool
     from pie_driver_sglang.ranks.commands import Forward
 
 
@@ -66,7 +66,7 @@ class _Block:
         return self.fields[name]
 
 
-class SglangExecutor:
+class BackendExecutor:
     """Implements `ModelExecutor`, or a rank's part of one."""
 
     recovers = True
@@ -75,7 +75,7 @@ class SglangExecutor:
         self,
         booted: Booted,
         planner: Planner,
-        facts: Facts,
+        info: ModelInfo,
         pools: PagePools,
         adapters: Adapters | None,
         states: StatePool | None,
@@ -86,7 +86,7 @@ class SglangExecutor:
         self._adapters = adapters
         self._states = states
         self._row_adapters: list[int] | None = None
-        self.facts = facts
+        self.model_info = info
         device = torch.device(self.runner.device)
         layout = dict(planner.layout)
         on_cuda = device.type == "cuda"
@@ -101,15 +101,13 @@ class SglangExecutor:
         if on_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         table = self.runner.req_to_token_pool.req_to_token
-        self.table_pages = table.view(-1, facts.page_size)
-        self.history = TokenHistory(
-            table, (facts.total_pages + 1) * facts.page_size, facts.vocab_size
-        )
+        self.table_pages = table.view(-1, info.page_size)
+        self.history = TokenHistory(table, (info.total_pages + 1) * info.page_size, info.vocab_size)
         """What was produced by requests with penalties."""
-        self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
+        self._page_offsets = torch.arange(info.page_size, dtype=table.dtype, device=device)
         self._masked_attention = MaskedAttention(self.runner)
         chunk_tokens = layout["input_ids"][2]
-        self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
+        self._images = ImageInputs(self.runner, chunk_tokens, placeholder=info.vocab_size)
         self.steps: GraphRunner | None = None
         self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""

@@ -15,7 +15,7 @@ import torch
 
 from pie_driver_sglang.backends.sglang.compat.passes import is_decode, run_instead
 from pie_driver_sglang.backends.sglang.compat.quantized import QuantizedLinear
-from pie_driver_sglang.backends.sglang.layers.small_batch import attend
+from pie_driver_sglang.engine.layers.small_batch import attend
 from pie_driver_sglang.kernels.gemm import dense_layers, fp8_gemv, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.dense_layers import Norm, Scale
 from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind, RowProduct

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.backends.sglang import process_groups
 from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
 from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
 from pie_driver_sglang.backends.sglang.compat.layers import (
@@ -28,9 +27,10 @@ from pie_driver_sglang.backends.sglang.compat.loading import refuse_updates
 from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.pools import keeps_heads
 from pie_driver_sglang.backends.sglang.compat.ranks import place_of, shares_memory, tensor_group
-from pie_driver_sglang.backends.sglang.layers.dense import DenseLayers
-from pie_driver_sglang.backends.sglang.layers.fp8 import QuantizedLayers
-from pie_driver_sglang.backends.sglang.layers.small_batch import ExpertLayers, FewRows
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.layers.dense import DenseLayers
+from pie_driver_sglang.engine.layers.fp8 import QuantizedLayers
+from pie_driver_sglang.engine.layers.small_batch import ExpertLayers, FewRows
 from pie_driver_sglang.kernels.comm import all_reduce_norm
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.gemm import dense_layers
