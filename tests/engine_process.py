@@ -35,7 +35,7 @@ def count_images(config_path: str, connection: Connection, stderr: str) -> None:
         stderr: Where to log.
     """
     server, engine = _start(config_path, stderr)
-    model = engine.runner.model
+    model = engine.backend.runner.model
     encode = model.get_image_feature
     calls: list[int] = []
 

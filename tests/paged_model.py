@@ -95,14 +95,14 @@ def decode(
     return torch.stack(found)
 
 
-def found_layers(runner: Any) -> Any:
+def found_layers(backend: Any) -> Any:
     """The fused layers of a model; None where there are none."""
-    from pie_driver_sglang.backends.sglang.compat.layers import UnknownLayer
     from pie_driver_sglang.engine.layers.selection import fuse_layers
+    from pie_driver_sglang.engine.layers.weights import UnsupportedLayer
 
     try:
-        return fuse_layers(runner)
-    except UnknownLayer:
+        return fuse_layers(backend)
+    except UnsupportedLayer:
         return None
 
 
@@ -122,17 +122,17 @@ def differences(config: DriverConfig) -> list[float]:
     server.serve(planner, engine.block, print)
     page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     expected = decode(server, engine, Contexts(0, page_size, vocab))
-    runner = engine.runner
-    paged.install(runner)
+    own = engine.backend
+    runner = own.runner
+    paged.install(runner, engine.block_table)
     # There is no device to ask on the CPU.
     device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with mock.patch("torch.cuda.get_device_properties", return_value=device):
         runner.init_attention_backends()
-    backend = runner.attn_backend.decode_backend
-    assert isinstance(backend, paged.PagedDecode)
+    assert isinstance(runner.attn_backend.decode_backend, paged.PagedDecodeBackend)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
-    dense = found_layers(runner)
+    dense = found_layers(own)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
     if isinstance(dense, ExpertLayers):
         assert dense.takes(64)
@@ -145,7 +145,7 @@ def differences(config: DriverConfig) -> list[float]:
         assert unscaled.called
         found.append(by_batches(server, engine, dense, "_layers"))
         found.append(alone(server, engine, dense, expected))
-        check_experts(runner)
+        check_experts(own)
     elif dense is not None:
         few = dense._few
         # The kernels of few rows, where norms are folded; then the others.
@@ -186,10 +186,10 @@ def differences(config: DriverConfig) -> list[float]:
             expected_calls = stored and folds
             assert many.call_count == expected_calls, many.call_count
         check_ways(engine, dense)
-        check_weights(runner)
-        with mock.patch.object(dense_layers, "tiling", small_tiling), ranked(runner) as ranks:
+        check_weights(own)
+        with mock.patch.object(dense_layers, "tiling", small_tiling), ranked(own) as ranks:
             found.append(decode(server, engine, Contexts(128, page_size, vocab), ranks.applied))
-        check_ranks(runner)
+        check_ranks(own)
     check_fa3()
     check_vision()
     check_prefills(runner)
@@ -212,11 +212,11 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     ):
         found = expected.clone()
         found[:, last:] = decode(server, engine, contexts, dense.applied)
-        calls = STEPS * len(engine.runner.model.model.layers)
+        calls = STEPS * len(engine.backend.runner.model.model.layers)
         assert kernel.call_count == calls
         # Models do not differ in who finds the kernel.
-        if engine.runner.model_config.hf_config.model_type == "qwen3":
-            with clustered(engine.runner) as clusters:
+        if engine.backend.runner.model_config.hf_config.model_type == "qwen3":
+            with clustered(engine.backend) as clusters:
                 again = decode(server, engine, contexts, dense.applied)
             assert clusters.call_count == calls
             assert float((again - found[:, last:]).abs().max()) < TOLERANCE
@@ -224,11 +224,10 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
 
 
 @contextlib.contextmanager
-def clustered(runner: Any) -> Iterator[mock.Mock]:
+def clustered(backend: Any) -> Iterator[mock.Mock]:
     """Within, rows alone are attended to as by clusters, which take a GPU: by Triton's kernel."""
     import torch
 
-    from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
     from pie_driver_sglang.kernels.attention import cluster_decode, single_decode
 
     def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
@@ -241,7 +240,7 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
         return single_decode.attend_lone(qkv, heads, row, arrived, scale, tuning)
 
     kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
-    found: Any = decode_backend(runner) or runner.attn_backend
+    found: Any = backend.decode_attention
     # No kernel was found for its heads, as they are on no GPU.
     assert set(found._clustered_heads.values()) == {None}
     found._clustered_heads.clear()
@@ -255,8 +254,8 @@ def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
     from pie_driver_sglang.kernels.gemm import tiled
 
     page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
-    layers = len(engine.runner.model.model.layers)
-    middle = engine.runner.model.config.intermediate_size
+    layers = len(engine.backend.runner.model.model.layers)
+    middle = engine.backend.runner.model.config.intermediate_size
     for whole in (True, False):
 
         def small(
@@ -372,7 +371,7 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def ranked(runner: Any) -> Iterator[Any]:
+def ranked(backend: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
     from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
@@ -384,22 +383,23 @@ def ranked(runner: Any) -> Iterator[Any]:
     sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
     sums.add_norm.side_effect = add_norm
     with mock.patch.object(selection, "_all_reduce", lambda *_: sums):
-        dense = selection.fuse_layers(runner)
+        dense = selection.fuse_layers(backend)
     assert dense is not None
     assert dense.takes(256)
     assert not dense.takes(257)
-    model = runner.model.model
+    model = backend.runner.model.model
     with mock.patch.object(dense, "_prefills", True), dense.prefilling():
         assert "forward" not in vars(model)
     yield dense
     assert sums.add_norm.call_count == 2 * STEPS * len(model.layers)
 
 
-def check_ranks(runner: Any) -> None:
+def check_ranks(backend: Any) -> None:
     """Two or four ranks add up in the norm where they share memory."""
     import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
+    from pie_driver_sglang.backends.sglang.compat.ranks import TensorGroup
     from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
 
@@ -410,25 +410,21 @@ def check_ranks(runner: Any) -> None:
     )
     cases = ((3, reaches), (2, None), (2, object()), (2, disabled), (2, reaches), (4, reaches))
     for ranks, reach in cases:
-        group = mock.Mock(ca_comm=reach)
-        with (
-            mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
-            mock.patch.object(selection, "tensor_group", return_value=group),
-            fails as share,
-        ):
-            assert found_layers(runner) is None
+        group = TensorGroup(mock.Mock(ca_comm=reach, world_size=ranks, rank_in_group=0))
+        with mock.patch.object(backend, "group", group), fails as share:
+            assert found_layers(backend) is None
             assert share.called == (ranks != 3 and reach is reaches)
     for ranks in (2, 4):
 
         def memory(group: Any, device: Any, size: int, ranks: int = ranks) -> PeerMemory:
             return PeerMemory([torch.zeros(size, dtype=torch.uint8, device=device)] * ranks)
 
+        group = mock.Mock(ca_comm=reaches, world_size=ranks, rank_in_group=ranks - 1)
         with (
-            mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
-            mock.patch.object(selection, "tensor_group", return_value=mock.Mock(ca_comm=reaches)),
+            mock.patch.object(backend, "group", TensorGroup(group)),
             mock.patch.object(selection.all_reduce_norm, "map_peer_memory", memory),
         ):
-            layers = selection.fuse_layers(runner)
+            layers = selection.fuse_layers(backend)
         assert layers is not None
         assert layers.takes(256)
         assert not layers.takes(257)
@@ -436,32 +432,27 @@ def check_ranks(runner: Any) -> None:
 
 def check_ways(engine: Any, dense: Any) -> None:
     """Few kernels for prefills, unless a mask says who sees whom."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    prefill, step = (
-        SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.EXTEND, ForwardMode.DECODE)
-    )
+    plain, step = (SimpleNamespace(mask=None, decode=decode) for decode in (False, True))
+    with_mask = SimpleNamespace(mask=object(), decode=False)
     with (
         mock.patch.object(dense, "prefilling") as prefilling,
-        mock.patch.object(engine, "_masked_attention") as masked,
         mock.patch.object(engine, "fused", dense),
     ):
-        plain, with_mask = SimpleNamespace(mask=None), SimpleNamespace(mask=object())
-        assert engine._way(plain, prefill) is prefilling.return_value
-        assert engine._way(with_mask, prefill) is masked.applied.return_value
-        assert isinstance(engine._way(plain, step), nullcontext)
-    model = dense._model
+        assert engine._layers_of(plain) is prefilling.return_value
+        for batch in (with_mask, step):
+            assert isinstance(engine._layers_of(batch), nullcontext)
+    model = engine.backend.runner.model.model
     own = model.forward
     with dense.applied(), pytest.raises(ValueError, match="tokens and nothing else"):
         model.forward(None, None, None, input_embeds=[0.0])
     assert model.forward == own
 
 
-def check_weights(runner: Any) -> None:
+def check_weights(backend: Any) -> None:
     """Weights elsewhere, or of other types, leave a model as it is."""
     import torch
 
-    linear = runner.model.model.layers[-1].mlp.down_proj
+    linear = backend.runner.model.model.layers[-1].mlp.down_proj
     linear = getattr(linear, "base_layer", linear)
     own = linear.weight
 
@@ -470,9 +461,9 @@ def check_weights(runner: Any) -> None:
 
     for weight in (own.data.to("meta"), own.data.as_subclass(Other)):
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        assert found_layers(runner) is None
+        assert found_layers(backend) is None
     linear.weight = own
-    assert found_layers(runner) is not None
+    assert found_layers(backend) is not None
 
 
 @contextlib.contextmanager
@@ -490,11 +481,11 @@ def by_libraries() -> Iterator[mock.Mock]:
         yield unscaled
 
 
-def check_experts(runner: Any) -> None:
+def check_experts(backend: Any) -> None:
     """Experts that compute or are chosen in another way leave a model as it is."""
     import torch
 
-    layer = runner.model.model.layers[-1]
+    layer = backend.runner.model.model.layers[-1]
     block = getattr(layer, "block_sparse_moe", None) or layer.mlp
     experts = block.experts
     for owner, name, value in (
@@ -507,8 +498,8 @@ def check_experts(runner: Any) -> None:
         (experts.quant_method, "use_triton_kernels", True),
     ):
         with mock.patch.object(owner, name, value):
-            assert found_layers(runner) is None, name
-    assert found_layers(runner) is not None
+            assert found_layers(backend) is None, name
+    assert found_layers(backend) is not None
 
 
 def small_tiling(

@@ -222,16 +222,16 @@ def main() -> None:
     server.unlink()
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
-    runner = engine.runner
+    runner = engine.backend.runner
     quantize_layers(runner, kind)
     page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     with mock.patch.object(Fp8LinearMethod, "apply", apply_by_torch):
         expected = decode(server, engine, Contexts(0, page_size, vocab))
-        paged.install(runner)
+        paged.install(runner, engine.block_table)
         device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         with mock.patch("torch.cuda.get_device_properties", return_value=device):
             runner.init_attention_backends()
-        layers = fuse_layers(runner)
+        layers = fuse_layers(engine.backend)
         assert isinstance(layers, QuantizedLayers)
         accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
         assert (accepted, reason) == (False, FROZEN_SCALES)

@@ -225,7 +225,7 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
     folder = tmp_path / "pie_driver_sglang" / "backends" / "sglang"
     (folder / "compat").mkdir(parents=True)
     (folder / "compat" / "model.py").write_text(COMPAT_MODULE)
-    (folder / "executor.py").write_text(OTHER)
+    (folder / "model_backend.py").write_text(OTHER)
     found = checker.find_missing(tmp_path / "sglang", tmp_path)
     where = "pie_driver_sglang/backends/sglang/compat/model.py"
     assert found == [
@@ -242,7 +242,7 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         f"{where}:20: Made() wants first",
         f"{where}:24: method() takes no named",
         f"{where}:25: no Made.no_method",
-        "pie_driver_sglang/engine/backend_executor.py:9: no Made.outer",
+        "pie_driver_sglang/backends/sglang/model_backend.py:9: no Made.outer",
     ]
 
 

@@ -197,7 +197,7 @@ def capture_on_a_host(enabled: bool) -> None:
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []
     torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
-    engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
+    engine: Any = SimpleNamespace()
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
         cuda_graphs.CudaSteps(engine, plain_specs([1]), 1)

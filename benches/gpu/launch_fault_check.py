@@ -99,7 +99,7 @@ def check_fields(arguments: argparse.Namespace) -> None:
     """Prints what the larger graph would read of the block."""
     engine, steps = serve_here(arguments)
     graph, info = larger(steps, arguments), engine.model_info
-    table = engine.runner.req_to_token_pool.req_to_token
+    table = engine.block_table.slots
     limits = {
         "input_ids": info.vocab_size,
         "out_cache_loc": (info.total_pages + 1) * PAGE,

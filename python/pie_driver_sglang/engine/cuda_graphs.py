@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pie_driver_sglang._core import STEP_TOP, GraphPath
-from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, capturing
-from pie_driver_sglang.backends.sglang.compat.ranks import place_of
 from pie_driver_sglang.engine.graph_runner import (
     GraphRunner,
     StagedDecode,
@@ -29,7 +27,8 @@ from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.hidden_states import Hidden, StepModel
+    from pie_driver_sglang.engine.backend import Hidden, PassContext
+    from pie_driver_sglang.engine.graph_runner import StepModel
     from pie_driver_sglang.engine.lora.adapters import Adapters
     from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
@@ -118,16 +117,15 @@ class CudaSteps(GraphRunner):
     @torch.inference_mode()
     def _capture_all(self, bind: Callable[[int], None] | None) -> None:
         """Captures all graphs; `bind` makes rows such that adapters are applied to."""
-        runner, started = self._engine.runner, time.monotonic()
+        started = time.monotonic()
         free = torch.cuda.mem_get_info(self._device)[0]
         most = self._most
         self._engine.unbind_adapters()
-        runner.attn_backend.init_cuda_graph_state(most, most)
         pool = torch.cuda.graph_pool_handle()
         # Other ranks capture the same collective operations at the same time.
-        with capturing(runner.attn_backend, self._stream):
+        with self._backend.capturing(self._stream, most):
             # Shown by one rank.
-            hidden = place_of(runner).number != 0
+            hidden = self._backend.rank.number != 0
             graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
             bar = progress_type()(graphs, desc="capturing graphs", disable=hidden)
             for graph in bar:
@@ -187,34 +185,33 @@ class CudaSteps(GraphRunner):
         logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
         return captured
 
-    def _begin(self, graph: StepGraph) -> ForwardBatch:
+    def _begin(self, graph: StepGraph) -> PassContext:
         """What comes before the model, and its input."""
         from pie_driver_sglang.kernels.sampling import sampler
 
-        engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
+        fields = graph.device
         used = slice(0, graph.bytes)
         self._block[used].copy_(self._host[used], non_blocking=True)
         header = fields["header"]
         words = self._device_mask_words
         # A mask for each slot; few steps have more words, for a long prefix or many biases.
-        expected = graph.slots * -(-engine.model_info.vocab_size // 32)
+        expected = graph.slots * -(-self._vocab // 32)
         sampler.fetch(self._mask_words, words, header[3:4], expected)
         # Changes for which the block has no room come before the masks.
         changed = fields["table_updates"].view(-1, 2)
-        sampler.update_table(engine.table_pages, changed, words, header[1:2])
-        batch = self._forward_batch(graph)
+        sampler.update_table(self._engine.block_table.pages, changed, words, header[1:2])
+        context = self._context(graph, graph.rows)
         with self._sharing(graph):
-            backend.init_forward_metadata_out_graph(batch, in_capture=True)
-            backend.init_forward_metadata_in_graph(batch)
-        return batch
+            self._backend.plan_in_graph(context)
+        return context
 
     def _step(self, graph: StepGraph) -> None:
         from pie_driver_sglang.kernels.sampling import sampler
         from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
-        engine, fields, batch = self._engine, graph.device, self._begin(graph)
+        engine, fields, context = self._engine, graph.device, self._begin(graph)
         with self._way(graph.rows):
-            engine.run_model(batch)
+            engine.run_model(context)
         rows = engine.head_logits(graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
         logits, softcap = self._cut(slots.join(rows.part)), rows.softcap

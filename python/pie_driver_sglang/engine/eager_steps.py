@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang._core import GraphPath
-from pie_driver_sglang.backends.sglang.compat.attention import attending
 from pie_driver_sglang.engine.graph_runner import (
     CPU_ROWS_PER_REQUEST,
     GraphRunner,
@@ -24,7 +23,7 @@ from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.hidden_states import Hidden
+    from pie_driver_sglang.engine.backend import Hidden
 
 
 class CpuSteps(GraphRunner):
@@ -44,9 +43,9 @@ class CpuSteps(GraphRunner):
         graph, fields = self._graphs[number], self._graphs[number].host
         step, updates, _ = fields["header"][:3].tolist()
         changed = fields["table_updates"][: 2 * updates].view(-1, 2)
-        self._engine.update_table(changed)
+        self._engine.block_table.update(changed)
         further = self._mask_words[: 2 * (updates - len(changed))]
-        self._engine.update_table(further.view(-1, 2).long())
+        self._engine.block_table.update(further.view(-1, 2).long())
         if graph.extended:
             self._note_tokens(fields)
         self._engine.unbind_adapters()
@@ -104,11 +103,6 @@ class CpuSteps(GraphRunner):
         self._places.copy_(slots.join_words(found))
 
     def _run_model(self, graph: StepGraph) -> None:
-        batch = self._forward_batch(graph)
-        batch.seq_lens_sum = int(graph.host["seq_lens"].sum())
-        backend = self._engine.runner.attn_backend
-        # SGLang's runner has room for a row of each request, and a step may have more.
-        with attending(backend):
-            with self._sharing(graph):
-                backend.init_forward_metadata(batch)
-            self._engine.run_model(batch)
+        context = self._context(graph, int(graph.host["seq_lens"].sum()))
+        with self._sharing(graph), self._backend.plan_decode(context):
+            self._engine.run_model(context)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.ranks import exchange
 from pie_driver_sglang.kernels.sampling import sampler
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.compat.ranks import GroupCoordinator
+    from pie_driver_sglang.engine.backend import RankGroup
 
 FEWEST_DIVIDED = 64
 """Fewest slots of a step that ranks divide. Sharing the results is one more collective
@@ -85,7 +84,7 @@ class RankSlots(abc.ABC):
         self.share(own, results)
 
 
-def rank_slots(slots: int, ranks: GroupCoordinator | None) -> RankSlots:
+def rank_slots(slots: int, ranks: RankGroup | None) -> RankSlots:
     """Which rank samples what of a step, the same on all ranks.
 
     Args:
@@ -100,7 +99,7 @@ def rank_slots(slots: int, ranks: GroupCoordinator | None) -> RankSlots:
 class _AllSlots(RankSlots):
     """Every rank samples all slots."""
 
-    def __init__(self, slots: int, ranks: GroupCoordinator | None) -> None:
+    def __init__(self, slots: int, ranks: RankGroup | None) -> None:
         self.own = slice(0, slots)
         self.divided = False
         self._ranks = ranks
@@ -108,8 +107,7 @@ class _AllSlots(RankSlots):
     def join(self, part: torch.Tensor) -> torch.Tensor:
         if self._ranks is None:
             return part
-        logits: torch.Tensor = self._ranks.all_gather(part)
-        return logits
+        return self._ranks.all_gather(part)
 
     def own_results(self, results: torch.Tensor, device: torch.device) -> torch.Tensor:
         return results
@@ -127,7 +125,7 @@ class _AllSlots(RankSlots):
 class _SomeSlots(RankSlots):
     """Every rank samples as many slots, in the order of the ranks."""
 
-    def __init__(self, slots: int, ranks: GroupCoordinator) -> None:
+    def __init__(self, slots: int, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._count = slots // ranks.world_size
         start = ranks.rank_in_group * self._count
@@ -138,7 +136,7 @@ class _SomeSlots(RankSlots):
         # What goes to a rank lies in one piece, and so does what comes from it.
         sent = part.reshape(-1)
         received = torch.empty_like(sent)
-        exchange(self._ranks, received, sent)
+        self._ranks.all_to_all(received, sent)
         parts = received.view(self._ranks.world_size, self._count, -1)
         return parts.movedim(0, 1).flatten(1)
 
@@ -155,5 +153,4 @@ class _SomeSlots(RankSlots):
     def join_words(self, own: torch.Tensor) -> torch.Tensor:
         every = self._ranks.all_gather(own, dim=0)
         # Of each word all ranks but one have zero.
-        joined: torch.Tensor = every.view(self._ranks.world_size, -1).sum(0, dtype=own.dtype)
-        return joined
+        return every.view(self._ranks.world_size, -1).sum(0, dtype=own.dtype)

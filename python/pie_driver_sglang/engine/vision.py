@@ -1,66 +1,35 @@
-"""Images and the rotary positions that come with them, in SGLang's terms."""
+"""Images: embeddings by the vision encoder, and M-RoPE positions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.passes import (
-    MultimodalDataItem,
-    MultimodalInputs,
-    image_embeddings,
-    image_inputs,
-    image_pixels,
-)
-from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.engine.backend import EncodedImage
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import ImageSpan, Pass, PassImages
-    from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
+    from pie_driver_sglang.engine.backend import ModelBackend
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.ranks.types import Images, Span
 
 
-class Vision(NamedTuple):
-    """What the model's vision encoder takes."""
-
-    patch_values: int
-    """Numbers of one patch."""
-    merge_size: int
-    """Side of the square of patches that one row stands for."""
-    max_side: int
-    """Longest side of an image, in patches."""
-
-
-def find_vision(runner: ModelRunner) -> Vision | None:
-    """The model's vision encoder; None when the driver cannot serve images with this model."""
-    if not takes_images(runner.model_config.hf_config.to_dict()):
-        return None
-    encoder = runner.model.visual
-    return Vision(
-        patch_values=encoder.patch_embed.proj.weight[0].numel(),
-        merge_size=encoder.spatial_merge_size,
-        max_side=encoder.rotary_pos_emb.max_position_embeddings,
-    )
-
-
 class ImageInputs:
-    """Fills the fields of a `ForwardBatch` that images and multi-axis positions need.
+    """Makes what images and multi-axis positions add to the inputs of a pass.
 
-    Images are encoded here, whole and once, and handed to SGLang as finished embeddings: its cache
+    Images are encoded here, whole and once, and handed to the backend as embeddings: SGLang's cache
     of embeddings, which trusts a hash of the pixels, stays unused. Nothing is kept but the one
     image that the end of a pass may cut, until its last rows are through.
     """
 
-    def __init__(self, runner: ModelRunner, chunk_tokens: int, placeholder: int) -> None:
-        self._model = runner.model
-        self._placeholder = placeholder
+    def __init__(self, backend: ModelBackend, chunk_tokens: int) -> None:
+        self._backend = backend
         self._positions: torch.Tensor | None = None
-        if runner.model_config.model_is_mrope:
+        if backend.info.uses_mrope:
             # One buffer, so that its strides, for which kernels are compiled, never change.
             self._positions = torch.zeros(
-                (3, chunk_tokens), dtype=torch.int64, device=runner.device
+                (3, chunk_tokens), dtype=torch.int64, device=backend.device
             )
         self._cut: dict[int, torch.Tensor] = {}
 
@@ -78,33 +47,29 @@ class ImageInputs:
         staged = torch.frombuffer(batch.images.positions, dtype=torch.int64).view(3, -1)
         return self._positions[:, : batch.tokens].copy_(staged)
 
-    def inputs(self, images: PassImages | Images, requests: int) -> list[MultimodalInputs | None]:
-        """Embeddings of the images of a pass, by request."""
+    def encode(self, images: PassImages | Images) -> list[EncodedImage]:
+        """The images of a pass."""
         self._encode([span for span in images.spans if span.number not in self._cut])
-        items: dict[int, list[MultimodalDataItem]] = {}
-        for span in images.spans:
-            item = image_embeddings(self._cut[span.number], span.kv, self._placeholder)
-            items.setdefault(span.request, []).append(item)
-        self._cut = {span.number: self._cut[span.number] for span in images.spans if span.continues}
-        return [
-            image_inputs(items[request]) if request in items else None
-            for request in range(requests)
+        encoded = [
+            EncodedImage(span.request, span.kv, self._cut[span.number]) for span in images.spans
         ]
+        self._cut = {span.number: self._cut[span.number] for span in images.spans if span.continues}
+        return encoded
 
     def _encode(self, spans: list[ImageSpan | Span]) -> None:
         """Encodes images together and adds their embeddings to those at hand."""
         if not spans:
             return
-        embeddings = self._model.get_image_feature([_features(span) for span in spans])
+        embeddings = self._backend.encode_images([(_pixels(span), span.grid) for span in spans])
         rows = [span.kv[1] - span.kv[0] for span in spans]
         parts = torch.split(embeddings, rows)
         self._cut |= {span.number: part for span, part in zip(spans, parts, strict=True)}
 
 
-def _features(span: ImageSpan | Span) -> MultimodalDataItem:
-    """The pixels of an image as SGLang's encoder takes them."""
+def _pixels(span: ImageSpan | Span) -> torch.Tensor:
+    """``[patches, patch values]`` float32 of an image."""
     time, height, width = span.grid
     pixels = torch.frombuffer(span.pixels, dtype=torch.uint8)
     if pixels.data_ptr() % torch.float32.itemsize:
         pixels = pixels.clone()
-    return image_pixels(pixels.view(torch.float32).view(time * height * width, -1), span.grid)
+    return pixels.view(torch.float32).view(time * height * width, -1)

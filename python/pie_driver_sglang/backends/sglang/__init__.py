@@ -1,4 +1,4 @@
-"""The SGLang adapter. What of SGLang it reaches is in `compat`, and nothing else imports SGLang.
+"""The SGLang backend. What of SGLang it reaches is in `compat`, and nothing else imports SGLang.
 
 A start goes through these modules in this order:
 
@@ -6,13 +6,13 @@ A start goes through these modules in this order:
 ``version``         whether the installed SGLang is the one that this is written for
 ``environment``     what SGLang and torch find in the process while they are imported
 ``start``           from a configuration to a loaded rank
-``load``            a planner and an engine that fit each other
+``load``            a planner and an executor over the loaded model
 ``boot``            SGLang's settings, the memory plan, weights, KV pool, attention backend
 ``measure``         the sizes that the memory plan needs, and what the model took
 ``load_check``      every parameter is written and every tensor read; ``load_trace`` watches
 ``support``         what SGLang computes wrongly is refused; which attention backend a model gets
+``model_backend``   `SglangBackend`: the loaded model, as `engine` runs it
+``attention``       attention backends that SGLang calls
+``lora``            which layers take LoRA adapters, and the slots of SGLang's manager
 ==================  ================================================================================
-
-What runs the loaded model is in `engine`; ``attention`` has the attention backends that SGLang
-calls.
 """

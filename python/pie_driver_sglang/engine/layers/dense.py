@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-from pie_driver_sglang.backends.sglang.compat.layers import Layer
-from pie_driver_sglang.backends.sglang.compat.passes import is_decode, run_instead
 from pie_driver_sglang.engine.layers.small_batch import (
     NARROW,
     FewRows,
@@ -27,7 +24,9 @@ from pie_driver_sglang.kernels.gemm import dense_layers
 from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
+    from pie_driver_sglang.engine.attention.paged import AttentionLayer, PagedDecode
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
+    from pie_driver_sglang.engine.layers.weights import Layer
 
 _FEW_ROWS, _NARROW_FEW_ROWS = 256, 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay; the
@@ -39,7 +38,7 @@ class DenseLayers:
 
     def __init__(
         self,
-        model: Any,
+        decoder: Decoder,
         layers: list[Layer],
         norm: Norm,
         attention: PagedDecode,
@@ -51,7 +50,7 @@ class DenseLayers:
         """Takes a model apart.
 
         Args:
-            model: SGLang's, without its LM head.
+            decoder: The model without its LM head.
             layers: Its layers.
             norm: After the last layer.
             attention: Of decodes.
@@ -59,7 +58,8 @@ class DenseLayers:
             prefills: Whether prefills attend to nothing but what is stored.
             folded: Whether products have taken the weights of norms.
         """
-        self._model = model
+        self._decoder = decoder
+        self._attention = attention
         self._layers = layers
         self._sums = sums
         self._folded = folded
@@ -72,7 +72,7 @@ class DenseLayers:
     def prefilling(self) -> Iterator[None]:
         """Within, the model runs as these kernels, if they can; its input is a prefill."""
         can = self._folded and self._prefills
-        with run_instead(self._model, self._run_many) if can else contextlib.nullcontext():
+        with self._decoder.run_instead(self._run_many) if can else contextlib.nullcontext():
             yield
 
     def takes(self, rows: int) -> bool:
@@ -82,25 +82,25 @@ class DenseLayers:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
-        with run_instead(self._model, self._run):
+        with self._decoder.run_instead(self._run):
             yield
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         if self._folded and len(input_ids) > self._most_few_rows():
-            return self._run_many(input_ids, positions, forward_batch)
+            return self._run_many(input_ids, positions, context)
         if self._few is not None and len(input_ids) <= self._few.most_rows:
-            embedded = self._model.embed_tokens(input_ids)
-            return self._few.run(embedded, positions, forward_batch)
-        embedded = self._model.embed_tokens(input_ids)[None]
+            embedded = self._decoder.embed(input_ids)
+            return self._few.run(embedded, positions, context)
+        embedded = self._decoder.embed(input_ids)[None]
         rows, residual = dense_layers.add_norm(embedded, None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
             qkv = _linear(rows, layer.qkv)[0]
             queries = dense_layers.norm_rope_store(
-                qkv, layer.heads, positions, forward_batch.out_cache_loc
+                qkv, layer.heads, positions, context.out_cache_loc
             )
-            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+            seen = self._attention.attend(layer.attention, queries)
             rows, residual = self._add(0, seen, layer.out, residual, layer.between)
             middle = _gated(rows, layer.gate_up)
             rows, residual = self._add(1, middle, layer.down, residual, norm)
@@ -129,16 +129,21 @@ class DenseLayers:
         return self._sums.add_norm(turn, part, residual, norm)
 
     def _run_many(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         """Products take rows as they are; the kernels after them scale the results."""
-        out_of_place = not is_decode(forward_batch)
-        residual = self._model.embed_tokens(input_ids)
+
+        def attend_prefill(layer: AttentionLayer, queries: torch.Tensor) -> torch.Tensor:
+            return self._decoder.attend(layer.layer_id, queries, context)
+
+        attend_stored = self._attention.attend if context.is_decode else attend_prefill
+        residual = self._decoder.embed(input_ids)
         for layer in self._layers:
             # Nothing keeps what was used: such a pass is what the memory is planned for.
             seen = attend_unscaled(
-                layer, residual, positions, forward_batch, out_of_place=out_of_place
-            )
+                layer, residual, positions, context, attend_stored,
+                out_of_place=not context.is_decode,
+            )  # fmt: skip
             residual.addmm_(seen, layer.out.weight.t())
             del seen
             residual.addmm_(gate_unscaled(layer, residual), layer.down.weight.t())

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.passes import is_decode, run_instead
-from pie_driver_sglang.backends.sglang.compat.quantized import QuantizedLinear
 from pie_driver_sglang.engine.layers.small_batch import attend
 from pie_driver_sglang.kernels.gemm import dense_layers, fp8_gemv, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.dense_layers import Norm, Scale
@@ -30,9 +28,9 @@ from pie_driver_sglang.kernels.gemm.tiled import Tile
 from pie_driver_sglang.kernels.gemm.wgmma import BatchCut, BatchProducts
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-    from pie_driver_sglang.backends.sglang.compat.layers import QuantizedLayer
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
+    from pie_driver_sglang.engine.attention.paged import PagedDecode
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
+    from pie_driver_sglang.engine.layers.weights import QuantizedLayer, QuantizedLinear
 
 _MOST_TILED = 128
 """Rows up to which products may go by tiles."""
@@ -46,7 +44,7 @@ class QuantizedLayers:
 
     def __init__(
         self,
-        model: Any,
+        decoder: Decoder,
         layers: Sequence[QuantizedLayer],
         norm: Norm,
         attention: PagedDecode,
@@ -56,13 +54,13 @@ class QuantizedLayers:
         """Takes a model apart.
 
         Args:
-            model: SGLang's, without its LM head.
+            decoder: The model without its LM head.
             layers: Its layers.
             norm: After the last layer.
             attention: Of decodes.
             prefills: Whether prefills attend to nothing but what is stored.
         """
-        self._model = model
+        self._decoder = decoder
         self._layers = layers
         self._norm = norm
         self._attention = attention
@@ -95,36 +93,39 @@ class QuantizedLayers:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
-        with run_instead(self._model, self._run):
+        with self._decoder.run_instead(self._run):
             yield
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
-        residual = self._model.embed_tokens(input_ids)
-        if len(residual) == 1 and self._lone is not None and is_decode(forward_batch):
-            return self._lone.run(residual, positions, forward_batch)
+        residual = self._decoder.embed(input_ids)
+        if len(residual) == 1 and self._lone is not None and context.is_decode:
+            return self._lone.run(residual, positions, context)
         added: _Rows | None = None
         for layer in self._layers:
             qkv = self._project(residual, added, layer.before, layer.qkv)
-            seen = self._attend(layer, qkv, positions, forward_batch)
+            seen = self._attend(layer, qkv, positions, context)
             del qkv
             added = self._add(seen, layer.out, residual)
             middle = self._project(residual, added, layer.between, layer.gate_up, gated=True)
             added = self._add(middle, layer.down, residual, gated=True)
-        rows, residual, scales = _apart(residual, added)
-        return dense_layers.add_norm(rows[None], residual, self._norm, scales)[0]
+        rows, before, scales = _apart(residual, added)
+        return dense_layers.add_norm(rows[None], before, self._norm, scales)[0]
 
     def _attend(
         self,
         layer: QuantizedLayer,
         qkv: _Rows,
         positions: torch.Tensor,
-        forward_batch: ForwardBatch,
+        context: PassContext,
     ) -> torch.Tensor:
-        if is_decode(forward_batch) and isinstance(qkv, torch.Tensor):
-            return attend(qkv, layer, self._attention, positions, forward_batch)
-        return _seen(layer, qkv, positions, forward_batch)
+        if context.is_decode and isinstance(qkv, torch.Tensor):
+            return attend(qkv, layer, self._attention, positions, context)
+        queries = _queries(layer, qkv, positions, context)
+        if context.is_decode:
+            return self._attention.attend(layer.attention, queries)
+        return self._decoder.attend(layer.attention.layer_id, queries.flatten(1), context)
 
     def _project(
         self,
@@ -243,21 +244,21 @@ class LoneRows:
         return cls(layers, norm, attention) if taken else None
 
     def run(
-        self, residual: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, residual: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         """Runs the layers. Can be captured.
 
         Args:
             residual: ``[1, width]``: the embedded token; overwritten.
             positions: ``[1]`` int64.
-            forward_batch: SGLang's, for its attention.
+            context: Of the pass.
 
         Returns:
             ``[1, width]``: normalized hidden states.
         """
         for layer in self._layers:
             qkv = self._multiply(residual, layer.qkv, ProductKind.STORES, norm=layer.before)
-            seen = attend(qkv, layer, self._attention, positions, forward_batch)
+            seen = attend(qkv, layer, self._attention, positions, context)
             self._multiply(seen, layer.out, ProductKind.ADDS, into=residual)
             middle = self._multiply(residual, layer.gate_up, ProductKind.JOINS, norm=layer.between)
             self._multiply(middle, layer.down, ProductKind.ADDS, into=residual)
@@ -286,23 +287,18 @@ class LoneRows:
         return self._products[key].multiply(row, weights, norm=norm, into=into)
 
 
-def _seen(
-    layer: QuantizedLayer, qkv: _Rows, positions: torch.Tensor, forward_batch: ForwardBatch
+def _queries(
+    layer: QuantizedLayer, qkv: _Rows, positions: torch.Tensor, context: PassContext
 ) -> torch.Tensor:
-    """What attention says of queries, keys and values."""
-    out_of_place = not is_decode(forward_batch)
+    """Queries after norm and RoPE; keys and values are stored."""
     scale = of_outputs = None
     if isinstance(qkv, UnscaledRows):
         qkv, of_rows, of_outputs = qkv
         scale = Scale(of_rows, 0.0)
-    queries = dense_layers.norm_rope_store(
-        qkv, layer.heads, positions, forward_batch.out_cache_loc,
-        scale=scale, of_outputs=of_outputs, out_of_place=out_of_place,
+    return dense_layers.norm_rope_store(
+        qkv, layer.heads, positions, context.out_cache_loc,
+        scale=scale, of_outputs=of_outputs, out_of_place=not context.is_decode,
     )  # fmt: skip
-    if out_of_place:
-        queries = queries.flatten(1)
-    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-    return seen
 
 
 def _apart(

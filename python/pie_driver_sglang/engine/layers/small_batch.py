@@ -9,13 +9,12 @@ they run what can be folded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.layers import ExpertLayer, Layer, QuantizedLayer
-from pie_driver_sglang.backends.sglang.compat.passes import run_instead
+from pie_driver_sglang.engine.layers.weights import ExpertLayer, Layer, QuantizedLayer
 from pie_driver_sglang.kernels.gemm import dense_layers, small_m, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
@@ -25,8 +24,8 @@ from pie_driver_sglang.kernels.gemm.wgmma import BatchCut, BatchProducts
 from pie_driver_sglang.kernels.moe import experts, routing
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
+    from pie_driver_sglang.engine.attention.paged import AttentionLayer, PagedDecode
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
 
 NARROW, _WIDEST = 2048, 4096
 """Widths of hidden states between which the kernels are the fastest up to 32 rows, not 16."""
@@ -99,14 +98,14 @@ class FewRows:
         return self._most_batch > 1
 
     def run(
-        self, embedded: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, embedded: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         """Runs the layers of a decode. Can be captured.
 
         Args:
             embedded: ``[rows, width]``, at most `most_rows`; overwritten.
             positions: ``[rows]`` int64.
-            forward_batch: SGLang's, for its attention.
+            context: Of the pass.
 
         Returns:
             ``[rows, width]``: normalized hidden states.
@@ -118,7 +117,7 @@ class FewRows:
                 raise ValueError(f"no cuts for a step of {len(embedded)} rows")
             if stream is None:
                 stream = _begin(embedded, cuts)
-            stream = self._attend(layer, stream, cuts, positions, forward_batch)
+            stream = self._attend(layer, stream, cuts, positions, context)
             stream = self._transform(layer, stream, cuts)
         return dense_layers.add_norm(embedded[None], None, self._norm)[0]
 
@@ -134,16 +133,18 @@ class FewRows:
         stream: Stream,
         cuts: _Cuts,
         positions: torch.Tensor,
-        forward_batch: ForwardBatch,
+        context: PassContext,
     ) -> Stream:
         """The first half of a layer."""
         if cuts[0] is None:
-            seen = attend_unscaled(layer, stream.rows, positions, forward_batch, out_of_place=False)
+            seen = attend_unscaled(
+                layer, stream.rows, positions, context, self._attention.attend, out_of_place=False
+            )
         else:
             qkv = self._multiply(
                 stream.rows, layer.qkv, cuts[0], stream=stream, epsilon=layer.before.epsilon
             )
-            seen = attend(qkv, layer, self._attention, positions, forward_batch)
+            seen = attend(qkv, layer, self._attention, positions, context)
         return self._add(seen, layer.out, cuts[1], stream)
 
     def _transform(self, layer: Layer | ExpertLayer, stream: Stream, cuts: _Cuts) -> Stream:
@@ -189,9 +190,9 @@ class FewRows:
 class ExpertLayers:
     """The layers of a mixture of experts; steps of more rows run as SGLang has them."""
 
-    def __init__(self, model: Any, layers: FewRows) -> None:
-        """Takes SGLang's model without its LM head, and its layers."""
-        self._model = model
+    def __init__(self, decoder: Decoder, layers: FewRows) -> None:
+        """Takes a decoder and its layers."""
+        self._decoder = decoder
         self._layers = layers
 
     def takes(self, rows: int) -> bool:
@@ -206,13 +207,13 @@ class ExpertLayers:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
-        with run_instead(self._model, self._run):
+        with self._decoder.run_instead(self._run):
             yield
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
-        return self._layers.run(self._model.embed_tokens(input_ids), positions, forward_batch)
+        return self._layers.run(self._decoder.embed(input_ids), positions, context)
 
 
 def attend(
@@ -220,7 +221,7 @@ def attend(
     layer: Layer | ExpertLayer | QuantizedLayer,
     attention: PagedDecode,
     positions: torch.Tensor,
-    forward_batch: ForwardBatch,
+    context: PassContext,
 ) -> torch.Tensor:
     """What the rows of a decode see, ``[rows, queries * dim]``: of one row by one kernel.
 
@@ -229,22 +230,23 @@ def attend(
         layer: Whose they are.
         attention: Of decodes.
         positions: ``[rows]`` int64.
-        forward_batch: SGLang's.
+        context: Of the pass.
     """
+    slots = context.out_cache_loc
     if len(qkv) == 1:
-        alone = attention.attend_lone(qkv, layer.heads, positions, layer.attention, forward_batch)
+        alone = attention.attend_lone(layer.attention, qkv, layer.heads, positions, slots)
         if alone is not None:
             return alone
-    queries = dense_layers.norm_rope_store(qkv, layer.heads, positions, forward_batch.out_cache_loc)
-    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-    return seen
+    queries = dense_layers.norm_rope_store(qkv, layer.heads, positions, slots)
+    return attention.attend(layer.attention, queries)
 
 
 def attend_unscaled(
     layer: Layer | ExpertLayer,
     rows: torch.Tensor,
     positions: torch.Tensor,
-    forward_batch: ForwardBatch,
+    context: PassContext,
+    attend_stored: Callable[[AttentionLayer, torch.Tensor], torch.Tensor],
     *,
     out_of_place: bool,
 ) -> torch.Tensor:
@@ -254,21 +256,21 @@ def attend_unscaled(
         layer: One whose norms are folded.
         rows: ``[rows, width]``: the residual.
         positions: ``[rows]`` int64.
-        forward_batch: SGLang's.
+        context: Of the pass.
+        attend_stored: The attention of queries over KV that is stored.
         out_of_place: Whether queries get storage of their own.
     """
     queries = dense_layers.norm_rope_store(
         torch.nn.functional.linear(rows, layer.qkv.weight),
         layer.heads,
         positions,
-        forward_batch.out_cache_loc,
+        context.out_cache_loc,
         scale=_scale(rows, layer.before.epsilon),
         out_of_place=out_of_place,
     )
     if out_of_place:
         queries = queries.flatten(1)
-    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-    return seen
+    return attend_stored(layer.attention, queries)
 
 
 def gate_unscaled(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
