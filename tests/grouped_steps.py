@@ -70,13 +70,13 @@ class Recorder:
     """Steps whose logits and graphs are kept."""
 
     def __init__(self, engine: Any, rows: list[int], grouped: list[int]) -> None:
-        from pie_driver_sglang.engine.eager_steps import CpuSteps
+        from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 
         self.graphs: list[int] = []
         self.logits: list[Any] = []
         recorder = self
 
-        class Steps(CpuSteps):
+        class Steps(CpuGraphRunner):
             def run(self, number: int) -> None:
                 recorder.graphs.append(number)
                 super().run(number)

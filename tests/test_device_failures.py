@@ -110,7 +110,7 @@ def drive_without_memory(where: str, *arguments: str) -> None:
             raise RuntimeError("the capture is invalid")
 
     if where == "graphs":
-        load.CpuSteps = fail  # type: ignore[assignment, misc]
+        load.CpuGraphRunner = fail  # type: ignore[assignment, misc]
     else:
         backend_executor.BackendExecutor.forward = fail  # type: ignore[method-assign]
     rc.drive(*arguments)
@@ -193,14 +193,14 @@ def capture_on_a_host(enabled: bool) -> None:
         raise RuntimeError("no capture")
 
     graph_runner.GraphRunner.__init__ = begin  # type: ignore[method-assign, assignment]
-    cuda_graphs.CudaSteps._capture_all = capture  # type: ignore[method-assign]
+    cuda_graphs.CudaGraphRunner._capture_all = capture  # type: ignore[method-assign]
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []
     torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
     engine: Any = SimpleNamespace()
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
-        cuda_graphs.CudaSteps(engine, plain_specs([1]), 1)
+        cuda_graphs.CudaGraphRunner(engine, plain_specs([1]), 1)
     assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
 
 

@@ -86,7 +86,7 @@ if __name__ == "__main__":
     guard = _core.ExitGuard()
     for target, arguments in (
         (patch, ("engine.backend_executor", ("BackendExecutor", "forward"), counted)),
-        (patch, ("engine.cuda_graphs", ("CudaSteps", "_capture_all"), crowded)),
+        (patch, ("engine.cuda_graphs", ("CudaGraphRunner", "_capture_all"), crowded)),
         (fault, ()),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()

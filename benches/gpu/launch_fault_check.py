@@ -7,7 +7,7 @@ Such a launch once ended a measurement with a segmentation fault in `cuGraphLaun
 graph reads lengths and ids from other places of the block, so a kernel reads an illegal address.
 Launches that follow before the error is seen then crash within the CUDA driver (580), with this
 driver or without it (`plain`). The driver itself has one launch in flight, of the graph that it has
-staged, and `CudaSteps.time` refuses another block. The cases, each in a process of its own:
+staged, and `CudaGraphRunner.time` refuses another block. The cases, each in a process of its own:
 
 1. `fields`: the step is staged, and the fields of the larger graph are read from the block. Printed
    are those that lie outside the pool, the block table or the vocabulary.

@@ -133,10 +133,10 @@ class Graph:
     """A pass as the driver's graph of at least so many rows."""
 
     def __init__(self, engine: Any, rows: int, one: Prefill) -> None:
-        from pie_driver_sglang.engine.cuda_graphs import CudaSteps
+        from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
         from pie_driver_sglang.engine.graph_runner import stage_blank
 
-        steps = CudaSteps(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
+        steps = CudaGraphRunner(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
         self._states: torch.Tensor = engine.hidden.states
         self._graph = steps._captured[rows, GraphKind.PLAIN]
         # It owns the memory that the graph reads.

@@ -73,7 +73,7 @@ class Steps:
     ) -> None:
         """Prints a line for each length."""
         from pie_driver_sglang.engine.attention.paged import PagedDecode
-        from pie_driver_sglang.engine.cuda_graphs import CudaSteps
+        from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
         from pie_driver_sglang.engine.layers import dense
         from pie_driver_sglang.kernels.attention import split_plan
 
@@ -98,7 +98,7 @@ class Steps:
             patches.enter_context(mock.patch.object(split_plan, "split_tuning", tuning))
             for patch in left_out:
                 patches.enter_context(patch)
-            steps = CudaSteps(self.engine, plain_specs(rows), max(rows))
+            steps = CudaGraphRunner(self.engine, plain_specs(rows), max(rows))
         for length in lengths:
             slots = self._place(max(rows), length)
             found = {count: self._step(steps, count, length, slots) for count in rows}

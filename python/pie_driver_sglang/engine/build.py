@@ -12,8 +12,8 @@ from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
-from pie_driver_sglang.engine.cuda_graphs import CudaSteps
-from pie_driver_sglang.engine.eager_steps import CpuSteps
+from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.graph_runner import GraphRunner
 from pie_driver_sglang.engine.layers.selection import FusedLayers, fuse_layers, known_layers
@@ -184,8 +184,8 @@ def _steps(
     )
     try:
         if on_cuda:
-            return CudaSteps(executor, specs, slots, adapters)
-        return CpuSteps(executor, specs, slots)
+            return CudaGraphRunner(executor, specs, slots, adapters)
+        return CpuGraphRunner(executor, specs, slots)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_run(executor.plan, executor.plan.device.name, error) from error

@@ -13,15 +13,15 @@ import torch
 
 from pie_driver_sglang._core import STEP_TOP, GraphPath
 from pie_driver_sglang.engine.graph_runner import (
+    CapturedDecode,
     GraphRunner,
-    StagedDecode,
     StepGraph,
     slot_masks,
     slot_params,
     slot_records,
     stage_blank,
 )
-from pie_driver_sglang.engine.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_slots
 from pie_driver_sglang.engine.progress import progress_type
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CudaSteps(GraphRunner):
+class CudaGraphRunner(GraphRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
     def __init__(
@@ -58,10 +58,11 @@ class CudaSteps(GraphRunner):
         self._lora_rows = [spec.rows for spec in specs if spec.kind is GraphKind.LORA]
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[tuple[int, GraphKind], torch.cuda.CUDAGraph] = {}
-        self._decodes: dict[tuple[int, bool], StagedDecode] = {}
+        self._decodes: dict[tuple[int, bool], CapturedDecode] = {}
         """By rows, and whether adapters are bound."""
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
+        binding = adapters.captured(slots) if adapters else nullcontext()
+        with without_garbage_collection(), binding as bind:
             self._capture_all(bind)
 
     def graph_path(self) -> GraphPath:
@@ -132,7 +133,7 @@ class CudaSteps(GraphRunner):
                 captured = self._capture(graph, pool, self._step)
                 self._captured[graph.rows, graph.kind] = captured
                 if graph.kind is GraphKind.PLAIN and graph.slots == graph.rows:
-                    self._decodes[graph.rows, False] = StagedDecode(captured, self._engine.hidden)
+                    self._decodes[graph.rows, False] = CapturedDecode(captured, self._engine.hidden)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
             if bind is not None:
@@ -161,10 +162,10 @@ class CudaSteps(GraphRunner):
         for rows in reversed(self._lora_rows):
             bind(rows)
             captured = self._capture(self._plain(rows), pool, self._run_with_lora)
-            self._decodes[rows, True] = StagedDecode(captured, self._engine.hidden)
+            self._decodes[rows, True] = CapturedDecode(captured, self._engine.hidden)
 
     def _run_with_lora(self, graph: StepGraph) -> None:
-        self._engine.run_model(self._begin(graph))
+        self._engine.run_model(self._begin_step(graph))
 
     def _capture(
         self, graph: StepGraph, pool: Any, step: Callable[[StepGraph], None]
@@ -185,7 +186,7 @@ class CudaSteps(GraphRunner):
         logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
         return captured
 
-    def _begin(self, graph: StepGraph) -> PassContext:
+    def _begin_step(self, graph: StepGraph) -> PassContext:
         """What comes before the model, and its input."""
         from pie_driver_sglang.kernels.sampling import sampler
 
@@ -209,12 +210,12 @@ class CudaSteps(GraphRunner):
         from pie_driver_sglang.kernels.sampling import sampler
         from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
-        engine, fields, context = self._engine, graph.device, self._begin(graph)
-        with self._way(graph.rows):
+        engine, fields, context = self._engine, graph.device, self._begin_step(graph)
+        with self._layers_of(graph.rows):
             engine.run_model(context)
         rows = engine.head_logits(graph.sampled(fields))
-        slots = rank_slots(graph.slots, rows.ranks)
-        logits, softcap = self._cut(slots.join(rows.part)), rows.softcap
+        slots = partition_slots(graph.slots, rows.ranks)
+        logits, softcap = self._unpadded(slots.gather_logits(rows.part)), rows.softcap
         if graph.extended:
             changed, softcap = self._adjusted(logits, softcap, fields, slots.own), None
         else:
@@ -226,13 +227,13 @@ class CudaSteps(GraphRunner):
             # Log-probabilities are of the tokens, and must be there before these are seen.
             own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         else:
-            own = slots.own_results(results, logits.device)
+            own = slots.results_buffer(results, logits.device)
         sampler.sample_step(changed, params, own, fields["header"][:1], softcap)
         if graph.extended:
             self._find_places(fields, changed, own, slots)
             slots.publish(own, results)
         else:
-            slots.share(own, results)
+            slots.gather_results(own, results)
 
     def _adjusted(
         self,
@@ -257,7 +258,7 @@ class CudaSteps(GraphRunner):
         fields: Mapping[str, torch.Tensor],
         rows: LogitRows,
         tokens: torch.Tensor,
-        slots: RankSlots,
+        slots: SlotPartition,
     ) -> None:
         """Writes the words of the places of this rank's slots, and those of other ranks."""
         from pie_driver_sglang.kernels.sampling import token_logprobs
@@ -270,7 +271,7 @@ class CudaSteps(GraphRunner):
             return
         found = torch.zeros_like(self._places, device=logits.device)
         token_logprobs.find(logits, tokens, records, words, found, STEP_TOP)
-        self._places.copy_(slots.join_words(found), non_blocking=True)
+        self._places.copy_(slots.sum_words(found), non_blocking=True)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see `GraphRunner.padded`."""
@@ -279,13 +280,13 @@ class CudaSteps(GraphRunner):
     def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
         """Runs a decode that the Python path has staged; see `GraphRunner.decode`."""
         padded = self.padded(rows, with_lora=with_lora)
-        self._take(staged, rows, padded)
+        self._stage(staged, rows, padded)
         captured, hidden = self._decodes[padded, with_lora]
         captured.replay()
         return hidden
 
-    def _way(self, rows: int) -> AbstractContextManager[None]:
-        """How the model runs: as few kernels, where it can."""
+    def _layers_of(self, rows: int) -> AbstractContextManager[None]:
+        """Which layers run: fused ones, if they take so many rows, or the backend's own."""
         fused = self._engine.fused
         return fused.applied() if fused is not None and fused.takes(rows) else nullcontext()
 
@@ -296,7 +297,7 @@ def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Te
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Within, nothing is collected: an event or a graph that ends invalidates a running capture."""
     was_enabled = gc.isenabled()
     gc.collect()

@@ -16,7 +16,7 @@ from pie_driver_sglang.engine.graph_runner import (
     slot_params,
     slot_records,
 )
-from pie_driver_sglang.engine.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_slots
 from pie_driver_sglang.kernels.sampling.logprobs_reference import Places, place_words
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, sample_rows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import Hidden
 
 
-class CpuSteps(GraphRunner):
+class CpuGraphRunner(GraphRunner):
     """Steps on the CPU: the staging block is the device's, and a graph is a call."""
 
     def graph_path(self) -> GraphPath:
@@ -51,8 +51,8 @@ class CpuSteps(GraphRunner):
         self._engine.unbind_adapters()
         self._run_model(graph)
         rows = self._engine.head_logits(graph.sampled(fields))
-        slots = rank_slots(graph.slots, rows.ranks)
-        logits = self._cut(slots.join(rows.part))
+        slots = partition_slots(graph.slots, rows.ranks)
+        logits = self._unpadded(slots.gather_logits(rows.part))
         if rows.softcap is not None:
             logits = rows.softcap * torch.tanh(logits / rows.softcap)
         logits = logits.float()
@@ -63,9 +63,9 @@ class CpuSteps(GraphRunner):
         if graph.extended:
             self._look_up_places(fields, logits, tokens, slots)
         results = self._results[: graph.slots]
-        own = slots.own_results(results, logits.device)
+        own = slots.results_buffer(results, logits.device)
         own.copy_((step << 32) | tokens)
-        slots.share(own, results)
+        slots.gather_results(own, results)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see `GraphRunner.padded`."""
@@ -73,7 +73,7 @@ class CpuSteps(GraphRunner):
 
     def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
         """Runs a decode that the Python path has staged; see `GraphRunner.decode`."""
-        self._run_model(self._take(staged, rows, self.padded(rows, with_lora=with_lora)))
+        self._run_model(self._stage(staged, rows, self.padded(rows, with_lora=with_lora)))
         return self._engine.hidden
 
     def _note_tokens(self, fields: Mapping[str, torch.Tensor]) -> None:
@@ -88,7 +88,7 @@ class CpuSteps(GraphRunner):
         fields: dict[str, torch.Tensor],
         logits: torch.Tensor,
         tokens: torch.Tensor,
-        slots: RankSlots,
+        slots: SlotPartition,
     ) -> None:
         """Writes the words of the places of this rank's slots, and those of other ranks."""
         records = fields["places"].view(-1, STEP_RECORD_WORDS)
@@ -100,7 +100,7 @@ class CpuSteps(GraphRunner):
             first = int(records[slots.own][own.slots[0], 1])
             words = place_words(logits, own, tokens)
             found[first : first + len(words)] = words
-        self._places.copy_(slots.join_words(found))
+        self._places.copy_(slots.sum_words(found))
 
     def _run_model(self, graph: StepGraph) -> None:
         context = self._context(graph, int(graph.host["seq_lens"].sum()))

@@ -91,7 +91,7 @@ class StepGraph(NamedTuple):
         return self.kind is GraphKind.EXTENDED
 
 
-class StagedDecode(NamedTuple):
+class CapturedDecode(NamedTuple):
     """A graph whose output is available before it is sampled."""
 
     graph: torch.cuda.CUDAGraph
@@ -167,7 +167,7 @@ class GraphRunner(abc.ABC):
             with_lora: Whether adapters are bound, one or none for each of :meth:`padded` rows.
         """
 
-    def _take(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> StepGraph:
+    def _stage(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> StepGraph:
         """Stages a decode of which nothing is sampled, and returns its graph."""
         graph = self._plain(padded)
         stage_blank(graph)
@@ -209,7 +209,7 @@ class GraphRunner(abc.ABC):
         places = self._places.numpy().data
         return self._host.numpy().data, words.data, results.view("uint64").data, places
 
-    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+    def _unpadded(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""
         return logits[:, : self._vocab]
 
