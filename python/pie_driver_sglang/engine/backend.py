@@ -256,8 +256,12 @@ class LoraBackend(Protocol):
     """LoRA adapters of a library, by names (`uid`) that the core gives them."""
 
     @property
-    def name(self) -> str:
-        """Of its kernels, for the log."""
+    def library(self) -> str:
+        """The library's name, for messages."""
+
+    @property
+    def kernels(self) -> str:
+        """The name of its kernels, for the log."""
 
     @property
     def slots(self) -> int:

@@ -88,7 +88,7 @@ def _adapters(backend: ModelBackend, options: DriverOptions) -> Adapters | None:
         return None
     adapters = Adapters(backend.lora, options.max_loaded_loras, options.lora_root)
     slots, rank = adapters.slots, options.max_lora_rank
-    logger.info("adapters: %d slots of rank %d, %s", slots, rank, backend.lora.name)
+    logger.info("adapters: %d slots of rank %d, %s", slots, rank, backend.lora.kernels)
     return adapters
 
 

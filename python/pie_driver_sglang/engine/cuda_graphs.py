@@ -158,7 +158,7 @@ class CudaGraphRunner(GraphRunner):
         )
 
     def _capture_with_lora(self, bind: Callable[[int], None], pool: Any) -> None:
-        """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
+        """Captures decodes that bind adapters: the backend's layers apply them, Python samples."""
         for rows in reversed(self._lora_rows):
             bind(rows)
             captured = self._capture(self._plain(rows), pool, self._run_with_lora)

@@ -1,4 +1,4 @@
-"""The interface between a serving loop and a loaded model: `ModelExecutor` and its `ModelInfo`."""
+"""The interface between a serving loop and a loaded model: `ModelExecutor`, `ModelInfo`."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ModelExecutor(Protocol):
     the serving thread. Passes, copies and captured graphs therefore run in the order of their
     calls, without events between them. The CPU runs each call to its end.
 
-    **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or SGLang.
-    The caller then answers the request by an abort, asks :meth:`find_loss`, and ends the driver if
-    the device is lost or :attr:`recovers` is false (`driver/failures.py`). Otherwise the engine
-    goes on: KV of the failed pass is undefined, everything else is as before.
+    **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or the
+    inference library. The caller then answers the request by an abort, asks :meth:`find_loss`, and
+    ends the driver if the device is lost or :attr:`recovers` is false (`driver/failures.py`).
+    Otherwise the engine goes on: KV of the failed pass is undefined, everything else is as before.
     """
 
     @property

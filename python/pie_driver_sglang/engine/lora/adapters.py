@@ -268,7 +268,7 @@ class Adapters:
             try:
                 return step()
             except Exception as error:
-                raise _not_taken(error) from error
+                raise self._refused(error) from error
 
         try:
             return _agreed(taken)
@@ -281,8 +281,12 @@ class Adapters:
         try:
             prepared = self._backend.prepare(uid, adapter.rank, adapter.targets, adapter.tensors)
         except Exception as error:
-            raise _not_taken(error) from error
+            raise self._refused(error) from error
         return _Prepared(prepared, adapter.embeds)
+
+    def _refused(self, error: Exception) -> AdapterError:
+        text = f"{self._backend.library} does not take it: {error}"
+        return AdapterError(text, "use an adapter of this very model")
 
     def _make_room(self, adapter_id: int) -> None:
         """Lets the least recently used adapters go, but not the one that is to be replaced."""
@@ -297,10 +301,6 @@ def _copy_some(copy: AdapterCopy) -> bool:
     All ranks copy the same ones: they have the same files.
     """
     return copy.copy(max(1, _COPY_BYTES * copy.layers // max(1, copy.bytes)))
-
-
-def _not_taken(error: Exception) -> AdapterError:
-    return AdapterError(f"SGLang does not take it: {error}", "use an adapter of this very model")
 
 
 def _agreed(step: Callable[[], T], group: Any = None) -> T:

@@ -98,12 +98,14 @@ class WrappedTable(NamedTuple):
 class LoraSlots:
     """SGLang's LoRA manager, as `LoraBackend` wants it."""
 
+    library = "SGLang"
+
     def __init__(self, runner: ModelRunner) -> None:
         self.manager: LoRAManager = runner.lora_manager
         self.slots = int(self.manager.max_loras_per_batch)
         self.max_rank = int(self.manager.max_lora_rank)
         self.dtype: torch.dtype = self.manager.dtype
-        self.name = Resolved(runner.server_args).lora_backend
+        self.kernels = Resolved(runner.server_args).lora_backend
 
     @property
     def slot_bytes(self) -> int:
