@@ -229,14 +229,9 @@ def _row_bytes(model: ModelSizes, settings: MemorySettings) -> int:
     return (HIDDEN_COPIES * model.hidden_size + widest) * model.itemsize
 
 
-def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
-    """Bytes of all graphs: one pool for the largest, and nodes and hidden states for each.
-
-    Models with recurrent state have no graphs.
-    """
-    if device.is_host or not settings.captures or model.state_bytes:
-        return 0
-    specs = graph_specs(
+def planned_graphs(model: ModelSizes, settings: MemorySettings) -> list[GraphSpec]:
+    """All graphs that may be captured, whichever attention backend the loaded model gets."""
+    return graph_specs(
         settings.requests,
         settings.chunk_tokens,
         groups=not settings.triton_tables,
@@ -244,6 +239,16 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
         sparse=model.chosen_experts > 0,
         adapters=settings.adapter_slots > 0,
     )
+
+
+def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of all graphs: one pool for the largest, and nodes and hidden states for each.
+
+    Models with recurrent state have no graphs.
+    """
+    if device.is_host or not settings.captures or model.state_bytes:
+        return 0
+    specs = planned_graphs(model, settings)
     nodes = model.layers * sum(_layer_bytes(spec) for spec in specs)
     kept = sum(spec.rows for spec in specs if spec.keeps_hidden(settings.requests))
     hidden = kept * model.hidden_size * model.itemsize
