@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pie_driver_sglang.backends.sglang import support
-from pie_driver_sglang.backends.sglang.attention import paged
 from pie_driver_sglang.backends.sglang.attention.masked import MaskedAttention
+from pie_driver_sglang.backends.sglang.attention.paged import installed_attention
 from pie_driver_sglang.backends.sglang.compat.attention import attending
 from pie_driver_sglang.backends.sglang.compat.layers import (
     LlamaDecoder,
@@ -41,9 +41,7 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
     RecurrentState,
     keeps_heads,
     kv_pages,
-)
-from pie_driver_sglang.backends.sglang.compat.pools import (
-    paged as paged_pool,
+    paged,
 )
 from pie_driver_sglang.backends.sglang.compat.ranks import TensorGroup
 from pie_driver_sglang.backends.sglang.lora import SglangLora
@@ -105,11 +103,11 @@ class SglangBackend:
     @property
     def decode_attention(self) -> PagedDecode | None:
         """See `ModelBackend.decode_attention`."""
-        return paged.installed_attention(self.runner)
+        return installed_attention(self.runner)
 
     def kv_pages(self) -> list[torch.Tensor]:
         """See `ModelBackend.kv_pages`."""
-        return kv_pages(paged_pool(self.runner.token_to_kv_pool))
+        return kv_pages(paged(self.runner.token_to_kv_pool))
 
     def weight_bytes(self) -> int:
         """See `ModelBackend.weight_bytes`."""
