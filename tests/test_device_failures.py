@@ -100,8 +100,7 @@ def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_pat
 
 def drive_without_memory(where: str, *arguments: str) -> None:
     """Runs in a fork: a driver that has no memory for its graphs, or for its warm-up."""
-    from pie_driver_sglang.backends.sglang import load
-    from pie_driver_sglang.engine import backend_executor
+    from pie_driver_sglang.engine import backend_executor, build
 
     def fail(*_arguments: object, **_named: object) -> None:
         try:
@@ -110,7 +109,7 @@ def drive_without_memory(where: str, *arguments: str) -> None:
             raise RuntimeError("the capture is invalid")
 
     if where == "graphs":
-        load.CpuGraphRunner = fail  # type: ignore[assignment, misc]
+        build.CpuGraphRunner = fail  # type: ignore[assignment, misc]
     else:
         backend_executor.BackendExecutor.forward = fail  # type: ignore[method-assign]
     rc.drive(*arguments)
