@@ -66,7 +66,7 @@ def load_broken(
         stderr: Where to log.
     """
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -108,7 +108,7 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
         stderr: Where to log.
     """
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -149,7 +149,7 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
 
     from pie_driver_sglang.backends.sglang.compat.lora import SlotCopy, slot_tensors
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.engine.lora import adapters
 
     drivers.redirect_output(stderr)
@@ -229,7 +229,7 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     from sglang.srt.lora.lora import LoRAAdapter
 
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -332,7 +332,7 @@ def _steps_of(
     number: int, config_path: str, steps: Sequence[Load | Fetch], rendezvous: int
 ) -> list[tuple[str, Any]]:
     from pie_driver_sglang.backends.sglang.start import load_rank
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.errors import AdapterError
     from pie_driver_sglang.ranks.types import Rank
 

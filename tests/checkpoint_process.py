@@ -24,7 +24,7 @@ from sglang.srt.models import deepseek_v2
 
 import drivers
 from pie_driver_sglang.backends.sglang import boot, environment, load_check, support
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.ranks.types import ALONE, Rank

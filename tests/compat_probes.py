@@ -20,7 +20,7 @@ from pie_driver_sglang.backends.sglang import boot
 from pie_driver_sglang.backends.sglang.compat import corrections
 from pie_driver_sglang.backends.sglang.compat.attention import attention_layers
 from pie_driver_sglang.backends.sglang.load import load_engine
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
 
 
 def main(path: str) -> None:

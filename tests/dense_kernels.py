@@ -10,19 +10,14 @@ import math
 
 import torch
 
-from pie_driver_sglang.kernels.gemm.dense_layers import (
-    Heads,
-    LinearWeights,
-    Norm,
-    Scale,
-    Tiling,
-    add_norm,
-    find_scale,
-    gate,
-    gated,
-    linear,
+from pie_driver_sglang.kernels.gemm.linear import linear, linear_swiglu
+from pie_driver_sglang.kernels.gemm.norm_rope import (
+    add_rms_norm,
+    compute_rms_scale,
     norm_rope_store,
+    silu_and_mul,
 )
+from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm, RmsScale, TileConfig
 
 ROWS = (1, 16, 17, 40)
 TOLERANCE = 1e-5
@@ -49,12 +44,12 @@ def check_linear() -> None:
         # Rows lie in something wider.
         rows = torch.randn(count, 200)[:, :192]
         matrix = LinearWeights(torch.randn(64, 192), torch.randn(64) if biased else None)
-        tiling = Tiling(rows=16, outputs=32, inputs=32, parts=parts)
-        assert tiling.fits(64, 192)
+        config = TileConfig(16, 32, 32, parts)
+        assert config.fits(64, 192)
         exact = rows.double() @ matrix.weight.double().T
         if matrix.bias is not None:
             exact += matrix.bias.double()
-        found = linear(rows, matrix, tiling)
+        found = linear(rows, matrix, config)
         assert found.shape == (parts, count, 64)
         close(found.sum(0), exact)
 
@@ -65,7 +60,7 @@ def check_gated() -> None:
         rows, matrix = torch.randn(count, 64), LinearWeights(torch.randn(96, 64))
         gate, up = (rows.double() @ matrix.weight.double().T).chunk(2, dim=-1)
         exact = torch.nn.functional.silu(gate) * up
-        close(gated(rows, matrix, Tiling(rows=16, outputs=16, inputs=32)), exact)
+        close(linear_swiglu(rows, matrix, TileConfig(16, 16, 32)), exact)
 
 
 def check_gate() -> None:
@@ -77,19 +72,19 @@ def check_gate() -> None:
             exact *= torch.rsqrt(given.double().square().mean(-1, keepdim=True) + EPSILON)
         first, second = exact.chunk(2, dim=-1)
         exact = torch.nn.functional.silu(first) * second
-        close(gate(rows, Scale(given, EPSILON) if scaled else None), exact)
+        close(silu_and_mul(rows, RmsScale(given, EPSILON) if scaled else None), exact)
         if scaled:
-            close(gate(rows, find_scale(given, EPSILON)), exact)
+            close(silu_and_mul(rows, compute_rms_scale(given, EPSILON)), exact)
 
 
 def check_add_norm() -> None:
     """One part and several, with and without a residual, of a width that is no power of two."""
-    for count, parts, adds in itertools.product(ROWS, (1, 4), (False, True)):
+    for count, parts, add_residual in itertools.product(ROWS, (1, 4), (False, True)):
         given = torch.randn(parts, count, 80)
-        residual = torch.randn(count, 80) if adds else None
+        residual = torch.randn(count, 80) if add_residual else None
         norm = Norm(torch.randn(80), EPSILON)
         total = given.double().sum(0) + (0.0 if residual is None else residual.double())
-        out, after = add_norm(given, residual, norm)
+        out, after = add_rms_norm(given, residual, norm)
         close(after, total)
         close(out, normalized(total, norm.weight))
         assert residual is None or after is residual
@@ -114,7 +109,7 @@ def check_prepare() -> None:
         shapes, (False, True), (False, True), (False, True)
     ):
         count = 5
-        scale = Scale(torch.randn(count, 96), EPSILON) if scaled else None
+        scale = RmsScale(torch.randn(count, 96), EPSILON) if scaled else None
         positions = torch.tensor([0, 3, 3, 63, 17])
         angles = torch.rand(64, dim // 2, dtype=torch.float64) * 2 * math.pi
         rows = torch.randn(count, (queries + 2 * kv_heads) * dim)
@@ -130,7 +125,7 @@ def check_prepare() -> None:
         apart = norm_rope_store(rows, heads, positions, slots, scale=scale, out_of_place=True)
         assert torch.equal(rows, given)
         if scale is not None:
-            found_once = find_scale(*scale)
+            found_once = compute_rms_scale(*scale)
             again = norm_rope_store(
                 rows, heads, positions, slots, scale=found_once, out_of_place=True
             )
@@ -139,7 +134,7 @@ def check_prepare() -> None:
             outputs = torch.rand(rows.shape[1]) + 0.5
             apart_keys = keys.clone()
             again = norm_rope_store(
-                rows / outputs, heads, positions, slots, scale=found_once, of_outputs=outputs,
+                rows / outputs, heads, positions, slots, scale=found_once, output_scales=outputs,
                 out_of_place=True,
             )  # fmt: skip
             close(again, apart.double())
@@ -148,8 +143,8 @@ def check_prepare() -> None:
         assert torch.equal(found, apart)
         assert apart.is_contiguous()
         if scale is not None:
-            spread = torch.rsqrt(scale.rows.double().square().mean(-1) + EPSILON)[:, None, None]
-            q, k, v = (part.double() * spread for part in (q, k, v))
+            rstd = torch.rsqrt(scale.rows.double().square().mean(-1) + EPSILON)[:, None, None]
+            q, k, v = (part.double() * rstd for part in (q, k, v))
         q, k = (
             part if norm is None else normalized(part, norm.weight)
             for part, norm in zip((q, k), norms, strict=True)

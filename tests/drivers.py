@@ -308,7 +308,7 @@ def _checked(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object]) -> None:
     """Runs in the fork: the driver's own main function, with its descriptors in place."""
-    from pie_driver_sglang.driver import launch
+    from pie_driver_sglang.driver import startup
 
     prepare()
     redirect_output(stderr)
@@ -317,7 +317,7 @@ def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object])
     watch_handshake(handshake)
     arguments = ["--config", config, "--handshake-fd", str(handshake)]
     start_worker = functools.partial(ForkedWorker, handshake, list)
-    sys.exit(launch.main(arguments, start_worker=start_worker))
+    sys.exit(startup.main(arguments, start_worker=start_worker))
 
 
 CLOSED_EARLY: Final = "the handshake was closed before this was printed"

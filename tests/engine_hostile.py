@@ -59,7 +59,7 @@ ARGUMENTS = (
 def idle(engine: Engine) -> None:
     """Waits until nothing runs."""
     end = time.monotonic() + 120
-    while engine.get_server_info()["internal_states"][0]["running"] or engine._requests._inboxes:
+    while engine.get_server_info()["internal_states"][0]["running"] or engine._requests._queues:
         gc.collect()
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -178,7 +178,7 @@ class TestHostileCalls:
         other = threading.Thread(target=lambda: others.append(engine.generate("def f", SHORT)))
 
         def interrupt() -> None:
-            while not engine._requests._inboxes:
+            while not engine._requests._queues:
                 time.sleep(0.001)
             other.start()
             main = threading.main_thread().ident

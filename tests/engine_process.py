@@ -120,7 +120,7 @@ def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
     """A server without a region, and its engine."""
     from pie_driver_sglang import _core
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     drivers.redirect_output(stderr)
     config = load_config(Path(config_path))

@@ -156,9 +156,9 @@ class _Forks:
 
 def _import_server() -> None:
     """Imports SGLang's server, for all that are forked from here on."""
-    from pie_driver_sglang.frontends.sglang_server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 
-    with environment.importing_server():
+    with server_environment.importing_server():
         pass
 
 

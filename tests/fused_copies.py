@@ -8,7 +8,7 @@ import torch
 
 from pie_driver_sglang.engine import page_pools as pool_module
 from pie_driver_sglang.engine.page_pools import PagePools, page_bytes
-from pie_driver_sglang.kernels.attention.page_copy import COPY_BLOCK, BufferRows, move
+from pie_driver_sglang.kernels.attention.page_copy import COPY_BLOCK, BufferRows, copy_rows
 
 PAGES = 9
 WIDTHS = (3, 1, COPY_BLOCK + 5, 2)
@@ -18,12 +18,12 @@ def move_backwards(
     source: BufferRows, source_rows: torch.Tensor, target: BufferRows, target_rows: torch.Tensor
 ) -> None:
     """The interpreter takes pair after pair; a GPU takes them in any order."""
-    move(source, source_rows.flip(0), target, target_rows.flip(0))
+    copy_rows(source, source_rows.flip(0), target, target_rows.flip(0))
 
 
 def main() -> None:
     """Copies at random."""
-    pool_module.move = move_backwards
+    pool_module.copy_rows = move_backwards
     torch.manual_seed(1)
     source = random.Random(2)
     for dtype in (torch.int64, torch.uint8):

@@ -18,8 +18,8 @@ from unittest import mock
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, plain_specs
 
 PAGE = 16

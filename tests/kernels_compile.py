@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pie_driver_sglang.kernels.attention import paged_decode, single_decode, split_plan
-from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
 from pie_driver_sglang.kernels.attention.split_plan import (
     DecodeRows,
@@ -36,10 +36,17 @@ from pie_driver_sglang.kernels.attention.split_plan import (
 )
 from pie_driver_sglang.kernels.comm import all_reduce_norm
 from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
-from pie_driver_sglang.kernels.gemm import dense_layers, fp8_rows, small_m, tiled
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm, Scale
+from pie_driver_sglang.kernels.gemm import fp8_rows, linear, norm_rope, small_m, tiled
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream
+from pie_driver_sglang.kernels.gemm.types import (
+    Epilogue,
+    Heads,
+    LinearWeights,
+    Norm,
+    Residual,
+    RmsScale,
+    Workspace,
+)
 from pie_driver_sglang.kernels.moe import experts, routing
 from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
@@ -99,10 +106,10 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
         compiled.append(compile_launch(kernel, *args, **options))
 
-    early = {"CHAINED": True, "launch_pdl": True}
+    early = {"PDL": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        modules = (split_plan, paged_decode, dense_layers, small_m, tiled, fp8_rows)
+        modules = (split_plan, paged_decode, linear, norm_rope, small_m, tiled, fp8_rows)
         modules += (
             single_decode,
             experts,
@@ -113,7 +120,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
             token_logprobs,
         )
         for module in modules:
-            patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
+            patches.enter_context(mock.patch.object(module, "pdl_options", lambda _: early))
         launch()
     return compiled
 
@@ -135,7 +142,7 @@ def attention(
     pool: torch.dtype,
     queries: torch.dtype,
     page: int,
-    rule: Rule,
+    rule: AttentionParams,
     window: int,
     count: int = FEW,
     prompts: bool = False,
@@ -169,7 +176,7 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     count = case[7] if len(case) > 7 else FEW
     grouped = grouped and window < 0 and not prompts
     kernels = recorded(functools.partial(attention, *case, grouped=grouped))
-    assert [kernel.name for kernel in kernels] == ["_plan_splits", "_attend"]
+    assert [kernel.name for kernel in kernels] == ["_plan_splits", "_paged_decode"]
     page, block = case[4], split_tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
     slots = paged_decode._pages(block, page)
@@ -195,17 +202,23 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     assert "ld.global.cg" in others[-1]
 
 
-def check_lone() -> None:
+def check_single_decode() -> None:
     """What is stored already is loaded before the wait, and parts are merged safely."""
     for queries, kv_heads, dim in ((16, 4, 128), (32, 4, 128), (40, 4, 128), (14, 2, 64)):
         storage = torch.zeros(64, kv_heads, dim, dtype=torch.bfloat16)
         norm, one = Norm(storage[0, 0], 1e-6), torch.zeros(1, dtype=torch.int64)
         heads = Heads(queries, norm, norm, torch.zeros(512, dim), True, storage, storage)
-        row = single_decode.LoneRow(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
+        row = single_decode.DecodeToken(torch.zeros(4, 512, dtype=torch.int32), one, one, one, one)
         qkv = torch.zeros(1, (queries + 2 * kv_heads) * dim, dtype=torch.bfloat16)
-        arrived = torch.zeros(kv_heads, 33, dtype=torch.int32)
+        semaphores = torch.zeros(kv_heads, 33, dtype=torch.int32)
         attend = functools.partial(
-            single_decode.attend_lone, qkv, heads, row, arrived, 0.1, single_decode.tuning_of(heads)
+            single_decode.attend_single,
+            qkv,
+            heads,
+            row,
+            semaphores,
+            0.1,
+            single_decode.find_single_decode_config(heads),
         )
         [kernel] = recorded(attend)
         check_order(kernel, early=None, leads=True)
@@ -218,24 +231,24 @@ def check_lone() -> None:
 
 def products(dtype: torch.dtype) -> Iterator[Any]:
     """Those of a layer of Qwen3-0.6B, as they are cut at some numbers of rows."""
-    for outputs, inputs, most, gated in (
+    for outputs, inputs, most, swiglu in (
         (4096, 1024, 1, False),
-        (1024, 3072, dense_layers.MOST_PARTS, False),
+        (1024, 3072, linear.MAX_SPLIT_K, False),
         (3072, 1024, 1, True),
     ):
-        matrix = LinearWeights(torch.zeros((1 + gated) * outputs, inputs, dtype=dtype))
-        if most == 1 and not gated:
+        matrix = LinearWeights(torch.zeros((1 + swiglu) * outputs, inputs, dtype=dtype))
+        if most == 1 and not swiglu:
             matrix = matrix._replace(bias=torch.zeros(outputs, dtype=dtype))
         for count in (1, 17, 33, 65, 129):
-            tiling = dense_layers.tiling(count, outputs, inputs, most, gated=gated)
-            assert (tiling is None) == (count > 128 or (most == 1 and count > 64))
-            if tiling is None:
+            config = linear.find_linear_config(count, outputs, inputs, most, swiglu=swiglu)
+            assert (config is None) == (count > 128 or (most == 1 and count > 64))
+            if config is None:
                 continue
-            assert tiling.rows >= count
-            assert tiling.fits(outputs, inputs)
-            run = dense_layers.gated if gated else dense_layers.linear
+            assert config.block_m >= count
+            assert config.fits(outputs, inputs)
+            run = linear.linear_swiglu if swiglu else linear.linear
             rows = torch.zeros(count, inputs, dtype=dtype)
-            yield from recorded(functools.partial(run, rows, matrix, tiling))
+            yield from recorded(functools.partial(run, rows, matrix, config))
 
 
 def check_dense(dtype: torch.dtype) -> None:
@@ -249,17 +262,17 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
         assert "async_copy_global_to_local" in kernel.asm["ttgir"]
         assert "prefetch.L2" in kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
-        assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
+        assert kernel.metadata.shared <= linear.MAX_SHARED_BYTES, kernel.metadata.shared
     [kernel] = recorded(
-        lambda: dense_layers.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
+        lambda: norm_rope.add_rms_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
     )
     check_order(kernel, early=2)
     storage = zeros(64, 8, 128)
     heads = Heads(16, norm, norm, torch.zeros(512, 128), True, storage, storage)
     places = torch.zeros(40, dtype=torch.int64)
-    for scale in (None, Scale(zeros(40, 1024), 1e-6)):
+    for scale in (None, RmsScale(zeros(40, 1024), 1e-6)):
         prepare = functools.partial(
-            dense_layers.norm_rope_store,
+            norm_rope.norm_rope_store,
             zeros(40, width),
             heads,
             places,
@@ -269,100 +282,103 @@ def check_dense(dtype: torch.dtype) -> None:
         [kernel] = recorded(prepare)
         # A slot, a position, and its cosines and sines.
         check_order(kernel, early=4, leads=True)
-        [kernel] = recorded(functools.partial(dense_layers.gate, zeros(40, width), scale))
+        [kernel] = recorded(functools.partial(norm_rope.silu_and_mul, zeros(40, width), scale))
         check_order(kernel)
-    [kernel] = recorded(lambda: dense_layers.find_scale(zeros(40, width), 1e-6))
+    [kernel] = recorded(lambda: norm_rope.compute_rms_scale(zeros(40, width), 1e-6))
     check_order(kernel)
     # Products of FP8 weights, whose scales are applied here.
-    once, outputs = Scale(torch.ones(40, 1), 0.0), torch.ones(width)
+    once, outputs = RmsScale(torch.ones(40, 1), 0.0), torch.ones(width)
     prepare = functools.partial(
-        dense_layers.norm_rope_store, zeros(40, width), heads, places, places, scale=once,
-        of_outputs=outputs,
+        norm_rope.norm_rope_store, zeros(40, width), heads, places, places, scale=once,
+        output_scales=outputs,
     )  # fmt: skip
     [kernel] = recorded(prepare)
     check_order(kernel, early=4, leads=True)
     scales = (torch.ones(40, 1), torch.ones(128))
     [kernel] = recorded(
-        lambda: dense_layers.add_norm(zeros(1, 40, 128), zeros(40, 128), norm, scales)
+        lambda: norm_rope.add_rms_norm(zeros(1, 40, 128), zeros(40, 128), norm, scales)
     )
     check_order(kernel, early=2)
 
 
-def check_few_rows(dtype: torch.dtype) -> None:
+def check_small_m(dtype: torch.dtype) -> None:
     """Of what a kernel touches before it waits, all is weights; cuts fit shared memory."""
 
     def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
 
     floats = zeros(64, dtype=torch.float32)
-    scratch = Scratch(floats, zeros(64, dtype=torch.int32))
-    for count, (outputs, inputs, adds, gated) in itertools.product(
+    workspace = Workspace(floats, zeros(64, dtype=torch.int32))
+    for count, (outputs, inputs, add_residual, swiglu) in itertools.product(
         (1, 16, 32),
         ((6144, 4096, False, False), (4096, 4096, True, False), (14336, 4096, False, True)),
     ):
-        cut = small_m.find_cut(count, outputs, inputs, adds=adds, gated=gated)
-        assert cut is not None
+        config = small_m.find_small_m_config(
+            count, outputs, inputs, Epilogue.of(swiglu=swiglu, add_residual=add_residual)
+        )
+        assert config is not None
         rows = zeros(count, inputs)
-        stream = Stream(rows, zeros(count, 256, dtype=torch.float32))
-        squares = zeros(count, outputs // cut.outputs, dtype=torch.float32)
-        into = Stream(zeros(count, outputs), squares) if adds else None
+        sum_squares_in = zeros(count, 256, dtype=torch.float32)
+        sum_squares = zeros(count, outputs // config.block_n, dtype=torch.float32)
+        into = Residual(zeros(count, outputs), sum_squares) if add_residual else None
         # Nothing is computed here: an empty tensor of the height is enough.
-        matrix = LinearWeights(zeros(1).expand((1 + gated) * outputs, inputs))
+        matrix = LinearWeights(zeros(1).expand((1 + swiglu) * outputs, inputs))
         [kernel] = recorded(
             functools.partial(
-                small_m.product, rows, matrix, cut, scratch, stream=None if adds else stream,
-                into=into, gated=gated,
+                small_m.small_m_gemm, rows, matrix, config, workspace, 
+                sum_squares=None if add_residual else sum_squares_in,
+                residual=into, swiglu=swiglu,
             )
         )  # fmt: skip
-        loads = cut.outputs * cut.inputs // (8 * 32 * cut.warps) * (1 + gated)
-        check_order(kernel, early=loads if cut.stages == 1 else 0, leads=True)
-        assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
-        if cut.stages > 1:
+        loads = config.block_n * config.block_k // (8 * 32 * config.num_warps) * (1 + swiglu)
+        check_order(kernel, early=loads if config.num_stages == 1 else 0, leads=True)
+        assert kernel.metadata.shared <= linear.MAX_SHARED_BYTES, kernel.metadata.shared
+        if config.num_stages > 1:
             assert "async_copy_global_to_local" in kernel.asm["ttgir"]
-        if cut.parts > 1:
+        if config.split_k > 1:
             _, arrival, after = kernel.asm["ptx"].partition("atom.global.gpu.acq_rel.add")
             assert arrival
             assert "ld.global.cg" in after
-    [kernel] = recorded(lambda: small_m.begin(zeros(3, 4096), 512))
+    [kernel] = recorded(lambda: small_m.start_residual(zeros(3, 4096), 512))
     check_order(kernel, leads=True)
 
 
 def check_tiles() -> None:
     """Tiles come by the copy engine, and every one that may be chosen fits shared memory."""
     floats = torch.zeros(64)
-    scratch = Scratch(floats, torch.zeros(64, dtype=torch.int32))
-    for (kind, itemsize, count), tiles in tiled._TILES.items():
+    workspace = Workspace(floats, torch.zeros(64, dtype=torch.int32))
+    for (epilogue, itemsize, count), configs in tiled._CONFIGS.items():
         dtype = FP8 if itemsize == 1 else torch.bfloat16
-        for tile, grouped in itertools.product(tiles, (False, True)):
+        for config, grouped in itertools.product(configs, (False, True)):
             if grouped and itemsize > 1:
                 continue
-            height, inputs, gated = 4096, 4096, kind == "gated"
-            weight = torch.empty((1 + gated) * height, inputs, dtype=dtype)
+            height, inputs, swiglu = 4096, 4096, epilogue == Epilogue.SWIGLU
+            weight = torch.empty((1 + swiglu) * height, inputs, dtype=dtype)
             rows = torch.empty(count, inputs, dtype=dtype)
             size = (len(weight) // 128, inputs // 128) if grouped else (len(weight),)
             given: Any = rows
             matrix: Any = LinearWeights(weight)
-            stream = into = None
+            sum_squares = residual = None
             if itemsize == 1:
                 given = QuantizedRows(rows, torch.empty(count, inputs // 128 if grouped else 1))
                 matrix = QuantizedWeights(weight, torch.empty(size))
-            elif kind != "adds":
-                stream = Stream(rows, torch.zeros(count, 64))
+            elif epilogue != Epilogue.ADD_RESIDUAL:
+                sum_squares = torch.zeros(count, 64)
             out = torch.empty(count, height, dtype=torch.bfloat16)
-            if kind == "adds":
-                squares = torch.empty(count, height // tile.outputs)
-                into = out if itemsize == 1 else Stream(out, squares)
+            if epilogue == Epilogue.ADD_RESIDUAL:
+                tiles = torch.empty(count, height // config.block_n)
+                residual = out if itemsize == 1 else Residual(out, tiles)
             [kernel] = recorded(
                 functools.partial(
-                    tiled.tiled_product, given, matrix, tile, scratch, stream=stream,
-                    into=into, gated=gated, dtype=torch.bfloat16,
+                    tiled.tiled_gemm, given, matrix, config, workspace, sum_squares=sum_squares,
+                    residual=residual, swiglu=swiglu, dtype=torch.bfloat16,
                 )
             )  # fmt: skip
             check_order(kernel, leads=True)
             code = kernel.asm["ptx"]
-            assert "cp.async.bulk.tensor" in code, tile
-            assert "wgmma.mma_async" in code, tile
-            assert kernel.metadata.shared <= tiled._SHARED_BYTES, (tile, kernel.metadata.shared)
+            assert "cp.async.bulk.tensor" in code, config
+            assert "wgmma.mma_async" in code, config
+            assert kernel.metadata.shared <= tiled._SHARED_BYTES, (config, kernel.metadata.shared)
 
 
 def check_quantized() -> None:
@@ -373,16 +389,16 @@ def check_quantized() -> None:
     for named, early in (
         ({"norm": norm, "residual": rows.clone()}, None),
         ({"grouped": True}, 0),
-        ({"gated": True, "scale": torch.ones(1)}, 0),
+        ({"swiglu": True, "scale": torch.ones(1)}, 0),
     ):
         make = functools.partial(fp8_rows.quantize, rows, **named)
         [kernel] = recorded(make)
         check_order(kernel, early=early, leads=True)
         assert "cvt.rn.satfinite.e4m3x2" in kernel.asm["ptx"]
     products = torch.zeros(3, 4096, dtype=torch.bfloat16)
-    unscaled = fp8_rows.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
-    for named in ({"gated": True}, {"norm": norm}):
-        residual = None if "gated" in named else rows.clone()
+    unscaled = fp8_rows.UnscaledOutput(products, torch.ones(3, 1), torch.ones(4096))
+    for named in ({"swiglu": True}, {"norm": norm}):
+        residual = None if "swiglu" in named else rows.clone()
         make = functools.partial(fp8_rows.quantize, unscaled, residual=residual, **named)
         [kernel] = recorded(make)
         check_order(kernel, early=None, leads=True)
@@ -399,37 +415,37 @@ def check_experts(dtype: torch.dtype) -> None:
         zeros(1).expand(128, 1536, 2048),
         zeros(1).expand(128, 2048, 768),
     )
-    scratch = Scratch(torch.zeros(64), torch.zeros(256, dtype=torch.int32))
-    products = ["_expert_product", "_expert_product", "_add_pairs"]
-    for count, squares, names in (
-        (1, 512, ["_route", "_expert_product", "_add_experts"]),
-        (16, 512, ["_route", *products]),
-        (128, 32, ["_route_tile", *products]),
-        (256, 0, ["_route_tile", *products]),
+    workspace = Workspace(torch.zeros(64), torch.zeros(256, dtype=torch.int32))
+    gemms = ["_expert_gemm", "_expert_gemm", "_combine_add"]
+    for count, sum_squares, names in (
+        (1, 512, ["_route_row", "_expert_gemm", "_down_gemm_add"]),
+        (16, 512, ["_route_row", *gemms]),
+        (128, 32, ["_route_tile", *gemms]),
+        (256, 0, ["_route_tile", *gemms]),
     ):
-        stream = Stream(zeros(count, 2048), torch.zeros(count, squares))
+        stream = Residual(zeros(count, 2048), torch.zeros(count, sum_squares))
         add = functools.partial(
-            experts.add_chosen, stream, Norm(zeros(2048), 1e-6), mixture, scratch
+            experts.add_moe, stream, Norm(zeros(2048), 1e-6), mixture, workspace
         )
         kernels = recorded(add)
         assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             # The router's weights; of one row the experts, and some weights of theirs.
-            some = kernel.name in ("_route", "_add_experts")
-            follows = kernel.name == "_expert_product" and count == 1
+            some = kernel.name in ("_route_row", "_down_gemm_add")
+            follows = kernel.name == "_expert_gemm" and count == 1
             check_order(kernel, early=None if some else 0, leads=not follows)
-            assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
+            assert kernel.metadata.shared <= linear.MAX_SHARED_BYTES, kernel.metadata.shared
 
 
 def rank_sum(ranks: int, dtype: torch.dtype, width: int, *, two_shot: bool) -> Any:
     """A sum of some rows over ranks."""
-    tuning = TUNINGS[ranks]._replace(most_rows=64, one_shot_rows=0 if two_shot else 64)
-    size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
+    tuning = TUNINGS[ranks]._replace(max_rows=64, one_shot_rows=0 if two_shot else 64)
+    size = LamportAllReduceNorm.size(ranks, tuning.max_rows, width, dtype)
     shared = PeerMemory([torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)])
     sums = LamportAllReduceNorm(shared, ranks - 1, width, dtype, tuning)
     norm = Norm(torch.zeros(width, dtype=dtype), 1e-6)
     part = torch.zeros(40, width, dtype=dtype)
-    [kernel] = recorded(lambda: sums.add_norm(0, part, part.clone(), norm))
+    [kernel] = recorded(lambda: sums.add_rms_norm(0, part, part.clone(), norm))
     check_order(kernel, early=None)
     return kernel
 
@@ -479,26 +495,30 @@ def check_sampling(dtype: torch.dtype) -> None:
     for rows, cap in kinds if dtype == torch.bfloat16 else kinds[:1]:
         sample = functools.partial(sampler.sample_step, rows, params, results, step, cap)
         kernels = recorded(sample)
-        names = ["_survey", "_sample_rows", "_count_coarse", "_count_fine", "_sample_left"]
+        names = ["_block_stats", "_sample_rows", "_count_coarse", "_count_fine", "_sample_deferred"]
         assert [kernel.name for kernel in kernels] == names
         masked = torch.zeros(40, 2, dtype=torch.int32)
         kernels += recorded(functools.partial(sampler.mask_logits, rows, masked, words))
-        kernels += recorded(functools.partial(penalties.widened, logits, records, asked, cap))
-        assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_widen"]
+        kernels += recorded(
+            functools.partial(penalties.cast_modified_rows, logits, records, asked, cap)
+        )
+        assert [kernel.name for kernel in kernels[5:]] == ["_mask_logits", "_cast_modified_rows"]
         for kernel in kernels:
             check_order(kernel)
     slots, ids, pairs = results.clone(), results.clone(), words[:2]
-    kernels = recorded(lambda: penalties.note(tokens, slots, ids, words, pairs))
+    kernels = recorded(lambda: penalties.record_tokens(tokens, slots, ids, words, pairs))
     counts = torch.zeros(64, 151_936, dtype=torch.int32)
     kernels += recorded(
-        lambda: penalties.adjust(wide, tokens.view(4, 128), tokens, records, words, counts)
+        lambda: penalties.apply_penalties(wide, tokens.view(4, 128), tokens, records, words, counts)
     )
     kernels += recorded(
-        functools.partial(token_logprobs.find, wide, results, asked, words, words.clone(), 32)
+        functools.partial(
+            token_logprobs.compute_logprobs, wide, results, asked, words, words.clone(), 32
+        )
     )
     with mock.patch.object(torch.Tensor, "is_cuda", True):
         kernels += recorded(lambda: sampler.publish(results, results.clone()))
-    names = ["_note", "_adjust", "_survey", "_write", "_publish"]
+    names = ["_record_tokens", "_apply_penalties", "_block_top", "_write_logprobs", "_publish"]
     assert [kernel.name for kernel in kernels] == names
     for kernel in kernels:
         check_order(kernel)
@@ -520,25 +540,33 @@ def check_staging() -> None:
 
 
 CASES: list[Any] = [
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
-    (128, 5, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
-    (64, 71, torch.float16, torch.float16, 64, Rule(0.1, cap=3.0), -1),
-    (80, 5, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
-    (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
-    (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 256),
-    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 256),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1),
+    (128, 5, torch.bfloat16, torch.bfloat16, 1, AttentionParams(0.1), 100),
+    (64, 71, torch.float16, torch.float16, 64, AttentionParams(0.1, logit_cap=3.0), -1),
+    (
+        80,
+        5,
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        16,
+        AttentionParams(0.1, sinks=torch.zeros(40)),
+        -1,
+    ),
+    (256, 1, torch.float8_e5m2, torch.bfloat16, 24, AttentionParams(0.1), 0),
+    (128, 5, torch.float32, torch.float32, 16, AttentionParams(0.1), -1),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1, 256),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1, 256),
     # Prompts.
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304, True),
-    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640, True),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), -1, 2304, True),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, AttentionParams(0.1), 100, 640, True),
 ]
 
 
 if __name__ == "__main__":
     check_attention()
-    check_lone()
+    check_single_decode()
     check_dense(torch.bfloat16)
-    check_few_rows(torch.bfloat16)
+    check_small_m(torch.bfloat16)
     check_tiles()
     check_quantized()
     check_experts(torch.bfloat16)

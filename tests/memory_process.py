@@ -33,7 +33,7 @@ def load(
     """
     drivers.redirect_output(stderr)
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.errors import StartError
 
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def _pretended(free: int, lost: int) -> Iterator[None]:
     from sglang.srt.mem_cache import kv_cache_configurator
 
     from pie_driver_sglang.backends.sglang import measure
-    from pie_driver_sglang.memory.types import Device
+    from pie_driver_sglang.memory.plan_types import Device
 
     with (
         mock.patch.object(measure, "measure", lambda *_: Device("cuda:0", free, free)),
@@ -154,7 +154,7 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
         cell = DefaultPoolConfigurator(theirs)._cell_size
     sizes = measure.sizes_of(_config(snapshot), model_config, args)
     assert (sizes.state_bytes > 0) == (recurrent is not None)
-    return sizes.token_bytes.of_rank(ranks), cell, sizes.state_bytes
+    return sizes.token_bytes.per_rank(ranks), cell, sizes.state_bytes
 
 
 def _configured(snapshot: str, ranks: int) -> tuple[Any, Any]:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
 from pie_driver_sglang.kernels.attention.prompt_rows import find_prompts
 from pie_driver_sglang.kernels.attention.split_plan import (
-    ELSEWHERE,
+    SKIP_ROW,
     DecodeRows,
     Prefixes,
     SplitPlan,
@@ -144,7 +144,7 @@ class Step(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     rows: DecodeRows
-    rule: Rule
+    rule: AttentionParams
     slots: list[torch.Tensor]
     """Storage slot of each KV index, by row."""
 
@@ -197,7 +197,9 @@ def make_step(case: Case, generator: torch.Generator) -> Step:
             torch.cat([torch.tensor(case.lengths), padding + 1]),
             prefixes(case) if case.groups else None,
         ),
-        Rule(case.dim**-0.5, case.cap, sinks=random_like(case.heads) if case.sinks else None),
+        AttentionParams(
+            case.dim**-0.5, case.cap, sinks=random_like(case.heads) if case.sinks else None
+        ),
         slots,
     )
 
@@ -268,9 +270,9 @@ def check_attention(
         shares = plan_splits(rows, cut, case.multiprocessors)
         out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
         attend_paged(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
-        assert not shares.arrived.any(), "a layer behind this one would be wrong"
+        assert not shares.semaphores.any(), "a layer behind this one would be wrong"
         if groups is not None and not cut.windowed:
-            assert not shares.met.any(), "a layer behind this one would be wrong"
+            assert not shares.half_semaphores.any(), "a layer behind this one would be wrong"
         assert out[len(case.lengths) :].isfinite().all(), "padding became no number"
         outs.append(out[: len(case.lengths)].cpu())
     expected = dense(case, step).flatten(1)
@@ -356,7 +358,7 @@ def check_shares() -> bool:
             if ahead >= 0
         ]
         ends = [tile[2] for tile in expected]
-        stretches = [
+        tile_ranges = [
             [sum(end <= program * size for end in ends) for program in range(programs)],
             [
                 sum(begin < (program + 1) * size for begin in [0, *ends[:-1]])
@@ -365,7 +367,7 @@ def check_shares() -> bool:
         ]
         right &= shares.totals.tolist() == [size, bounds[-1], len(expected)]
         right &= shares.tiles[:5, : len(expected)].T.tolist() == expected
-        right &= shares.stretches.tolist() == stretches
+        right &= shares.tile_ranges.tolist() == tile_ranges
     return right
 
 
@@ -441,7 +443,7 @@ def check_prompts() -> bool:
             if context.rows > 1:
                 pages = (table[context.table_row, ::page] // page).tolist()
                 expected.append((start, start + context.rows, context.kv_len, pages))
-            owners += [ELSEWHERE if context.rows > 1 else context.table_row] * context.rows
+            owners += [SKIP_ROW if context.rows > 1 else context.table_row] * context.rows
             start += context.rows
         bounds = prompts.starts.tolist()
         found = [
@@ -452,7 +454,7 @@ def check_prompts() -> bool:
             if end > first and kv_len > 0
         ]
         right &= found == expected and bounds == sorted(bounds) and bounds[-1] == start + padding
-        right &= bounds[0] == 0 and left.table_rows.tolist() == [*owners, *[ELSEWHERE] * padding]
+        right &= bounds[0] == 0 and left.table_rows.tolist() == [*owners, *[SKIP_ROW] * padding]
     return right
 
 
@@ -471,8 +473,8 @@ def check_rows_elsewhere() -> bool:
         for each in (rows, left):
             plan = plan_splits(each, SplitPlan(SplitTuning(16, 4, 3, 1, queries), 2, 1, -1), 6)
             outs.append(torch.full_like(asked, 7.0))
-            attend_paged(asked, keys, values, outs[-1], each, plan, Rule(0.25), 16)
-        kept = left.table_rows == ELSEWHERE
+            attend_paged(asked, keys, values, outs[-1], each, plan, AttentionParams(0.25), 16)
+        kept = left.table_rows == SKIP_ROW
         whole, part = outs
         right &= bool(kept.any()) and bool((part[kept] == 7.0).all())
         right &= torch.allclose(part[~kept], whole[~kept], atol=1e-5)

@@ -24,8 +24,8 @@ import pytest
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 2
@@ -111,8 +111,8 @@ def differences(config: DriverConfig) -> list[float]:
     from pie_driver_sglang.backends.sglang.attention import paged
     from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.engine.layers import dense as dense_module
-    from pie_driver_sglang.engine.layers.small_batch import ExpertLayers
-    from pie_driver_sglang.kernels.gemm import dense_layers
+    from pie_driver_sglang.engine.layers.small_batch import MoeLayers
+    from pie_driver_sglang.kernels.gemm import linear
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
@@ -134,50 +134,58 @@ def differences(config: DriverConfig) -> list[float]:
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
     dense = found_layers(own)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
-    if isinstance(dense, ExpertLayers):
-        assert dense.takes(64)
-        assert not dense.takes(65)
-        found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
-        with dense.prefilling():
+    if isinstance(dense, MoeLayers):
+        assert dense.supports(64)
+        assert not dense.supports(65)
+        found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.patched_decode))
+        with dense.patched_prefill():
             assert "forward" not in vars(runner.model.model)
         with by_libraries() as unscaled:
-            found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+            found.append(
+                decode(server, engine, Contexts(128, page_size, vocab), dense.patched_decode)
+            )
         assert unscaled.called
         found.append(by_batches(server, engine, dense, "_layers"))
         found.append(alone(server, engine, dense, expected))
         check_experts(own)
     elif dense is not None:
-        few = dense._few
+        few = dense._small_batch
         # The kernels of few rows, where norms are folded; then the others.
         if few is not None:
             with mock.patch.object(few, "run", wraps=few.run) as run:
-                found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+                found.append(
+                    decode(server, engine, Contexts(128, page_size, vocab), dense.patched_decode)
+                )
             assert run.call_count == STEPS
             found += by_tiles(server, engine, dense, few)
-            found.append(by_batches(server, engine, dense, "_few"))
+            found.append(by_batches(server, engine, dense, "_small_batch"))
             found.append(alone(server, engine, dense, expected))
         with (
-            mock.patch.object(dense_layers, "tiling", small_tiling),
-            mock.patch.object(dense, "_few", None),
+            mock.patch.object(linear, "find_linear_config", small_tiling),
+            mock.patch.object(dense, "_small_batch", None),
         ):
-            found.append(decode(server, engine, Contexts(320, page_size, vocab), dense.applied))
+            found.append(
+                decode(server, engine, Contexts(320, page_size, vocab), dense.patched_decode)
+            )
         # Models whose products have no biases, which are all but one, and that take no adapters.
         folds = config.model.hf_config["model_type"] != "qwen2"
         folds = folds and not config.driver.options.enable_lora
         assert (few is not None) == folds
-        many = mock.Mock(wraps=dense._run_many)
+        many = mock.Mock(wraps=dense._run_folded)
         with (
-            mock.patch.object(dense_module, "_FEW_ROWS", 0),
-            mock.patch.object(dense, "_run_many", many),
+            mock.patch.object(dense_module, "_MAX_ROWS", 0),
+            mock.patch.object(dense, "_run_folded", many),
         ):
-            found.append(decode(server, engine, Contexts(192, page_size, vocab), dense.applied))
+            found.append(
+                decode(server, engine, Contexts(192, page_size, vocab), dense.patched_decode)
+            )
         assert many.called == folds
         # Where a backend attends to keys and values that are not stored yet, SGLang prefills.
         for stored in (False, True):
             many.reset_mock()
             with (
                 mock.patch.object(dense, "_prefills", stored),
-                mock.patch.object(dense, "_run_many", many),
+                mock.patch.object(dense, "_run_folded", many),
             ):
                 engine.fused = dense
                 found.append(decode(server, engine, Contexts(256, page_size, vocab)))
@@ -187,8 +195,12 @@ def differences(config: DriverConfig) -> list[float]:
             assert many.call_count == expected_calls, many.call_count
         check_ways(engine, dense)
         check_weights(own)
-        with mock.patch.object(dense_layers, "tiling", small_tiling), ranked(own) as ranks:
-            found.append(decode(server, engine, Contexts(128, page_size, vocab), ranks.applied))
+        with (
+            mock.patch.object(linear, "find_linear_config", small_tiling),
+            ranked(own) as ranks,
+        ):
+            contexts = Contexts(128, page_size, vocab)
+            found.append(decode(server, engine, contexts, ranks.patched_decode))
         check_ranks(own)
     check_fa3()
     check_vision()
@@ -203,21 +215,21 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
 
     last, info = len(LENGTHS) - 1, engine.model_info
     contexts = Contexts(128, info.page_size, info.vocab_size, only=last)
-    kernel = mock.Mock(wraps=single_decode.attend_lone)
+    kernel = mock.Mock(wraps=single_decode.attend_single)
     with (
         # Halves of such heads are too small for a GPU.
         mock.patch.object(single_decode, "_DIMS", (8, 16, 32, 64, 128)),
-        mock.patch.object(single_decode, "_MOST_KV_HEADS", 64),
-        mock.patch.object(single_decode, "attend_lone", kernel),
+        mock.patch.object(single_decode, "_MAX_KV_HEADS", 64),
+        mock.patch.object(single_decode, "attend_single", kernel),
     ):
         found = expected.clone()
-        found[:, last:] = decode(server, engine, contexts, dense.applied)
+        found[:, last:] = decode(server, engine, contexts, dense.patched_decode)
         calls = STEPS * len(engine.backend.runner.model.model.layers)
         assert kernel.call_count == calls
         # Models do not differ in who finds the kernel.
         if engine.backend.runner.model_config.hf_config.model_type == "qwen3":
             with clustered(engine.backend) as clusters:
-                again = decode(server, engine, contexts, dense.applied)
+                again = decode(server, engine, contexts, dense.patched_decode)
             assert clusters.call_count == calls
             assert float((again - found[:, last:]).abs().max()) < TOLERANCE
     return found
@@ -233,18 +245,20 @@ def clustered(backend: Any) -> Iterator[mock.Mock]:
     def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
         # What a kernel in CUDA C++ takes, which knows no types of its arguments.
         assert [each.dtype for each in row] == [torch.int32] + [torch.int64] * 4
-        assert heads.rotations.dtype is torch.float32
-        assert heads.rotations.stride(1) == heads.keys.stride(2) == heads.values.stride(2) == 1
-        arrived = torch.zeros(heads.keys.shape[1], 1, dtype=torch.int32)
-        tuning = single_decode.LoneTuning(16, 4, 1, 128, 256)
-        return single_decode.attend_lone(qkv, heads, row, arrived, scale, tuning)
+        assert heads.cos_sin_cache.dtype is torch.float32
+        assert (
+            heads.cos_sin_cache.stride(1) == heads.k_cache.stride(2) == heads.v_cache.stride(2) == 1
+        )
+        semaphores = torch.zeros(heads.k_cache.shape[1], 1, dtype=torch.int32)
+        tuning = single_decode.SingleDecodeConfig(16, 4, 1, 128, 256)
+        return single_decode.attend_single(qkv, heads, row, semaphores, scale, tuning)
 
     kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
     found: Any = backend.decode_attention
     # No kernel was found for its heads, as they are on no GPU.
     assert set(found._clustered_heads.values()) == {None}
     found._clustered_heads.clear()
-    with mock.patch.object(cluster_decode, "find_clusters", lambda *_: kernel):
+    with mock.patch.object(cluster_decode, "make_cluster_decode", lambda *_: kernel):
         yield kernel.attend
     found._clustered_heads.clear()
 
@@ -252,73 +266,73 @@ def clustered(backend: Any) -> Iterator[mock.Mock]:
 def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
     """Logits of steps whose products go by tiles, all of them or two of a layer."""
     from pie_driver_sglang.kernels.gemm import tiled
+    from pie_driver_sglang.kernels.gemm.types import Epilogue, TileConfig
 
     page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     layers = len(engine.backend.runner.model.model.layers)
-    middle = engine.backend.runner.model.config.intermediate_size
+    intermediate = engine.backend.runner.model.config.intermediate_size
     for whole in (True, False):
 
         def small(
-            rows: int, outputs: int, inputs: int, itemsize: int, *, adds: bool, gated: bool,
+            rows: int, outputs: int, inputs: int, itemsize: int, epilogue: Epilogue,
             whole: bool = whole,
         ) -> Any:  # fmt: skip
-            # Of those that add, that of attention.
-            own = whole or gated or (adds and inputs != middle)
-            return tiled.Tile(16, 16, 16, parts=1 if gated else 2) if own else None
+            # Of the projections that add to the residual, that of attention.
+            swiglu = epilogue == Epilogue.SWIGLU
+            own = whole or swiglu or (epilogue == Epilogue.ADD_RESIDUAL and inputs != intermediate)
+            return TileConfig(16, 16, 16, 1 if swiglu else 2) if own else None
 
-        product = mock.Mock(wraps=tiled.tiled_product)
+        product = mock.Mock(wraps=tiled.tiled_gemm)
         with (
-            mock.patch.object(few, "_most_cut", 0),
-            mock.patch.object(tiled, "find_tile", small),
-            mock.patch.object(tiled, "tiled_product", product),
+            mock.patch.object(few, "_max_small_m_rows", 0),
+            mock.patch.object(tiled, "find_tiled_config", small),
+            mock.patch.object(tiled, "tiled_gemm", product),
         ):
-            yield decode(server, engine, Contexts(384, page_size, vocab), dense.applied)
+            yield decode(server, engine, Contexts(384, page_size, vocab), dense.patched_decode)
         assert product.call_count == STEPS * layers * (4 if whole else 2)
 
 
 class TorchBatches:
-    """In place of `BatchProducts`, which takes a GPU: the same numbers by torch."""
+    """In place of `WgmmaGemm`, which takes a GPU: the same numbers by torch."""
 
     def __init__(self, *_: object) -> None:
-        self.kinds: list[Any] = []
+        self.epilogues: list[Any] = []
         """Of all products so far."""
 
     def multiply(
-        self, given: Any, matrix: Any, cut: Any, kind: Any, *, stream: Any = None,
-        epsilon: float = 0.0, into: Any = None,
+        self, given: Any, matrix: Any, config: Any, epilogue: Any, *, sum_squares: Any = None,
+        epsilon: float = 0.0, residual: Any = None,
     ) -> Any:  # fmt: skip
         import torch
 
-        from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
         from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedRows
-        from pie_driver_sglang.kernels.gemm.small_m import Stream
+        from pie_driver_sglang.kernels.gemm.types import Epilogue, Residual
 
-        self.kinds.append(kind)
+        self.epilogues.append(epilogue)
         rows = given.rows if isinstance(given, QuantizedRows) else given
         (count, inputs), height = rows.shape, len(matrix.weight)
         assert rows.is_contiguous()
         assert matrix.weight.shape == (height, inputs)
-        assert (count <= cut.rows, height % cut.outputs) == (True, 0)
-        assert (into is not None) == (kind == ProductKind.ADDS)
+        assert (count <= config.block_m, height % config.block_n) == (True, 0)
+        assert (residual is not None) == (epilogue == Epilogue.ADD_RESIDUAL)
         products = rows.float() @ matrix.weight.float().t()
         if isinstance(given, QuantizedRows):
             assert (given.scales.shape, matrix.scales.shape) == ((count, 1), (height,))
-            assert stream is None
+            assert sum_squares is None
             products *= given.scales * matrix.scales
-        elif stream is not None:
-            assert stream.rows is rows
-            products *= torch.rsqrt(stream.squares.sum(1, keepdim=True) / inputs + epsilon)
-        if kind == ProductKind.JOINS:
+        elif sum_squares is not None:
+            products *= torch.rsqrt(sum_squares.sum(1, keepdim=True) / inputs + epsilon)
+        if epilogue == Epilogue.SWIGLU:
             gate, up = products.chunk(2, -1)
             return torch.nn.functional.silu(gate) * up
-        if into is None:
+        if residual is None:
             return products
-        if not isinstance(into, Stream):
-            return into.add_(products)
-        assert into.squares.shape == (count, height // cut.outputs)
-        tiles = into.rows.add_(products).unflatten(1, (-1, cut.outputs))
-        into.squares.copy_(tiles.square().sum(-1))
-        return into.rows
+        if not isinstance(residual, Residual):
+            return residual.add_(products)
+        assert residual.sum_squares.shape == (count, height // config.block_n)
+        tiles = residual.rows.add_(products).unflatten(1, (-1, config.block_n))
+        residual.sum_squares.copy_(tiles.square().sum(-1))
+        return residual.rows
 
 
 def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
@@ -329,44 +343,43 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     """
     from pie_driver_sglang.engine.layers import small_batch
     from pie_driver_sglang.kernels.gemm import wgmma
-    from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
-    from pie_driver_sglang.kernels.gemm.small_m import Cut
-    from pie_driver_sglang.kernels.gemm.wgmma import BatchCut
+    from pie_driver_sglang.kernels.gemm.types import Epilogue, TileConfig
+    from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig
 
-    def small(rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind) -> Any:
-        return BatchCut(8, 2 if kind == ProductKind.JOINS else 1, 2) if rows <= 8 else None
+    def small(rows: int, height: int, inputs: int, itemsize: int, kind: Epilogue) -> Any:
+        return WgmmaConfig(8, 2 if kind == Epilogue.SWIGLU else 1, 2) if rows <= 8 else None
 
     few = getattr(dense, name)
     # On a CPU no model has any.
-    assert few._batch is None
-    assert not few.batches
+    assert few._wgmma is None
+    assert not few.has_wgmma
     layers = few._layers
     products = TorchBatches()
     with (
-        mock.patch.object(wgmma, "_GROUP_OUTPUTS", 16),
-        mock.patch.object(wgmma, "find_batch_cut", small),
-        mock.patch.object(wgmma, "runs_on", lambda _: True),
-        mock.patch.object(small_batch, "BatchProducts", lambda *_: products),
+        mock.patch.object(wgmma, "_WARPGROUP_OUTPUTS", 16),
+        mock.patch.object(wgmma, "find_wgmma_config", small),
+        mock.patch.object(wgmma, "supports_wgmma", lambda _: True),
+        mock.patch.object(small_batch, "WgmmaGemm", lambda *_: products),
     ):
-        batches = small_batch.FewRows.of(layers, few._norm, few._attention)
+        batches = small_batch.SmallBatchLayers.of(layers, few._norm, few._attention)
         assert batches is not None
-        assert batches.batches
-        with mock.patch.object(wgmma, "find_batch_cut", lambda *_: None):
+        assert batches.has_wgmma
+        with mock.patch.object(wgmma, "find_wgmma_config", lambda *_: None):
             # Matrices of other shapes have what GPUs without the kernel have.
-            others = small_batch.FewRows.of(layers, few._norm, few._attention)
+            others = small_batch.SmallBatchLayers.of(layers, few._norm, few._attention)
             assert others is not None
-            assert others._batch is None
+            assert others._wgmma is None
         # One row, and more than all products take in batches.
         for rows in (1, 9):
-            assert isinstance(batches._find(rows, layers[0])[0], Cut)
+            assert isinstance(batches._find_configs(rows, layers[0])[0], TileConfig)
         info = engine.model_info
         contexts = Contexts(384, info.page_size, info.vocab_size)
         with mock.patch.object(dense, name, batches):
-            found = decode(server, engine, contexts, dense.applied)
-    kinds = [ProductKind.STORES, ProductKind.ADDS]
-    if name == "_few":
-        kinds += [ProductKind.JOINS, ProductKind.ADDS]
-    assert products.kinds == kinds * len(layers) * STEPS
+            found = decode(server, engine, contexts, dense.patched_decode)
+    kinds = [Epilogue.STORE, Epilogue.ADD_RESIDUAL]
+    if name == "_small_batch":
+        kinds += [Epilogue.SWIGLU, Epilogue.ADD_RESIDUAL]
+    assert products.epilogues == kinds * len(layers) * STEPS
     return found
 
 
@@ -375,23 +388,24 @@ def ranked(backend: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
     from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
+    from pie_driver_sglang.kernels.gemm import norm_rope
 
-    def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
-        assert turn == sums.add_norm.call_count % 2 ^ 1
-        return selection.dense_layers.add_norm(part[None], residual, norm)
+    def add_rms_norm(buffer: int, part: Any, residual: Any, norm: Any) -> Any:
+        assert buffer == sums.add_rms_norm.call_count % 2 ^ 1
+        return norm_rope.add_rms_norm(part[None], residual, norm)
 
-    sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
-    sums.add_norm.side_effect = add_norm
-    with mock.patch.object(selection, "_all_reduce", lambda *_: sums):
+    sums = mock.Mock(spec=LamportAllReduceNorm, max_rows=256)
+    sums.add_rms_norm.side_effect = add_rms_norm
+    with mock.patch.object(selection, "_make_all_reduce", lambda *_: sums):
         dense = selection.fuse_layers(backend)
     assert dense is not None
-    assert dense.takes(256)
-    assert not dense.takes(257)
+    assert dense.supports(256)
+    assert not dense.supports(257)
     model = backend.runner.model.model
-    with mock.patch.object(dense, "_prefills", True), dense.prefilling():
+    with mock.patch.object(dense, "_prefills", True), dense.patched_prefill():
         assert "forward" not in vars(model)
     yield dense
-    assert sums.add_norm.call_count == 2 * STEPS * len(model.layers)
+    assert sums.add_rms_norm.call_count == 2 * STEPS * len(model.layers)
 
 
 def check_ranks(backend: Any) -> None:
@@ -426,8 +440,8 @@ def check_ranks(backend: Any) -> None:
         ):
             layers = selection.fuse_layers(backend)
         assert layers is not None
-        assert layers.takes(256)
-        assert not layers.takes(257)
+        assert layers.supports(256)
+        assert not layers.supports(257)
 
 
 def check_ways(engine: Any, dense: Any) -> None:
@@ -435,7 +449,7 @@ def check_ways(engine: Any, dense: Any) -> None:
     plain, step = (SimpleNamespace(mask=None, decode=decode) for decode in (False, True))
     with_mask = SimpleNamespace(mask=object(), decode=False)
     with (
-        mock.patch.object(dense, "prefilling") as prefilling,
+        mock.patch.object(dense, "patched_prefill") as prefilling,
         mock.patch.object(engine, "fused", dense),
     ):
         assert engine._layers_of(plain) is prefilling.return_value
@@ -443,7 +457,7 @@ def check_ways(engine: Any, dense: Any) -> None:
             assert isinstance(engine._layers_of(batch), nullcontext)
     model = engine.backend.runner.model.model
     own = model.forward
-    with dense.applied(), pytest.raises(ValueError, match="tokens and nothing else"):
+    with dense.patched_decode(), pytest.raises(ValueError, match="tokens and nothing else"):
         model.forward(None, None, None, input_embeds=[0.0])
     assert model.forward == own
 
@@ -473,9 +487,9 @@ def by_libraries() -> Iterator[mock.Mock]:
     from pie_driver_sglang.kernels.gemm import small_m as kernels
 
     with (
-        mock.patch.object(kernels, "MOST_ROWS", 2),
+        mock.patch.object(kernels, "MAX_ROWS", 2),
         mock.patch.object(
-            small_batch, "attend_unscaled", wraps=small_batch.attend_unscaled
+            small_batch, "attend_folded_norm", wraps=small_batch.attend_folded_norm
         ) as unscaled,
     ):
         yield unscaled
@@ -503,13 +517,13 @@ def check_experts(backend: Any) -> None:
 
 
 def small_tiling(
-    rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
+    rows: int, outputs: int, inputs: int, max_split_k: int = 1, *, swiglu: bool = False
 ) -> Any:
     """Takes the kernels where the matrix allows; a library those of the MLPs' gates, say."""
-    from pie_driver_sglang.kernels.gemm.dense_layers import Tiling
+    from pie_driver_sglang.kernels.gemm.types import TileConfig
 
-    cut = Tiling(16, 16, 16, parts=min(2, most_parts))
-    return cut if cut.fits(outputs, inputs) else None
+    config = TileConfig(16, 16, 16, min(2, max_split_k))
+    return config if config.fits(outputs, inputs) else None
 
 
 def check_choice(runner: Any) -> None:

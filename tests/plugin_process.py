@@ -206,8 +206,8 @@ def decode(overlap: bool, breadth: int) -> dict[str, Any]:
     worker = worker_of(overlap, breadth)
     corpus = worker.ngram_corpus
     calls: dict[str, list[str]] = {"heard": [], "erased": []}
-    hear, erase = corpus.hear, corpus.erase_match_state
-    corpus.hear = lambda rid, tokens: (calls["heard"].append(rid), hear(rid, tokens))
+    add_prompt, erase = corpus.add_prompt, corpus.erase_match_state
+    corpus.add_prompt = lambda rid, tokens: (calls["heard"].append(rid), add_prompt(rid, tokens))
     corpus.erase_match_state = lambda rids: (calls["erased"].extend(rids), erase(rids))
     counts: list[int] = []
     firsts: list[int] = []

@@ -17,7 +17,7 @@ from unittest import mock
 from grouped_steps import Recorder, load_paged, main, store
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.driver_config import DriverConfig
 
 PAGE = 16
 STORED = (30, 1, 47, 0, 0, 16)

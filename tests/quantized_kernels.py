@@ -10,18 +10,25 @@ import itertools
 import torch
 
 import fp8_rounding
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, Norm, add_norm
 from pie_driver_sglang.kernels.gemm.fp8_rows import (
     FP8,
+    FP8_MAX,
     GROUP,
-    LARGEST,
     QuantizedRows,
     QuantizedWeights,
-    multiply_unscaled,
     quantize,
+    unscaled_fp8_gemm,
 )
-from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream, begin
-from pie_driver_sglang.kernels.gemm.tiled import Tile, tiled_product
+from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
+from pie_driver_sglang.kernels.gemm.small_m import start_residual
+from pie_driver_sglang.kernels.gemm.tiled import tiled_gemm
+from pie_driver_sglang.kernels.gemm.types import (
+    LinearWeights,
+    Norm,
+    Residual,
+    TileConfig,
+    Workspace,
+)
 
 EPSILON = 1e-6
 TOLERANCE = 1e-5
@@ -34,9 +41,9 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert error < TOLERANCE, error
 
 
-def make_scratch() -> Scratch:
+def make_workspace() -> Workspace:
     """With parts that no sum may contain."""
-    return Scratch(torch.full((400_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
+    return Workspace(torch.full((400_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
 
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:
@@ -45,7 +52,7 @@ def normalized(rows: torch.Tensor) -> torch.Tensor:
     return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPSILON)
 
 
-def gated(rows: torch.Tensor) -> torch.Tensor:
+def swiglu(rows: torch.Tensor) -> torch.Tensor:
     """A gate and an up projection, joined."""
     gate, up = rows.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
@@ -54,26 +61,26 @@ def gated(rows: torch.Tensor) -> torch.Tensor:
 def check_products() -> None:
     """Products that scale, gate and add, whole and in parts, in either order of the operands."""
     for count, parts, swapped in itertools.product(ROWS, (1, 2), (False, True)):
-        scratch, tile = make_scratch(), Tile(16, 16, 32, parts=parts, swapped=swapped)
+        workspace, tile = make_workspace(), TileConfig(16, 16, 32, parts, swap_ab=swapped)
         rows, matrix = torch.randn(count, 128), LinearWeights(torch.randn(96, 128))
         exact = rows.double() @ matrix.weight.double().T
         # Rows may lie in something wider.
         wider = torch.cat([rows, rows], 1)[:, :128]
-        close(tiled_product(wider, matrix, tile, scratch), exact)
-        stream = begin(rows, 3)
+        close(tiled_gemm(wider, matrix, tile, workspace), exact)
+        stream = start_residual(rows, 3)
         scaled = normalized(rows) @ matrix.weight.double().T
-        given = {"stream": stream, "epsilon": EPSILON}
-        close(tiled_product(rows, matrix, tile, scratch, **given), scaled)
-        close(tiled_product(rows, matrix, tile, scratch, gated=True, **given), gated(scaled))
+        given = {"sum_squares": stream.sum_squares, "epsilon": EPSILON}
+        close(tiled_gemm(rows, matrix, tile, workspace, **given), scaled)
+        close(tiled_gemm(rows, matrix, tile, workspace, swiglu=True, **given), swiglu(scaled))
         before = torch.randn(count, 96)
-        into = Stream(before.clone(), torch.full((count, 6), torch.nan))
-        assert tiled_product(rows, matrix, tile, scratch, into=into) is into.rows
+        into = Residual(before.clone(), torch.full((count, 6), torch.nan))
+        assert tiled_gemm(rows, matrix, tile, workspace, residual=into) is into.rows
         close(into.rows, before.double() + exact)
-        close(into.squares.sum(1), into.rows.double().square().sum(1))
+        close(into.sum_squares.sum(1), into.rows.double().square().sum(1))
         again = before.clone()
-        assert tiled_product(rows, matrix, tile, scratch, into=again) is again
+        assert tiled_gemm(rows, matrix, tile, workspace, residual=again) is again
         assert torch.equal(again, into.rows)
-        assert not scratch.arrived.any()
+        assert not workspace.semaphores.any()
 
 
 def check_quantized_products() -> None:
@@ -81,20 +88,20 @@ def check_quantized_products() -> None:
     for count, parts, swapped, grouped in itertools.product(
         ROWS[::2], (1, 2), (False, True), (False, True)
     ):
-        scratch, tile = make_scratch(), Tile(16, 64, 128, parts=parts, swapped=swapped)
+        workspace, tile = make_workspace(), TileConfig(16, 64, 128, parts, swap_ab=swapped)
         outputs, inputs = 256, 512
         rows = quantize(torch.randn(count, inputs), grouped=grouped)
         size = (outputs // GROUP, inputs // GROUP) if grouped else (outputs,)
         weights = QuantizedWeights(torch.randn(outputs, inputs).to(FP8), torch.rand(size) + 0.5)
         exact = numbers(rows) @ matrix_of(weights).T
         kind = torch.float32
-        close(tiled_product(rows, weights, tile, scratch, dtype=kind), exact)
-        found = tiled_product(rows, weights, tile, scratch, gated=True, dtype=kind)
-        close(found, gated(exact))
+        close(tiled_gemm(rows, weights, tile, workspace, dtype=kind), exact)
+        found = tiled_gemm(rows, weights, tile, workspace, swiglu=True, dtype=kind)
+        close(found, swiglu(exact))
         before = torch.randn(count, outputs)
-        found = tiled_product(rows, weights, tile, scratch, into=before.clone())
+        found = tiled_gemm(rows, weights, tile, workspace, residual=before.clone())
         close(found, before.double() + exact)
-        assert not scratch.arrived.any()
+        assert not workspace.semaphores.any()
 
 
 def check_unscaled() -> None:
@@ -104,21 +111,21 @@ def check_unscaled() -> None:
     size = (2 * width,)
     weights = QuantizedWeights(torch.randn(*size, width).to(FP8), torch.rand(size) + 0.5)
     exact = numbers(rows) @ matrix_of(weights).T
-    products = multiply_unscaled(rows, weights, torch.ones(()), torch.float32)
-    close(products.rows * products.of_rows * products.of_outputs, exact)
-    joined = quantize(products, gated=True)
-    close(joined.scales[:, 0] * LARGEST, gated(exact).abs().amax(1))
+    products = unscaled_fp8_gemm(rows, weights, torch.ones(()), torch.float32)
+    close(products.rows * products.row_scales * products.output_scales, exact)
+    joined = quantize(products, swiglu=True)
+    close(joined.scales[:, 0] * FP8_MAX, swiglu(exact).abs().amax(1))
     norm, residual = Norm(torch.rand(width) + 0.5, EPSILON), torch.randn(count, width)
     half = QuantizedWeights(weights.weight[:width], weights.scales[:width])
-    products = multiply_unscaled(rows, half, torch.ones(()), torch.float32)
+    products = unscaled_fp8_gemm(rows, half, torch.ones(()), torch.float32)
     exact = residual.double() + numbers(rows) @ matrix_of(half).T
     largest = (normalized(exact) * norm.weight.double()).abs().amax(1)
     given = residual.clone()
     found = quantize(products, residual=given, norm=norm)
     close(given, exact)
-    close(found.scales[:, 0] * LARGEST, largest)
-    scales = (products.of_rows, products.of_outputs)
-    out, total = add_norm(products.rows[None], residual.clone(), norm, scales)
+    close(found.scales[:, 0] * FP8_MAX, largest)
+    scales = (products.row_scales, products.output_scales)
+    out, total = add_rms_norm(products.rows[None], residual.clone(), norm, scales)
     close(total, exact)
     close(out, normalized(exact) * norm.weight.double())
 
@@ -140,10 +147,10 @@ def matrix_of(weights: QuantizedWeights) -> torch.Tensor:
 
 def check_quantize() -> None:
     """Each number is the nearest of FP8, after a sum, a norm or a gate; scales fit the largest."""
-    for count, how, grouped, fixed in itertools.product(
+    for count, how, grouped, static_scale in itertools.product(
         (1, 5), ("plain", "norm", "add and norm", "gate"), (False, True), (False, True)
     ):
-        if grouped and fixed:
+        if grouped and static_scale:
             continue
         width = 384
         rows = torch.randn(count, width * (2 if how == "gate" else 1))
@@ -151,25 +158,25 @@ def check_quantize() -> None:
         rows = torch.cat([rows, rows], 1)[:, : rows.shape[1]]
         norm = Norm(torch.rand(width) + 0.5, EPSILON) if "norm" in how else None
         residual = torch.randn(count, width) if "add" in how else None
-        scale = torch.tensor([0.01]) if fixed else None
+        scale = torch.tensor([0.01]) if static_scale else None
         exact = rows.double()
         if residual is not None:
             exact = exact + residual.double()
         if norm is not None:
             exact = normalized(exact) * norm.weight.double()
-        exact = gated(exact) if how == "gate" else exact
+        exact = swiglu(exact) if how == "gate" else exact
         before = None if residual is None else residual.clone()
         found = quantize(
-            rows, residual=residual, norm=norm, gated=how == "gate", grouped=grouped, scale=scale
+            rows, residual=residual, norm=norm, swiglu=how == "gate", grouped=grouped, scale=scale
         )
         if residual is not None:
             assert before is not None
             close(residual, rows.double() + before.double())
         groups = width // GROUP if grouped else 1
-        largest = exact.view(count, groups, -1).abs().amax(-1) / LARGEST
-        close(found.scales, torch.full_like(largest, 0.01) if fixed else largest)
+        largest = exact.view(count, groups, -1).abs().amax(-1) / FP8_MAX
+        close(found.scales, torch.full_like(largest, 0.01) if static_scale else largest)
         each = found.scales.double().repeat_interleave(width // groups, 1)
-        nearest = (exact / each).clamp(-LARGEST, LARGEST).float().to(FP8)
+        nearest = (exact / each).clamp(-FP8_MAX, FP8_MAX).float().to(FP8)
         # Float32 may round to the other side.
         assert (nearest.double() == found.rows.double()).double().mean() > 0.995
     zeros = quantize(torch.zeros(2, 128))

@@ -20,7 +20,7 @@ import fp8_rounding
 from paged_model import MULTIPROCESSORS, STEPS, Contexts, TorchBatches, alone, decode
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
 
 TOLERANCE = 0.02
 """Of the largest logit: a number that float32 rounds to the other side is an FP8 step off."""
@@ -96,30 +96,30 @@ def apply_by_torch(method: Any, module: Any, rows: Any, bias: Any = None) -> Any
 
 def small_tile(rows: int, outputs: int, inputs: int, *_: int, **__: bool) -> Any:
     """A tile for every product of up to eight rows, whose prompts have more."""
-    from pie_driver_sglang.kernels.gemm.tiled import Tile
+    from pie_driver_sglang.kernels.gemm.types import TileConfig
 
-    return Tile(16, 64, 128, parts=2 if inputs % 256 == 0 else 1) if rows <= 8 else None
+    return TileConfig(16, 64, 128, 2 if inputs % 256 == 0 else 1) if rows <= 8 else None
 
 
 class TorchProduct:
-    """In place of `RowProduct`, which takes a GPU: the same numbers by torch."""
+    """In place of `Fp8Gemv`, which takes a GPU: the same numbers by torch."""
 
     made: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(
-        self, inputs: int, kind: Any, dtype: Any, device: Any, cut: Any, *, normed: bool,
-        fixed: bool, grouped: bool,
+        self, inputs: int, kind: Any, dtype: Any, device: Any, config: Any, *, normed: bool,
+        static_scale: bool, grouped: bool,
     ) -> None:  # fmt: skip
-        assert cut.fits(inputs)
+        assert config.fits(inputs)
         self._kind, self._inputs = kind, inputs
-        self._what = (normed, fixed, grouped)
+        self._what = (normed, static_scale, grouped)
         TorchProduct.made.append((inputs, kind))
 
-    def multiply(self, row: Any, weights: Any, *, norm: Any = None, into: Any = None) -> Any:
+    def multiply(self, row: Any, weights: Any, *, norm: Any = None, residual: Any = None) -> Any:
         import torch
 
-        from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
         from pie_driver_sglang.kernels.gemm.fp8_rows import quantize
+        from pie_driver_sglang.kernels.gemm.types import Epilogue
 
         grouped = weights.grouped
         assert self._what == (norm is not None, weights.row_scale is not None, grouped)
@@ -128,28 +128,28 @@ class TorchProduct:
         scales = weights.scales[:, None]
         if grouped:
             scales = weights.scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        of_row = given.scales.repeat_interleave(BLOCK, 1) if grouped else given.scales
-        products = (given.rows.float() * of_row) @ (weights.weight.float() * scales).t()
-        if self._kind == ProductKind.JOINS:
+        row_scale = given.scales.repeat_interleave(BLOCK, 1) if grouped else given.scales
+        products = (given.rows.float() * row_scale) @ (weights.weight.float() * scales).t()
+        if self._kind == Epilogue.SWIGLU:
             gate, up = products.chunk(2, -1)
             return torch.nn.functional.silu(gate) * up
-        if self._kind == ProductKind.STORES:
+        if self._kind == Epilogue.STORE:
             return products
-        return into.add_(products)
+        return residual.add_(products)
 
 
 def by_rows(server: Any, engine: Any, layers: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context by the products of one row."""
     from pie_driver_sglang.engine.layers import fp8
-    from pie_driver_sglang.engine.layers.fp8 import LoneRows
+    from pie_driver_sglang.engine.layers.fp8 import Fp8GemvLayers
 
     # On a CPU no model has any.
-    assert layers._lone is None
-    assert LoneRows.of(layers._layers, layers._norm, layers._attention) is None
-    lone = LoneRows(layers._layers, layers._norm, layers._attention)
+    assert layers._gemv is None
+    assert Fp8GemvLayers.of(layers._layers, layers._norm, layers._attention) is None
+    gemv = Fp8GemvLayers(layers._layers, layers._norm, layers._attention)
     with (
-        mock.patch.object(layers, "_lone", lone),
-        mock.patch.object(fp8, "RowProduct", TorchProduct),
+        mock.patch.object(layers, "_gemv", gemv),
+        mock.patch.object(fp8, "Fp8Gemv", TorchProduct),
     ):
         found = alone(server, engine, layers, expected)
     # One for each of four kinds of matrices, of which two are alike in some models.
@@ -164,41 +164,41 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
     """
     from pie_driver_sglang.engine.layers import fp8
     from pie_driver_sglang.kernels.gemm import wgmma
-    from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
+    from pie_driver_sglang.kernels.gemm.types import Epilogue
 
     # On a CPU no model has any.
-    assert layers._batch is None
+    assert layers._wgmma is None
     grouped = layers._layers[0].qkv.weights.grouped
-    usual = wgmma.find_batch_cut
-    layer = [ProductKind.STORES, ProductKind.ADDS, ProductKind.JOINS, ProductKind.ADDS]
+    usual = wgmma.find_wgmma_config
+    layer = [Epilogue.STORE, Epilogue.ADD_RESIDUAL, Epilogue.SWIGLU, Epilogue.ADD_RESIDUAL]
     for whole in (True,) if grouped else (True, False):
 
         def find(
-            rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind,
+            rows: int, height: int, inputs: int, itemsize: int, kind: Epilogue,
             whole: bool = whole,
         ) -> Any:  # fmt: skip
             # Of some shapes and rows a library has the products that add.
-            taken = whole or kind != ProductKind.ADDS
+            taken = whole or kind != Epilogue.ADD_RESIDUAL
             return usual(rows, height, inputs, itemsize, kind) if taken else None
 
         products, finder, info = TorchBatches(), mock.Mock(side_effect=find), engine.model_info
         with (
-            mock.patch.object(layers, "_batch", products),
+            mock.patch.object(layers, "_wgmma", products),
             mock.patch.object(layers, "_prefills", whole),
-            mock.patch.object(fp8, "_multiplies", lambda _: not grouped),
-            mock.patch.object(wgmma, "find_batch_cut", finder),
+            mock.patch.object(fp8, "_supports_cublas", lambda _: not grouped),
+            mock.patch.object(wgmma, "find_wgmma_config", finder),
             # Else so few inputs are a library's where prompts have many rows.
             mock.patch.object(wgmma, "_NARROW", 0),
-            mock.patch.object(wgmma, "_BOUND_BY_MEMORY", 512),
+            mock.patch.object(wgmma, "_MEMORY_BOUND_ROWS", 512),
         ):
             engine.fused = layers
             contexts = Contexts(256, info.page_size, info.vocab_size)
-            yield decode(server, engine, contexts, layers.applied)
+            yield decode(server, engine, contexts, layers.patched_decode)
             engine.fused = None
-        kinds = layer if whole else [ProductKind.STORES, ProductKind.JOINS]
+        kinds = layer if whole else [Epilogue.STORE, Epilogue.SWIGLU]
         # Prompts are a step, too.
         passes = 0 if grouped else STEPS + whole
-        assert products.kinds == kinds * len(layers._layers) * passes
+        assert products.epilogues == kinds * len(layers._layers) * passes
         assert finder.called != grouped
 
 
@@ -211,7 +211,7 @@ def main() -> None:
     from pie_driver_sglang.backends.sglang.attention import paged
     from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.engine.layers import fp8
-    from pie_driver_sglang.engine.layers.fp8 import QuantizedLayers
+    from pie_driver_sglang.engine.layers.fp8 import Fp8Layers
     from pie_driver_sglang.engine.layers.selection import FROZEN_SCALES, fuse_layers
     from pie_driver_sglang.kernels.gemm import tiled
 
@@ -232,31 +232,35 @@ def main() -> None:
         with mock.patch("torch.cuda.get_device_properties", return_value=device):
             runner.init_attention_backends()
         layers = fuse_layers(engine.backend)
-        assert isinstance(layers, QuantizedLayers)
+        assert isinstance(layers, Fp8Layers)
         accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
         assert (accepted, reason) == (False, FROZEN_SCALES)
         # By SGLang's products, by the driver's of one row or a batch, by those without scales, then
         # by tiles where rows are few.
-        ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
+        ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.patched_decode)]
         ways.append(alone(server, engine, layers, expected))
         ways.append(by_rows(server, engine, layers, expected))
         ways += by_batches(server, engine, layers)
-        unscaled = mock.Mock(wraps=fp8.multiply_unscaled)
+        unscaled = mock.Mock(wraps=fp8.unscaled_fp8_gemm)
         with (
-            mock.patch.object(fp8, "_multiplies", lambda linear: kind != "block"),
-            mock.patch.object(fp8, "multiply_unscaled", unscaled),
+            mock.patch.object(fp8, "_supports_cublas", lambda linear: kind != "block"),
+            mock.patch.object(fp8, "unscaled_fp8_gemm", unscaled),
         ):
-            ways.append(decode(server, engine, Contexts(192, page_size, vocab), layers.applied))
+            ways.append(
+                decode(server, engine, Contexts(192, page_size, vocab), layers.patched_decode)
+            )
         matrices = 4 * len(runner.model.model.layers)
         assert unscaled.call_count == (STEPS * matrices if kind != "block" else 0)
-        product = mock.Mock(wraps=tiled.tiled_product)
+        product = mock.Mock(wraps=tiled.tiled_gemm)
         with (
-            mock.patch.object(tiled, "find_tile", small_tile),
-            mock.patch.object(tiled, "tiled_product", product),
+            mock.patch.object(tiled, "find_tiled_config", small_tile),
+            mock.patch.object(tiled, "tiled_gemm", product),
             mock.patch.object(layers, "_prefills", True),
         ):
             engine.fused = layers
-            ways.append(decode(server, engine, Contexts(128, page_size, vocab), layers.applied))
+            ways.append(
+                decode(server, engine, Contexts(128, page_size, vocab), layers.patched_decode)
+            )
             engine.fused = None
         assert product.call_count == STEPS * matrices
     for found in ways:

@@ -18,13 +18,13 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.kernels.comm.all_reduce_norm import (
+    NUM_BUFFERS,
     SENTINEL_BYTE,
-    TURNS,
     AllReduceTuning,
     LamportAllReduceNorm,
     PeerMemory,
 )
-from pie_driver_sglang.kernels.gemm.dense_layers import Norm
+from pie_driver_sglang.kernels.gemm.types import Norm
 
 MOST_ROWS, WIDTH = 6, 40
 EPSILON = 1e-6
@@ -100,7 +100,7 @@ def play(case: Case, rank: int, leader: int) -> None:
         exact = residual.double() + parts.double().sum(0)
         time.sleep(own.choice((0.0, 0.0, 10 * LATE_S)))
         sums = ways[int(torch.randint(len(ways), (1,), generator=common))]
-        out, after = sums.add_norm(step % TURNS, parts[rank], residual, norm)
+        out, after = sums.add_rms_norm(step % NUM_BUFFERS, parts[rank], residual, norm)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
         assert off(after, exact) < TOLERANCES[case.dtype], (step, off(after, exact))
         normed = exact * scale * norm.weight.double()

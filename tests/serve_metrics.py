@@ -106,7 +106,7 @@ class TestDashboard:
         asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
         assert len(asked) > 12
         for expression in asked:
-            names = re.findall(r"\b(?:sglang|pie_engine):[a-z0-9_]+", expression)
+            names = re.findall(r"\b(?:sglang|pie_runtime):[a-z0-9_]+", expression)
             assert names, expression
             missing = set(names) - known
             assert not missing, (expression, missing)
@@ -127,7 +127,7 @@ class TestQueries:
         known = {key.partition("{")[0] for key in samples(server)}
         page = (REPOSITORY / "docs/start/deploy.md").read_text()
         alerts = (REPOSITORY / "examples/monitoring/alerts.yaml").read_text()
-        named = set(re.findall(r"\b(?:sglang|pie_engine):\w+", page + alerts))
+        named = set(re.findall(r"\b(?:sglang|pie_runtime):\w+", page + alerts))
         assert len(named) > 12
         wait_until(
             lambda: named <= {key.partition("{")[0] for key in samples(server)},

@@ -12,16 +12,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pie_driver_sglang.cli import serve
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.errors import DriverError
-from pie_driver_sglang.frontends.common.arguments import OWN, READ, SCHEDULER
-from pie_driver_sglang.frontends.gateway.flags import parse_words
-from pie_driver_sglang.frontends.sglang_server import launch, serve
-from pie_driver_sglang.frontends.sglang_server.compat import environment
-from pie_driver_sglang.frontends.sglang_server.flags import refuse_other_engines_flags
+from pie_driver_sglang.frontends.common.argument_names import OWN, READ, SCHEDULER
+from pie_driver_sglang.frontends.gateway.gateway_flags import parse_gateway_arguments
+from pie_driver_sglang.frontends.sglang_server import server_process
+from pie_driver_sglang.frontends.sglang_server.compat import server_environment
+from pie_driver_sglang.frontends.sglang_server.served_flags import refuse_other_engines_flags
 
 
-def find_fault(launching: Any, given: Sequence[str]) -> str | None:
+def find_fault(http_launch: Any, given: Sequence[str]) -> str | None:
     """What is wrong with a command line; None if nothing is."""
     try:
         refuse_other_engines_flags(given)
@@ -30,10 +31,10 @@ def find_fault(launching: Any, given: Sequence[str]) -> str | None:
             # A command that is named without its arguments.
             words += ["--model-path", "model"]
         if front == "gateway":
-            parse_words(words)
+            parse_gateway_arguments(words)
             return None
-        own = launch.split_words(words)
-        launching.given_flags(own.words)
+        own = server_process.split_arguments(words)
+        http_launch.given_flags(own.sglang)
     except DriverError as error:
         return str(error)
     unknown = own.options.keys() - {*valid_names(), *OWN, *READ, *SCHEDULER}
@@ -42,10 +43,10 @@ def find_fault(launching: Any, given: Sequence[str]) -> str | None:
 
 def main() -> None:
     """Prints the faults."""
-    environment.prepare_server((), on_cpu=True)
-    with environment.importing_server():
-        from pie_driver_sglang.frontends.sglang_server.compat import launching
-    print(json.dumps([find_fault(launching, words) for words in json.load(sys.stdin)]))
+    server_environment.prepare_server((), on_cpu=True)
+    with server_environment.importing_server():
+        from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    print(json.dumps([find_fault(http_launch, words) for words in json.load(sys.stdin)]))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def check_sampler(spans: int | None = None) -> int:
     """
     with contextlib.ExitStack() as stack:
         for module in (sampler, small_filters) if spans else ():
-            stack.enter_context(mock.patch.object(module, "MOST_SPANS", tl.constexpr(spans)))
+            stack.enter_context(mock.patch.object(module, "MAX_SEGMENTS", tl.constexpr(spans)))
         return _check_sampler(parted=spans is not None)
 
 

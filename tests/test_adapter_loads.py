@@ -17,7 +17,7 @@ import lora_adapters
 import runtime_client as rc
 import tiny_models
 from pie_driver_sglang._core import Client, Load, Request, Sampler
-from pie_driver_sglang.driver.loads import Loads, _patience_s
+from pie_driver_sglang.driver.adapter_loads import AdapterLoads, _timeout_s
 from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
 
 pytestmark = pytest.mark.engine
@@ -212,7 +212,7 @@ def test_a_driver_ends_while_it_reads(
 
 def test_loads_are_answered_when_the_loop_ends() -> None:
     engine = mock.Mock(spec=["begin_load"])
-    loads = Loads(engine, lambda: None)
+    loads = AdapterLoads(engine, lambda: None)
     load = mock.Mock(spec=Load, adapter_id=1, path="/adapter")
     loads.begin(load)
     load.commit.assert_not_called()
@@ -224,7 +224,7 @@ def test_others_are_served_between_the_parts_of_a_load() -> None:
     """Each part asks for the next one; loads end in their order, and one that is late in one go."""
     engine = mock.Mock(spec=["begin_load", "finish_load"])
     wake = mock.Mock()
-    loads = Loads(engine, wake)
+    loads = AdapterLoads(engine, wake)
     first, second = (mock.Mock(spec=Load, adapter_id=7, path=f"/{n}") for n in range(2))
     numbers = []
     for load in (first, second):
@@ -235,16 +235,16 @@ def test_others_are_served_between_the_parts_of_a_load() -> None:
     wake.reset_mock()
     engine.finish_load.side_effect = [False, False, True, False, True]
     for count in (1, 2):
-        loads.settle()
+        loads.process_finished()
         assert wake.call_count == count
         first.commit.assert_not_called()
-    loads.settle()
+    loads.process_finished()
     first.commit.assert_called_once_with(OK)
     second.commit.assert_not_called()
     assert wake.call_count == 3
     for opened in loads._open.values():
         opened.until = 0.0
-    loads.settle()
+    loads.process_finished()
     second.commit.assert_called_once_with(OK)
     calls = [call.args[0] for call in engine.finish_load.call_args_list]
     assert calls == [numbers[0]] * 3 + [numbers[1]] * 2
@@ -279,7 +279,7 @@ def test_a_load_may_take_less_time_than_its_client_waits(
     monkeypatch.delenv("PIE_SHMEM_HARD_TIMEOUT_S", raising=False)
     if timeout is not None:
         monkeypatch.setenv("PIE_SHMEM_HARD_TIMEOUT_S", timeout)
-    assert _patience_s() == patience
+    assert _timeout_s() == patience
 
 
 def _request() -> Request:

@@ -429,9 +429,9 @@ class TestLife:
             else:
                 fresh.reference(context).check(tokens, found)
         reason = "has changed" if how != "removed" else "is missing"
-        log = fresh.driver.logged("request 7 of context", "emptied: adapter 1 is lost", reason)
+        log = fresh.driver.logged("request 7 of context", "rejected: adapter 1 is lost", reason)
         for index in (1, 7):
-            assert re.search(rf"request {index} of context \d+ emptied: adapter 1 is lost", log)
+            assert re.search(rf"request {index} of context \d+ rejected: adapter 1 is lost", log)
         # It is served again as soon as it is there.
         shutil.rmtree(lost, ignore_errors=True)
         aside.rename(lost)
@@ -653,7 +653,7 @@ class TestRefusals:
         assert client.forward([request]).tokens == [[]]
         llama_driver.logged(
             "adapters are off; set `enable_lora = true` in the options",
-            "emptied: adapters are off, so 1 cannot be bound; set `enable_lora = true`",
+            "rejected: adapters are off, so 1 cannot be bound; set `enable_lora = true`",
         )
 
     def test_layers_that_the_options_leave_out(

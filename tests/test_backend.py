@@ -14,10 +14,10 @@ import drivers
 import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Sampler
+from pie_driver_sglang.config.driver_config import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.config.option_checks import parse_options
-from pie_driver_sglang.config.types import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.driver.serving_loop import serve, warm_up
-from pie_driver_sglang.memory.types import Device, Plan
+from pie_driver_sglang.memory.plan_types import Device, Plan
 
 pytest.importorskip("torch")
 

@@ -139,8 +139,8 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 
 def test_requests_that_failed_are_counted_and_have_no_times() -> None:
     answer = {"meta_info": {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 4}}
-    good = replay.Replayed(0.0, 10.0, 40.0, [10.0, 10.0, 10.0], answer, "")
-    bad = replay.Replayed(1.0, None, 5.0, [], None, "it is over")
+    good = replay.RequestResult(0.0, 10.0, 40.0, [10.0, 10.0, 10.0], answer, "")
+    bad = replay.RequestResult(1.0, None, 5.0, [], None, "it is over")
     record = replay.summarize([good, bad], 2.0)
     assert (record["requests"], record["failed"]) == (2, 1)
     assert record["output_tokens_per_s"] == 2.0

@@ -15,8 +15,8 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.cli import check, main, pie_config
 from pie_driver_sglang.cli.machine import Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
-from pie_driver_sglang.config.file import read_table
-from pie_driver_sglang.config.types import NEVER_PARK
+from pie_driver_sglang.config.config_file import read_table
+from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
 from tiny_models import POCKET

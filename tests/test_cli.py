@@ -22,7 +22,7 @@ from pie_driver_sglang.cli import engine_options, generate, main, plan, version
 from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan import GIB
-from pie_driver_sglang.memory.types import Device
+from pie_driver_sglang.memory.plan_types import Device
 from tiny_models import POCKET, REPOSITORY
 
 LLAMA_8B: dict[str, Any] = {
@@ -255,7 +255,7 @@ class TestPlan:
         # All that is linear, in one byte; the vocabulary stays.
         less = usual.weights - planned(folder, quantization="fp8").plan.weights
         assert less == pytest.approx(32 * 218_103_808, rel=0.01)
-        doubt = planned(folder, mem_fraction_static=0.97).doubt
+        doubt = planned(folder, mem_fraction_static=0.97).warning
         assert doubt is not None
         assert "may run out of memory" in doubt
 

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang import __version__
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.errors import ConfigError, quoted
 
 ROOT = Path(__file__).parent.parent

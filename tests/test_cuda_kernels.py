@@ -16,23 +16,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang.kernels.attention import cluster_decode
-from pie_driver_sglang.kernels.attention.single_decode import LoneRow
+from pie_driver_sglang.kernels.attention.single_decode import DecodeToken
 from pie_driver_sglang.kernels.cuda import compiled
 from pie_driver_sglang.kernels.cuda.compiled import compile_source, read_source
 from pie_driver_sglang.kernels.gemm import fp8_gemv, wgmma
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm
-from pie_driver_sglang.kernels.gemm.fp8_gemv import ROW_CUTS, ProductKind, find_row_cut
+from pie_driver_sglang.kernels.gemm.fp8_gemv import GEMV_CONFIGS, find_gemv_config
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.kernels.gemm.small_m import Stream
-from pie_driver_sglang.kernels.gemm.wgmma import BatchCut, BatchProducts, find_batch_cut
+from pie_driver_sglang.kernels.gemm.types import Epilogue, Heads, LinearWeights, Norm, Residual
+from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm, find_wgmma_config
 
 ARCH = "sm_90a"
-STORES, JOINS, ADDS = ProductKind
+STORE, SWIGLU, ADD_RESIDUAL = Epilogue
 LAYERS = {
-    "8B": ((STORES, 6144, 4096), (ADDS, 4096, 4096), (JOINS, 28672, 4096), (ADDS, 4096, 14336)),
-    "14B": ((STORES, 7168, 5120), (ADDS, 5120, 5120), (JOINS, 34816, 5120), (ADDS, 5120, 17408)),
-    "0.6B": ((STORES, 4096, 1024), (ADDS, 1024, 2048), (JOINS, 6144, 1024), (ADDS, 1024, 3072)),
-    "30B-A3B": ((STORES, 5120, 2048), (ADDS, 2048, 4096)),
+    "8B": (
+        (STORE, 6144, 4096),
+        (ADD_RESIDUAL, 4096, 4096),
+        (SWIGLU, 28672, 4096),
+        (ADD_RESIDUAL, 4096, 14336),
+    ),
+    "14B": (
+        (STORE, 7168, 5120),
+        (ADD_RESIDUAL, 5120, 5120),
+        (SWIGLU, 34816, 5120),
+        (ADD_RESIDUAL, 5120, 17408),
+    ),
+    "0.6B": (
+        (STORE, 4096, 1024),
+        (ADD_RESIDUAL, 1024, 2048),
+        (SWIGLU, 6144, 1024),
+        (ADD_RESIDUAL, 1024, 3072),
+    ),
+    "30B-A3B": ((STORE, 5120, 2048), (ADD_RESIDUAL, 2048, 4096)),
 }
 """Kind, outputs and inputs of the matrices of a layer, both halves of a gate and an up projection;
 of a mixture of experts those of its attention."""
@@ -69,54 +83,54 @@ def ptx(file: str, constants: dict[str, int]) -> str:
     return code
 
 
-def attention(**changed: int) -> dict[str, int]:
-    usual = {"BF16": 1, "DIM": 128, "GROUP": 4, "CLUSTER": 9, "THREADS": 256, "NORMED": 1}
+def attention_macros(**changed: int) -> dict[str, int]:
+    usual = {"BF16": 1, "DIM": 128, "GROUP": 4, "CLUSTER": 9, "THREADS": 256, "QK_NORM": 1}
     return usual | changed
 
 
-def product(**changed: int) -> dict[str, int]:
+def gemv_macros(**changed: int) -> dict[str, int]:
     usual = {
-        "BF16": 1, "INPUTS": 4096, "THREADS": 256, "BATCH": 4, "RESIDENT": 2, "KIND": 0,
-        "NORMED": 1, "FIXED": 0, "GROUPED": 0,
+        "BF16": 1, "INPUTS": 4096, "THREADS": 256, "UNROLL": 4, "CTAS_PER_SM": 2, "EPILOGUE": 0,
+        "RMS_NORM": 1, "STATIC_SCALE": 0, "GROUPED": 0,
     }  # fmt: skip
     return usual | changed
 
 
-def batch_cut(name: str, number: int, rows: int, *, fp8: bool = False) -> BatchCut:
-    """The cut of a batch and a matrix of a layer."""
-    kind, height, inputs = LAYERS[name][number]
-    cut = find_batch_cut(rows, height, inputs, 1 if fp8 else 2, kind)
-    assert cut is not None
-    return cut
+def wgmma_config(name: str, number: int, rows: int, *, fp8: bool = False) -> WgmmaConfig:
+    """The config of a GEMM of a layer."""
+    epilogue, height, inputs = LAYERS[name][number]
+    config = find_wgmma_config(rows, height, inputs, 1 if fp8 else 2, epilogue)
+    assert config is not None
+    return config
 
 
-def batch(
+def layer_macros(
     name: str, number: int, rows: int, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = False
 ) -> dict[str, int]:
-    """The constants of the same, as a layer has them."""
-    kind, *_ = LAYERS[name][number]
-    cut = batch_cut(name, number, rows, fp8=fp8)
-    normed = not fp8 and kind != ADDS
-    return wgmma.constants(cut, kind, dtype, fp8=fp8, normed=normed)
+    """Its macros, as a layer has them."""
+    epilogue, *_ = LAYERS[name][number]
+    config = wgmma_config(name, number, rows, fp8=fp8)
+    normed = not fp8 and epilogue != ADD_RESIDUAL
+    return wgmma.wgmma_macros(config, epilogue, dtype, fp8=fp8, normed=normed)
 
 
-def unstaged_bytes(cut: BatchCut) -> int:
+def unstaged_bytes(config: WgmmaConfig) -> int:
     """Shared memory of a CTA except its stages: barriers, scales and sums of squares."""
-    blocks = -(-cut.rows // 8 // cut.parts)
-    warps = cut.warpgroups * 4
-    used = (2 * cut.stages + 1) * 8 + cut.rows * 4 + warps * blocks * 8 * 4
+    blocks = -(-config.block_m // 8 // config.split_k)
+    warps = config.warpgroups * 4
+    used = (2 * config.num_stages + 1) * 8 + config.block_m * 4 + warps * blocks * 8 * 4
     return -(-used // 16) * 16
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {}, {"GROUP": 1}, {"GROUP": 8, "CLUSTER": 16}, {"GROUP": 5, "NORMED": 0}, {"BF16": 0},
-        {"DIM": 64, "GROUP": 7}, {"DIM": 64, "BF16": 0, "NORMED": 0},
+        {}, {"GROUP": 1}, {"GROUP": 8, "CLUSTER": 16}, {"GROUP": 5, "QK_NORM": 0}, {"BF16": 0},
+        {"DIM": 64, "GROUP": 7}, {"DIM": 64, "BF16": 0, "QK_NORM": 0},
     ],
 )  # fmt: skip
-def test_attention_by_clusters_compiles_and_loads_early(changed: dict[str, int]) -> None:
-    code = ptx("single_decode.cu", attention(**changed))
+def test_cluster_decode_compiles_and_loads_early(changed: dict[str, int]) -> None:
+    code = ptx("cluster_decode.cu", attention_macros(**changed))
     before, wait, behind = code.partition("griddepcontrol.wait")
     assert wait
     assert "griddepcontrol.launch_dependents" in before
@@ -133,21 +147,22 @@ def test_attention_by_clusters_compiles_and_loads_early(changed: dict[str, int])
 
 
 @pytest.mark.parametrize(
-    ("inputs", "cut", "kind", "grouped"),
-    list(zip((4096, 17408, 2560, 768), ROW_CUTS, (0, 1, 2, 0), (0, 1, 0, 1), strict=True)),
+    ("inputs", "config", "epilogue", "grouped"),
+    list(zip((4096, 17408, 2560, 768), GEMV_CONFIGS, (0, 1, 2, 0), (0, 1, 0, 1), strict=True)),
 )
-def test_products_of_a_row_compile_and_load_early(
-    inputs: int, cut: Any, kind: int, grouped: int
+def test_fp8_gemv_compiles_and_loads_early(
+    inputs: int, config: Any, epilogue: int, grouped: int
 ) -> None:
-    constants = product(
-        KIND=kind, GROUPED=grouped, INPUTS=inputs, THREADS=cut.threads, BATCH=cut.batch,
-        RESIDENT=cut.resident, NORMED=int(kind != ProductKind.ADDS),
+    constants = gemv_macros(
+        EPILOGUE=epilogue, GROUPED=grouped, INPUTS=inputs, THREADS=config.threads,
+        UNROLL=config.unroll, CTAS_PER_SM=config.ctas_per_sm,
+        RMS_NORM=int(epilogue != Epilogue.ADD_RESIDUAL),
     )  # fmt: skip
     code = ptx("fp8_gemv.cu", constants)
     before, wait, behind = code.partition("griddepcontrol.wait")
     assert wait
     # The two outputs' pieces of a batch.
-    assert before.count("ld.global.nc.L1::no_allocate.v4.u32") == 2 * cut.batch
+    assert before.count("ld.global.nc.L1::no_allocate.v4.u32") == 2 * config.unroll
     assert "st." not in before.replace("st.param", "")
     assert "e4m3.e4m3" in behind
 
@@ -163,37 +178,37 @@ def test_products_of_a_row_compile_and_load_early(
         ("8B", 3, 224, torch.float16, False), ("0.6B", 3, 16, torch.bfloat16, True),
     ],
 )  # fmt: skip
-def test_products_of_a_batch_compile_and_load_early(
+def test_wgmma_gemm_compiles_and_loads_early(
     name: str, number: int, rows: int, dtype: torch.dtype, fp8: bool
 ) -> None:
-    cut = batch_cut(name, number, rows, fp8=fp8)
-    code = ptx("wgmma_gemm.cu", batch(name, number, rows, dtype, fp8=fp8))
+    config = wgmma_config(name, number, rows, fp8=fp8)
+    code = ptx("wgmma_gemm.cu", layer_macros(name, number, rows, dtype, fp8=fp8))
     before, wait, after = code.partition("griddepcontrol.wait")
     assert wait
     assert "griddepcontrol.launch_dependents" in before
     # Weights of a stage, which have a hint; rows, which have none, are asked for later.
-    assert before.count("cp.async.bulk.tensor") == before.count("L2::cache_hint") == cut.slabs
-    assert after.count("cp.async.bulk.tensor") - after.count("L2::cache_hint") >= cut.slabs
+    assert before.count("cp.async.bulk.tensor") == before.count("L2::cache_hint") == config.k_atoms
+    assert after.count("cp.async.bulk.tensor") - after.count("L2::cache_hint") >= config.k_atoms
     # Nothing that another kernel writes is read, and nothing that it reads is written.
     assert "ld.global" not in before
     assert "st.global" not in before
-    assert "wgmma" not in before
+    assert "wgmma." not in before
     kind = "e4m3" if fp8 else {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    instruction = f"m64n{cut.rows}k{32 if fp8 else 16}.f32.{kind}.{kind}"
-    assert after.count(f"wgmma.mma_async.sync.aligned.{instruction} ") == 4 * cut.slabs
-    assert after.count("wgmma.mma_async") == 4 * cut.slabs
-    assert ("multicast::cluster" in after) == (cut.across > 1)
-    assert ("st.async.shared::cluster" in after) == (cut.parts > 1)
+    instruction = f"m64n{config.block_m}k{32 if fp8 else 16}.f32.{kind}.{kind}"
+    assert after.count(f"wgmma.mma_async.sync.aligned.{instruction} ") == 4 * config.k_atoms
+    assert after.count("wgmma.mma_async") == 4 * config.k_atoms
+    assert ("multicast::cluster" in after) == (config.multicast > 1)
+    assert ("st.async.shared::cluster" in after) == (config.split_k > 1)
 
 
 @pytest.mark.parametrize(
     ("file", "constants"),
     [
-        ("single_decode.cu", attention(GROUP=8, CLUSTER=16)),
+        ("cluster_decode.cu", attention_macros(GROUP=8, CLUSTER=16)),
         *(
-            ("fp8_gemv.cu", product(KIND=kind, THREADS=cut.threads, BATCH=cut.batch,
-                                       RESIDENT=cut.resident))
-            for kind, cut in zip((1, 2), ROW_CUTS[:2], strict=True)
+            ("fp8_gemv.cu", gemv_macros(EPILOGUE=epilogue, THREADS=config.threads,
+                                        UNROLL=config.unroll, CTAS_PER_SM=config.ctas_per_sm))
+            for epilogue, config in zip((1, 2), GEMV_CONFIGS[:2], strict=True)
         ),
     ],
 )  # fmt: skip
@@ -206,58 +221,67 @@ def test_no_register_is_spilled(file: str, constants: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
 @pytest.mark.parametrize("rows", [64, 128, 224])
-@pytest.mark.parametrize("number", [0, 2, 3], ids=["stores", "joins", "adds"])
-def test_products_of_a_batch_keep_their_sums_in_registers(
-    number: int, rows: int, fp8: bool
-) -> None:
-    cut = batch_cut("8B", number, rows, fp8=fp8)
-    _, log = nvrtc_makes("wgmma_gemm.cu", batch("8B", number, rows, fp8=fp8), ARCH)
+@pytest.mark.parametrize("number", [0, 2, 3], ids=["store", "swiglu", "residual"])
+def test_wgmma_gemm_keeps_accumulators_in_registers(number: int, rows: int, fp8: bool) -> None:
+    config = wgmma_config("8B", number, rows, fp8=fp8)
+    _, log = nvrtc_makes("wgmma_gemm.cu", layer_macros("8B", number, rows, fp8=fp8), ARCH)
     assert " 0 bytes spill stores" in log
     # The compiler waits for each instruction where it cannot prove that nothing uses the sums.
     assert "serialized" not in log
     used = re.search(r"Used (\d+) registers.* (\d+) bytes smem", log)
     assert used is not None
     registers, shared_bytes = (int(number) for number in used.groups())
-    assert shared_bytes <= unstaged_bytes(cut)
-    if cut.shared_bytes <= SHARED_BYTES // 2 - 4096:
+    assert shared_bytes <= unstaged_bytes(config)
+    if config.shared_bytes <= SHARED_BYTES // 2 - 4096:
         # Two CTAs run at once on a multiprocessor, which gives registers by eights.
-        threads = cut.warpgroups * 128 + 64
+        threads = config.warpgroups * 128 + 64
         assert 2 * threads * -(-registers // 8) * 8 <= REGISTERS
-        assert 2 * (cut.shared_bytes + shared_bytes + 1024) <= SHARED_BYTES + 1024
+        assert 2 * (config.shared_bytes + shared_bytes + 1024) <= SHARED_BYTES + 1024
+
+
+@pytest.mark.parametrize(
+    ("file", "macros"),
+    [
+        ("cluster_decode.cu", attention_macros()), ("fp8_gemv.cu", gemv_macros()),
+        ("wgmma_gemm.cu", layer_macros("8B", 0, 8)),
+    ],
+)  # fmt: skip
+def test_a_source_has_a_kernel_of_its_name(file: str, macros: dict[str, int]) -> None:
+    assert f".entry {file.removesuffix('.cu')}(" in ptx(file, macros)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
-    assert compile_source("fp8_gemv.cu", product(), ARCH).code
+    assert compile_source("fp8_gemv.cu", gemv_macros(), ARCH).code
 
 
 def test_a_mistake_in_a_source_is_quoted() -> None:
     with pytest.raises(Exception, match="identifier"):
-        compile_source("single_decode.cu", {"DIM": 128}, ARCH)
+        compile_source("cluster_decode.cu", {"DIM": 128}, ARCH)
     # What its constants must keep to is in it.
-    with pytest.raises(Exception, match="no such heads"):
-        compile_source("single_decode.cu", attention(DIM=96), ARCH)
-    with pytest.raises(Exception, match="inputs are not divided"):
-        compile_source("fp8_gemv.cu", product(INPUTS=4096 + 64), ARCH)
+    with pytest.raises(Exception, match="unsupported DIM or GROUP"):
+        compile_source("cluster_decode.cu", attention_macros(DIM=96), ARCH)
+    with pytest.raises(Exception, match="warps do not divide INPUTS"):
+        compile_source("fp8_gemv.cu", gemv_macros(INPUTS=4096 + 64), ARCH)
     for changed, said in (
-        ({"ROWS": 40}, "no such rows"),
-        ({"ROWS": 8, "ACROSS": 2}, "rows are not divided"),
-        ({"ROWS": 224, "PARTS": 4, "SLABS": 1, "STAGES": 2}, "sums have no room"),
+        ({"BLOCK_M": 40}, "unsupported BLOCK_M"),
+        ({"BLOCK_M": 8, "MULTICAST": 2}, "MULTICAST does not divide BLOCK_M"),
+        ({"BLOCK_M": 224, "SPLIT_K": 4, "K_ATOMS": 1, "STAGES": 2}, "split-K sums exceed"),
     ):
         with pytest.raises(Exception, match=said):
-            compile_source("wgmma_gemm.cu", batch("14B", 3, 64) | changed, ARCH)
+            compile_source("wgmma_gemm.cu", layer_macros("14B", 3, 64) | changed, ARCH)
 
 
 @given(inputs=st.integers(1, 400).map(lambda count: count * 64))
-def test_cuts_of_a_row_divide_its_inputs(inputs: int) -> None:
-    cut = find_row_cut(inputs)
-    if cut is None:
+def test_gemv_configs_divide_the_inputs(inputs: int) -> None:
+    config = find_gemv_config(inputs)
+    if config is None:
         # Two warps have a group each.
         assert inputs % (2 * GROUP) != 0
         return
-    groups = inputs // GROUP // (cut.threads // 32)
-    assert groups * GROUP * (cut.threads // 32) == inputs
-    assert groups * GROUP % (cut.batch * 64) == 0
+    groups = inputs // GROUP // (config.threads // 32)
+    assert groups * GROUP * (config.threads // 32) == inputs
+    assert groups * GROUP % (config.unroll * 64) == 0
 
 
 def multiples(*units: int, most: int) -> st.SearchStrategy[int]:
@@ -272,34 +296,36 @@ def multiples(*units: int, most: int) -> st.SearchStrategy[int]:
     height=multiples(8, 64, 256, most=40_000),
     inputs=multiples(32, 256, most=20_000),
     itemsize=st.sampled_from((1, 2)),
-    kind=st.sampled_from(ProductKind),
+    epilogue=st.sampled_from(Epilogue),
 )
 @settings(max_examples=500)
-def test_cuts_of_a_batch_divide_its_product(
-    rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind
+def test_wgmma_configs_divide_the_gemm(
+    rows: int, height: int, inputs: int, itemsize: int, epilogue: Epilogue
 ) -> None:
-    cut = find_batch_cut(rows, height, inputs, itemsize, kind)
-    if rows == 1 or rows > wgmma.MOST_BATCH_ROWS:
-        assert cut is None
-    if cut is None:
+    config = find_wgmma_config(rows, height, inputs, itemsize, epilogue)
+    if rows == 1 or rows > wgmma.MAX_WGMMA_ROWS:
+        assert config is None
+    if config is None:
         return
-    assert rows <= cut.rows
-    assert cut.rows in wgmma.ROWS
-    assert cut.rows % (8 * cut.across) == 0
+    assert rows <= config.block_m
+    assert config.block_m in wgmma.BLOCK_MS
+    assert config.block_m % (8 * config.multicast) == 0
     # As many numbers of a dimension as the copy engine brings.
-    assert cut.outputs <= 256
-    assert height % (cut.outputs * cut.across) == 0
+    assert config.block_n <= 256
+    assert height % (config.block_n * config.multicast) == 0
     # CTAs of a cluster that every GPU with clusters takes.
-    assert cut.across * cut.parts <= 8
-    step_bytes = cut.slabs * 128
+    assert config.multicast * config.split_k <= 8
+    step_bytes = config.k_atoms * 128
     assert inputs * itemsize % step_bytes == 0
-    assert cut.parts <= inputs * itemsize // step_bytes
-    assert cut.stages >= 2
-    assert cut.shared_bytes + unstaged_bytes(cut) <= SHARED_BYTES
+    assert config.split_k <= inputs * itemsize // step_bytes
+    assert config.num_stages >= 2
+    assert config.shared_bytes + unstaged_bytes(config) <= SHARED_BYTES
     # As the source says.
-    own_blocks = (cut.rows // 8 + cut.parts - 1) // cut.parts
-    sums = cut.parts * own_blocks * cut.warpgroups * 128 * 16
-    assert cut.parts == 1 or sums <= cut.stages * step_bytes * (cut.outputs + cut.rows)
+    own_blocks = (config.block_m // 8 + config.split_k - 1) // config.split_k
+    sums = config.split_k * own_blocks * config.warpgroups * 128 * 16
+    assert config.split_k == 1 or sums <= config.num_stages * step_bytes * (
+        config.block_n + config.block_m
+    )
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])
@@ -307,31 +333,29 @@ def test_cuts_of_a_batch_divide_its_product(
     ("name", "most_fp8", "most"),
     [("8B", 224, 224), ("14B", 96, 192), ("0.6B", 96, 128), ("30B-A3B", 96, 192)],
 )
-def test_batches_of_known_layers_are_taken(
-    name: str, most_fp8: int, most: int, itemsize: int
-) -> None:
+def test_wgmma_supports_known_layers(name: str, most_fp8: int, most: int, itemsize: int) -> None:
     taken = [
         rows
         for rows in range(301)
         if all(
-            find_batch_cut(rows, height, inputs, itemsize, kind) is not None
-            for kind, height, inputs in LAYERS[name]
+            find_wgmma_config(rows, height, inputs, itemsize, epilogue) is not None
+            for epilogue, height, inputs in LAYERS[name]
         )
     ]
     assert taken == list(range(2, (most_fp8 if itemsize == 1 else most) + 1))
 
 
 @pytest.mark.parametrize("device", [(8, 0), (9, 0), (10, 0)])
-def test_batches_run_on_one_generation(
+def test_wgmma_runs_on_hopper_only(
     device: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not wgmma.runs_on(torch.device("cpu"))
+    assert not wgmma.supports_wgmma(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device)
-    assert not wgmma.runs_on(torch.device("cpu"))
-    assert wgmma.runs_on(torch.device("cuda", 0)) == (device == (9, 0))
+    assert not wgmma.supports_wgmma(torch.device("cpu"))
+    assert wgmma.supports_wgmma(torch.device("cuda", 0)) == (device == (9, 0))
 
 
-class TestBatchProducts:
+class TestWgmmaGemm:
     """What the host does for a kernel, without one."""
 
     @pytest.fixture
@@ -343,73 +367,78 @@ class TestBatchProducts:
         return made
 
     @pytest.fixture
-    def products(self) -> BatchProducts:
-        return BatchProducts(torch.bfloat16, torch.device("cpu"))
+    def products(self) -> WgmmaGemm:
+        return WgmmaGemm(torch.bfloat16, torch.device("cpu"))
 
-    def test_too_many_rows_are_refused(self, products: BatchProducts) -> None:
+    def test_too_many_rows_are_refused(self, products: WgmmaGemm) -> None:
         rows, matrix = torch.zeros(17, 256), LinearWeights(torch.zeros(128, 256))
         with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
-            products.multiply(rows, matrix, BatchCut(16, 1, 4), STORES)
+            products.multiply(rows, matrix, WgmmaConfig(16, 1, 4), STORE)
         quantized = QuantizedRows(rows.to(FP8), torch.ones(17, 1))
         weights = QuantizedWeights(matrix.weight.to(FP8), torch.ones(128))
         with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
-            products.multiply(quantized, weights, BatchCut(16, 1, 4), STORES)
+            products.multiply(quantized, weights, WgmmaConfig(16, 1, 4), STORE)
 
-    def test_other_sums_of_squares_are_refused(self, products: BatchProducts) -> None:
+    def test_other_sums_of_squares_are_refused(self, products: WgmmaGemm) -> None:
         rows, matrix = torch.zeros(16, 256), LinearWeights(torch.zeros(128, 256))
-        into = Stream(torch.zeros(16, 128), torch.zeros(16, 1))
+        residual = Residual(torch.zeros(16, 128), torch.zeros(16, 1))
         with pytest.raises(ValueError, match="1 sums of squares for 2 tiles"):
-            products.multiply(rows, matrix, BatchCut(16, 1, 4), ADDS, into=into)
+            products.multiply(rows, matrix, WgmmaConfig(16, 1, 4), ADD_RESIDUAL, residual=residual)
 
-    def test_a_gate_lies_next_to_its_up_projection(
-        self, products: BatchProducts, made: mock.Mock
+    def test_gate_and_up_projection_are_interleaved(
+        self, products: WgmmaGemm, made: mock.Mock
     ) -> None:
         rows = torch.zeros(3, 256, dtype=torch.bfloat16)
         matrix = LinearWeights(torch.zeros(512, 256, dtype=torch.bfloat16))
-        cut, stream = BatchCut(16, 2, 4, across=2), Stream(rows, torch.ones(3, 5))
+        config, squares = WgmmaConfig(16, 2, 4, multicast=2), torch.ones(3, 5)
         for _ in range(2):
-            found = products.multiply(rows, matrix, cut, JOINS, stream=stream, epsilon=0.5)
+            found = products.multiply(
+                rows, matrix, config, SWIGLU, sum_squares=squares, epsilon=0.5
+            )
         assert found.shape == (3, 256)
         # Compiled once.
         [made_once] = made.call_args_list
-        assert made_once.args[1]["NORMED"] == 1
-        assert made_once.kwargs == {"shared_bytes": cut.shared_bytes, "cluster": 2}
-        grid, threads, weights, given, _, squares, out, left, *numbers = (
+        assert made_once.args[1]["RMS_NORM"] == 1
+        assert made_once.kwargs == {"shared_bytes": config.shared_bytes, "cluster": 2}
+        grid, threads, weights, given, _, sum_squares, out, left, *numbers = (
             made.return_value.launch.call_args.args
         )
         assert (grid, threads) == ((4,), 2 * 128 + 64)
         # Eights of rows of both halves, of which a CTA has eight of each.
         assert weights == ((32, 2, 8, 256), (8, 2, 8, 64))
         assert given == ((3, 256), (8, 64))
-        assert squares is stream.squares
+        assert sum_squares is squares
         assert out is found
         assert left == 0
         # The norm's epsilon, rows, outputs, inputs, and sums of squares of a row.
         assert numbers == [0.5, 3, 256, 256, 5]
 
-    def test_parts_are_added_in_place(self, products: BatchProducts, made: mock.Mock) -> None:
+    def test_residual_is_added_in_place(self, products: WgmmaGemm, made: mock.Mock) -> None:
         rows = QuantizedRows(torch.zeros(9, 512, dtype=FP8), torch.ones(9, 1))
         matrix = QuantizedWeights(torch.zeros(192, 512, dtype=FP8), torch.ones(192))
-        into = torch.zeros(9, 192, dtype=torch.bfloat16)
-        cut = BatchCut(16, 1, 4, slabs=2, parts=2)
-        assert products.multiply(rows, matrix, cut, ADDS, into=into) is into
+        residual = torch.zeros(9, 192, dtype=torch.bfloat16)
+        config = WgmmaConfig(16, 1, 4, k_atoms=2, split_k=2)
+        assert products.multiply(rows, matrix, config, ADD_RESIDUAL, residual=residual) is residual
         launched = made.return_value.launch.call_args.args
-        grid, threads, weights, given, of_outputs, of_rows, out, left, *numbers = launched
+        grid, threads, weights, given, output_scales, of_rows, out, left, *numbers = launched
         assert (grid, threads) == ((6,), 128 + 64)
         assert (weights, given) == (((192, 512), (64, 128)), ((9, 512), (16, 128)))
-        assert (of_outputs is matrix.scales, of_rows is rows.scales) == (True, True)
-        assert (out is into, left) == (True, 0)
+        assert (output_scales is matrix.scales, of_rows is rows.scales) == (True, True)
+        assert (out is residual, left) == (True, 0)
         assert numbers == [0.0, 9, 192, 512, 0]
 
-    def test_plain_rows_need_no_scales(self, products: BatchProducts, made: mock.Mock) -> None:
+    def test_plain_rows_need_no_scales(self, products: WgmmaGemm, made: mock.Mock) -> None:
         rows, matrix = torch.zeros(2, 256), LinearWeights(torch.zeros(128, 256))
-        into = Stream(torch.zeros(2, 128), torch.zeros(2, 2))
-        assert products.multiply(rows, matrix, BatchCut(8, 1, 4), ADDS, into=into) is into.rows
+        residual = Residual(torch.zeros(2, 128), torch.zeros(2, 2))
+        assert (
+            products.multiply(rows, matrix, WgmmaConfig(8, 1, 4), ADD_RESIDUAL, residual=residual)
+            is residual.rows
+        )
         [constants] = [call.args[1] for call in made.call_args_list]
-        assert (constants["FP8"], constants["NORMED"]) == (0, 0)
+        assert (constants["FP8"], constants["RMS_NORM"]) == (0, 0)
         _, threads, *_, left = made.return_value.launch.call_args.args[:8]
         assert threads == 128 + 32
-        assert left is into.squares
+        assert left is residual.sum_squares
 
 
 def heads(queries: int, kv_heads: int, dim: int) -> Heads:
@@ -417,33 +446,36 @@ def heads(queries: int, kv_heads: int, dim: int) -> Heads:
     return Heads(queries, None, None, torch.zeros(4, dim), True, storage, storage)
 
 
-def test_without_a_gpu_nothing_is_taken() -> None:
-    assert cluster_decode.find_clusters(heads(32, 8, 128), torch.bfloat16) is None
+def test_nothing_is_supported_without_a_gpu() -> None:
+    assert cluster_decode.make_cluster_decode(heads(32, 8, 128), torch.bfloat16) is None
     weights = QuantizedWeights(torch.zeros(64, 4096, dtype=FP8), torch.ones(64))
-    assert not fp8_gemv.quantizes_row(weights)
+    assert not fp8_gemv.supports_gemv(weights)
 
 
 @pytest.mark.parametrize("device", [(8, 0), (9, 0), (10, 0)])
-def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_heads_are_supported(
+    device: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device)
 
     def takes(given: Heads, dtype: torch.dtype = torch.bfloat16) -> bool:
-        keys = _OnGpu(given.keys)
-        return cluster_decode.knows_heads(given._replace(keys=keys), dtype)
+        keys = _OnGpu(given.k_cache)
+        return cluster_decode.supports_cluster_decode(given._replace(k_cache=keys), dtype)
 
     hopper = device == (9, 0)
     assert takes(heads(32, 8, 128)) == hopper
     assert takes(heads(28, 4, 64)) == hopper
     assert not takes(heads(36, 4, 128)), "nine query heads"
     assert not takes(heads(32, 8, 256))
-    assert not takes(heads(32, 8, 128)._replace(halves=False))
+    assert not takes(heads(32, 8, 128)._replace(is_neox=False))
     assert not takes(heads(32, 8, 128), torch.float16), "KV of another type"
-    cast = heads(32, 8, 128).rotations.bfloat16()
-    assert not takes(heads(32, 8, 128)._replace(rotations=cast)), "rotations in bfloat16"
+    cast = heads(32, 8, 128).cos_sin_cache.bfloat16()
+    assert not takes(heads(32, 8, 128)._replace(cos_sin_cache=cast)), "rotations in bfloat16"
     norm = Norm(torch.ones(128), 1e-6)
-    assert not takes(heads(32, 8, 128)._replace(query_norm=norm, key_norm=norm)), "float32 norms"
+    assert not takes(heads(32, 8, 128)._replace(q_norm=norm, k_norm=norm)), "float32 norms"
     tunings = {
-        count: cluster_decode.cluster_tuning(heads(count, count, 128)) for count in range(1, 17)
+        count: cluster_decode.find_cluster_config(heads(count, count, 128))
+        for count in range(1, 17)
     }
     assert {count for count, tuning in tunings.items() if tuning} == {4, 5, 6, 7, 8}
     for count, tuning in tunings.items():
@@ -451,18 +483,18 @@ def test_which_heads_are_taken(device: tuple[int, int], monkeypatch: pytest.Monk
 
 
 def test_a_row_of_other_types_is_refused() -> None:
-    kernel = cluster_decode.ClusterAttention.__new__(cluster_decode.ClusterAttention)
+    kernel = cluster_decode.ClusterDecode.__new__(cluster_decode.ClusterDecode)
     one = torch.zeros(1, dtype=torch.int64)
     table = torch.zeros(2, 8, dtype=torch.int32)
-    row = LoneRow(table, one, one.int(), one, one)
+    row = DecodeToken(table, one, one.int(), one, one)
     with pytest.raises(ValueError, match="other numbers int64"):
         kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), row, 1.0)
-    row = LoneRow(table, *[one] * 4)
-    cast = heads(4, 4, 64).rotations.bfloat16()
+    row = DecodeToken(table, *[one] * 4)
+    cast = heads(4, 4, 64).cos_sin_cache.bfloat16()
     with pytest.raises(ValueError, match=r"rotations in torch\.bfloat16"):
-        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64)._replace(rotations=cast), row, 1.0)
+        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64)._replace(cos_sin_cache=cast), row, 1.0)
     with pytest.raises(ValueError, match="slots are int32"):
-        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), LoneRow(one, *[one] * 4), 1.0)
+        kernel.attend(torch.zeros(1, 64), heads(4, 4, 64), DecodeToken(one, *[one] * 4), 1.0)
 
 
 class _OnGpu:

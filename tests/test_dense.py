@@ -9,35 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, find_obstacle
-from pie_driver_sglang.kernels.gemm.dense_layers import (
-    MOST_PARTS,
-    SHARED_BYTES,
-    LinearWeights,
-    Norm,
-    tiling,
-)
-from pie_driver_sglang.kernels.gemm.small_m import find_cut
-from pie_driver_sglang.kernels.gemm.tiled import find_tile
+from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS, deadlock_reason
+from pie_driver_sglang.kernels.gemm.linear import MAX_SHARED_BYTES, MAX_SPLIT_K, find_linear_config
+from pie_driver_sglang.kernels.gemm.small_m import find_small_m_config
+from pie_driver_sglang.kernels.gemm.tiled import find_tiled_config
+from pie_driver_sglang.kernels.gemm.types import Epilogue, LinearWeights, Norm
 
 
 @pytest.mark.interpreted("tests/dense_kernels.py")
-def test_the_kernels_compute_what_float64_does(interpreted: str) -> None:
+def test_linear_norm_and_rope_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/few_rows_kernels.py")
-def test_the_kernels_of_few_rows_and_of_experts_compute_what_float64_does(interpreted: str) -> None:
+@pytest.mark.interpreted("tests/small_m_kernels.py")
+def test_small_m_gemm_and_moe_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
-@pytest.mark.interpreted("tests/lone_kernels.py")
-def test_the_kernel_of_one_row_attends_as_float64_does(interpreted: str) -> None:
+@pytest.mark.interpreted("tests/single_decode_kernels.py")
+def test_single_decode_matches_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
 @pytest.mark.interpreted("tests/quantized_kernels.py")
-def test_the_kernels_of_many_rows_and_of_fp8_compute_what_float64_does(interpreted: str) -> None:
+def test_tiled_gemm_and_fp8_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
@@ -51,24 +46,28 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 32])
-def test_cuts_of_steps_of_few_rows_fit_and_fill_a_gpu(name: str, rows: int) -> None:
+def test_small_m_configs_fit_and_fill_a_gpu(name: str, rows: int) -> None:
     for number, (outputs, inputs) in enumerate(SHAPES[name]):
-        gated = number == 2
-        cut = find_cut(rows, outputs, inputs, adds=number in (1, 3), gated=gated)
-        assert cut is not None
-        assert cut.fits(outputs, inputs)
-        assert outputs // cut.outputs * cut.parts >= 48
-        assert cut.stages == 1 or rows > 1
+        swiglu = number == 2
+        config = find_small_m_config(
+            rows, outputs, inputs, Epilogue.of(swiglu=swiglu, add_residual=number in (1, 3))
+        )
+        assert config is not None
+        assert config.fits(outputs, inputs)
+        assert outputs // config.block_n * config.split_k >= 48
+        assert config.num_stages == 1 or rows > 1
         tile = 16 if rows <= 16 else 32
-        held = (tile + cut.outputs * (2 if gated else 1)) * cut.inputs * 2 * cut.stages
-        assert held <= SHARED_BYTES
+        held = (
+            (tile + config.block_n * (2 if swiglu else 1)) * config.block_k * 2 * config.num_stages
+        )
+        assert held <= MAX_SHARED_BYTES
 
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(65, 4096, 4096), (1, 4096, 4104), (2, 4100, 4096)]
 )
-def test_other_products_have_no_cut(rows: int, outputs: int, inputs: int) -> None:
-    assert find_cut(rows, outputs, inputs) is None
+def test_unsupported_gemms_have_no_config(rows: int, outputs: int, inputs: int) -> None:
+    assert find_small_m_config(rows, outputs, inputs) is None
 
 
 @pytest.mark.parametrize(
@@ -82,12 +81,12 @@ def test_other_products_have_no_cut(rows: int, outputs: int, inputs: int) -> Non
         (96, 1, True),
     ],
 )
-def test_tiles_are_taken_where_they_are_nearly_full(rows: int, itemsize: int, own: bool) -> None:
-    assert (find_tile(rows, 4096, 4096, itemsize, adds=True) is not None) == own
+def test_tiled_gemm_where_tiles_are_nearly_full(rows: int, itemsize: int, own: bool) -> None:
+    assert (find_tiled_config(rows, 4096, 4096, itemsize, Epilogue.ADD_RESIDUAL) is not None) == own
 
 
 @pytest.mark.interpreted("tests/rank_kernels.py")
-def test_sums_over_ranks(interpreted: str) -> None:
+def test_all_reduce_over_ranks(interpreted: str) -> None:
     assert "all close" in interpreted
 
 
@@ -97,8 +96,8 @@ def test_sums_over_ranks(interpreted: str) -> None:
         (64, 3072, 1024, 1, True),
         (32, 17408, 5120, 1, True),
         (33, 17408, 5120, 1, False),
-        (64, 5120, 17408, MOST_PARTS, False),
-        (64, 1792, 5120, MOST_PARTS, True),
+        (64, 5120, 17408, MAX_SPLIT_K, False),
+        (64, 1792, 5120, MAX_SPLIT_K, True),
         (64, 1792, 5120, 1, False),
         (32, 1792, 5120, 1, True),
         (256, 3072, 1024, 1, False),
@@ -106,24 +105,24 @@ def test_sums_over_ranks(interpreted: str) -> None:
     ids=["0.6B", "14B", "14B, more rows", "14B, down", "in parts", "a quarter of 14B's",
          "a quarter, fewer rows", "0.6B, many rows"],
 )  # fmt: skip
-def test_which_products_are_the_drivers_own(
+def test_which_gemms_are_not_cublas(
     rows: int, outputs: int, inputs: int, parts: int, own: bool
 ) -> None:
-    cut = tiling(rows, outputs, inputs, parts, gated=outputs > inputs)
-    assert (cut is not None) == own
+    config = find_linear_config(rows, outputs, inputs, parts, swiglu=outputs > inputs)
+    assert (config is not None) == own
 
 
 @pytest.mark.parametrize(
     ("multiprocessors", "fits"), [(132, True), (128, True), (127, False), (114, False), (78, False)]
 )
-def test_gpus_without_room_for_all_rows_of_a_step_make_no_sums(
+def test_gpus_that_cannot_hold_all_rows_have_no_all_reduce(
     multiprocessors: int, fits: bool
 ) -> None:
     for tuning in TUNINGS.values():
-        assert (find_obstacle(multiprocessors, tuning) == "") == fits
+        assert (deadlock_reason(multiprocessors, tuning) == "") == fits
     if not fits:
         room = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
-        assert find_obstacle(multiprocessors, TUNINGS[2]) == room
+        assert deadlock_reason(multiprocessors, TUNINGS[2]) == room
 
 
 WAYS = ("disk", "distributed", "tensor", "ipc")
@@ -183,14 +182,16 @@ class TestFolding:
     """Norms whose weights go into the matrices after them."""
 
     def test_weights_are_updated_no_more(self) -> None:
+        from pie_driver_sglang.backends.sglang.compat.loading import refuse_updates
         from pie_driver_sglang.engine.layers import selection
 
         runner, layer = make_runner(Model()), make_layer()
+        backend: Any = SimpleNamespace(freeze_weights=lambda reason: refuse_updates(runner, reason))
         update = runner.weight_updater.update_weights_from_tensor
         # So SGLang does it otherwise.
         assert update([("weight", torch.ones(3))]) == (True, "Success")
         assert runner.model.weight.tolist() == [1, 1, 1]
-        assert selection._fold(runner, [layer])
+        assert selection._fold(backend, [layer])
         assert layer.qkv.weight.unique().tolist() == layer.gate_up.weight.unique().tolist() == [6]
         assert (
             layer.before.weight.unique().tolist() == layer.between.weight.unique().tolist() == [1]
@@ -201,7 +202,7 @@ class TestFolding:
         assert names == {f"update_weights_from_{way}" for way in WAYS}
         for name in names:
             accepted, reason = getattr(updater, name)([("weight", torch.zeros(3))], "direct")
-            assert (accepted, reason) == (False, selection.FROZEN)
+            assert (accepted, reason) == (False, selection.FROZEN_NORMS)
             assert "`fuse_layers = false`" in reason
         with pytest.raises(RuntimeError, match="cannot be updated"):
             runner.model.load_weights([("weight", torch.zeros(3))])

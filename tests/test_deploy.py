@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from pie_driver_sglang.config.keys import take_keys
+from pie_driver_sglang.config.api_keys import take_keys
 from tiny_models import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs/start/deploy.md").read_text()

@@ -233,7 +233,7 @@ class TestCuda:
     @pytest.mark.parametrize("as_bytes", [False, True])
     def test_the_driver_and_its_gpus(self, pci: Path, as_bytes: bool) -> None:
         nvml = FakeNvml(as_bytes=as_bytes)
-        found = gpus.look_at_cuda(nvml, pci)
+        found = gpus.query_cuda(nvml, pci)
         assert found.driver == "580.65.06"
         assert found.newest == (13, 2)
         assert [gpu.number for gpu in found.gpus] == [0, 1]
@@ -242,26 +242,26 @@ class TestCuda:
         assert nvml.depth == 0
 
     def test_no_library_on_a_machine_without_a_gpu(self, pci: Path) -> None:
-        found = gpus.look_at_cuda(FakeNvml(fail="nvmlInit"), pci)
+        found = gpus.query_cuda(FakeNvml(fail="nvmlInit"), pci)
         assert found == Cuda(problem="nvmlInit failed")
 
     def test_no_library_on_a_machine_with_a_gpu(self, pci: Path) -> None:
         (pci / "a" / "class").write_text("0x030200\n")
-        found = gpus.look_at_cuda(FakeNvml(fail="nvmlInit"), pci)
+        found = gpus.query_cuda(FakeNvml(fail="nvmlInit"), pci)
         assert found.has_hardware
 
     @pytest.mark.parametrize("fail", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"])
     def test_a_gpu_that_is_lost(self, pci: Path, fail: str) -> None:
         nvml = FakeNvml(fail=fail)
-        found = gpus.look_at_cuda(nvml, pci)
+        found = gpus.query_cuda(nvml, pci)
         assert found == Cuda(problem=f"{fail} failed", has_hardware=True)
         assert nvml.depth == 0
 
     def test_a_driver_without_gpus(self, pci: Path) -> None:
-        assert gpus.look_at_cuda(FakeNvml(count=0), pci).problem == "the driver shows no GPU"
+        assert gpus.query_cuda(FakeNvml(count=0), pci).problem == "the driver shows no GPU"
 
     def test_without_the_package(self, tmp_path: Path) -> None:
-        found = gpus.look_at_cuda(None, tmp_path / "none")
+        found = gpus.query_cuda(None, tmp_path / "none")
         assert found == Cuda(problem="the package nvidia-ml-py is missing")
 
     def test_torch_says_what_it_was_built_for(self, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ class TestCuda:
         assert machine.torch_cuda(None) is None
 
     def test_the_installed_torch_is_read(self) -> None:
-        torch_cuda = machine.look().torch_cuda
+        torch_cuda = machine.query_machine().torch_cuda
         assert torch_cuda is not None
         assert torch_cuda >= (12, 0)
 
@@ -306,7 +306,7 @@ class TestRegions:
         stale = tmp_path / "pie_shmem_g0"
         stale.write_bytes(bytes(4096))
         (tmp_path / "other").write_bytes(bytes(4096))
-        found = machine.look_at_regions(tmp_path)
+        found = machine.query_regions(tmp_path)
         assert [region.name for region in found] == ["pie_shmem_g0", "pie_shmem_g1"]
         assert found[0].is_live is False
         assert found[0].bytes == 4096
@@ -322,7 +322,7 @@ class TestRegions:
     ) -> None:
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-        (found,) = machine.look_at_regions(tmp_path)
+        (found,) = machine.query_regions(tmp_path)
         assert found.is_live is False
         assert found.owner is None
 
@@ -330,19 +330,19 @@ class TestRegions:
         self, holder: subprocess.Popen[str], tmp_path: Path
     ) -> None:
         (tmp_path / "proc").mkdir()
-        (found,) = machine.look_at_regions(tmp_path, tmp_path / "proc")
+        (found,) = machine.query_regions(tmp_path, tmp_path / "proc")
         assert found.is_live is True
         assert found.owner is None
 
     def test_what_is_no_file_is_not_opened(self, tmp_path: Path) -> None:
         (tmp_path / "pie_shmem_g2").symlink_to(tmp_path / "other")
         os.mkfifo(tmp_path / "pie_shmem_g3")
-        found = machine.look_at_regions(tmp_path)
+        found = machine.query_regions(tmp_path)
         assert [region.is_live for region in found] == [None, False]
 
     def test_without_a_folder_there_are_none(self, tmp_path: Path) -> None:
-        assert machine.look_at_regions(tmp_path / "none") == []
-        assert machine.look_at_shm(tmp_path / "none") is None
+        assert machine.query_regions(tmp_path / "none") == []
+        assert machine.query_shm(tmp_path / "none") is None
 
     def test_locks_of_files_are_found_by_device_and_inode(self) -> None:
         locks = (
@@ -367,7 +367,7 @@ class TestRegions:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "made\n"
-            found = {region.name: region for region in machine.look_at_regions(Path("/dev/shm"))}
+            found = {region.name: region for region in machine.query_regions(Path("/dev/shm"))}
             process.terminate()
         assert found[name].owner == process.pid
         assert found[name].bytes >= _core.region_bytes() - 4096
@@ -378,7 +378,7 @@ class TestCaches:
         environment = {"HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "t")}
         (tmp_path / "t" / "abc").mkdir(parents=True)
         (tmp_path / "t" / "abc" / "sample.cubin").touch()
-        triton, flashinfer, tvm = machine.look_at_caches(environment)
+        triton, flashinfer, tvm = machine.query_caches(environment)
         assert triton == Cache("Triton", tmp_path / "t", 1)
         assert flashinfer.path == tmp_path / ".cache" / "flashinfer"
         assert tvm == Cache("TVM FFI", tmp_path / ".cache" / "tvm-ffi", 0)

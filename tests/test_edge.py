@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pie_driver_sglang.config.edge import (
-    EDGE_FLAGS,
+from pie_driver_sglang.config.api_keys import ApiKeys, hide_keys, take_keys
+from pie_driver_sglang.config.http_limits import (
+    HTTP_FLAGS,
     ConnectionLimits,
-    EdgeSettings,
-    take_edge_flags,
+    HttpSettings,
+    take_http_flags,
 )
-from pie_driver_sglang.config.keys import ApiKeys, hide_keys, take_keys
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server.access import (
     AccessKeys,
-    Level,
+    AccessLevel,
+    access_error,
     access_keys,
-    find_refusal,
 )
-from pie_driver_sglang.frontends.sglang_server.answers import ClientAnswer, short_error
-from pie_driver_sglang.frontends.sglang_server.stores import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.error_responses import ErrorSender, short_error
 
 uvicorn: Any = pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
@@ -251,57 +251,57 @@ KEYS: dict[str, AccessKeys] = {
 }
 
 
-def refused(level: Level, keys: str, token: str | None, **more: Any) -> int | None:
+def refused(level: AccessLevel, keys: str, token: str | None, **more: Any) -> int | None:
     headers = {} if token is None else {b"authorization": f"Bearer {token}".encode()}
     headers |= more.get("headers", {})
-    found = find_refusal(level, KEYS[keys], headers, more.get("client", "127.0.0.1"))
+    found = access_error(level, KEYS[keys], headers, more.get("client", "127.0.0.1"))
     return None if found is None else found[0]
 
 
 @pytest.mark.parametrize(
     ("level", "keys", "token", "status"),
     [
-        (Level.OPEN, "both", None, None),
-        (Level.USER, "none", None, None),
-        (Level.USER, "admin", None, None),
-        (Level.USER, "api", None, 401),
-        (Level.USER, "api", "wrong", 401),
-        (Level.USER, "api", "user-key", None),
-        (Level.USER, "both", "user-key", None),
-        (Level.CONTROL, "none", None, None),
-        (Level.CONTROL, "api", "user-key", None),
-        (Level.CONTROL, "api", None, 401),
-        (Level.CONTROL, "both", "user-key", 401),
-        (Level.CONTROL, "both", "admin-key", None),
-        (Level.CONTROL, "admin", None, 401),
-        (Level.ADMIN, "none", None, 403),
-        (Level.ADMIN, "api", "user-key", 403),
-        (Level.ADMIN, "both", "user-key", 401),
-        (Level.ADMIN, "both", "admin-key", None),
+        (AccessLevel.OPEN, "both", None, None),
+        (AccessLevel.USER, "none", None, None),
+        (AccessLevel.USER, "admin", None, None),
+        (AccessLevel.USER, "api", None, 401),
+        (AccessLevel.USER, "api", "wrong", 401),
+        (AccessLevel.USER, "api", "user-key", None),
+        (AccessLevel.USER, "both", "user-key", None),
+        (AccessLevel.CONTROL, "none", None, None),
+        (AccessLevel.CONTROL, "api", "user-key", None),
+        (AccessLevel.CONTROL, "api", None, 401),
+        (AccessLevel.CONTROL, "both", "user-key", 401),
+        (AccessLevel.CONTROL, "both", "admin-key", None),
+        (AccessLevel.CONTROL, "admin", None, 401),
+        (AccessLevel.ADMIN, "none", None, 403),
+        (AccessLevel.ADMIN, "api", "user-key", 403),
+        (AccessLevel.ADMIN, "both", "user-key", 401),
+        (AccessLevel.ADMIN, "both", "admin-key", None),
     ],
 )
 def test_each_level_wants_its_key(
-    level: Level, keys: str, token: str | None, status: int | None
+    level: AccessLevel, keys: str, token: str | None, status: int | None
 ) -> None:
     assert refused(level, keys, token) == status
 
 
 def test_control_without_keys_is_for_the_loopback() -> None:
     for client in ("127.0.0.1", "::1", "::ffff:127.0.0.1", None):
-        assert refused(Level.CONTROL, "none", None, client=client) is None
+        assert refused(AccessLevel.CONTROL, "none", None, client=client) is None
     for client in ("10.0.0.7", "::ffff:10.0.0.7", "testclient"):
-        assert refused(Level.CONTROL, "none", None, client=client) == 403
+        assert refused(AccessLevel.CONTROL, "none", None, client=client) == 403
     # A web page that a user of this host looks at.
     page = {b"origin": b"https://evil.example"}
-    assert refused(Level.CONTROL, "none", None, headers=page) == 403
-    assert refused(Level.USER, "none", None, headers=page) is None
+    assert refused(AccessLevel.CONTROL, "none", None, headers=page) == 403
+    assert refused(AccessLevel.USER, "none", None, headers=page) is None
 
 
 def test_the_server_knows_its_own_warm_up() -> None:
     token = KEYS["api"].warm_up
-    assert refused(Level.USER, "api", token) is None
-    assert refused(Level.CONTROL, "api", token) == 401
-    assert refused(Level.ADMIN, "both", KEYS["both"].warm_up) == 401
+    assert refused(AccessLevel.USER, "api", token) is None
+    assert refused(AccessLevel.CONTROL, "api", token) == 401
+    assert refused(AccessLevel.ADMIN, "both", KEYS["both"].warm_up) == 401
     assert "key" not in repr(KEYS["both"]).replace("keys", "").replace("Keys", "")
 
 
@@ -336,39 +336,39 @@ def test_keys_are_hidden_in_a_command_line() -> None:
 
 def test_flags_of_the_edge() -> None:
     words = ["--max-body-bytes=80MiB", "--port", "1", "--header-timeout", "2.5", "--tp", "2"]
-    settings, rest = take_edge_flags([*words, "--allowed-media-domains", "a.example, b.example"])
+    settings, rest = take_http_flags([*words, "--allowed-media-domains", "a.example, b.example"])
     assert rest == ["--port", "1", "--tp", "2"]
     assert settings.connections.max_body_bytes == 80 << 20
     assert settings.connections.header_timeout_s == 2.5
     assert settings.media.allowed_domains == ("a.example", "b.example")
     assert settings.given == {"max-body-bytes", "header-timeout", "allowed-media-domains"}
-    assert take_edge_flags([]) == (EdgeSettings(), [])
-    assert not EdgeSettings().allow_pickled_adapters
+    assert take_http_flags([]) == (HttpSettings(), [])
+    assert not HttpSettings().allow_pickled_adapters
 
 
-@pytest.mark.parametrize("name", EDGE_FLAGS)
+@pytest.mark.parametrize("name", HTTP_FLAGS)
 def test_a_wrong_value_of_a_flag_is_one_line(name: str) -> None:
-    flag = EDGE_FLAGS[name]
+    flag = HTTP_FLAGS[name]
     if flag.read is None:
         wrong = [f"--{name}=yes"]
-        assert take_edge_flags([f"--{name}"])[0].given == {name}
+        assert take_http_flags([f"--{name}"])[0].given == {name}
     else:
         wrong = [f"--{name}"]
         with pytest.raises(ConfigError, match=f"--{name}"):
-            take_edge_flags([f"--{name}="])
+            take_http_flags([f"--{name}="])
     with pytest.raises(ConfigError) as error:
-        take_edge_flags(wrong)
+        take_http_flags(wrong)
     assert f"--{name}" in str(error.value)
     assert error.value.hint
 
 
 def test_the_defaults_in_the_help_text_are_those() -> None:
-    limits, media = ConnectionLimits(), EdgeSettings().media
-    shown = {name: flag.default for name, flag in EDGE_FLAGS.items()}
+    limits, media = ConnectionLimits(), HttpSettings().media
+    shown = {name: flag.default for name, flag in HTTP_FLAGS.items()}
     words = [
         f"--{name}={text}" for name, text in shown.items() if text not in ("any", "off", "none")
     ]
-    settings, _ = take_edge_flags(words)
+    settings, _ = take_http_flags(words)
     assert (settings.connections, settings.media) == (limits, media)
 
 
@@ -460,7 +460,7 @@ def test_a_long_error_is_sent_in_one_piece() -> None:
     async def answer() -> None:
         headers = [(b"Content-Length", b"9009"), (b"content-type", b"application/json")]
         part = {"type": "http.response.body", "more_body": True}
-        to_client = ClientAnswer(send)
+        to_client = ErrorSender(send)
         await to_client.send({"type": "http.response.start", "status": 400, "headers": headers})
         await to_client.send({**part, "body": b'"' + b"x" * 4500})
         await to_client.send({**part, "body": b"x" * 4500 + b'"', "more_body": False})
@@ -480,7 +480,7 @@ def test_a_long_page_becomes_an_error_with_its_own_headers() -> None:
 
     async def answer() -> None:
         headers = [(b"content-type", b"text/html"), (b"Content-Encoding", b"gzip"), (b"x", b"y")]
-        to_client = ClientAnswer(send)
+        to_client = ErrorSender(send)
         await to_client.send({"type": "http.response.start", "status": 404, "headers": headers})
         await to_client.send({"type": "http.response.body", "body": b"<" * 5000})
 

@@ -201,7 +201,7 @@ def test_texts_are_tokenized_and_handed_in_part_by_part(
         parts.append((len(part), engine._runtime.stats()["running"]))
         return encode(part)
 
-    monkeypatch.setattr(prompts_module, "PART_CHARACTERS", max(len(text) for text in texts))
+    monkeypatch.setattr(prompts_module, "BATCH_CHARACTERS", max(len(text) for text in texts))
     monkeypatch.setattr(engine.tokenizer, "encode", noted)
     check(reference, engine.generate(texts, GREEDY), texts)
     assert sum(count for count, _ in parts) == len(texts)
@@ -236,7 +236,7 @@ def test_a_coroutine_that_is_cancelled_leaves_nothing(
 
     asyncio.run(leave())
     wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
-    assert not engine._requests._inboxes
+    assert not engine._requests._queues
     assert engine.flush_cache()
 
 

@@ -18,8 +18,12 @@ import pytest
 import lora_adapters
 import tiny_models
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.frontends.common.adapters import AdapterPath, EngineAdapters, parse_paths
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.lora_adapters import (
+    AdapterPath,
+    EngineAdapters,
+    parse_paths,
+)
 from pie_driver_sglang.frontends.offline.engine import Engine
 from reference import Reference, random_tokens
 

@@ -8,7 +8,11 @@ import time
 import pytest
 
 from pie_driver_sglang.frontends.sglang_server import scheduler_process
-from pie_driver_sglang.frontends.sglang_server.flow import MOST_IN_FLIGHT, Acknowledger, Window
+from pie_driver_sglang.frontends.sglang_server.flow_control import (
+    MOST_IN_FLIGHT,
+    Acknowledger,
+    SendWindow,
+)
 
 LONG_S = 20.0
 
@@ -18,7 +22,7 @@ def acknowledger() -> Acknowledger:
     return Acknowledger(2)
 
 
-def waits(window: Window, limit_s: float = 0.05) -> bool:
+def waits(window: SendWindow, limit_s: float = 0.05) -> bool:
     """Whether a message may not be sent for so long."""
     begin = time.monotonic()
     window.wait(limit_s)
@@ -26,7 +30,7 @@ def waits(window: Window, limit_s: float = 0.05) -> bool:
 
 
 def test_a_window_is_filled_and_opens(acknowledger: Acknowledger) -> None:
-    window = Window(acknowledger.schedulers[0])
+    window = SendWindow(acknowledger.schedulers[0])
     for _ in range(MOST_IN_FLIGHT):
         assert not waits(window)
         window.sent(1)
@@ -43,14 +47,14 @@ def test_a_window_is_filled_and_opens(acknowledger: Acknowledger) -> None:
 
 
 def test_a_lost_acknowledgement_costs_time_alone(acknowledger: Acknowledger) -> None:
-    window = Window(acknowledger.schedulers[0])
+    window = SendWindow(acknowledger.schedulers[0])
     window.sent(MOST_IN_FLIGHT)
     assert waits(window)
     assert not waits(window)
 
 
 def test_each_replica_has_its_own(acknowledger: Acknowledger) -> None:
-    first, second = (Window(end) for end in acknowledger.schedulers)
+    first, second = (SendWindow(end) for end in acknowledger.schedulers)
     first.sent(MOST_IN_FLIGHT)
     second.sent(MOST_IN_FLIGHT)
     acknowledger.handled([1, 1, 1])
@@ -60,7 +64,7 @@ def test_each_replica_has_its_own(acknowledger: Acknowledger) -> None:
 
 def test_more_acknowledgements_than_messages(acknowledger: Acknowledger) -> None:
     """Refusals are sent by another thread, and acknowledged as outputs are."""
-    window = Window(acknowledger.schedulers[0])
+    window = SendWindow(acknowledger.schedulers[0])
     window.sent(MOST_IN_FLIGHT)
     for _ in range(MOST_IN_FLIGHT + 3):
         acknowledger.handled([None])
@@ -80,7 +84,7 @@ def test_outputs_add_up_while_none_is_handled(
     """Nothing is fetched from the runtime meanwhile, which makes one output of what is not."""
     monkeypatch.setattr(scheduler_process, "_HANDLED_S", LONG_S)
     fetched: list[float] = []
-    window = Window(acknowledger.schedulers[0])
+    window = SendWindow(acknowledger.schedulers[0])
     stop = threading.Event()
 
     class Front:
@@ -113,6 +117,6 @@ def test_outputs_add_up_while_none_is_handled(
 
 
 def test_nothing_is_awaited_where_none_acknowledges() -> None:
-    window = Window(None)
+    window = SendWindow(None)
     window.sent(100)
     assert not waits(window)

@@ -1,4 +1,4 @@
-"""`_core.Front` against SGLang's message classes, as they are installed, and `msgspec`."""
+"""`_core.SglangFrontend` against SGLang's message classes, as they are installed, and `msgspec`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def compat() -> Iterator[Any]:
     """The compat module of messages, which imports SGLang; no variable of it is kept."""
-    from pie_driver_sglang.frontends.sglang_server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 
     with mock.patch.dict(os.environ):
-        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-        with environment.importing_server():
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import messages
         yield messages
 
@@ -58,12 +58,12 @@ def gone() -> Iterator[_core.Runtime]:
 
 
 @pytest.fixture(scope="module")
-def front(gone: _core.Runtime, compat: Any) -> _core.Front:
+def front(gone: _core.Runtime, compat: Any) -> _core.SglangFrontend:
     """Its requests: every one is answered with an error."""
     return make(gone, compat)
 
 
-def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.Front:
+def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.SglangFrontend:
     values: dict[str, Any] = {
         "eos_token_ids": [1],
         "think_end_ids": [],
@@ -76,7 +76,7 @@ def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.Front:
         "speculate": False,
         "probe_prefix": compat.PROBE_PREFIX,
     }
-    return _core.Front(runtime, compat.message_table(), **{**values, **changed})
+    return _core.SglangFrontend(runtime, compat.message_table(), **{**values, **changed})
 
 
 def request(**changed: Any) -> Any:
@@ -105,7 +105,7 @@ def request(**changed: Any) -> Any:
     return made
 
 
-def answer(front: _core.Front, compat: Any, *messages: Any) -> Any:
+def answer(front: _core.SglangFrontend, compat: Any, *messages: Any) -> Any:
     """What SGLang's detokenizer decodes of the one message that comes back."""
     [data], _, _, _ = front.receive([compat.encode_message(message) for message in messages])
     return compat.decode_message(data)
@@ -122,7 +122,7 @@ TEXTS = st.text(max_size=20)
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 def test_outputs_are_messages_of_sglang(
-    front: _core.Front,
+    front: _core.SglangFrontend,
     compat: Any,
     rid: str,
     worker: str | None,
@@ -175,13 +175,15 @@ def test_outputs_are_messages_of_sglang(
         ({"fields": {"input_ids": array("q", range(101))}}, "101 tokens"),
     ],
 )
-def test_refusals(front: _core.Front, compat: Any, changed: dict[str, Any], words: str) -> None:
+def test_refusals(
+    front: _core.SglangFrontend, compat: Any, changed: dict[str, Any], words: str
+) -> None:
     [reason] = answer(front, compat, request(**changed)).finished_reasons
     assert (reason["status_code"], reason["err_type"]) == (400, "BadRequestError")
     assert words in reason["message"]
 
 
-def test_one_message_answers_a_batch(front: _core.Front, compat: Any) -> None:
+def test_one_message_answers_a_batch(front: _core.SglangFrontend, compat: Any) -> None:
     from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
     batch = BatchTokenizedGenerateReqInput(batch=[request(rid="a"), request(rid="b", worker="w")])
@@ -217,7 +219,7 @@ def test_times_are_objects_of_sglang(
         make(gone, compat, times=(began, template, (0, 0, 0, len(template) - 7)))
 
 
-def test_messages_about_other_things_come_back(front: _core.Front, compat: Any) -> None:
+def test_messages_about_other_things_come_back(front: _core.SglangFrontend, compat: Any) -> None:
     from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, GetInternalStateReq
 
     others = [
@@ -232,12 +234,12 @@ def test_messages_about_other_things_come_back(front: _core.Front, compat: Any) 
     assert line.startswith("a message of 1 bytes cannot be read")
 
 
-def test_classes_of_another_version_are_refused(front: _core.Front, compat: Any) -> None:
+def test_classes_of_another_version_are_refused(front: _core.SglangFrontend, compat: Any) -> None:
     runtime = _core.Runtime(str(POCKET), python=sys.executable, devices=["cpu"])
     try:
         table = [entry for entry in compat.message_table() if entry[0] != "AbortReq"]
         with pytest.raises(FrontEndError, match="no message class `AbortReq`"):
-            _core.Front(
+            _core.SglangFrontend(
                 runtime,
                 table,
                 eos_token_ids=[],
@@ -276,20 +278,20 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     """SGLang waits for answers without a limit."""
     from sglang.srt.managers import io_struct
 
-    from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
-    from pie_driver_sglang.frontends.sglang_server.control import Control
-    from pie_driver_sglang.frontends.sglang_server.flow import Window
+    from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
+    from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
     from pie_driver_sglang.frontends.sglang_server.profile import Profiler
-    from pie_driver_sglang.frontends.sglang_server.refusals import MESSAGES
+    from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
+    from pie_driver_sglang.frontends.sglang_server.unsupported import MESSAGES
 
     idle: Any = Idle()
     facts = {"page_size": 16, "max_running_requests": 4}
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
-    control = Control(idle, idle, facts, *aside, Window(None))
+    control = ControlHandler(idle, idle, facts, *aside, SendWindow(None))
     asked = set()
     for cls in io_struct.BaseReq.__subclasses__():
         name = cls.__name__
-        wanted = compat._answer_class(name)
+        wanted = compat._reply_class(name)
         if wanted is None or name.endswith("Output"):
             continue
         asked.add(name)
@@ -299,7 +301,7 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
         until = time.monotonic() + 10
         while not answers and time.monotonic() < until:
             time.sleep(0.01)
-            answers = control.due()
+            answers = control.pending_replies()
         [data] = answers
         found = compat.decode_message(data)
         assert type(found) is wanted, name
@@ -320,14 +322,14 @@ def test_a_request_for_embeddings_is_refused(compat: Any) -> None:
     )
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from pie_driver_sglang.frontends.sglang_server.adapters import ServerAdapters
-    from pie_driver_sglang.frontends.sglang_server.control import Control
-    from pie_driver_sglang.frontends.sglang_server.flow import Window
+    from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
+    from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
     from pie_driver_sglang.frontends.sglang_server.profile import Profiler
+    from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
     idle: Any = Idle()
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
-    control = Control(idle, idle, {}, *aside, Window(None))
+    control = ControlHandler(idle, idle, {}, *aside, SendWindow(None))
     required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
     values = {field.name: None for field in required if field.required}
     request = TokenizedEmbeddingReqInput(**{**values, "sampling_params": SamplingParams()})
@@ -398,7 +400,7 @@ class TestProcesses:
         try:
             for number in numbers:
                 signal.signal(number, lambda *_: None)
-            forking.run_afresh(found.extend, map(signal.getsignal, numbers))
+            forking.run_with_default_signals(found.extend, map(signal.getsignal, numbers))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -406,11 +408,11 @@ class TestProcesses:
 
     def test_sigterm_is_seen_soon(self, compat: Any) -> None:
         """And the rest of an end is SGLang's."""
-        from pie_driver_sglang.frontends.sglang_server.compat import environment
+        from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 
-        with mock.patch.dict(os.environ), environment.importing_server():
-            from pie_driver_sglang.frontends.sglang_server.compat import managers
-        manager = object.__new__(managers.StatusManager)
+        with mock.patch.dict(os.environ), server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
+        manager = object.__new__(tokenizer_managers.MsgpackManager)
         manager.gracefully_exit = False
         waits: list[float] = []
         ends: list[int] = []
@@ -423,8 +425,8 @@ class TestProcesses:
             ends.append(len(waits))
 
         with (
-            mock.patch.object(managers.asyncio, "sleep", sleep),
-            mock.patch.object(managers.TokenizerManager, "sigterm_watchdog", end),
+            mock.patch.object(tokenizer_managers.asyncio, "sleep", sleep),
+            mock.patch.object(tokenizer_managers.TokenizerManager, "sigterm_watchdog", end),
         ):
             asyncio.run(manager.sigterm_watchdog())
         assert ends == [3]
@@ -436,7 +438,9 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.entrypoints.openai.utils import to_openai_style_logprobs
 
-    from pie_driver_sglang.frontends.sglang_server.compat.chats import correct_top_logprobs
+    from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
+        correct_top_logprobs,
+    )
 
     tokens = [(-0.5, 7, "a"), (-0.25, 8, "b")]
     chunk = to_openai_style_logprobs(
@@ -452,7 +456,7 @@ def test_a_model_may_name_an_adapter_alone() -> None:
     """As vLLM's clients do; SGLang itself would answer by the base model."""
     from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-    from pie_driver_sglang.frontends.sglang_server.compat import chats
+    from pie_driver_sglang.frontends.sglang_server.compat import openai_endpoints
 
     serving = object.__new__(OpenAIServingCompletion)
     serving.tokenizer_manager = SimpleNamespace(
@@ -460,8 +464,8 @@ def test_a_model_may_name_an_adapter_alone() -> None:
         served_model_name="base",
         server_args=SimpleNamespace(enable_lora=True),
     )
-    assert chats._RESOLVE(serving, "law", None) is None
-    chats.accept_adapter_names()
+    assert openai_endpoints._RESOLVE(serving, "law", None) is None
+    openai_endpoints.accept_adapter_names()
     named = {"law": "law", "base:law": "law", "base": None, "other": None}
     for model, adapter in named.items():
         assert serving._resolve_lora_path(model, None) == adapter
@@ -476,7 +480,9 @@ def test_the_call_of_a_named_tool_is_an_object(parameters: dict[str, Any] | None
     from sglang.srt.entrypoints.openai.protocol import Tool, ToolChoice
     from sglang.srt.function_call.utils import get_json_schema_constraint
 
-    from pie_driver_sglang.frontends.sglang_server.compat.chats import correct_tool_schemas
+    from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
+        correct_tool_schemas,
+    )
 
     function = {"name": "f", "parameters": parameters}
     tool = Tool.model_validate({"type": "function", "function": function})

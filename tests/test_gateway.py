@@ -308,7 +308,7 @@ class TestMetrics:
                 continue
             for target in panel.get("targets", ()):
                 asked = target["expr"].split(" or ")
-                names = [re.findall(r"\b(?:sglang:|pie_engine:|smg_)\w+", each) for each in asked]
+                names = [re.findall(r"\b(?:sglang:|pie_runtime:|smg_)\w+", each) for each in asked]
                 assert any(found and set(found) <= known for found in names), target["expr"]
 
 

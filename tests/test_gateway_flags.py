@@ -16,19 +16,19 @@ from pie_driver_sglang.cli.main import main
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
-from pie_driver_sglang.frontends.gateway import flags, parsers, smg
-from pie_driver_sglang.frontends.gateway.flags import parse_words
+from pie_driver_sglang.frontends.gateway import gateway_flags, parsers, smg
+from pie_driver_sglang.frontends.gateway.gateway_flags import parse_gateway_arguments
 from tiny_models import POCKET
 
 
 def refusal(*words: str) -> str:
     with pytest.raises(ConfigError) as error:
-        parse_words(words)
+        parse_gateway_arguments(words)
     return f"{error.value} {error.value.hint}"
 
 
 def test_words_are_read_by_the_types_of_sglang() -> None:
-    found = parse_words(
+    found = parse_gateway_arguments(
         [
             *("--model", "m", "--tokenizer-path", "t", "--tp=2", "--dp-size", "3"),
             *("--schedule-conservativeness", "0.5"),
@@ -48,31 +48,31 @@ def test_words_are_read_by_the_types_of_sglang() -> None:
     }
     assert found.front == {"served_model_name": "x", "watchdog_timeout": 9.0}
     assert (found.contract, found.grpc_port, found.starts_gateway) == ("sglang", 5001, False)
-    assert found.words == ("--queue-size", "5")
+    assert found.smg == ("--queue-size", "5")
 
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 def test_sglang_reads_the_same_words_alike() -> None:
     """Of every flag that this frontend takes: a value that SGLang's own parser accepts."""
-    from pie_driver_sglang.frontends.sglang_server.compat import environment
+    from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 
     # The process keeps none of the server's variables.
     with mock.patch.dict(os.environ):
-        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-        with environment.importing_server():
-            from pie_driver_sglang.frontends.sglang_server.compat import launching
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
     tried = 0
     for name, field in SERVER_ARGS.items():
         if "table" in field.type or field.type == "any":
             continue  # SGLang keeps the text, and the engine takes a table.
         words = [f"--{name.replace('_', '-')}", *sample(field)]
         try:
-            theirs = launching.given_flags(["--model-path", "m", *words])
+            theirs = http_launch.given_flags(["--model-path", "m", *words])
         except ConfigError:
             continue  # Its parser has no such flag, or another kind of value.
         try:
-            found = parse_words(["--model-path", "m", *words])
+            found = parse_gateway_arguments(["--model-path", "m", *words])
         except ConfigError as error:
             assert "honoured" in str(error), name
             continue
@@ -125,7 +125,9 @@ def test_what_is_not_honoured_is_refused_by_name(words: list[str], names: str) -
 
 
 def test_what_the_engine_does_not_serve_it_refuses_itself() -> None:
-    arguments = parse_words(["--model-path", str(POCKET), "--device", "cpu", "--pp-size", "2"])
+    arguments = parse_gateway_arguments(
+        ["--model-path", str(POCKET), "--device", "cpu", "--pp-size", "2"]
+    )
     with pytest.raises(ConfigError, match="`pp_size` = 2 is not served"):
         parse_arguments(arguments.engine)
 
@@ -138,8 +140,8 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     given += ["--chat-template", str(template), "--ssl-certfile", "c", "--ssl-keyfile", "f"]
     given += ["--prometheus-port", "9000", "--enable-trace", "--enable-metrics"]
     given += ["--gateway-arg=--queue-size=3"]
-    arguments = parse_words(["--model-path", "m", *given])
-    words = smg.smg_words(arguments, ["grpc://a", "grpc://b"], Path("folder"), 9001)
+    arguments = parse_gateway_arguments(["--model-path", "m", *given])
+    words = smg.smg_arguments(arguments, ["grpc://a", "grpc://b"], Path("folder"), 9001)
     line = " ".join(words)
     for part in (
         "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9001",
@@ -156,32 +158,38 @@ def test_the_gateways_command_line(tmp_path: Path) -> None:
     assert words[-1] == "--queue-size=3"
     # Keys are in no list of arguments. Without one of the admin's, nobody registers workers.
     assert not {"k", "--api-key"} & set(words)
-    assert smg.secret_words(arguments)[2:] == ["--api-key", "k"]
-    [flag, admin] = smg.secret_words(parse_words(["--model-path", "m"]))
+    assert smg.secret_arguments(arguments)[2:] == ["--api-key", "k"]
+    [flag, admin] = smg.secret_arguments(parse_gateway_arguments(["--model-path", "m"]))
     assert (flag, len(admin) > 40) == ("--control-plane-api-keys", True)
-    single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"), 1)
+    single = smg.smg_arguments(
+        parse_gateway_arguments(["--model-path", "m"]), ["grpc://a"], Path("folder"), 1
+    )
     assert "--policy round_robin" in " ".join(single)
     assert "--host 127.0.0.1 --port 30000 " in " ".join(single)
     assert "--log-level warn " in " ".join(single)
     # It makes no spans at a level above.
-    traced = smg.smg_words(parse_words(["--model-path", "m", "--enable-trace"]), (), Path("m"), 1)
+    traced = smg.smg_arguments(
+        parse_gateway_arguments(["--model-path", "m", "--enable-trace"]), (), Path("m"), 1
+    )
     assert "--log-level info " in " ".join(traced)
 
 
 def test_services_without_authentication_stay_on_the_loopback() -> None:
     for host in ("127.0.0.1", "::1", "localhost"):
-        assert parse_words(["--model-path", "m", "--grpc-host", host]).grpc_host == host
+        assert parse_gateway_arguments(["--model-path", "m", "--grpc-host", host]).grpc_host == host
     for host in ("0.0.0.0", "10.0.0.2", "::", "node-1"):
         words = ["--model-path", "m", "--grpc-host", host]
         with pytest.raises(ConfigError, match="no authentication"):
-            parse_words(words)
-        assert parse_words([*words, "--grpc-allow-remote"]).grpc_host == host
+            parse_gateway_arguments(words)
+        assert parse_gateway_arguments([*words, "--grpc-allow-remote"]).grpc_host == host
 
 
 def test_limits_go_to_the_gateway_or_are_refused() -> None:
     given = ["--max-body-bytes=1MiB", "--header-timeout=2.5", "--keep-alive-timeout=7"]
     given += ["--allow-private-media-hosts", "--allowed-media-domains=a.example,b.example"]
-    line = " ".join(smg.smg_words(parse_words(["--model-path", "m", *given]), (), Path("m"), 1))
+    line = " ".join(
+        smg.smg_arguments(parse_gateway_arguments(["--model-path", "m", *given]), (), Path("m"), 1)
+    )
     for part in (
         "--max-payload-size 1048576 --header-read-timeout-secs 3",
         "--idle-connection-timeout-secs 7",
@@ -190,7 +198,7 @@ def test_limits_go_to_the_gateway_or_are_refused() -> None:
         assert part in line
     for flag in ("--max-connections=7", "--allow-pickled-adapters", "--write-timeout=3"):
         with pytest.raises(ConfigError, match=flag.partition("=")[0]):
-            parse_words(["--model-path", "m", flag])
+            parse_gateway_arguments(["--model-path", "m", flag])
 
 
 @pytest.mark.parametrize(
@@ -205,18 +213,18 @@ def test_limits_go_to_the_gateway_or_are_refused() -> None:
     ],
 )
 def test_wrong_values_are_refused_before_a_model_is_loaded(words: list[str], names: str) -> None:
-    arguments = parse_words(["--model-path", "m", *words])
+    arguments = parse_gateway_arguments(["--model-path", "m", *words])
     with pytest.raises(ConfigError) as error:
-        smg.smg_words(arguments, (), Path("m"), 0)
+        smg.smg_arguments(arguments, (), Path("m"), 0)
     assert names in str(error.value)
 
 
 def test_the_parsers_that_there_are_are_listed() -> None:
     """Of the gateway's names and SGLang's, those that the installed gateway serves."""
     pytest.importorskip("smg")
-    arguments = parse_words(["--model-path", "m", "--tool-call-parser", "qwen52"])
+    arguments = parse_gateway_arguments(["--model-path", "m", "--tool-call-parser", "qwen52"])
     with pytest.raises(ConfigError) as error:
-        smg.smg_words(arguments, (), Path("m"), 0)
+        smg.smg_arguments(arguments, (), Path("m"), 0)
     listed = error.value.hint.removeprefix("expected one of ").split(", ")
     assert {"qwen", "qwen25", "llama3", "mistral"} <= set(listed)
     assert "gpt-oss" not in listed
@@ -262,9 +270,9 @@ def test_front_is_taken_out_of_the_words(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_refused_flag_is_one_of_sglangs() -> None:
-    assert not (flags.REFUSED.keys() | flags.FRONT) - SERVER_ARGS.keys()
-    assert not flags.REFUSED.keys() & flags.FRONT
-    assert set(flags.ALIASES.values()) <= SERVER_ARGS.keys()
+    assert not (gateway_flags.UNSUPPORTED_FLAGS.keys() | gateway_flags.FRONT) - SERVER_ARGS.keys()
+    assert not gateway_flags.UNSUPPORTED_FLAGS.keys() & gateway_flags.FRONT
+    assert set(gateway_flags.ALIASES.values()) <= SERVER_ARGS.keys()
 
 
 @pytest.mark.parametrize(
@@ -284,8 +292,8 @@ def test_a_gateway_that_does_not_end_is_killed_after_its_grace_period(
     monkeypatch.setattr(sys, "executable", str(stuck))
     now = mock.Mock(return_value=100.0)
     monkeypatch.setattr(smg, "time", mock.Mock(monotonic=now))
-    arguments = parse_words(["--model-path", str(POCKET), *words])
-    command = smg.smg_words(arguments, [], POCKET, 0)
+    arguments = parse_gateway_arguments(["--model-path", str(POCKET), *words])
+    command = smg.smg_arguments(arguments, [], POCKET, 0)
     gateway = smg.GatewayProcess(command, arguments, "http://127.0.0.1:1")
     try:
         while not ready.exists():

@@ -21,7 +21,7 @@ from sglang_server import free_ports
 class FewFigures:
     """Stands for a runtime with two replicas; `tests/test_gateway.py` has real ones."""
 
-    def figures(self) -> list[list[tuple[str, bool, str, tuple[str, str] | None, float]]]:
+    def metrics(self) -> list[list[tuple[str, bool, str, tuple[str, str] | None, float]]]:
         return [
             [
                 ("sglang:num_running_reqs", False, "Running.", None, 3.0 + rank),

@@ -162,11 +162,11 @@ def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreted: str) -> None:
     assert "0 wrong" in interpreted
 
 
-@pytest.mark.interpreted("tests/adjust_kernels.py")
+@pytest.mark.interpreted("tests/penalties_kernels.py")
 def test_the_gpu_kernels_change_logits_as_plain_torch_does(interpreted: str) -> None:
     assert "adjusted and noted" in interpreted
 
 
-@pytest.mark.interpreted("tests/place_kernels.py")
+@pytest.mark.interpreted("tests/logprobs_kernels.py")
 def test_the_gpu_kernels_find_log_probabilities_as_float64_does(interpreted: str) -> None:
     assert "places found" in interpreted

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pie_driver_sglang.driver.capabilities import UNLIMITED, Capabilities
 from pie_driver_sglang.driver.handshake import Handshake
-from pie_driver_sglang.driver.types import UNLIMITED, Capabilities
 from pie_driver_sglang.errors import ConfigError, StartError
 
 #: The example of the protocol, word for word.

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 import drivers
 import tiny_models
 from pie_driver_sglang import __version__, _core
+from pie_driver_sglang.config.driver_config import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.config.types import DriverConfig, DriverSection, ModelSection
-from pie_driver_sglang.driver import launch
-from pie_driver_sglang.driver.types import UNLIMITED
+from pie_driver_sglang.driver import startup
+from pie_driver_sglang.driver.capabilities import UNLIMITED
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.errors import not_running
 
@@ -55,7 +55,7 @@ def model_info(**changed: Any) -> ModelInfo:
 def capacity(config: DriverConfig, info: ModelInfo) -> int:
     """The request buffer that the driver makes for a model."""
     hf_config = {"max_position_embeddings": info.context_length, "vocab_size": info.vocab_size}
-    needed = launch.request_bytes(config, hf_config)
+    needed = startup.request_bytes(config, hf_config)
     return max(DEFAULT_REQUEST_BYTES, -(-needed // 64) * 64)
 
 
@@ -76,7 +76,7 @@ def test_every_batch_within_the_limits_fits_the_request_buffer(
 ) -> None:
     info, config = MODELS[name], config_of(page_size=MODELS[name].page_size, **options)
     request_bytes = capacity(config, info)
-    caps = launch.capabilities(config, info, request_bytes)
+    caps = startup.capabilities(config, info, request_bytes)
     needed = 4 * caps.max_page_refs + 32 * caps.max_forward_tokens
     needed += 96 * caps.max_forward_requests + 4 * info.vocab_size + 4096
     assert needed <= request_bytes
@@ -97,7 +97,7 @@ def test_a_whole_context_always_fits(
     )
     config = config_of(page_size=page_size, cuda_graph_max_bs=requests)
     request_bytes = capacity(config, info)
-    caps = launch.capabilities(config, info, request_bytes)
+    caps = startup.capabilities(config, info, request_bytes)
     assert caps.max_forward_tokens >= context
     assert caps.max_page_refs >= -(-context // page_size)
     needed = 4 * caps.max_page_refs + 32 * caps.max_forward_tokens
@@ -107,11 +107,11 @@ def test_a_whole_context_always_fits(
 
 def test_recurrent_state_is_announced() -> None:
     config = config_of()
-    caps = launch.capabilities(config, model_info(), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config, model_info(), DEFAULT_REQUEST_BYTES)
     found = (caps.rs_cache_required, caps.rs_cache_slots, caps.rs_cache_slot_bytes)
     assert found == (False, 0, 0)
     info = model_info(state_slots=256, state_bytes=5 << 32)
-    caps = launch.capabilities(config, info, DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config, info, DEFAULT_REQUEST_BYTES)
     found = (caps.rs_cache_required, caps.rs_cache_slots, caps.rs_cache_slot_bytes)
     assert found == (True, 256, 5 << 32)
     # Rejected drafts advance it for good.
@@ -131,7 +131,7 @@ def requests_of(count: int, tokens: int, pages: int) -> list[_core.Request]:
 def test_the_largest_decode_batch_really_fits() -> None:
     config, info = config_of(), model_info(context_length=131_072)
     room = capacity(config, info)
-    caps = launch.capabilities(config, info, room)
+    caps = startup.capabilities(config, info, room)
     pages = caps.max_page_refs // caps.max_forward_requests
     frame = _core.encode_forward(requests_of(caps.max_forward_requests, 1, pages))
     assert len(frame) <= room
@@ -140,7 +140,7 @@ def test_the_largest_decode_batch_really_fits() -> None:
 def test_the_largest_prefill_batch_really_fits() -> None:
     config, info = config_of(), model_info(context_length=32_768)
     room = capacity(config, info)
-    caps = launch.capabilities(config, info, room)
+    caps = startup.capabilities(config, info, room)
     count = caps.max_forward_tokens // info.context_length
     frame = _core.encode_forward(
         requests_of(count, info.context_length, caps.max_page_refs // count)
@@ -161,9 +161,9 @@ def test_images_fit_beside_the_largest_text_batch() -> None:
     config = msgspec.structs.replace(
         config, model=msgspec.structs.replace(config.model, hf_config=hf_config)
     )
-    room = launch.request_bytes(config, hf_config)
-    without = launch.request_bytes(config, {**hf_config, "architectures": []})
-    caps = launch.capabilities(config, info, room)
+    room = startup.request_bytes(config, hf_config)
+    without = startup.request_bytes(config, {**hf_config, "architectures": []})
+    caps = startup.capabilities(config, info, room)
     tokens = caps.max_forward_tokens
     pages = caps.max_page_refs
     sampler = [(tokens - 1, _core.Sampler.greedy())]
@@ -190,7 +190,7 @@ def test_one_context_of_a_long_model_fits_with_one_token_pages() -> None:
 
 def test_the_capabilities_repeat_what_the_engine_found() -> None:
     config = config_of(cuda_graph_max_bs=7)
-    caps = launch.capabilities(config, model_info(host_pages=90), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config, model_info(host_pages=90), DEFAULT_REQUEST_BYTES)
     assert (caps.total_pages, caps.kv_page_size, caps.vocab_size) == (4096, 16, 300)
     assert (caps.max_model_len, caps.arch_name) == (512, "llama3")
     assert caps.max_forward_requests == 7
@@ -203,10 +203,10 @@ def test_the_capabilities_repeat_what_the_engine_found() -> None:
 
 def test_speculation_is_what_the_operator_and_the_model_allow() -> None:
     config = config_of(cuda_graph_max_bs=7, spec_ngram_enabled=True)
-    assert launch.capabilities(
+    assert startup.capabilities(
         config, model_info(), DEFAULT_REQUEST_BYTES
     ).enable_system_speculation
-    recurrent = launch.capabilities(config_of(), model_info(state_slots=4), DEFAULT_REQUEST_BYTES)
+    recurrent = startup.capabilities(config_of(), model_info(state_slots=4), DEFAULT_REQUEST_BYTES)
     assert not recurrent.system_speculation_supported
 
 
@@ -221,17 +221,17 @@ def test_speculation_is_what_the_operator_and_the_model_allow() -> None:
     ],
 )
 def test_what_the_driver_handles_by_itself_is_unlimited(limit: str) -> None:
-    caps = launch.capabilities(config_of(), model_info(), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(), DEFAULT_REQUEST_BYTES)
     assert getattr(caps, limit) == UNLIMITED
 
 
 def test_a_small_pool_bounds_the_tokens_of_a_batch() -> None:
-    caps = launch.capabilities(config_of(), model_info(total_pages=64), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(total_pages=64), DEFAULT_REQUEST_BYTES)
     assert caps.max_forward_tokens == 64 * 16
 
 
 def test_the_tokens_of_a_batch_cover_a_context_that_the_pool_cannot_hold() -> None:
-    caps = launch.capabilities(config_of(), model_info(total_pages=8), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(total_pages=8), DEFAULT_REQUEST_BYTES)
     assert caps.max_forward_tokens == 512
 
 
@@ -241,26 +241,26 @@ class TestRequestBytes:
     def test_follows_the_frame_sizes_of_the_protocol(self) -> None:
         pages = 2 * (8192 // 16 + 1)
         expected = 4096 + 96 * 256 + 8 * 1000 + 32 * 8192 + 4 * pages
-        assert launch.request_bytes(config_of(), self.HF) == expected
+        assert startup.request_bytes(config_of(), self.HF) == expected
 
     def test_reads_the_language_model_of_a_multi_modal_config(self) -> None:
         nested = {"text_config": self.HF, "vision_config": {"max_position_embeddings": 9}}
-        assert launch.request_bytes(config_of(), nested) == launch.request_bytes(
+        assert startup.request_bytes(config_of(), nested) == startup.request_bytes(
             config_of(), self.HF
         )
 
     @pytest.mark.parametrize("hf_config", [{}, {"max_position_embeddings": None}])
     def test_manages_without_the_sizes(self, hf_config: dict[str, Any]) -> None:
-        assert launch.request_bytes(config_of(), hf_config) > 0
+        assert startup.request_bytes(config_of(), hf_config) > 0
 
     def test_the_option_replaces_the_context_of_the_model(self) -> None:
-        asked = launch.request_bytes(config_of(context_length=1 << 20), self.HF)
-        assert asked > launch.request_bytes(config_of(), self.HF) + 32 * (1 << 19)
+        asked = startup.request_bytes(config_of(context_length=1 << 20), self.HF)
+        assert asked > startup.request_bytes(config_of(), self.HF) + 32 * (1 << 19)
 
     def test_grows_with_smaller_pages_and_more_requests(self) -> None:
-        base = launch.request_bytes(config_of(), self.HF)
-        assert launch.request_bytes(config_of(page_size=1), self.HF) > base
-        assert launch.request_bytes(config_of(cuda_graph_max_bs=1000), self.HF) > base
+        base = startup.request_bytes(config_of(), self.HF)
+        assert startup.request_bytes(config_of(page_size=1), self.HF) > base
+        assert startup.request_bytes(config_of(cuda_graph_max_bs=1000), self.HF) > base
 
 
 def test_a_model_that_does_not_run_is_one_line() -> None:
@@ -278,7 +278,7 @@ def test_the_version_is_printed_without_a_configuration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        launch.main(["--version"])
+        startup.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == __version__
 
@@ -288,7 +288,7 @@ def test_a_wrong_command_line_is_an_error_with_the_usage(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        launch.main(argv)
+        startup.main(argv)
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert not printed.out
@@ -296,7 +296,7 @@ def test_a_wrong_command_line_is_an_error_with_the_usage(
 
 
 def test_limits_are_counts_that_json_keeps_exact() -> None:
-    caps = launch.capabilities(config_of(), model_info(), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(), DEFAULT_REQUEST_BYTES)
     assert json.loads(json.dumps(caps.max_logit_rows)) == 2**32 - 1
     assert isinstance(config_of().driver.options, DriverOptions)
 
@@ -306,32 +306,35 @@ import os, sys
 sys.path.insert(0, sys.argv[3])
 import drivers
 import tiny_models
-from pie_driver_sglang.driver import launch
+from pie_driver_sglang.driver import startup
 drivers.watch_handshake(int(sys.argv[2]))
 exec(sys.argv[4])
-os._exit(launch.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
+os._exit(startup.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
 """
 """A driver that notes whether the handshake is open when it says why the start fails."""
 
 WARMING_UP = """
 def start(*arguments): raise not_running("cpu", RuntimeError("no such kernel"))
 from pie_driver_sglang.errors import not_running
-launch._start = start
+startup._start = start
 """
 A_RANK_ENDS = """
 import subprocess, time
 from pie_driver_sglang.ranks import parallel
-launch._start = lambda *arguments: time.sleep(60)
+startup._start = lambda *arguments: time.sleep(60)
 end = [sys.executable, "-c", "raise SystemExit(3)"]
 parallel._start_interpreter = lambda *arguments: subprocess.Popen(end)
 """
 FAILURES = {
     "no configuration": ("", "does not exist"),
-    "the import": ("def load(*_): import no_such_library\nlaunch.load_rank = load", "no_such_lib"),
+    "the import": ("def load(*_): import no_such_library\nstartup.load_rank = load", "no_such_lib"),
     "the warm-up": (WARMING_UP, "does not run on cpu: no such kernel"),
     "a rank": (A_RANK_ENDS, "rank 1 on cpu ended with status 3"),
-    "an exception": ("launch.load_config = lambda path: 1 // 0", "ZeroDivisionError"),
-    "an interrupt": ("def stop(path): raise KeyboardInterrupt\nlaunch.load_config = stop", "Inter"),
+    "an exception": ("startup.load_config = lambda path: 1 // 0", "ZeroDivisionError"),
+    "an interrupt": (
+        "def stop(path): raise KeyboardInterrupt\nstartup.load_config = stop",
+        "Inter",
+    ),
 }
 
 
@@ -522,15 +525,15 @@ OPENING = """
 import os, resource, sys
 from pathlib import Path
 from pie_driver_sglang import _core
-from pie_driver_sglang.driver import launch
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.driver import startup
+from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.errors import DriverError
 config, guard = load_config(Path(sys.argv[1])), _core.ExitGuard.inert()
 exec(sys.argv[2])
 try:
-    launch._open_region(config, guard)
+    startup._open_region(config, guard)
 except DriverError as error:
-    os.write(2, launch.format_failure(error).encode())
+    os.write(2, startup.format_failure(error).encode())
 """
 NAMESPACE = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-r", "--mount"]
 HAS_NAMESPACES = not subprocess.run([*NAMESPACE, "true"], stderr=subprocess.DEVNULL).returncode
@@ -585,7 +588,7 @@ def test_a_model_with_code_of_its_own_is_named(
         caplog.clear()
         model = ModelSection(snapshot_dir=tmp_path)
         config = msgspec.structs.replace(config_of(**options), model=model)
-        launch._tell_of_code(config)
+        startup._warn_of_code(config)
         return caplog.messages
 
     (tmp_path / "config.json").write_text('{"model_type": "x"}')

@@ -39,7 +39,7 @@ SHARED_NAMES: Final = {
 LAYERS: Final[Mapping[str, frozenset[str]]] = {
     "config": frozenset({"msgspec"}),
     "memory": frozenset({"config", "psutil"}),
-    "checkpoint": frozenset({"memory", "numpy"}),
+    "checkpoint": frozenset({"console", "memory", "numpy"}),
     "observability": frozenset({"_core", "config", "opentelemetry", "prometheus_client"}),
     "engine": frozenset(
         {
@@ -73,6 +73,7 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
         {
             "_core",
             "config",
+            "console",
             "observability",
             "prometheus_client",
             "server_guard",

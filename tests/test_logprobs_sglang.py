@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang.kernels.sampling.logprobs_reference import Places, place_words
+from pie_driver_sglang.kernels.sampling.logprobs_reference import LogprobRequests, logprob_words
 
 VOCAB = 40
 TOLERANCE = 1e-4
@@ -178,7 +178,7 @@ def ours(rows: list[Row], divisors: list[float], *, drawn: bool) -> list[Found]:
     """The same of our words; `drawn` says where the tokens come from."""
     tokens = torch.tensor([row.token for row in rows])
     given = [(n, token) for n, row in enumerate(rows) for token in row.tokens]
-    places = Places(
+    places = LogprobRequests(
         torch.arange(len(rows)),
         torch.full_like(tokens, -1) if drawn else tokens,
         torch.tensor([row.top for row in rows]),
@@ -186,7 +186,7 @@ def ours(rows: list[Row], divisors: list[float], *, drawn: bool) -> list[Found]:
         torch.tensor(given, dtype=torch.int64).view(-1, 2),
     )
     logits = torch.stack([row.logits for row in rows])
-    words = place_words(logits, places, tokens if drawn else tokens[:0])
+    words = logprob_words(logits, places, tokens if drawn else tokens[:0])
     floats, found = words.view(torch.float32).tolist(), []
     starts = places.starts().tolist()
     assert starts[-1] == len(words)

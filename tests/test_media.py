@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from pie_driver_sglang.config.edge import MediaPolicy
+from pie_driver_sglang.config.http_limits import MediaPolicy
 
 pytest.importorskip("aiohttp")
 

@@ -20,7 +20,7 @@ from pie_driver_sglang.cli.model_sizes import model_of, read_shape, read_weights
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.memory.types import ModelSizes
+from pie_driver_sglang.memory.plan_types import ModelSizes
 
 PAGE = 16
 GPU_FREE = 1536 << 20

@@ -15,8 +15,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
-from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
-from pie_driver_sglang.memory.limits import (
+from pie_driver_sglang.memory.batch_sizes import (
     LONGEST_GRAPH,
     LONGEST_SPARSE_GRAPH,
     chunk_tokens,
@@ -25,6 +24,7 @@ from pie_driver_sglang.memory.limits import (
     prefill_batch_sizes,
     row_pages,
 )
+from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
 from pie_driver_sglang.memory.plan import (
     CPU_POOL_TOKENS,
     GIB,
@@ -33,36 +33,36 @@ from pie_driver_sglang.memory.plan import (
     comparison,
     plan_memory,
     planned_graphs,
+    safe_reserve,
     table,
     used,
-    wanted_reserve,
 )
-from pie_driver_sglang.memory.refusal import (
-    exceeded,
-    find_doubt,
-    find_remedy,
-    not_run,
-    require_fit,
-    shrunk,
-)
-from pie_driver_sglang.memory.sizes import memory_settings
-from pie_driver_sglang.memory.types import (
-    ANY_RANKS,
-    EVERYWHERE,
+from pie_driver_sglang.memory.plan_types import (
+    REPLICATED,
+    SHARDED,
     Device,
     Loaded,
     MemorySettings,
     ModelSizes,
     Part,
 )
+from pie_driver_sglang.memory.refusal import (
+    find_remedy,
+    find_warning,
+    out_of_memory,
+    pool_too_small,
+    require_fit,
+    run_failure,
+)
+from pie_driver_sglang.memory.sizes import memory_settings
 
 PAGE = 16
 H200 = Device("cuda:0", 140 * GIB, 139 * GIB)
 # Qwen3-0.6B in bfloat16: 28 layers, 16 heads and 8 for keys and values, 128 wide.
 QWEN = ModelSizes(
-    weights=(Part(1_192_099_840, ANY_RANKS), Part(21_102_592, EVERYWHERE)),
+    weights=(Part(1_192_099_840, SHARDED), Part(21_102_592, REPLICATED)),
     token_bytes=Part(28 * 8 * 2 * 128 * 2, 8),
-    row_numbers=(Part(9216, ANY_RANKS),),
+    row_numbers=(Part(9216, SHARDED),),
     itemsize=2,
     hidden_size=1024,
     layers=28,
@@ -103,12 +103,12 @@ FIELDS = {
 }
 """What a key of the configuration changes."""
 
-parts = st.builds(Part, st.integers(0, 8 * GIB), st.sampled_from([1, 2, 8, ANY_RANKS]))
+parts = st.builds(Part, st.integers(0, 8 * GIB), st.sampled_from([1, 2, 8, SHARDED]))
 models = st.builds(
     ModelSizes,
     weights=st.lists(parts, max_size=3).map(tuple),
     token_bytes=st.builds(Part, st.integers(64, 2**22), st.sampled_from([1, 4, 8])),
-    row_numbers=st.builds(Part, st.integers(0, 200_000), st.just(ANY_RANKS)).map(lambda p: (p,)),
+    row_numbers=st.builds(Part, st.integers(0, 200_000), st.just(SHARDED)).map(lambda p: (p,)),
     itemsize=st.sampled_from([2, 4]),
     hidden_size=st.integers(64, 16_384),
     layers=st.integers(1, 120),
@@ -167,7 +167,7 @@ def test_the_default_leaves_its_reserve_and_no_more(
 ) -> None:
     plan = plan_memory(device, model, settings)
     assume(plan.tokens)
-    wanted = wanted_reserve(device, model, settings)
+    wanted = safe_reserve(device, model, settings)
     assert plan.reserve >= wanted
     if not device.is_host:
         # Two more pages would be too much: one is lost by rounding.
@@ -238,9 +238,9 @@ def test_a_model_that_needs_nothing_but_memory_is_refused_only_for_that(
 
 @given(parts, st.integers(1, 64))
 def test_ranks_have_the_whole_together(part: Part, ranks: int) -> None:
-    assert part.of_rank(ranks) * min(ranks, part.most) >= part.size
-    assert part.of_rank(ranks) <= part.size
-    assert Part(part.size, EVERYWHERE).of_rank(ranks) == part.size
+    assert part.per_rank(ranks) * min(ranks, part.most) >= part.size
+    assert part.per_rank(ranks) <= part.size
+    assert Part(part.size, REPLICATED).per_rank(ranks) == part.size
 
 
 def test_others_on_the_device_keep_theirs() -> None:
@@ -453,7 +453,7 @@ def test_a_context_that_does_not_fit_names_the_longest_that_does() -> None:
 
 
 def test_weights_that_do_not_fit_name_the_number_of_gpus() -> None:
-    large = QWEN._replace(weights=(Part(200 * GIB, ANY_RANKS),))
+    large = QWEN._replace(weights=(Part(200 * GIB, SHARDED),))
     _, hint = refusal(H200, large)
     assert hint == "set `tensor_parallel_size = 2` under [model.driver], with as many GPUs"
     message, hint = refusal(Device("cpu", 64 * GIB, 60 * GIB), large)
@@ -494,21 +494,21 @@ def test_passes_that_are_too_long_name_a_length() -> None:
 
 def test_a_larger_share_than_is_safe_is_doubted() -> None:
     settings = USUAL._replace(fraction=0.98)
-    doubt = find_doubt(plan_memory(H200, QWEN, settings), QWEN, settings)
+    doubt = find_warning(plan_memory(H200, QWEN, settings), QWEN, settings)
     assert doubt is not None
     safe = plan_memory(H200, QWEN, USUAL).fraction
     assert doubt.endswith(f"; up to {int(safe * 1000) / 1000} is safe")
     for fraction in (None, 0.5, int(safe * 1000) / 1000):
         settings = USUAL._replace(fraction=fraction)
-        assert find_doubt(plan_memory(H200, QWEN, settings), QWEN, settings) is None
+        assert find_warning(plan_memory(H200, QWEN, settings), QWEN, settings) is None
 
 
 def test_a_device_that_runs_out_although_the_plan_fits_names_a_smaller_share() -> None:
     plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.9))
-    error = exceeded(plan, "tried to allocate 2.00 GiB")
+    error = out_of_memory(plan, "tried to allocate 2.00 GiB")
     assert str(error) == "cuda:0 has less memory than was planned with: tried to allocate 2.00 GiB"
     assert error.hint == "set `mem_fraction_static = 0.85` in the options"
-    tiny = exceeded(plan._replace(fraction=0.02), "")
+    tiny = out_of_memory(plan._replace(fraction=0.02), "")
     assert tiny.hint == "set `mem_fraction_static = 0.01` in the options"
 
 
@@ -526,37 +526,37 @@ def test_a_device_that_runs_out_although_the_plan_fits_names_a_smaller_share() -
 )
 def test_memory_that_runs_out_in_graphs_or_warm_up_names_a_smaller_share(error: Exception) -> None:
     plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.9))
-    refusal = not_run(plan, "cuda:0", error)
+    refusal = run_failure(plan, "cuda:0", error)
     first = (str(error) or "MemoryError").splitlines()[0]
     assert str(refusal) == f"cuda:0 has less memory than was planned with: {first}"
     assert refusal.hint == "set `mem_fraction_static = 0.85` in the options"
     # The end of a capture fails, too, once the capture is invalid.
     broken = RuntimeError("operation failed due to a previous error during capture")
     broken.__context__ = error
-    assert str(not_run(plan, "cuda:0", broken)) == str(refusal)
+    assert str(run_failure(plan, "cuda:0", broken)) == str(refusal)
 
 
 def test_what_fails_otherwise_names_the_backend() -> None:
     plan = plan_memory(H200, QWEN, USUAL)
-    refusal = not_run(plan, "cuda:0", RuntimeError("no float32 here"))
+    refusal = run_failure(plan, "cuda:0", RuntimeError("no float32 here"))
     assert str(refusal) == "the model loads but does not run on cuda:0: no float32 here"
     assert "`attention_backend`" in refusal.hint
 
 
 def test_a_pool_that_became_too_small_says_why() -> None:
     plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.05))
-    raced = shrunk(plan, 30_000, 40_960, plan.weights)
+    raced = pool_too_small(plan, 30_000, 40_960, plan.weights)
     assert str(raced) == (
         "cuda:0 has room for 30,000 tokens of KV, less than one context of 40,960, where 54,480 "
         "were planned: another process took memory while the model was loaded"
     )
     assert raced.hint == "set `context_length = 30000` in the options"
-    none = shrunk(plan, 0, 40_960, plan.weights)
+    none = pool_too_small(plan, 0, 40_960, plan.weights)
     assert none.hint == "end what else uses the device, or choose a smaller model"
     # With weights of 8 GiB a context takes 12.4 of 139.
-    slightly = shrunk(plan, 0, 40_960, plan.weights + 32 * 2**20)
+    slightly = pool_too_small(plan, 0, 40_960, plan.weights + 32 * 2**20)
     assert "another process took memory" in str(slightly), "32 MiB are not the missing ones"
-    larger = shrunk(plan, 0, 40_960, 8 * GIB)
+    larger = pool_too_small(plan, 0, 40_960, 8 * GIB)
     assert "the weights take 8.00 GiB instead of 1.13 GiB" in str(larger)
     assert larger.hint == "set `mem_fraction_static = 0.091` in the options"
     assert 0.091 * H200.free > 8 * GIB + 40_960 * plan.token_bytes

@@ -25,9 +25,9 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.observability import reporter
 from pie_driver_sglang.observability.backoff import LONGEST_S, Backoff
 from pie_driver_sglang.observability.driver_metrics import METRICS, PREFIX, READY, Exporter
-from pie_driver_sglang.observability.log_line import figures, line
-from pie_driver_sglang.observability.reporter import MetricsFile, Reporter, WorkLog
-from pie_driver_sglang.observability.types import ServedModel, for_group
+from pie_driver_sglang.observability.log_line import line, log_fields
+from pie_driver_sglang.observability.reporter import IntervalLog, MetricsFile, Reporter
+from pie_driver_sglang.observability.served_model import ServedModel, for_group
 from tiny_models import REPOSITORY
 
 MODEL = ServedModel("tiny", 50, 16)
@@ -76,7 +76,7 @@ def test_the_line_has_the_figures() -> None:
         refused={"page-id": 2, "geometry": 1},
         aborted_batches=4,
     )
-    assert line(figures(counts, 4.0, MODEL)) == (
+    assert line(log_fields(counts, 4.0, MODEL)) == (
         "20 steps in 4.0 s (5.0/s), 60 tokens generated (15.0/s), 1,000 of prompts (250.0/s), "
         "batch 2.5, KV 50.0 % (25 of 50 pages), pages swapped 3 out, 2 in, "
         "drafts 10 of 40 accepted (25 %), refused 3, aborted 4, "
@@ -86,7 +86,7 @@ def test_the_line_has_the_figures() -> None:
 
 def test_without_steps_the_line_has_no_times() -> None:
     counts: Any = Counted(refused={"page-id": 1})
-    text = line(figures(counts, 0.0, MODEL))
+    text = line(log_fields(counts, 0.0, MODEL))
     assert text.endswith("refused 1, aborted 0, host - (p99 -), step - (p99 -)")
 
 
@@ -96,12 +96,12 @@ class TestWorkLog:
         caplog.set_level(logging.INFO, logger="pie_driver_sglang")
         return caplog
 
-    def log(self) -> WorkLog:
+    def log(self) -> IntervalLog:
         counts: Any = Counted()
-        return WorkLog(10.0, MODEL, counts, 100.0)
+        return IntervalLog(10.0, MODEL, counts, 100.0)
 
     @staticmethod
-    def take(log: WorkLog, steps: int, now: float) -> None:
+    def take(log: IntervalLog, steps: int, now: float) -> None:
         counts: Any = Counted(steps=steps)
         log.take(counts, now)
 
@@ -339,7 +339,7 @@ def test_a_driver_tells_what_its_client_counts(llama_snapshot: Path, tmp_path: P
     assert {(entry["group"], entry["rank"], entry["device"]) for entry in own} == {
         (group, 0, "cpu")
     }
-    assert any("request 0 of context 77 emptied: page id" in entry["message"] for entry in lines)
+    assert any("request 0 of context 77 rejected: page id" in entry["message"] for entry in lines)
     assert lines[-1]["message"] == "stopped by SIGTERM"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", lines[-1]["time"])
 

@@ -29,8 +29,14 @@ from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common import arguments as engine_arguments
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, StopFilter, overlap, render
-from pie_driver_sglang.frontends.offline.answers import Answer
-from pie_driver_sglang.frontends.offline.requests import Asked, Call, Inbox, OpenRequests, in_parts
+from pie_driver_sglang.frontends.offline.outputs import SequenceOutput
+from pie_driver_sglang.frontends.offline.requests import (
+    Call,
+    NewRequest,
+    OpenRequests,
+    OutputQueue,
+    batched_by_size,
+)
 from pie_driver_sglang.frontends.offline.sampling import (
     REFUSED_PARAMETERS,
     SERVED_PARAMETERS,
@@ -182,8 +188,8 @@ class TestSampling:
             parse_sampling({name: None for name in SERVED_PARAMETERS - {"max_new_tokens"}})
             == SamplingParameters()
         )
-        assert SamplingParameters().submitted(1000)["max_new_tokens"] == 128
-        assert SamplingParameters().submitted(100)["max_new_tokens"] == 100
+        assert SamplingParameters().runtime_arguments(1000)["max_new_tokens"] == 128
+        assert SamplingParameters().runtime_arguments(100)["max_new_tokens"] == 100
 
     def test_every_parameter_of_sglang_is_known(self) -> None:
         spec = importlib.util.find_spec("sglang")
@@ -211,13 +217,15 @@ class TestSampling:
         assert not SERVED_PARAMETERS & REFUSED_PARAMETERS.keys()
 
     def test_no_limit_is_the_room_of_the_context(self) -> None:
-        assert parse_sampling({"max_new_tokens": None}).submitted(77)["max_new_tokens"] == 77
+        assert (
+            parse_sampling({"max_new_tokens": None}).runtime_arguments(77)["max_new_tokens"] == 77
+        )
 
     def test_all_samplers_go_together(self) -> None:
         given = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "sampling_seed": 0}
         penalties = {"frequency_penalty": -2, "presence_penalty": 0.5, "repetition_penalty": 2}
         found = parse_sampling({**given, **penalties, "logit_bias": {"7": 1, 8: -2.5}})
-        submitted = found.submitted(100)
+        submitted = found.runtime_arguments(100)
         assert submitted["seed"] == 0
         assert submitted["logit_bias"] == [(7, 1.0), (8, -2.5)]
         assert [submitted[name] for name in penalties] == [-2.0, 0.5, 2.0]
@@ -385,9 +393,8 @@ class TestArguments:
                 assert str(error)
 
     def test_the_native_runtime_knows_every_name(self) -> None:
-        signature = str(_core.Runtime.__text_signature__)
-        for name in (*engine_arguments.SCHEDULER, *engine_arguments.OWN):
-            assert name == "devices" or f"{name}=" in signature, name
+        names = {*engine_arguments.SCHEDULER, *engine_arguments.OWN}
+        assert names <= set(_core.Runtime.setting_names())
 
 
 def output(request: int, tokens: Sequence[int], finish: str | None = None, **more: Any) -> Any:
@@ -409,16 +416,18 @@ def output(request: int, tokens: Sequence[int], finish: str | None = None, **mor
 class TestAnswer:
     PROMPT = (5, 6)
 
-    def answer(self, tokenizer: ModelTokenizer, streams: bool = False, **sampling: Any) -> Answer:
-        return Answer("name", self.PROMPT, parse_sampling(sampling), tokenizer, streams)
+    def answer(
+        self, tokenizer: ModelTokenizer, streams: bool = False, **sampling: Any
+    ) -> SequenceOutput:
+        return SequenceOutput("name", self.PROMPT, parse_sampling(sampling), tokenizer, streams)
 
     @pytest.mark.parametrize("streams", [False, True])
     def test_an_end_by_length(self, tokenizer: ModelTokenizer, streams: bool) -> None:
         (tokens,) = tokenizer.encode(["def main"])
         answer = self.answer(tokenizer, streams)
-        answer.take(output(1, tokens[:1]))
-        assert not answer.is_over
-        answer.take(output(1, tokens[1:], "length", cached_tokens=1))
+        answer.add(output(1, tokens[:1]))
+        assert not answer.is_finished
+        answer.add(output(1, tokens[1:], "length", cached_tokens=1))
         answer.finish_text()
         found = answer.as_dict()
         assert found["text"] == "def main"
@@ -436,7 +445,7 @@ class TestAnswer:
     ) -> None:
         tokens = tokenizer.encode(["a b"])[0]
         answer = self.answer(tokenizer, streams, no_stop_trim=no_stop_trim)
-        answer.take(output(1, tokens, "stop", stop_token=tokens[-1]))
+        answer.add(output(1, tokens, "stop", stop_token=tokens[-1]))
         answer.finish_text()
         found = answer.as_dict()
         expected = tokenizer.decode(tokens if no_stop_trim else tokens[:-1])
@@ -453,10 +462,10 @@ class TestAnswer:
         stops = {"stop": ["never", "lf.v"], "no_stop_trim": no_stop_trim}
         answer = self.answer(tokenizer, streams, **stops)
         for token in tokens[:-1]:
-            answer.take(output(1, [token]))
+            answer.add(output(1, [token]))
             if streams and not no_stop_trim:
                 assert "return self".startswith(answer.as_dict()["text"])
-        answer.take(output(1, tokens[-1:], "stop", stop_string=1))
+        answer.add(output(1, tokens[-1:], "stop", stop_string=1))
         answer.finish_text()
         found = answer.as_dict()
         assert found["text"] == ("return self.v" if no_stop_trim else "return se")
@@ -464,13 +473,13 @@ class TestAnswer:
 
     def test_an_error_is_told(self, tokenizer: ModelTokenizer) -> None:
         answer = self.answer(tokenizer)
-        answer.take(output(1, [], "error", error="the queue is full"))
+        answer.add(output(1, [], "error", error="the queue is full"))
         finish = answer.as_dict()["meta_info"]["finish_reason"]
         assert finish == {"type": "abort", "message": "the queue is full"}
 
     def test_without_a_tokenizer_there_is_no_text(self) -> None:
-        answer = Answer("name", self.PROMPT, SamplingParameters(), None, False)
-        answer.take(output(1, [3], "length"))
+        answer = SequenceOutput("name", self.PROMPT, SamplingParameters(), None, False)
+        answer.add(output(1, [3], "length"))
         answer.finish_text()
         assert "text" not in answer.as_dict()
 
@@ -506,8 +515,8 @@ class FakeRuntime:
 
 
 class TestRequests:
-    ONE = Asked([1], 1, {"n": 1})
-    TWO = Asked([2], 2, {"n": 2})
+    ONE = NewRequest([1], 1, {"n": 1})
+    TWO = NewRequest([2], 2, {"n": 2})
 
     def test_outputs_reach_their_calls(self) -> None:
         runtime = FakeRuntime()
@@ -582,7 +591,7 @@ class TestRequests:
             loop.call_soon_threadsafe(lambda: None)
 
         with pytest.raises(RuntimeError, match="closed"):
-            left._inbox.notify(wake)
+            left._outputs.notify(wake)
         runtime.outputs.put([output(1, [8]), output(2, [6], "length")])
         runtime.outputs.put([output(1, [9]), output(2, [7], "length", sample=1)])
         assert [event.output.token_ids for event in other.events()] == [[6], [7]]
@@ -604,7 +613,7 @@ class TestRequests:
         del call, events
         gc.collect()
         assert runtime.aborted == [1, 2]
-        assert not requests._inboxes
+        assert not requests._queues
         requests.close()
 
     def test_a_poll_that_fails_ends_all_calls_and_the_drivers(
@@ -639,7 +648,7 @@ class TestRequests:
         ours = OpenRequests(runtime)
         with pytest.raises(StartError, match="is shut down"):
             Call(ours).submit([self.ONE])
-        assert not ours._inboxes
+        assert not ours._queues
         ours.close()
         assert not ours._thread.is_alive()
 
@@ -652,9 +661,9 @@ class TestRequests:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            requests.submit([self.ONE], Inbox(), register, streams=False)
+            requests.submit([self.ONE], OutputQueue(), register, streams=False)
         assert runtime.aborted == [1]
-        assert not requests._inboxes
+        assert not requests._queues
         requests.close()
 
     def test_a_fork_cannot_use_it_and_ends_nothing(self) -> None:
@@ -677,7 +686,7 @@ class TestRequests:
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), most=st.integers(1, 20))
 def test_parts_are_as_large_as_can_be_and_keep_the_order(sizes: list[int], most: int) -> None:
-    parts = list(in_parts(sizes, int, most))
+    parts = list(batched_by_size(sizes, int, most))
     assert [size for part in parts for size in part] == sizes
     assert all(part and (sum(part) <= most or len(part) == 1) for part in parts)
     assert all(sum(part) + later[0] > most for part, later in itertools.pairwise(parts))

@@ -287,7 +287,7 @@ def test_uv_downloads_where_there_is_no_pip(
 def test_a_name_stands_for_the_folder(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pie_driver_sglang.frontends.sglang_server.launch import with_packaged_model
+    from pie_driver_sglang.frontends.sglang_server.server_process import with_packaged_model
 
     [made] = [f"smollm2-{MODELS['smollm2'].parts[0].version}-1"]
     folder = tmp_path / "cache" / "pie-sglang" / "models" / made

@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
-from pie_driver_sglang.config import file as config
-from pie_driver_sglang.driver.types import Capabilities
+from pie_driver_sglang.config import config_file as config
+from pie_driver_sglang.driver.capabilities import Capabilities
 from tiny_models import REPOSITORY
 
 PAGE: Final = (REPOSITORY / "docs" / "pie-protocol.md").read_text()

@@ -11,7 +11,7 @@ from typing import Any, Final
 import hostile
 import pie_driver_sglang
 from pie_driver_sglang.cli.pie_config import driver_tables
-from pie_driver_sglang.config.file import parse_config
+from pie_driver_sglang.config.config_file import parse_config
 from pie_driver_sglang.config.options import OPTIONS
 from tiny_models import REPOSITORY
 

@@ -179,7 +179,7 @@ def ours(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     history = TokenHistory(table, 1 + len(rows) * width, VOCAB)
     records, words = [], []
     for number, row in enumerate(rows):
-        history.note(table[number, : len(row.output)].long(), torch.tensor(row.output).long())
+        history.record(table[number, : len(row.output)].long(), torch.tensor(row.output).long())
         biases = [*row.logit_bias.items(), *([(EOS, float("-inf"))] if row.suppresses else [])]
         penalties = (row.frequency_penalty, row.presence_penalty, row.repetition_penalty)
         bits = torch.tensor(penalties).view(torch.int32).tolist()
@@ -188,7 +188,7 @@ def ours(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
             words += [token, int(torch.tensor([value]).view(torch.int32))]
     slots = torch.tensor(records, dtype=torch.int32).view(-1, RECORD_WORDS)
     logits = torch.stack([row.logits for row in rows])
-    history.adjust(logits, Records(slots, torch.tensor(words, dtype=torch.int32)))
+    history.apply_penalties(logits, Records(slots, torch.tensor(words, dtype=torch.int32)))
     params = SlotParams(
         torch.tensor([row.temperature for row in rows]),
         torch.tensor([min(row.top_k, VOCAB) for row in rows], dtype=torch.int32),

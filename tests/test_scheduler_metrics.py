@@ -45,7 +45,7 @@ def test_metrics_are_written_again_after_an_error() -> None:
     steps, dropped, again = itertools.count(1), threading.Event(), threading.Event()
     metrics = _Metrics()
 
-    def figures() -> list[list[tuple[str, bool, str, None, float]]]:
+    def read() -> list[list[tuple[str, bool, str, None, float]]]:
         number = next(steps)
         if number == 3:
             metrics.failures = 2
@@ -56,7 +56,7 @@ def test_metrics_are_written_again_after_an_error() -> None:
         counter = ("sglang:steps_total", True, "Steps.", None, float(number))
         return [[("sglang:num_running_reqs", False, "Running.", None, 7.0), counter]]
 
-    runtime: Any = SimpleNamespace(figures=figures)
+    runtime: Any = SimpleNamespace(metrics=read)
     front: Any = SimpleNamespace(take_waits=list, open_sessions=0)
     with mock.patch.object(module, "PERIOD_S", 0.001):
         thread = module.MetricsThread(runtime, front, metrics)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.frontends.sglang_server.flow import MOST_IN_FLIGHT
+from pie_driver_sglang.frontends.sglang_server.flow_control import MOST_IN_FLIGHT
 from pie_server import PROMPT, generate, refusal, running, state, wait_until
 from serve_control import TestProfile as TestProfile
 from serve_control import TestRefusals as TestRefusals

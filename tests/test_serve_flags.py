@@ -14,23 +14,27 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang.backends.sglang import version
+from pie_driver_sglang.cli import serve
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
-from pie_driver_sglang.frontends.common.arguments import other_engines_flag, parse_arguments
-from pie_driver_sglang.frontends.sglang_server import flags, launch, serve
-from pie_driver_sglang.frontends.sglang_server.compat import environment
+from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
+from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from tiny_models import POCKET, REPOSITORY
 
 
 def choose(*words: str, **given: Any) -> tuple[Any, str]:
-    own = launch.split_words(words)
-    return launch.choose_scheduler(own, {"model_path": str(POCKET), "device": "cpu", **given})
+    own = server_process.split_arguments(words)
+    return server_process.choose_scheduler(
+        own, {"model_path": str(POCKET), "device": "cpu", **given}
+    )
 
 
 def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
     for name in SERVER_ARGS:
-        reason = flags.unserved_flag({name: "x"})
+        reason = served_flags.unserved_flag({name: "x"})
         if reason is not None:
             flag, _, why = reason.partition(": ")
             assert flag == f"--{name.replace('_', '-')}"
@@ -132,14 +136,14 @@ def test_a_model_that_only_sglang_may_run_is_left_to_it(
 
 def test_the_front_end_reads_the_commit_that_the_driver_runs(tmp_path: Path) -> None:
     plan, _ = choose()
-    assert launch.pinned_revision(plan, {"model_path": str(POCKET)}) == []
+    assert server_process.pinned_revision(plan, {"model_path": str(POCKET)}) == []
     commit = "c" * 40
     plan = plan._replace(model=tmp_path / "snapshots" / commit)
     named = {"model_path": "house/pocket"}
-    assert launch.pinned_revision(plan, named) == ["--revision", commit]
+    assert server_process.pinned_revision(plan, named) == ["--revision", commit]
     same = {**named, "tokenizer_path": "house/pocket"}
-    assert launch.pinned_revision(plan, same) == ["--revision", commit]
-    assert launch.pinned_revision(plan, {**named, "tokenizer_path": "house/other"}) == []
+    assert server_process.pinned_revision(plan, same) == ["--revision", commit]
+    assert server_process.pinned_revision(plan, {**named, "tokenizer_path": "house/other"}) == []
 
 
 def test_what_ours_starts_with() -> None:
@@ -164,16 +168,16 @@ def test_what_ours_starts_with() -> None:
 
 
 def test_the_words_of_this_command_are_taken_out() -> None:
-    own = launch.split_words(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
-    assert (own.scheduler, own.words) == ("sglang", ["--port", "1", "--model-path", "m"])
-    assert launch.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")
+    own = server_process.split_arguments(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
+    assert (own.scheduler, own.sglang) == ("sglang", ["--port", "1", "--model-path", "m"])
+    assert server_process.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")
     words = ["--model=a", "--model-path", "b", "--device=cpu"]
-    assert launch.named_value(words, "--model-path", "--model") == "b"
-    assert launch.named_value(words, "--device") == "cpu"
-    assert launch.named_value(words, "--tp") is None
+    assert server_process.flag_value(words, "--model-path", "--model") == "b"
+    assert server_process.flag_value(words, "--device") == "cpu"
+    assert server_process.flag_value(words, "--tp") is None
     for words in (["--scheduler"], ["--scheduler", "other"], ["--option", "nothing"]):
         with pytest.raises(ConfigError):
-            launch.split_words(words)
+            server_process.split_arguments(words)
 
 
 def test_an_option_is_for_our_scheduler_alone() -> None:
@@ -191,7 +195,7 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
     [line] = [line for line in failed.stderr.splitlines() if "bogus" in line]
     assert line == "pie-sglang: there is no flag `--bogus-flag`, `--tp-sizes`"
     assert "hint: did you mean `--tp-size`" in failed.stderr
-    assert flags.FLAG_LIST in failed.stderr
+    assert served_flags.FLAG_LIST in failed.stderr
     assert "usage:" not in failed.stderr
 
 
@@ -217,11 +221,11 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
 )
 def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hint: str) -> None:
     with mock.patch.dict(os.environ):
-        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-        with environment.importing_server():
-            from pie_driver_sglang.frontends.sglang_server.compat import launching
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
     with pytest.raises(ConfigError) as error:
-        launching.given_flags(["--model-path", "m", *words])
+        http_launch.given_flags(["--model-path", "m", *words])
     assert names in str(error.value)
     assert hint in error.value.hint
     assert len(f"{error.value} {error.value.hint}".splitlines()) == 1
@@ -292,11 +296,11 @@ def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str])
 @pytest.mark.filterwarnings("ignore")
 def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
     with mock.patch.dict(os.environ):
-        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-        with environment.importing_server():
-            from pie_driver_sglang.frontends.sglang_server.compat import launching
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
     most = {"0": 0, "None": 1, "?": 1}
-    actions = launching._flag_parser()._option_string_actions
+    actions = http_launch._flag_parser()._option_string_actions
     flags_of_sglang = {name: act for name, act in actions.items() if name not in ("-h", "--help")}
     found = {name: min(serve._most_values(name), 2) for name in flags_of_sglang}
     assert found == {name: most.get(str(act.nargs), 2) for name, act in flags_of_sglang.items()}
@@ -347,9 +351,9 @@ def test_the_engine_answers_the_same_names_with_its_arguments() -> None:
 
 
 def test_flags_that_exist_are_no_flags_of_vllm() -> None:
-    flags.refuse_other_engines_flags(["--model", "m", "--tensor-parallel-size", "2"])
+    served_flags.refuse_other_engines_flags(["--model", "m", "--tensor-parallel-size", "2"])
     # It is one of smg.
-    flags.refuse_other_engines_flags(["--gateway-arg", "--seed"])
+    served_flags.refuse_other_engines_flags(["--gateway-arg", "--seed"])
 
 
 def test_the_migration_page_names_no_flag_that_lacks_a_hint() -> None:
@@ -375,7 +379,7 @@ def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
     """It says how many there are, and lists those of every day."""
     page = (REPOSITORY / "docs/start/from-sglang.md").read_text()
     table = page.partition("## Flags that switch")[2].partition("## ")[0]
-    unserved = [name for name in SERVER_ARGS if flags.unserved_flag({name: "x"})]
+    unserved = [name for name in SERVER_ARGS if served_flags.unserved_flag({name: "x"})]
     assert f"{len(unserved)} of {len(SERVER_ARGS)}" in table
     # Some values of these are served.
     some = {"speculative_algorithm", "grammar_backend"}
@@ -408,7 +412,7 @@ def test_another_version_of_sglang_is_refused(
     monkeypatch.delenv(version.OVERRIDE, raising=False)
     for scheduler in ("auto", "sglang"):
         words = ["--model-path", str(POCKET), "--device", "cpu", "--scheduler", scheduler]
-        assert launch.run(words) == 1
+        assert server_process.run(words) == 1
         assert "expected 9.9.9" in capsys.readouterr().err
 
 

@@ -137,7 +137,7 @@ def test_nothing_is_computed_while_nothing_comes(
 
 
 def test_sglangs_controller_spins() -> None:
-    """What `frontends/sglang_server/compat/replicas.py` is for."""
+    """What `frontends/sglang_server/compat/dp_controller.py` is for."""
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     source = Path(root, "srt", "managers", "data_parallel_controller.py").read_text()
     loop = source.partition("def event_loop")[2].partition("\ndef ")[0]

@@ -28,9 +28,9 @@ from pie_driver_sglang.server_guard import ServerGuard, Session
 guard = ServerGuard()
 child = "import multiprocessing, sys, time\\n"
 child += "from multiprocessing.shared_memory import SharedMemory\\n"
-child += "from pie_driver_sglang.shared_names import take_token\\n"
+child += "from pie_driver_sglang.shared_names import use_token\\n"
 child += "import tempfile\\n"
-child += "take_token()\\n"
+child += "use_token()\\n"
 child += "lock = multiprocessing.get_context('spawn').Lock()\\n"
 child += "blocks = [SharedMemory(create=True, size=64) for _ in range(2)]\\n"
 child += "blocks.append(SharedMemory(f'settings_{guard}', create=True, size=64))\\n"
@@ -265,9 +265,9 @@ def is_free(lock: Path) -> bool:
 FULL: Final = """
 import os, sys
 from multiprocessing.shared_memory import SharedMemory
-from pie_driver_sglang.shared_names import TOKEN_VARIABLE, take_token
+from pie_driver_sglang.shared_names import TOKEN_VARIABLE, use_token
 os.environ[TOKEN_VARIABLE] = "0123456789"
-take_token()
+use_token()
 SharedMemory(create=True, size=4096).unlink()
 try:
     SharedMemory(create=True, size=1 << 20)

@@ -88,18 +88,18 @@ class TestCorpus:
     def test_prompts_are_heard(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
         for _ in range(2):
-            corpus.hear("a", TEXT)
+            corpus.add_prompt("a", TEXT)
             tokens, _ = corpus.batch_get(["a"], [[7]], [len(TEXT)])
             assert tokens.tolist() == [7, 8, 9]
 
     def test_an_id_that_is_used_again_has_a_new_text(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
-        corpus.hear("a", TEXT)
-        corpus.hear("a", [5, 6, 1, 5, 6])
+        corpus.add_prompt("a", TEXT)
+        corpus.add_prompt("a", [5, 6, 1, 5, 6])
         tokens, _ = corpus.batch_get(["a"], [[6]], [5])
         assert tokens.tolist() == [6, 1, 5]
         # As long as the one before.
-        corpus.hear("a", [5, 6, 2, 5, 6])
+        corpus.add_prompt("a", [5, 6, 2, 5, 6])
         tokens, _ = corpus.batch_get(["a"], [[6]], [5])
         assert tokens.tolist() == [6, 2, 5]
 
@@ -108,7 +108,7 @@ class TestCorpus:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
         corpus.vocab_size = 50
         prompt = [5, 6, 7, outside, 5, 6, 8, 9, 1, 2, 3, 4, 5, 6]
-        corpus.hear("a", prompt)
+        corpus.add_prompt("a", prompt)
         tokens, _ = corpus.batch_get(["a"], [prompt[-12:]], [len(prompt)])
         assert tokens.tolist() == [6, 8, 9]
         # Nor by another request, from what they share.
@@ -121,7 +121,7 @@ class TestCorpus:
     def test_who_was_heard_and_does_not_decode_is_forgotten(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
         for number in range(2):
-            corpus.hear(str(number), TEXT)
+            corpus.add_prompt(str(number), TEXT)
         corpus.decoded(["1"])
         corpus.decoded([])
         tokens, _ = corpus.batch_get(["0", "1"], [[7], [7]], [len(TEXT)] * 2)
@@ -133,13 +133,13 @@ class TestCorpus:
         monkeypatch.setattr("pie_driver_sglang.sglang_plugins.ngram._MOST_WAITING", 2)
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
         for number in range(3):
-            corpus.hear(str(number), TEXT)
+            corpus.add_prompt(str(number), TEXT)
         tokens, _ = corpus.batch_get(["0", "1"], [[7], [7]], [len(TEXT)] * 2)
         assert tokens.tolist() == [7, 0, 0, 7, 8, 9]
 
     def test_what_is_over_helps_others_until_the_reset(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
-        corpus.hear("a", TEXT)
+        corpus.add_prompt("a", TEXT)
         corpus.erase_match_state(["a", "nobody"])
         tokens, _ = corpus.batch_get(["b"], [[5, 6, 7]], [3])
         assert tokens.tolist() == [7, 8, 9]
@@ -151,8 +151,8 @@ class TestCorpus:
         drafts = []
         for order in (["a", "b"], ["b", "a"]):
             corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
-            corpus.hear("a", [*TEXT, 1])
-            corpus.hear("b", [*TEXT, 2])
+            corpus.add_prompt("a", [*TEXT, 1])
+            corpus.add_prompt("b", [*TEXT, 2])
             corpus.erase_match_state(order)
             tokens, _ = corpus.batch_get(["c"], [[9, 5, 6, 7]], [4])
             drafts.append(tokens.tolist())

@@ -14,8 +14,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
 
 from pie_driver_sglang.errors import ConfigError, install_command
-from pie_driver_sglang.frontends.gateway import launch as gateway
-from pie_driver_sglang.frontends.sglang_server import launch
+from pie_driver_sglang.frontends.gateway import supervisor as gateway
+from pie_driver_sglang.frontends.sglang_server import server_process
 from pie_driver_sglang.observability import spans
 from pie_driver_sglang.observability.spans import SpanThread, Take
 from sglang_server import free_ports
@@ -192,11 +192,11 @@ def test_without_the_packages_a_start_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     words = ["--model-path", str(POCKET), "--device", "cpu", "--enable-trace"]
-    own = launch.split_words(words)
+    own = server_process.split_arguments(words)
     given = {"model_path": str(POCKET), "device": "cpu", "enable_trace": True}
-    for start in (lambda: gateway.main(words), lambda: launch.choose_scheduler(own, given)):
+    for start in (lambda: gateway.main(words), lambda: server_process.choose_scheduler(own, given)):
         with pytest.raises(ConfigError, match=r"and `opentelemetry\.sdk` is not") as error:
             start()
         assert error.value.hint == f"run `{install_command(*spans.REQUIREMENTS)}`"
     monkeypatch.undo()
-    assert launch.choose_scheduler(own, given)[0] is not None
+    assert server_process.choose_scheduler(own, given)[0] is not None

@@ -28,10 +28,10 @@ UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.
 START = """
 import gc, json, sys
 from pathlib import Path
-from pie_driver_sglang.driver import launch
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.driver import startup
+from pie_driver_sglang.config.config_file import load_config
 
-launch.load_rank(load_config(Path(sys.argv[1])), launch.ALONE)
+startup.load_rank(load_config(Path(sys.argv[1])), startup.ALONE)
 frozen, collects = gc.get_freeze_count(), gc.isenabled()
 modules = sorted(sys.modules)
 import sklearn.metrics

@@ -18,7 +18,7 @@ import pytest
 
 from grammar_bombs import bombs
 from pie_driver_sglang.cli import engine_options
-from pie_driver_sglang.config.thinking import THINK_ENDS
+from pie_driver_sglang.config.reasoning_parsers import REASONING_ENDS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
@@ -312,7 +312,7 @@ def test_the_ends_of_thinking_are_those_of_sglang() -> None:
         name: ReasoningParser(model_type=name, stream_reasoning=False).detector.think_end_token
         for name in ReasoningParser.DetectorMap
     }
-    assert found == THINK_ENDS
+    assert found == REASONING_ENDS
 
 
 def test_one_grammar_of_one_kind() -> None:

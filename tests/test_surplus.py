@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.checkpoint.surplus import harmful
-from pie_driver_sglang.checkpoint.types import CheckpointModel
+from pie_driver_sglang.checkpoint.tensors import CheckpointModel
+from pie_driver_sglang.checkpoint.unread_tensors import required_tensors
 
 MODEL = CheckpointModel(layers=2)
 READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.visual.a.weight")
@@ -42,7 +42,7 @@ READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model
     ],
 )
 def test_what_is_left_out_on_purpose(name: str, facts: dict[str, Any]) -> None:
-    assert harmful([name], READ, MODEL._replace(**facts)) == []
+    assert required_tensors([name], READ, MODEL._replace(**facts)) == []
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_what_is_left_out_on_purpose(name: str, facts: dict[str, Any]) -> None:
     ],
 )
 def test_what_a_model_is_wrong_without(name: str, facts: dict[str, Any]) -> None:
-    assert harmful([name], READ, MODEL._replace(**facts)) == [name]
+    assert required_tensors([name], READ, MODEL._replace(**facts)) == [name]

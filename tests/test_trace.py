@@ -80,7 +80,7 @@ def test_the_picture_names_group_rank_and_device(path: Path) -> None:
 
 
 def test_paths_are_drawn_in_rows_of_their_own(trace: Trace, path: Path) -> None:
-    trace.step(1, {"launch": 1}, requests=1, tokens=1, row="graph path")
+    trace.step(1, {"launch": 1}, requests=1, tokens=1, path="graph path")
     trace.step(2, {"forward": 1}, requests=1, tokens=1)
     assert [event["tid"] for event in events_of(path)[HEAD:]] == [1, 1, 2, 2]
 

@@ -12,11 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.checkpoint.types import DamagedError, Loading, Tensor
-from pie_driver_sglang.checkpoint.weights import read_places, read_tensors, torch_file, weight_parts
-from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
+from pie_driver_sglang.checkpoint.tensors import DamagedError, LoadSettings, Tensor
+from pie_driver_sglang.checkpoint.weights import (
+    read_tensor_ranges,
+    read_tensors,
+    torch_file,
+    weight_parts,
+)
+from pie_driver_sglang.memory.plan_types import REPLICATED, SHARDED, Part
 
-LOADING = Loading(itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False)
+LOADING = LoadSettings(
+    itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False
+)
 _ITEMSIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}
 
 
@@ -81,7 +88,7 @@ def test_files_without_headers_count_whole(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
     (tensor,) = read_tensors(tmp_path, 4)
     # 250 numbers of four bytes are loaded in two.
-    assert weight_parts([tensor], LOADING) == (Part(500, ANY_RANKS),)
+    assert weight_parts([tensor], LOADING) == (Part(500, SHARDED),)
     (tmp_path / "pytorch_model.bin").unlink()
     assert read_tensors(tmp_path, 4) == []
 
@@ -154,15 +161,15 @@ def test_where_a_tensor_is(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert torch_file(tmp_path, "a") == "pytorch_model-2.bin"
     write(tmp_path / "x.safetensors", {"a": ("F32", [3]), "b": ("BF16", [5])})
-    [one, other] = read_places(tmp_path).values()
+    [one, other] = read_tensor_ranges(tmp_path).values()
     assert (one.path.name, one.length, other.length) == ("x.safetensors", 12, 10)
     assert other.offset == one.offset + 12 == (tmp_path / "x.safetensors").stat().st_size - 10
 
 
 def test_numbers_are_loaded_in_the_type_of_the_activations() -> None:
     tensors = {"model.layers.0.mlp.up_proj.weight": ("F32", [10, 10])}
-    assert parts_of(tensors) == (Part(200, ANY_RANKS),)
-    assert parts_of(tensors, itemsize=4) == (Part(400, ANY_RANKS),)
+    assert parts_of(tensors) == (Part(200, SHARDED),)
+    assert parts_of(tensors, itemsize=4) == (Part(400, SHARDED),)
 
 
 def test_what_is_quantized_stays() -> None:
@@ -170,7 +177,7 @@ def test_what_is_quantized_stays() -> None:
         "model.layers.0.mlp.up_proj.qweight": ("U8", [10, 5]),
         "model.layers.0.mlp.up_proj.scale": ("F32", [10]),
     }
-    assert parts_of(tensors, quantized=True) == (Part(90, ANY_RANKS),)
+    assert parts_of(tensors, quantized=True) == (Part(90, SHARDED),)
 
 
 def test_linear_layers_alone_are_quantized_while_they_are_loaded() -> None:
@@ -181,7 +188,7 @@ def test_linear_layers_alone_are_quantized_while_they_are_loaded() -> None:
         "model.norm.weight": ("BF16", [10]),
     }
     found = parts_of(tensors, online="fp8", vocabulary=64)
-    assert found == (Part(200 + 20, EVERYWHERE), Part(512 + 100, ANY_RANKS))
+    assert found == (Part(200 + 20, REPLICATED), Part(512 + 100, SHARDED))
 
 
 def test_ranks_copy_norms_and_divide_keys_by_heads() -> None:
@@ -190,7 +197,7 @@ def test_ranks_copy_norms_and_divide_keys_by_heads() -> None:
         "model.layers.0.self_attn.q_proj.weight": ("BF16", [16, 8]),
         "model.layers.0.input_layernorm.weight": ("BF16", [8]),
     }
-    assert parts_of(tensors) == (Part(16, EVERYWHERE), Part(128, 2), Part(256, ANY_RANKS))
+    assert parts_of(tensors) == (Part(16, REPLICATED), Part(128, 2), Part(256, SHARDED))
 
 
 def test_layers_that_the_model_lacks_are_left_out() -> None:
@@ -202,7 +209,7 @@ def test_layers_that_the_model_lacks_are_left_out() -> None:
     assert parts_of({**used, **unused}) == parts_of(used)
     # A vision encoder counts its layers by itself.
     vision = {"vision_tower.encoder.layers.7.fc.weight": ("BF16", [4, 4])}
-    assert parts_of(vision) == (Part(32, EVERYWHERE),)
+    assert parts_of(vision) == (Part(32, REPLICATED),)
 
 
 def test_a_tied_head_counts_once() -> None:
@@ -211,8 +218,8 @@ def test_a_tied_head_counts_once() -> None:
         "lm_head.weight": ("BF16", [100, 8]),
     }
     # SGLang rounds 100 rows up to 128.
-    assert parts_of(tensors) == (Part(2 * 128 * 8 * 2, ANY_RANKS),)
-    assert parts_of(tensors, tied=True) == (Part(128 * 8 * 2, ANY_RANKS),)
+    assert parts_of(tensors) == (Part(2 * 128 * 8 * 2, SHARDED),)
+    assert parts_of(tensors, tied=True) == (Part(128 * 8 * 2, SHARDED),)
 
 
 @given(
@@ -229,9 +236,9 @@ def test_ranks_together_have_every_number(tensors: list[tuple[str, list[int]]], 
         Tensor(f"model.layers.0.{name}.{index}", tuple(shape), 0, floating=True)
         for index, (name, shape) in enumerate(tensors)
     ]
-    total = 2 * sum(tensor.numbers for tensor in made)
+    total = 2 * sum(tensor.numel for tensor in made)
     parts = weight_parts(made, LOADING)
-    assert sum(part.of_rank(1) for part in parts) == total
-    rank = sum(part.of_rank(ranks) for part in parts)
+    assert sum(part.per_rank(1) for part in parts) == total
+    rank = sum(part.per_rank(ranks) for part in parts)
     assert total <= rank * ranks
     assert rank <= total

@@ -14,10 +14,10 @@ from typing import Final
 
 import msgspec
 
+from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS, DriverSection
 from pie_driver_sglang.config.option_checks import OWNERS, TYPES
 from pie_driver_sglang.config.options import OPTIONS, Group, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_VERSION
-from pie_driver_sglang.config.types import ACTIVATION_DTYPES, MAX_RANKS, DriverSection
 
 TARGET: Final = Path(__file__).parent.parent / "docs" / "options.md"
 

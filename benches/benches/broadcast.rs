@@ -118,7 +118,7 @@ impl Readers for Idle {
 
     fn settle(&mut self, number: u32) {
         for listener in &mut self.listeners {
-            let kind = listener.with_next(Wait::Spin, |kind, _| kind);
+            let kind = listener.receive_with(Wait::Spin, |kind, _| kind);
             assert_eq!(kind.expect("a message"), number);
         }
     }
@@ -189,7 +189,7 @@ fn read_all(mut listener: Listener, expected: &[u8], read: &AtomicU32) {
             }
             kind
         };
-        match listener.with_next(Wait::Spin, look).expect("a message") {
+        match listener.receive_with(Wait::Spin, look).expect("a message") {
             END => return,
             // SYNC: pairs with the acquire load in `settle`.
             kind => read.store(kind, Ordering::Release),

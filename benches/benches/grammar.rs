@@ -92,9 +92,9 @@ impl Walk {
         }
         let begin = Instant::now();
         self.now
-            .commit(self.tokens[self.at])
+            .accept_token(self.tokens[self.at])
             .expect("it fits the schema");
-        self.now.mask_into(&mut self.mask).expect("a mask");
+        self.now.fill_bitmask(&mut self.mask).expect("a mask");
         let elapsed = begin.elapsed();
         self.at += 1;
         elapsed

@@ -85,7 +85,7 @@ fn plan_asked(criterion: &mut Criterion) {
         for frame in &frames {
             let reply = pie_wire::decode_reply(path.run(frame.as_slice())).expect("a valid reply");
             assert_eq!(matches!(reply, Reply::Frame(_)), probes);
-            assert!(path.answered().faults().is_empty());
+            assert!(path.answered().request_errors().is_empty());
         }
         let mut step = 0;
         let ours = || {

@@ -7,7 +7,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use pie_benches::report::Unit;
 use pie_benches::sched::Decodes;
 use pie_benches::timing::{self, Race, Samples};
-use pie_engine::{FrameBuilder, FrameRow, Link, RuntimeError, Sampler};
+use pie_engine::{EngineError, FrameBuilder, FrameRow, Link, Sampler};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Stop, Wait};
 
 const CONTEXT: u32 = 2048;
@@ -116,12 +116,12 @@ fn play<'c>(client: &'c Client, requests: u32, operations: u64, samples: &mut Sa
             None
         })
     };
-    let done = |exchange: &pie_engine::Exchange| {
+    let done = |exchange: &pie_engine::StepTiming| {
         let took = Duration::from_nanos(exchange.client_ns);
         samples.record(took);
         total += took;
     };
-    link.relay::<RuntimeError>(next, done)
+    link.pipeline::<EngineError>(next, done)
         .expect("it is answered");
     total
 }

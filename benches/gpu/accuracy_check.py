@@ -38,10 +38,9 @@ import numpy as np
 import torch
 from frame import Report
 from processes import Runner
-from serving import PAGE, write_config
+from serving import PAGE, step, write_config
 
 from pie_driver_sglang import _core
-from pie_driver_sglang._core import Request, Sampler
 
 WAYS: Final[dict[str, tuple[str, ...]]] = {
     "fused": (),
@@ -110,7 +109,7 @@ class Scores:
 def driver_scores(arguments: argparse.Namespace, windows: Windows) -> Scores:
     """By the driver's engine, as it runs passes and graphs."""
     from pie_driver_sglang.backends.sglang import environment
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
 
     options = [line.format(attention=arguments.sglang_attention) for line in WAYS[arguments.way]]
     on_cpu = arguments.device == "cpu"
@@ -151,15 +150,10 @@ def run(
 ) -> None:
     """A frame of all windows."""
     width = -(-windows.length // PAGE)
-    requests = []
-    for number, row in enumerate(windows.rows):
-        end = first + tokens
-        pages = list(range(number * width, number * width + -(-end // PAGE)))
-        last = (end - 1) % PAGE + 1
-        slots = [(tokens - 1, Sampler.greedy())]
-        requests.append(
-            Request(row[first:end], list(range(first, end)), pages, last, slots, context_id=number)
-        )
+    requests = [
+        step(row[first : first + tokens], first, number * width, number)
+        for number, row in enumerate(windows.rows)
+    ]
     batch = server.warm_up(_core.encode_forward(requests))
     done = 0
     while (staged := batch.stage()) is not None:

@@ -41,7 +41,7 @@ from frame import Report
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 from paged_kernels import PADDING, Case, check_attention
-from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.paged_decode import attend_paged
 from pie_driver_sglang.kernels.attention.prompt_rows import find_prompts
 from pie_driver_sglang.kernels.attention.split_plan import (
@@ -189,7 +189,7 @@ def pie(step: Step, how: SplitTuning | None = None) -> Call:
     if device.type == "cuda":
         # What attends would not wait for it.
         torch.cuda.synchronize(device)
-    rule = Rule(step.scale)
+    rule = AttentionParams(step.scale)
 
     def call(layer: int) -> torch.Tensor:
         out = torch.empty_like(step.queries)
@@ -211,7 +211,7 @@ def with_fa3(step: Step) -> Call:
     prompts, rows = find_prompts(owned, len(step.lengths), PAGE)
     how = shape.tuning(step.queries.itemsize, len(step.queries), prompts=False)
     cut = SplitPlan(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
-    shares, rule = plan_splits(rows, cut, multiprocessors(device)), Rule(step.scale)
+    shares, rule = plan_splits(rows, cut, multiprocessors(device)), AttentionParams(step.scale)
     torch.cuda.synchronize(device)
 
     def call(layer: int) -> torch.Tensor:

@@ -22,53 +22,51 @@ import torch
 from frame import Report
 from graph_times import time_graph
 
-from pie_driver_sglang.kernels.gemm import dense_layers, wgmma
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights
-from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
+from pie_driver_sglang.kernels.gemm import norm_rope, wgmma
 from pie_driver_sglang.kernels.gemm.fp8_rows import (
     FP8,
     QuantizedRows,
     QuantizedWeights,
-    multiply_unscaled,
+    unscaled_fp8_gemm,
 )
-from pie_driver_sglang.kernels.gemm.small_m import Stream
-from pie_driver_sglang.kernels.gemm.wgmma import BatchProducts
+from pie_driver_sglang.kernels.gemm.types import Epilogue, LinearWeights, Residual, RmsScale
+from pie_driver_sglang.kernels.gemm.wgmma import WgmmaGemm
 
 TOLERANCE = 0.02
 """Of the largest output, which is rounded to 16 bits, as a gate and its product are."""
 EPSILON = 1e-6
 ROTATED_BYTES = 250 << 20
 """Weights of a graph, at least: several times the L2 cache."""
-STORES, JOINS, ADDS = ProductKind
+STORE, SWIGLU, ADD_RESIDUAL = Epilogue
 _TYPES = (torch.bfloat16, torch.float16)
 
 
 class Product(NamedTuple):
     """A matrix and what its product does at its end."""
 
-    kind: ProductKind
+    epilogue: Epilogue
     height: int
     inputs: int
 
 
 LAYERS = {
     "8b": (
-        Product(STORES, 6144, 4096), Product(ADDS, 4096, 4096),
-        Product(JOINS, 28672, 4096), Product(ADDS, 4096, 14336),
+        Product(STORE, 6144, 4096), Product(ADD_RESIDUAL, 4096, 4096),
+        Product(SWIGLU, 28672, 4096), Product(ADD_RESIDUAL, 4096, 14336),
     ),
     "14b": (
-        Product(STORES, 7168, 5120), Product(ADDS, 5120, 5120),
-        Product(JOINS, 34816, 5120), Product(ADDS, 5120, 17408),
+        Product(STORE, 7168, 5120), Product(ADD_RESIDUAL, 5120, 5120),
+        Product(SWIGLU, 34816, 5120), Product(ADD_RESIDUAL, 5120, 17408),
     ),
     "0.6b": (
-        Product(STORES, 4096, 1024), Product(ADDS, 1024, 2048),
-        Product(JOINS, 6144, 1024), Product(ADDS, 1024, 3072),
+        Product(STORE, 4096, 1024), Product(ADD_RESIDUAL, 1024, 2048),
+        Product(SWIGLU, 6144, 1024), Product(ADD_RESIDUAL, 1024, 3072),
     ),
 }  # fmt: skip
 """Of a layer: queries, keys and values; out; gate and up; down."""
 OTHERS = (
-    Product(STORES, 512, 256), Product(ADDS, 576, 384), Product(JOINS, 768, 640),
-    Product(STORES, 5120, 2048), Product(ADDS, 2048, 4096), Product(JOINS, 3072, 2048),
+    Product(STORE, 512, 256), Product(ADD_RESIDUAL, 576, 384), Product(SWIGLU, 768, 640),
+    Product(STORE, 5120, 2048), Product(ADD_RESIDUAL, 2048, 4096), Product(SWIGLU, 3072, 2048),
 )  # fmt: skip
 PARITY_ROWS = (2, 7, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 161, 200, 224)
 
@@ -80,19 +78,19 @@ class Case:
         self, product: Product, rows: int, dtype: torch.dtype, *, fp8: bool, matrices: int = 1
     ) -> None:
         self.product = product
-        kind, height, inputs = product
-        self.cut = wgmma.find_batch_cut(rows, height, inputs, 1 if fp8 else 2, kind)
-        self.outputs = height // 2 if kind == JOINS else height
+        epilogue, height, inputs = product
+        self.config = wgmma.find_wgmma_config(rows, height, inputs, 1 if fp8 else 2, epilogue)
+        self.outputs = height // 2 if epilogue == SWIGLU else height
         self.rows = torch.randn(rows, inputs, device="cuda").to(dtype)
         self.given: torch.Tensor | QuantizedRows = self.rows
-        self.stream: Stream | None = None
+        self.sum_squares: torch.Tensor | None = None
         if fp8:
             scales = torch.rand(rows, 1, device="cuda") + 0.5
             self.given = QuantizedRows(self.rows.to(FP8), scales)
-        elif kind != ADDS:
+        elif epilogue != ADD_RESIDUAL:
             # Not the rows' own, which would hide a mistake in how they are summed.
-            squares = torch.rand(rows, inputs // 64, device="cuda") * 128
-            self.stream = Stream(self.rows, squares)
+            sum_squares = torch.rand(rows, inputs // 64, device="cuda") * 128
+            self.sum_squares = sum_squares
         made = [torch.randn(height, inputs, device="cuda").to(dtype) for _ in range(matrices)]
         self.weights: list[LinearWeights | QuantizedWeights] = [
             QuantizedWeights((each * 0.25).to(FP8), torch.rand(height, device="cuda") + 0.5)
@@ -100,10 +98,10 @@ class Case:
             for each in made
         ]  # fmt: skip
         self.before = torch.randn(rows, self.outputs, device="cuda").to(dtype)
-        self.into: Stream | None = None
-        if kind == ADDS and self.cut is not None:
-            tiles = self.outputs // self.cut.outputs
-            self.into = Stream(self.before.clone(), torch.empty(rows, tiles, device="cuda"))
+        self.residual: Residual | None = None
+        if epilogue == ADD_RESIDUAL and self.config is not None:
+            tiles = self.outputs // self.config.block_n
+            self.residual = Residual(self.before.clone(), torch.empty(rows, tiles, device="cuda"))
 
     def exact(self) -> torch.Tensor:
         """What float64 says of the first matrix."""
@@ -114,40 +112,41 @@ class Case:
             found *= given.scales.double() * weights.scales.double()
         else:
             found = self.rows.double() @ weights.weight.double().T
-        if self.stream is not None:
-            mean = self.stream.squares.double().sum(1, keepdim=True) / self.product.inputs
+        if self.sum_squares is not None:
+            mean = self.sum_squares.double().sum(1, keepdim=True) / self.product.inputs
             found *= torch.rsqrt(mean + EPSILON)
-        if self.product.kind == JOINS:
+        if self.product.epilogue == SWIGLU:
             gate, up = found.chunk(2, -1)
             found = torch.nn.functional.silu(gate) * up
-        return found + self.before.double() if self.product.kind == ADDS else found
+        return found + self.before.double() if self.product.epilogue == ADD_RESIDUAL else found
 
-    def run(self, kernels: BatchProducts, number: int = 0) -> Stream:
+    def run(self, kernels: WgmmaGemm, number: int = 0) -> Residual:
         """A product, and sums of squares of an output that was added to."""
-        assert self.cut is not None
+        assert self.config is not None
         found = kernels.multiply(
-            self.given, self.weights[number], self.cut, self.product.kind, stream=self.stream,
-            epsilon=EPSILON, into=self.into,
+            self.given, self.weights[number], self.config, self.product.epilogue,
+            sum_squares=self.sum_squares,
+            epsilon=EPSILON, residual=self.residual,
         )  # fmt: skip
-        return self.into or Stream(found, self.rows)
+        return self.residual or Residual(found, self.rows)
 
-    def checked(self, kernels: BatchProducts) -> Stream:
+    def checked(self, kernels: WgmmaGemm) -> Residual:
         """The first product, added to what there was before."""
-        if self.into is not None:
-            self.into.rows.copy_(self.before)
-            self.into.squares.fill_(torch.nan)
-        rows, squares = self.run(kernels)
-        return Stream(rows.clone(), squares.clone())
+        if self.residual is not None:
+            self.residual.rows.copy_(self.before)
+            self.residual.sum_squares.fill_(torch.nan)
+        rows, sum_squares = self.run(kernels)
+        return Residual(rows.clone(), sum_squares.clone())
 
 
 def errors(report: Report) -> Iterator[float]:
     """How far off every product is."""
-    kernels = {each: BatchProducts(each, torch.device("cuda", 0)) for each in _TYPES}
+    kernels = {each: WgmmaGemm(each, torch.device("cuda", 0)) for each in _TYPES}
     for product in (*OTHERS, *LAYERS["8b"], *LAYERS["0.6b"]):
         for dtype, fp8 in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)):
             for rows in PARITY_ROWS:
                 case = Case(product, rows, dtype, fp8=fp8)
-                if case.cut is None:
+                if case.config is None:
                     continue
                 exact = case.exact()
                 found, parts = case.checked(kernels[dtype])
@@ -155,40 +154,40 @@ def errors(report: Report) -> Iterator[float]:
                 assert torch.equal(found, again), f"{product}, {rows} rows: sums in another order"
                 off = float((found.double() - exact).abs().max() / exact.abs().max())
                 own = found.double().pow(2).sum(1)
-                squares = 0.0
-                if product.kind == ADDS:
-                    squares = float(((parts.double().sum(1) - own) / own).abs().max())
+                sum_squares = 0.0
+                if product.epilogue == ADD_RESIDUAL:
+                    sum_squares = float(((parts.double().sum(1) - own) / own).abs().max())
                 report.add(
                     part="parity", product=str(product), rows=rows, dtype=str(dtype), fp8=fp8,
-                    cut=str(case.cut), off=off, squares=squares,
+                    config=str(case.config), off=off, sum_squares=sum_squares,
                 )  # fmt: skip
-                yield max(off, squares)
+                yield max(off, sum_squares)
 
 
 def by_library(case: Case) -> Callable[[], Any]:
     """cuBLAS, and the kernels of gates after it."""
     one = torch.ones((), device="cuda")
-    scale = dense_layers.Scale(case.rows, EPSILON)
+    scale = RmsScale(case.rows, EPSILON)
     given = case.given
 
     def run() -> None:
         for weights in case.weights:
             if isinstance(given, QuantizedRows) and isinstance(weights, QuantizedWeights):
                 # Gates and sums are the next quantization's.
-                multiply_unscaled(given, weights, one, case.rows.dtype)
-            elif case.product.kind == ADDS:
+                unscaled_fp8_gemm(given, weights, one, case.rows.dtype)
+            elif case.product.epilogue == ADD_RESIDUAL:
                 case.before.addmm_(case.rows, weights.weight.T)
             else:
                 found = torch.nn.functional.linear(case.rows, weights.weight)
-                if case.product.kind == JOINS:
-                    dense_layers.gate(found, scale)
+                if case.product.epilogue == SWIGLU:
+                    norm_rope.silu_and_mul(found, scale)
 
     return run
 
 
 def time_products(report: Report, counts: list[int]) -> None:
     """A line for every product."""
-    kernels = BatchProducts(torch.bfloat16, torch.device("cuda", 0))
+    kernels = WgmmaGemm(torch.bfloat16, torch.device("cuda", 0))
     for name, layer in LAYERS.items():
         for fp8 in (False, True):
             for rows in counts:
@@ -198,7 +197,7 @@ def time_products(report: Report, counts: list[int]) -> None:
                     matrices = ROTATED_BYTES // size + 2
                     case = Case(product, rows, torch.bfloat16, fp8=fp8, matrices=matrices)
                     figures = {"library": time_graph(by_library(case), matrices)}
-                    if case.cut is not None:
+                    if case.config is not None:
                         numbers = range(matrices)
                         figures["own"] = time_graph(
                             lambda case=case, numbers=numbers: [
@@ -208,7 +207,7 @@ def time_products(report: Report, counts: list[int]) -> None:
                         )
                     report.add(
                         part="times", shape=name, fp8=fp8, rows=rows, product=str(product),
-                        cut=str(case.cut), us=figures, megabytes=size / 1e6,
+                        config=str(case.config), us=figures, megabytes=size / 1e6,
                     )  # fmt: skip
                     totals[0] += figures["library"]
                     totals[1] += figures.get("own", float("nan"))

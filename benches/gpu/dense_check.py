@@ -6,7 +6,7 @@ Without one of the three it does the first two.
 
 --parity: each kernel in bfloat16 against float64.
 --times: microseconds of a layer without its attention, in graphs of layers whose weights exceed the
-    L2 cache: the kernels of `few_rows`, those of `dense_layers`, and what SGLang runs for Qwen 3.
+    L2 cache: `small_m`, `linear` with `norm_rope`, and what SGLang runs for Qwen 3.
 --tune: microseconds of each product, alone and cut in every way, and cuBLAS; prints the best.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first runs on tiny sizes.
@@ -18,7 +18,6 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -28,10 +27,20 @@ from typing import Any, NamedTuple
 import frame
 import torch
 from frame import Report
+from graph_times import time_graph
 from tiled_products import TiledProduct, randn
 
-from pie_driver_sglang.kernels.gemm import dense_layers, small_m, tiled
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm, Scale, Tiling
+from pie_driver_sglang.kernels.gemm import linear, norm_rope, small_m, tiled
+from pie_driver_sglang.kernels.gemm.types import (
+    Epilogue,
+    Heads,
+    LinearWeights,
+    Norm,
+    Residual,
+    RmsScale,
+    TileConfig,
+    Workspace,
+)
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
@@ -55,7 +64,7 @@ class Shape(NamedTuple):
 
     def products(self) -> dict[str, tuple[int, int, int, bool]]:
         """Outputs and inputs of each product, the most parts, and whether it is gated."""
-        most, seen = dense_layers.MOST_PARTS, self.heads * self.dim
+        most, seen = linear.MAX_SPLIT_K, self.heads * self.dim
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.dim, self.hidden, 1, False),
             "out": (self.hidden, seen, most, False),
@@ -80,13 +89,13 @@ class Layer:
         self.norms = [self._norm(shape.hidden, device) for _ in range(2)]
         self.matrices = {
             name: LinearWeights(
-                randn(outputs * (2 if gated else 1), inputs, device=device, scale=inputs**-0.5)
+                randn(outputs * (2 if swiglu else 1), inputs, device=device, scale=inputs**-0.5)
             )
-            for name, (outputs, inputs, _, gated) in shape.products().items()
+            for name, (outputs, inputs, _, swiglu) in shape.products().items()
         }
         angles = torch.rand(SLOTS, shape.dim // 2, device=device) * 6.28
         storage = [randn(SLOTS, shape.kv_heads, shape.dim, device=device) for _ in range(2)]
-        self._scratch: small_m.Scratch | None = None
+        self._workspace: Workspace | None = None
         self.heads = Heads(
             shape.heads, self._norm(shape.dim, device), self._norm(shape.dim, device),
             torch.cat([angles.cos(), angles.sin()], -1), True, *storage,
@@ -105,79 +114,83 @@ class Layer:
         """By the kernels of the driver; the parts and the residual of the next layer."""
         from pie_driver_sglang.engine.layers import dense
 
-        if len(slots) > dense._FEW_ROWS:
+        if len(slots) > dense._MAX_ROWS:
             return parts, self._many(residual, slots)
-        rows, residual = dense_layers.add_norm(parts, residual, self.norms[0])
-        qkv = self._product("qkv", rows)[0]
-        seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
-        rows, residual = dense_layers.add_norm(self._product("out", seen), residual, self.norms[1])
-        return self._product("down", self._gated(rows)), residual
+        rows, residual = norm_rope.add_rms_norm(parts, residual, self.norms[0])
+        qkv = self._gemm("qkv", rows)[0]
+        seen = norm_rope.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
+        rows, residual = norm_rope.add_rms_norm(self._gemm("out", seen), residual, self.norms[1])
+        return self._gemm("down", self._gated(rows)), residual
 
     def few(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By the kernels of few rows; the sums of squares are kept as the parts."""
-        cuts, count = self.few_cuts(len(slots)), len(slots)
-        if cuts is None:
+        configs, count = self.few_cuts(len(slots)), len(slots)
+        if configs is None:
             raise ValueError(f"no cuts for {count} rows")
-        if self._scratch is None:
-            self._scratch = small_m.Scratch(
+        if self._workspace is None:
+            self._workspace = Workspace(
                 torch.zeros(64 * 4 * self.shape.hidden, device=slots.device),
                 torch.zeros(self.shape.hidden, dtype=torch.int32, device=slots.device),
             )
-        scratch, hidden = self._scratch, self.shape.hidden
-        tiles = {name: hidden // cuts[name].outputs for name in ("out", "down")}
+        workspace, hidden = self._workspace, self.shape.hidden
+        tiles = {name: hidden // configs[name].block_n for name in ("out", "down")}
         if parts.dtype != torch.float32 or parts.shape != (count, tiles["down"]):
-            parts = small_m.begin(residual, tiles["down"]).squares
-        given, into = small_m.Stream(residual, parts), self.matrices
-        qkv = small_m.product(
-            residual, into["qkv"], cuts["qkv"], scratch, stream=given, epsilon=EPSILON
+            parts = small_m.start_residual(residual, tiles["down"]).sum_squares
+        matrices = self.matrices
+        qkv = small_m.small_m_gemm(
+            residual, matrices["qkv"], configs["qkv"], workspace, sum_squares=parts, epsilon=EPSILON
         )
-        seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
-        middle = small_m.Stream(residual, parts.new_empty(count, tiles["out"]))
-        small_m.product(seen, into["out"], cuts["out"], scratch, into=middle)
-        gated = small_m.product(
-            residual, into["gate_up"], cuts["gate_up"], scratch, given=middle, epsilon=EPSILON,
-            gated=True,
+        seen = norm_rope.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
+        middle = Residual(residual, parts.new_empty(count, tiles["out"]))
+        small_m.small_m_gemm(seen, matrices["out"], configs["out"], workspace, residual=middle)
+        swiglu = small_m.small_m_gemm(
+            residual, matrices["gate_up"], configs["gate_up"], workspace,
+            sum_squares=middle.sum_squares, epsilon=EPSILON,
+            swiglu=True,
         )  # fmt: skip
-        after = small_m.Stream(residual, parts.new_empty(count, tiles["down"]))
-        small_m.product(gated, into["down"], cuts["down"], scratch, into=after)
-        return after.squares, residual
+        after = Residual(residual, parts.new_empty(count, tiles["down"]))
+        small_m.small_m_gemm(swiglu, matrices["down"], configs["down"], workspace, residual=after)
+        return after.sum_squares, residual
 
-    def few_cuts(self, rows: int) -> dict[str, small_m.Cut] | None:
+    def few_cuts(self, rows: int) -> dict[str, TileConfig] | None:
         """Of each product; None if one has none."""
-        cuts = {
-            name: small_m.find_cut(
-                rows, outputs, inputs, adds=name in ("out", "down"), gated=is_gated
+        configs = {
+            name: small_m.find_small_m_config(
+                rows,
+                outputs,
+                inputs,
+                Epilogue.of(swiglu=is_swiglu, add_residual=name in ("out", "down")),
             )
-            for name, (outputs, inputs, _, is_gated) in self.shape.products().items()
+            for name, (outputs, inputs, _, is_swiglu) in self.shape.products().items()
         }
-        found = {name: cut for name, cut in cuts.items() if cut is not None}
-        return found if len(found) == len(cuts) else None
+        found = {name: config for name, config in configs.items() if config is not None}
+        return found if len(found) == len(configs) else None
 
     def _many(self, residual: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """As a layer of many rows runs: without norms."""
-        linear, scale = torch.nn.functional.linear, Scale(residual, EPSILON)
+        linear, scale = torch.nn.functional.linear, RmsScale(residual, EPSILON)
         weights = {name: matrix.weight for name, matrix in self.matrices.items()}
         qkv = linear(residual, weights["qkv"])
-        seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots, scale=scale).flatten(1)
+        seen = norm_rope.norm_rope_store(qkv, self.heads, slots, slots, scale=scale).flatten(1)
         residual.addmm_(seen, weights["out"].t())
-        middle = dense_layers.gate(linear(residual, weights["gate_up"]), scale)
+        middle = norm_rope.silu_and_mul(linear(residual, weights["gate_up"]), scale)
         return residual.addmm_(middle, weights["down"].t())
 
-    def _cut(self, name: str, rows: int) -> Tiling | None:
-        outputs, inputs, most, gated = self.shape.products()[name]
-        return dense_layers.tiling(rows, outputs, inputs, most, gated=gated)
+    def _cut(self, name: str, rows: int) -> TileConfig | None:
+        outputs, inputs, most, swiglu = self.shape.products()[name]
+        return linear.find_linear_config(rows, outputs, inputs, most, swiglu=swiglu)
 
-    def _product(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        cut, matrix = self._cut(name, len(rows)), self.matrices[name]
-        if cut is None:
+    def _gemm(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        config, matrix = self._cut(name, len(rows)), self.matrices[name]
+        if config is None:
             return torch.nn.functional.linear(rows, matrix.weight)[None]
-        return dense_layers.linear(rows, matrix, cut)
+        return linear.linear(rows, matrix, config)
 
     def _gated(self, rows: torch.Tensor) -> torch.Tensor:
-        cut, matrix = self._cut("gate_up", len(rows)), self.matrices["gate_up"]
-        if cut is None:
-            return dense_layers.gate(torch.nn.functional.linear(rows, matrix.weight))
-        return dense_layers.gated(rows, matrix, cut)
+        config, matrix = self._cut("gate_up", len(rows)), self.matrices["gate_up"]
+        if config is None:
+            return norm_rope.silu_and_mul(torch.nn.functional.linear(rows, matrix.weight))
+        return linear.linear_swiglu(rows, matrix, config)
 
     def sglang(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By what SGLang runs for Qwen 3."""
@@ -193,39 +206,20 @@ class Layer:
         qkv = linear(rows, self.matrices["qkv"].weight)
         width, kv_width = shape.heads * shape.dim, shape.kv_heads * shape.dim
         q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
-        norms = (self.heads.query_norm, self.heads.key_norm)
+        norms = (self.heads.q_norm, self.heads.k_norm)
         heads = [part.view(count, -1, shape.dim) for part in (q, k)]
         fused_inplace_qknorm(
             *heads, *(norm.weight for norm in norms), head_dim=shape.dim, eps=EPSILON
         )
-        apply_rope_with_cos_sin_cache_inplace(*heads, self.heads.rotations, slots, is_neox=True)
-        keys, values = (stored.view(SLOTS, -1) for stored in (self.heads.keys, self.heads.values))
+        apply_rope_with_cos_sin_cache_inplace(*heads, self.heads.cos_sin_cache, slots, is_neox=True)
+        keys, values = (
+            stored.view(SLOTS, -1) for stored in (self.heads.k_cache, self.heads.v_cache)
+        )
         store_cache(k, v, keys, values, slots, row_bytes=2 * kv_width)
         rows = linear(q.contiguous(), self.matrices["out"].weight)
         fused_add_rmsnorm(rows, residual, self.norms[1].weight, EPSILON)
         middle = silu_and_mul(linear(rows, self.matrices["gate_up"].weight))
         return linear(middle, self.matrices["down"].weight)[None], residual
-
-
-def microseconds(calls: Callable[[], None], number: int) -> float:
-    """Of one of the calls: the median of five rounds of a replayed graph."""
-    calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def round_of(replays: int) -> float:
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / replays * 1000 / number
-
-    once = round_of(2)
-    return statistics.median(round_of(max(2, int(3000 / (once * number)))) for _ in range(5))
 
 
 def check_parity(device: torch.device, tiny: bool, report: Report) -> None:
@@ -239,21 +233,21 @@ def check_parity(device: torch.device, tiny: bool, report: Report) -> None:
         worst[name] = max(worst.get(name, 0.0), error)
 
     for count in (1, 3, 17) if tiny else (1, 3, 17, 100, 256):
-        for name, (outputs, inputs, most, gated) in shape.products().items():
+        for name, (outputs, inputs, most, swiglu) in shape.products().items():
             rows, weight = randn(count, inputs, device=device), layer.matrices[name].weight
             exact = rows.double() @ weight.double().T
-            if gated:
+            if swiglu:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = torch.nn.functional.silu(gate) * up
-            for cut in [Tiling(16, 16, 16)] if tiny else cuts(count, inputs, most, gated):
-                if not cut.fits(outputs, inputs):
+            for config in (
+                [TileConfig(16, 16, 16)] if tiny else configs(count, inputs, most, swiglu)
+            ):
+                if not config.fits(outputs, inputs):
                     continue
-                if gated:
-                    compare(name, dense_layers.gated(rows, LinearWeights(weight), cut), exact)
+                if swiglu:
+                    compare(name, linear.linear_swiglu(rows, LinearWeights(weight), config), exact)
                 else:
-                    compare(
-                        name, dense_layers.linear(rows, LinearWeights(weight), cut).sum(0), exact
-                    )
+                    compare(name, linear.linear(rows, LinearWeights(weight), config).sum(0), exact)
         check_few_parity(layer, count, device, compare)
     check_tiles(TINY if tiny else SHAPES[1], device, compare)
     for name, error in worst.items():
@@ -270,30 +264,40 @@ def check_few_parity(
     compare: Callable[[str, torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Compares the products of few rows."""
-    cuts = layer.few_cuts(count)
-    if cuts is None:
+    configs = layer.few_cuts(count)
+    if configs is None:
         return
-    scratch = small_m.Scratch(
+    workspace = Workspace(
         torch.zeros(64 * 4 * layer.shape.hidden, device=device),
         torch.zeros(layer.shape.hidden, dtype=torch.int32, device=device),
     )
-    for name, (outputs, inputs, _, is_gated) in layer.shape.products().items():
-        rows, matrix, cut = randn(count, inputs, device=device), layer.matrices[name], cuts[name]
+    for name, (outputs, inputs, _, is_swiglu) in layer.shape.products().items():
+        rows, matrix, config = (
+            randn(count, inputs, device=device),
+            layer.matrices[name],
+            configs[name],
+        )
         if name in ("out", "down"):
             before = randn(count, outputs, device=device)
-            squares = torch.empty(count, outputs // cut.outputs, device=device)
+            sum_squares = torch.empty(count, outputs // config.block_n, device=device)
             exact = before.double() + rows.double() @ matrix.weight.double().T
-            into = small_m.Stream(before, squares)
-            found = small_m.product(rows, matrix, cut, scratch, into=into)
+            into = Residual(before, sum_squares)
+            found = small_m.small_m_gemm(rows, matrix, config, workspace, residual=into)
         else:
-            given = small_m.begin(rows, 4)
-            found = small_m.product(
-                rows, matrix, cut, scratch, stream=given, epsilon=EPSILON, gated=is_gated
+            given = small_m.start_residual(rows, 4)
+            found = small_m.small_m_gemm(
+                rows,
+                matrix,
+                config,
+                workspace,
+                sum_squares=given.sum_squares,
+                epsilon=EPSILON,
+                swiglu=is_swiglu,
             )
             exact = rows.double()
             exact *= torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
             exact = exact @ matrix.weight.double().T
-            if is_gated:
+            if is_swiglu:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = torch.nn.functional.silu(gate) * up
         compare(f"{name} of few rows", found, exact)
@@ -303,37 +307,37 @@ def check_tiles(
     shape: Shape, device: torch.device, compare: Callable[[str, torch.Tensor, torch.Tensor], None]
 ) -> None:
     """Compares products by tiles, of the type that weights have and of FP8."""
-    for (kind, itemsize, most), tiles in tiled._TILES.items():
+    for (epilogue, itemsize, most), tiles in tiled._CONFIGS.items():
         for count in (1, most - 3, most):
-            for name, (outputs, inputs, _, gated) in shape.products().items():
-                if kind != {"out": "adds", "down": "adds", "gate_up": "gated"}.get(name, "plain"):
+            for name, (outputs, inputs, _, swiglu) in shape.products().items():
+                if epilogue != Epilogue.of(swiglu=swiglu, add_residual=name in ("out", "down")):
                     continue
                 fitting = [tile for tile in tiles if tile.fits(outputs, inputs)]
-                for tile in [tiled.Tile(16, 16, 16)] if device.type == "cpu" else fitting:
-                    product = TiledProduct(count, outputs, inputs, device, itemsize, gated=gated)
-                    found = product.run(tile, adds=kind == "adds")
+                for tile in [TileConfig(16, 16, 16)] if device.type == "cpu" else fitting:
+                    product = TiledProduct(count, outputs, inputs, device, itemsize, swiglu=swiglu)
+                    found = product.run(tile, add_residual=epilogue == Epilogue.ADD_RESIDUAL)
                     compare(f"{name} by tiles of {itemsize} bytes", found, product.exact)
 
 
-def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:
+def configs(rows: int, inputs: int, max_split_k: int, swiglu: bool) -> Iterator[TileConfig]:
     """What may be tried for a step and a matrix of so many inputs."""
-    tile, matrices = min(128, max(16, 1 << (rows - 1).bit_length())), 2 if gated else 1
+    tile, matrices = min(128, max(16, 1 << (rows - 1).bit_length())), 2 if swiglu else 1
     for outputs, parts, warps in itertools.product(
-        (16, 32, 64, 128), range(1, most_parts + 1), (4, 8)
+        (16, 32, 64, 128), range(1, max_split_k + 1), (4, 8)
     ):
         if tile * outputs * matrices > 64 * 32 * warps or inputs % parts:
             continue
         for turn, stages in ((64, 5), (128, 3), (128, 5), (256, 3)):
             held = (tile + outputs * matrices) * turn * 2 * stages
             if held <= 220 << 10:
-                yield Tiling(tile, outputs, turn, parts, warps, stages)
+                yield TileConfig(tile, outputs, turn, parts, warps, stages)
 
 
 class Product:
     """One product of a shape for a number of rows, over many matrices."""
 
     def __init__(self, shape: Shape, name: str, weights: list[torch.Tensor], rows: int) -> None:
-        self.outputs, self.inputs, self.most_parts, self.is_gated = shape.products()[name]
+        self.outputs, self.inputs, self.max_split_k, self.is_swiglu = shape.products()[name]
         self.weights = weights
         self.rows = randn(rows, self.inputs, device=weights[0].device)
 
@@ -341,36 +345,36 @@ class Product:
         """Microseconds of cuBLAS, without the gate."""
         return self._time(torch.nn.functional.linear)
 
-    def cut(self, tiling: Tiling) -> float:
+    def config(self, config: TileConfig) -> float:
         """Microseconds of our kernel."""
-        run = dense_layers.gated if self.is_gated else dense_layers.linear
-        return self._time(lambda rows, weight: run(rows, LinearWeights(weight), tiling))
+        run = linear.linear_swiglu if self.is_swiglu else linear.linear
+        return self._time(lambda rows, weight: run(rows, LinearWeights(weight), config))
 
     def _time(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
         def products() -> None:
             for weight in self.weights:
                 run(self.rows, weight)
 
-        return microseconds(products, len(self.weights))
+        return time_graph(products, len(self.weights))
 
-    def tilings(self) -> Iterator[Tiling]:
+    def tilings(self) -> Iterator[TileConfig]:
         """What may be the best."""
-        for cut in cuts(len(self.rows), self.inputs, self.most_parts, self.is_gated):
-            programs = self.outputs // cut.outputs * cut.parts
-            if cut.fits(self.outputs, self.inputs) and programs >= 48:
-                yield cut
+        for config in configs(len(self.rows), self.inputs, self.max_split_k, self.is_swiglu):
+            programs = self.outputs // config.block_n * config.split_k
+            if config.fits(self.outputs, self.inputs) and programs >= 48:
+                yield config
 
 
 def compile_cuts(shape: Shape, device: torch.device, until: float) -> None:
     """Fills Triton's cache for a shape, with all processors."""
-    kernels: dict[tuple[Any, ...], tuple[str, Tiling]] = {}
-    for name, (_, inputs, _, is_gated) in shape.products().items():
+    kernels: dict[tuple[Any, ...], tuple[str, TileConfig]] = {}
+    for name, (_, inputs, _, is_swiglu) in shape.products().items():
         weights = [torch.empty(0, inputs, device=device)]
         for rows in TUNED_ROWS:
-            for cut in Product(shape, name, weights, rows).tilings():
+            for config in Product(shape, name, weights, rows).tilings():
                 # What of a cut its kernel knows.
-                known = (replace(cut, parts=1), cut.parts > 1, is_gated)
-                kernels.setdefault(known, (name, cut))
+                known = (replace(config, split_k=1), config.split_k > 1, is_swiglu)
+                kernels.setdefault(known, (name, config))
     print(f"{len(kernels)} kernels", flush=True)
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -381,38 +385,42 @@ def compile_cuts(shape: Shape, device: torch.device, until: float) -> None:
     print(f"{len(failed)} failed, first {failed[:1]}", flush=True)
 
 
-def compile_cut(shape: Shape, name: str, cut: Tiling, device: torch.device) -> None:
+def compile_cut(shape: Shape, name: str, config: TileConfig, device: torch.device) -> None:
     """Runs a product once."""
-    outputs, inputs, _, is_gated = shape.products()[name]
+    outputs, inputs, _, is_swiglu = shape.products()[name]
     weight = torch.zeros(
-        outputs * (2 if is_gated else 1), inputs, dtype=torch.bfloat16, device=device
+        outputs * (2 if is_swiglu else 1), inputs, dtype=torch.bfloat16, device=device
     )
-    run = dense_layers.gated if is_gated else dense_layers.linear
-    run(weight[:1], LinearWeights(weight), cut)
+    run = linear.linear_swiglu if is_swiglu else linear.linear
+    run(weight[:1], LinearWeights(weight), config)
     torch.cuda.synchronize()
 
 
 def tune(shape: Shape, device: torch.device, until: float, report: Report) -> None:
     """Every product of a shape at every number of rows."""
     compile_cuts(shape, device, (time.monotonic() + until) / 2)
-    for name, (outputs, inputs, _, is_gated) in shape.products().items():
-        height = outputs * (2 if is_gated else 1)
+    for name, (outputs, inputs, _, is_swiglu) in shape.products().items():
+        height = outputs * (2 if is_swiglu else 1)
         copies = max(2, -(-ROTATED_BYTES // (height * inputs * 2)))
         weights = [randn(height, inputs, device=device, scale=0.02) for _ in range(copies)]
         for rows in TUNED_ROWS:
             product = Product(shape, name, weights, rows)
             library, found = product.library(), []
-            for cut in product.tilings():
+            for config in product.tilings():
                 if time.monotonic() > until:
                     break
                 try:
-                    found.append((product.cut(cut), cut))
+                    found.append((product.config(config), config))
                 except Exception as error:
-                    print(f"{cut}: {str(error).splitlines()[0][:100]}", flush=True)
+                    print(f"{config}: {str(error).splitlines()[0][:100]}", flush=True)
             found.sort(key=lambda pair: pair[0])
-            cuts = [{"us": took, **asdict(cut)} for took, cut in found[:8]]
-            report.add(shape=shape.name, product=name, rows=rows, library_us=library, cuts=cuts)
-            said = "; ".join(f"{took:.2f} {tuple(asdict(cut).values())}" for took, cut in found[:4])
+            configs = [{"us": took, **asdict(config)} for took, config in found[:8]]
+            report.add(
+                shape=shape.name, product=name, rows=rows, library_us=library, configs=configs
+            )
+            said = "; ".join(
+                f"{took:.2f} {tuple(asdict(config).values())}" for took, config in found[:4]
+            )
             print(f"{shape.name} {name} x {rows}: cuBLAS {library:.2f} | {said}", flush=True)
 
 
@@ -445,7 +453,7 @@ def time_way(layers: list[Layer], way: str, rows: int) -> float:
         for layer in layers:
             state = getattr(layer, way)(*state, slots)
 
-    return microseconds(run, len(layers))
+    return time_graph(run, len(layers))
 
 
 def parser() -> argparse.ArgumentParser:

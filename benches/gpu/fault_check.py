@@ -90,7 +90,7 @@ if __name__ == "__main__":
         (fault, ()),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()
-    from pie_driver_sglang.driver.launch import main
+    from pie_driver_sglang.driver.startup import main
     os._exit(main(guard=guard))
 '''
 

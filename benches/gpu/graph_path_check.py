@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import frame
 from frame import Report
-from serving import NEVER_PARK, PAGE, driver, step, write_config
+from serving import NEVER_PARK, PAGE, driver, driver_here, round_trip_us, step
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Client
@@ -65,62 +62,20 @@ def check_walk(
     return {"steps": steps, "tokens": walk.compared, "differ": len(ulps), "worst_ulps": worst}
 
 
-def profile(replay: Callable[[], object]) -> None:
-    """Prints microseconds, launches and names of the kernels of a graph, longest first.
-
-    `replay` launches it `PROFILED` times.
-    """
-    import torch
-
-    cuda = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=cuda) as profiler:
-        replay()
-        torch.cuda.synchronize()
-    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
-    for kernel in kernels[:20]:
-        took, count = kernel.device_time_total / PROFILED, kernel.count / PROFILED
-        print(f"        {took:8.1f} us  {count:5.0f} x {kernel.key[:90]}")
-
-
 def time_steps(model: Path, options: list[str], profiled: bool, report: Report) -> None:
     """Decode steps through the ring, and the same graphs back to back."""
-    import torch
-
-    from pie_driver_sglang.backends.sglang import environment
-    from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.driver.serving_loop import serve, warm_up
-
-    name = f"/pie_shmem_g{os.getpid() % 100_000}"
     lines = ['load_format = "dummy"', f"page_size = {PAGE}", *options]
-    config = load_config(write_config(Path(tempfile.mkdtemp()), model, lines))
-    environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
-    from pie_driver_sglang.backends.sglang.load import load_engine
+    with driver_here(model, lines) as (name, engine, _):
+        for context, batch in itertools.product(CONTEXTS, BATCHES):
+            repeat = functools.partial(engine.steps.time, batch, repeats=STEPS)
+            row = take_turns(name, batch, context, repeat)
+            report.add(**row)
+            line = (f"{key} {value:.0f}" for key, value in row.items())
+            print("    " + "  ".join(line), flush=True)
+            if profiled:
+                from graph_times import print_kernels
 
-    server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
-    planner, engine = load_engine(config)
-    server.serve(planner, engine.block.data, print, graph_path=engine.make_graph_path())
-    warm_up(server, engine)
-    stream = torch.cuda.current_stream()
-
-    def run() -> None:
-        torch.cuda.set_stream(stream)
-        serve(server, engine, None)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        for context in CONTEXTS:
-            for batch in BATCHES:
-                repeat = functools.partial(engine.steps.time, batch, repeats=STEPS)
-                row = take_turns(name, batch, context, repeat)
-                report.add(**row)
-                line = (f"{key} {value:.0f}" for key, value in row.items())
-                print("    " + "  ".join(line), flush=True)
-                if profiled:
-                    profile(functools.partial(engine.steps.time, batch, repeats=PROFILED))
-    finally:
-        server.unlink()
-        thread.join(10)
+                print_kernels(functools.partial(engine.steps.time, batch, repeats=PROFILED))
 
 
 def take_turns(
@@ -164,12 +119,7 @@ def client(name: str, batch: int, context: int) -> None:
         link.forward([step(prompt, 0, c * stride, c + 1)])
     frame = _core.encode_forward([step([5], context, c * stride, c + 1) for c in range(batch)])
     for _ in sys.stdin:
-        samples = []
-        for _ in range(STEPS):
-            started = time.perf_counter_ns()
-            link.call(frame)
-            samples.append((time.perf_counter_ns() - started) / 1000)
-        print(json.dumps(samples), flush=True)
+        print(json.dumps([round_trip_us(link, frame) for _ in range(STEPS)]), flush=True)
 
 
 def parser() -> argparse.ArgumentParser:

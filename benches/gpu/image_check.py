@@ -25,7 +25,7 @@ from typing import Any
 import frame
 import torch
 from frame import Report
-from serving import MIN_GAP, PAGE, driver, pages
+from serving import PAGE, decided, driver, pages
 
 from pie_driver_sglang._core import Client, Image, Request, Sampler
 
@@ -201,25 +201,23 @@ def check(
         stories = [Story(model.config, parts, number) for number, parts in enumerate(PROMPTS)]
         found = converse(client, stories)
         seconds = [time_image(client, model.config, 100 + turn) for turn in range(TIMED)]
-    wrong = decided = 0
+    wrong = clear = 0
     error = 0.0
     for story, logits in zip(stories, found, strict=True):
         expected = story.reference(model)[-len(logits) :]
         error = max(error, float((logits - expected).abs().max()))
-        best = expected.topk(2, dim=-1)
-        clear = best.values[:, 0] - best.values[:, 1] > MIN_GAP
-        decided += int(clear.sum())
-        wrong += int((clear & (logits.argmax(-1) != best.indices[:, 0])).sum())
+        counts = decided(expected, logits.argmax(-1).tolist())
+        clear, wrong = clear + counts[0], wrong + counts[1]
     what = f"{backend} {dtype}"
     image_ms = 1e3 * statistics.median(seconds)
-    report.add(backend=backend, dtype=dtype, error=error, decided_rows=decided, image_ms=image_ms)
+    report.add(backend=backend, dtype=dtype, error=error, decided_rows=clear, image_ms=image_ms)
     good = report.hold(f"{what}: wrong rows", wrong, at_most=0)
-    good &= report.hold(f"{what}: decided rows", decided, at_least=1)
+    good &= report.hold(f"{what}: decided rows", clear, at_least=1)
     if dtype == "float32":
         good &= report.hold(f"{what}: difference of logits", error, at_most=TOLERANCE)
     print(
         f"{'ok ' if good else 'BAD'} {backend} {dtype}: largest error {error:.2e}, "
-        f"{wrong} wrong of {decided} decided rows; an image of 32 x 32 patches in "
+        f"{wrong} wrong of {clear} decided rows; an image of 32 x 32 patches in "
         f"{image_ms:.1f} ms (p50 of {TIMED})"
     )
 

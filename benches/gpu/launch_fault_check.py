@@ -51,7 +51,7 @@ def serve_here(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """A driver's engine in this process, and a client that has run one decode of `--rows`."""
     from pie_driver_sglang import _core
     from pie_driver_sglang.backends.sglang import environment
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import serve, warm_up
 
     device, folder = arguments.device, Path(tempfile.mkdtemp())

@@ -1,24 +1,19 @@
-"""Plays the runtime's load against a driver on a CUDA GPU, compared with a prototype and SGLang.
+"""Plays the runtime's load against a driver on a CUDA GPU, compared with SGLang.
 
     python benches/gpu/load_check.py --shapes CONFIG --pie-load BINARY --out DIR \
-        [--onegraph SCRIPT] [--bench-sgl SCRIPT] [--graph-times FILE] [--parts A,B] \
-        [--peer-mini CHECKOUT]
+        [--parts A,B] [--peer-mini CHECKOUT]
 
 Parts, each in processes of its own; one that fails costs the others nothing:
 
-1. `prototype`: overhead of a decode step that is one CUDA graph, by batch size, at a context of
-   512.
-2. `steps`, `throughput`: round trips of decode steps, and tokens per second of the standard
+1. `steps`, `throughput`: round trips of decode steps, and tokens per second of the standard
    workload, on one driver.
-3. `peers`: SGLang's own tokens per second, by attention backend, and with `--peer-mini` those of
+2. `peers`: SGLang's own tokens per second, by attention backend, and with `--peer-mini` those of
    Mini-SGLang.
-4. `runner`, only when named: the same steps by SGLang's `ModelRunner` with its own graphs, by
+3. `runner`, only when named: the same steps by SGLang's `ModelRunner` with its own graphs, by
    attention backend, and how long the memory takes to move what a step must read (the roofline).
-5. `trace`, only when named: the driver's own split of a step. Writing it costs time in every step.
 
 The record is DIR/load_check.json, with a row for each kind of figures; everything that was printed
-goes to DIR/load_check.log. Host overhead is the p50 round trip less the GPU time of the same graph
-launched back to back. The status is 1 when a process of a part failed.
+goes to DIR/load_check.log. The status is 1 when a process of a part failed.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +34,15 @@ import frame
 from frame import Report
 from processes import Runner
 
-DEFAULT_PARTS = "prototype,steps,throughput,peers"
-PROTOTYPE_CONTEXT = 512
 PEERS = Path(__file__).parents[1] / "peers"
-PEER = PEERS / "sglang_engine.py"
 HBM_BYTES_PER_S = 4.8e12
 """Of an H200, by its data sheet."""
-PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0, "runner": 90.0}
+PART_S = {"load": 240.0, "peers": 150.0, "runner": 90.0}
 """The longest that a process of each part may take."""
-_PROTOTYPE_LINE = re.compile(r"batch (\d+): gpu (\d+) us, .* overhead (-?\d+) us")
 _RUNNER_LINE = re.compile(r"runner \S+ (\d+x\d+): (\d+) us")
 _BYTES_LINE = re.compile(r"runner bytes: weights (\d+), a token (\d+)")
 _MINI_LINE = re.compile(r"^mini-sglang (.*?): \{", re.MULTILINE)
 _PEER_LINE = re.compile(r"(?:mini-)?sglang (\S+) repeat \d+: .* = (\d+) tok/s")
-
-
-def prototype_figures(output: str) -> dict[str, dict[str, float]]:
-    """GPU time and overhead in µs by batch size, as the prototype prints them."""
-    found = _PROTOTYPE_LINE.findall(output)
-    return {batch: {"gpu_us": float(gpu), "overhead_us": float(us)} for batch, gpu, us in found}
 
 
 def peer_figures(output: str) -> list[float]:
@@ -83,24 +68,6 @@ def roofline_us(output: str, steps: Iterable[str]) -> dict[str, float]:
     return times
 
 
-def graph_gpu_us(times: Mapping[str, float], batch: int, context: int) -> float | None:
-    """GPU time of the decode graph launched back to back, in µs; None when it is not known."""
-    return times.get(f"{batch}x{context}")
-
-
-def host_overhead_us(
-    trips: Mapping[str, float], times: Mapping[str, float], context: int
-) -> dict[str, float]:
-    """Round trip less GPU time in µs by batch size, where both are known."""
-    overhead = {}
-    for row, trip in trips.items():
-        batch, row_context = (int(number) for number in row.split("x"))
-        gpu = graph_gpu_us(times, batch, context)
-        if row_context == context and gpu is not None:
-            overhead[str(batch)] = trip - gpu
-    return overhead
-
-
 class Check:
     """The parts and their figures."""
 
@@ -112,8 +79,6 @@ class Check:
         self._out: Path = arguments.out
         self._runner = Runner(self._out / "load_check.log", arguments.budget_s)
         self._figures: dict[str, Any] = {
-            "host_overhead_us": {},
-            "prototype_overhead_us": {},
             "tokens_per_s": {"ours": None, "sglang": {}, "mini_sglang": {}},
             "steps": None,
             "detail": {},
@@ -122,8 +87,6 @@ class Check:
     def play(self) -> None:
         """Plays the parts that were asked for."""
         parts = self._arguments.parts.split(",")
-        if "prototype" in parts and self._arguments.onegraph:
-            self._part("prototype", self._prototype)
         loads = [part for part in ("steps", "throughput") if part in parts]
         if loads:
             self._part("load", lambda: self._load(loads))
@@ -135,8 +98,6 @@ class Check:
         if "runner" in parts:
             for backend in self._arguments.peer_backends.split(","):
                 self._part(f"runner {backend}", lambda backend=backend: self._model_runner(backend))
-        if "trace" in parts:
-            self._part("trace", self._trace)
         self._runner.say(json.dumps({**self._figures, "detail": "..."}, indent=1))
         for name in self._runner.failed:
             self._runner.say(f"failed: {name}")
@@ -153,15 +114,6 @@ class Check:
         for name, figures in self._figures.items():
             self._report.put(name, figures)
 
-    def _prototype(self) -> None:
-        batches = self._arguments.batch
-        command = [sys.executable, self._arguments.onegraph, self._model, "triton", 16, batches]
-        output = self._runner.run("prototype", command, PART_S["prototype"])
-        found = prototype_figures(output)
-        overhead = {batch: row["overhead_us"] for batch, row in found.items()}
-        self._figures["prototype_overhead_us"] = overhead
-        self._figures["detail"]["prototype"] = found
-
     def _load(self, workloads: list[str]) -> None:
         found = self._pie_load("load", workloads, PART_S["load"])
         if "throughput" in workloads and not found.get("throughput"):
@@ -171,30 +123,19 @@ class Check:
         rows = [row for row in found.get("steps", []) if row["skipped"] is None]
         trips = {f"{r['batch']}x{r['context']}": r["round_trip_us"]["p50"] for r in rows}
         speeds = [run["tokens_per_s"] for run in found.get("throughput", [])]
-        times = self._graph_times()
         detail = {
             "round_trip_p50_us": trips,
             "client_p50_us": {f"{r['batch']}x{r['context']}": r["client_us"]["p50"] for r in rows},
-            "graph_gpu_us": times,
             "ours_repeats": speeds,
             "ours": found,
         }
         self._figures["detail"] |= detail
-        self._figures["host_overhead_us"] = host_overhead_us(trips, times, PROTOTYPE_CONTEXT)
         if speeds:
             self._figures["tokens_per_s"]["ours"] = speeds[-1]
         if rows:
             self._figures["steps"] = "load.samples.json"
 
-    def _trace(self) -> None:
-        more = ["--trace", "--steps", "50"]
-        found = self._pie_load("trace", ["steps"], PART_S["trace"], more)
-        rows = {f"{r['batch']}x{r['context']}": r["trace_us"] for r in found.get("steps", [])}
-        self._figures["detail"]["trace_us"] = rows
-
-    def _pie_load(
-        self, name: str, workloads: list[str], limit_s: float, more: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def _pie_load(self, name: str, workloads: list[str], limit_s: float) -> dict[str, Any]:
         """Plays workloads on a driver and returns what was written."""
         arguments, path = self._arguments, self._out / f"{name}.json"
         path.unlink(missing_ok=True)
@@ -207,7 +148,7 @@ class Check:
             command += ["--lengths", arguments.lengths]
         for option in arguments.option:
             command += ["--option", option]
-        self._runner.run(name, [*command, *more], limit_s)
+        self._runner.run(name, command, limit_s)
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
@@ -216,10 +157,9 @@ class Check:
             self._runner.say("peer fa3: its kernels are not installed")
             return
         arguments = self._arguments
-        command = [sys.executable, arguments.bench_sgl, self._model, backend]
-        if arguments.bench_sgl == PEER:
-            command += ["--repeats", arguments.repeats]
-            command += ["--lengths", arguments.lengths] if arguments.lengths else []
+        command = [sys.executable, PEERS / "sglang_engine.py", self._model, backend]
+        command += ["--repeats", arguments.repeats]
+        command += ["--lengths", arguments.lengths] if arguments.lengths else []
         method = quantization(arguments.option)
         if method is not None:
             command += ["--quantization", method]
@@ -254,11 +194,6 @@ class Check:
         detail.setdefault("sglang_runner_us", {})[backend] = found
         detail.setdefault("roofline_us", {}).update(roofline_us(output, found))
 
-    def _graph_times(self) -> dict[str, float]:
-        path: Path | None = self._arguments.graph_times
-        times: dict[str, float] = json.loads(path.read_text()) if path else {}
-        return times
-
 
 def quantization(options: Sequence[str]) -> str | None:
     """The method by which lines of [driver.options] have weights quantized, for the peers, too."""
@@ -278,10 +213,7 @@ def parser() -> argparse.ArgumentParser:
     model = made.add_mutually_exclusive_group(required=True)
     model.add_argument("--shapes", **frame.SHAPES)
     model.add_argument("--model", type=Path, help="a whole model folder instead")
-    made.add_argument("--onegraph", type=Path, help="the prototype's script")
-    made.add_argument("--bench-sgl", type=Path, default=PEER, help="another peers' script")
-    made.add_argument("--graph-times", type=Path, help='{"<batch>x<context>": µs on the GPU}')
-    made.add_argument("--parts", default=DEFAULT_PARTS)
+    made.add_argument("--parts", default="steps,throughput,peers")
     made.add_argument("--peer-backends", default="fa3,flashinfer,triton")
     made.add_argument("--peer-mini", type=Path, help="a clone of Mini-SGLang")
     made.add_argument("--peer-mini-backend", default="fi", help="fi, or fa:256 with its page size")

@@ -25,14 +25,13 @@ from graph_times import time_graph
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-import lone_kernels
+import single_decode_kernels
 from pie_driver_sglang.kernels.attention import cluster_decode
-from pie_driver_sglang.kernels.attention.cluster_decode import ClusterAttention, ClusterTuning
+from pie_driver_sglang.kernels.attention.cluster_decode import ClusterConfig, ClusterDecode
 from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled
-from pie_driver_sglang.kernels.gemm.dense_layers import Norm
-from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind, RowCut, RowProduct
+from pie_driver_sglang.kernels.gemm.fp8_gemv import Fp8Gemv, GemvConfig
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedWeights, quantize
-from pie_driver_sglang.kernels.gemm.small_m import Scratch
+from pie_driver_sglang.kernels.gemm.types import Epilogue, Norm, Workspace
 
 SEEN_TOLERANCE = 0.02
 """Of the largest number that attention gives, whose weights are rounded to 16 bits."""
@@ -48,30 +47,30 @@ ROWS = (
     (300, 40, 8, 128, True), (700, 32, 4, 128, True), (5000, 16, 8, 128, True),
     (70, 8, 4, 64, True), (900, 48, 8, 64, True), (129, 6, 6, 128, True),
 )  # fmt: skip
-TUNINGS = (None, ClusterTuning(8), ClusterTuning(16, 128), ClusterTuning(4, 512))
+TUNINGS = (None, ClusterConfig(8), ClusterConfig(16, 128), ClusterConfig(4, 512))
 """The kernel's own choice first."""
 
 
 class Matrix(NamedTuple):
     """A product of the 8B, and some of other sizes."""
 
-    kind: ProductKind
+    epilogue: Epilogue
     outputs: int
     inputs: int
     normed: bool
 
 
 LAYER = (
-    Matrix(ProductKind.STORES, 6144, 4096, True),
-    Matrix(ProductKind.ADDS, 4096, 4096, False),
-    Matrix(ProductKind.JOINS, 28672, 4096, True),
-    Matrix(ProductKind.ADDS, 4096, 14336, False),
+    Matrix(Epilogue.STORE, 6144, 4096, True),
+    Matrix(Epilogue.ADD_RESIDUAL, 4096, 4096, False),
+    Matrix(Epilogue.SWIGLU, 28672, 4096, True),
+    Matrix(Epilogue.ADD_RESIDUAL, 4096, 14336, False),
 )
 OTHERS = (
-    Matrix(ProductKind.STORES, 256, 1024, False),
-    Matrix(ProductKind.JOINS, 512, 2560, False),
-    Matrix(ProductKind.ADDS, 5120, 17408, False),
-    Matrix(ProductKind.STORES, 4096, 1024, True),
+    Matrix(Epilogue.STORE, 256, 1024, False),
+    Matrix(Epilogue.SWIGLU, 512, 2560, False),
+    Matrix(Epilogue.ADD_RESIDUAL, 5120, 17408, False),
+    Matrix(Epilogue.STORE, 4096, 1024, True),
 )
 
 
@@ -79,34 +78,38 @@ def attention_errors(report: Report) -> Iterator[float]:
     """How far off every row is."""
     for row in ROWS:
         for dtype in (torch.bfloat16, torch.float16):
-            case = lone_kernels.Case(*row, dtype, "cuda")
-            heads = lone_kernels.make_heads(case)
-            assert cluster_decode.knows_heads(heads, dtype)
+            case = single_decode_kernels.Case(*row, dtype, "cuda")
+            heads = single_decode_kernels.make_heads(case)
+            assert cluster_decode.supports_cluster_decode(heads, dtype)
             for tuning in TUNINGS if dtype is torch.bfloat16 else TUNINGS[:1]:
-                kernel = ClusterAttention(
-                    heads, dtype, tuning or cluster_decode.cluster_tuning(heads)
+                kernel = ClusterDecode(
+                    heads, dtype, tuning or cluster_decode.find_cluster_config(heads)
                 )
-                off = lone_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
+                off = single_decode_kernels.error(case, heads, kernel.attend, SEEN_TOLERANCE)
                 report.add(part="attention", case=str(case), tuning=str(tuning), off=off)
                 yield off
 
 
-def make_weights(matrix: Matrix, *, fixed: bool = False, grouped: bool = False) -> QuantizedWeights:
+def make_weights(
+    matrix: Matrix, *, static_scale: bool = False, grouped: bool = False
+) -> QuantizedWeights:
     """Random ones."""
     outputs, inputs = matrix.outputs, matrix.inputs
     weight = torch.randn(outputs, inputs, device="cuda").to(FP8)
     blocks = (outputs // GROUP, inputs // GROUP) if grouped else (outputs,)
     scales = (torch.rand(*blocks, device="cuda") + 0.5) * 0.01
-    return QuantizedWeights(weight, scales, torch.tensor([0.02], device="cuda") if fixed else None)
+    return QuantizedWeights(
+        weight, scales, torch.tensor([0.02], device="cuda") if static_scale else None
+    )
 
 
 def compile_product(
-    matrix: Matrix, weights: QuantizedWeights, dtype: torch.dtype, cut: RowCut
-) -> RowProduct:
+    matrix: Matrix, weights: QuantizedWeights, dtype: torch.dtype, config: GemvConfig
+) -> Fp8Gemv:
     """The kernel of a matrix."""
-    return RowProduct(
-        matrix.inputs, matrix.kind, dtype, weights.weight.device, cut, normed=matrix.normed,
-        fixed=weights.row_scale is not None, grouped=weights.grouped,
+    return Fp8Gemv(
+        matrix.inputs, matrix.epilogue, dtype, weights.weight.device, config, normed=matrix.normed,
+        static_scale=weights.row_scale is not None, grouped=weights.grouped,
     )  # fmt: skip
 
 
@@ -117,10 +120,10 @@ def make_norm(matrix: Matrix, dtype: torch.dtype) -> Norm | None:
 
 
 def product_error(
-    matrix: Matrix, dtype: torch.dtype, cut: RowCut, *, fixed: bool, grouped: bool
+    matrix: Matrix, dtype: torch.dtype, config: GemvConfig, *, static_scale: bool, grouped: bool
 ) -> float:
     """How far off a product is."""
-    weights = make_weights(matrix, fixed=fixed, grouped=grouped)
+    weights = make_weights(matrix, static_scale=static_scale, grouped=grouped)
     row = torch.randn(1, matrix.inputs, device="cuda").to(dtype)
     norm = make_norm(matrix, dtype)
     given = quantize(row.clone(), norm=norm, grouped=grouped, scale=weights.row_scale)
@@ -132,36 +135,38 @@ def product_error(
     else:
         scales = scales[:, None]
     exact = exact_row @ (weights.weight.double() * scales).T
-    into = None
-    if matrix.kind == ProductKind.ADDS:
-        into = torch.randn(1, matrix.outputs, device="cuda").to(dtype)
-        exact += into.double()
-    if matrix.kind == ProductKind.JOINS:
+    residual = None
+    if matrix.epilogue == Epilogue.ADD_RESIDUAL:
+        residual = torch.randn(1, matrix.outputs, device="cuda").to(dtype)
+        exact += residual.double()
+    if matrix.epilogue == Epilogue.SWIGLU:
         gate, up = exact.chunk(2, -1)
         exact = torch.nn.functional.silu(gate) * up
-    kernel = compile_product(matrix, weights, dtype, cut)
-    found = kernel.multiply(row, weights, norm=norm, into=into)
+    kernel = compile_product(matrix, weights, dtype, config)
+    found = kernel.multiply(row, weights, norm=norm, residual=residual)
     return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
 def product_errors(report: Report) -> Iterator[float]:
     """How far off every product is."""
     for matrix in (*LAYER, *OTHERS):
-        for dtype, fixed, grouped in (
+        for dtype, static_scale, grouped in (
             (torch.bfloat16, False, False), (torch.float16, True, False),
             (torch.bfloat16, False, True),
         ):  # fmt: skip
-            for cut in cuts(matrix):
-                off = product_error(matrix, dtype, cut, fixed=fixed, grouped=grouped)
-                how = {"dtype": str(dtype), "fixed": fixed, "grouped": grouped}
-                report.add(part="products", matrix=str(matrix), cut=str(cut), off=off, **how)
+            for config in configs(matrix):
+                off = product_error(
+                    matrix, dtype, config, static_scale=static_scale, grouped=grouped
+                )
+                how = {"dtype": str(dtype), "static_scale": static_scale, "grouped": grouped}
+                report.add(part="products", matrix=str(matrix), config=str(config), off=off, **how)
                 yield off
 
 
-def cuts(matrix: Matrix) -> list[RowCut]:
+def configs(matrix: Matrix) -> list[GemvConfig]:
     """All that fit a matrix."""
-    found = [cut for cut in fp8_gemv.ROW_CUTS if cut.fits(matrix.inputs)]
-    assert found[0] == fp8_gemv.find_row_cut(matrix.inputs)
+    found = [config for config in fp8_gemv.GEMV_CONFIGS if config.fits(matrix.inputs)]
+    assert found[0] == fp8_gemv.find_gemv_config(matrix.inputs)
     return found
 
 
@@ -175,35 +180,35 @@ class Chain:
         self._weights = [make_weights(matrix, grouped=grouped) for _ in range(count)]
         self._row = torch.randn(1, matrix.inputs, device="cuda").to(self._dtype)
         self._norm = make_norm(matrix, self._dtype)
-        self._joins = matrix.kind == ProductKind.JOINS
-        self._outputs = matrix.outputs // 2 if self._joins else matrix.outputs
-        adds = matrix.kind == ProductKind.ADDS
-        self._into = self._row.new_zeros(1, self._outputs) if adds else None
+        self._swiglu = matrix.epilogue == Epilogue.SWIGLU
+        self._outputs = matrix.outputs // 2 if self._swiglu else matrix.outputs
+        add_residual = matrix.epilogue == Epilogue.ADD_RESIDUAL
+        self._residual = self._row.new_zeros(1, self._outputs) if add_residual else None
 
-    def by_row(self, cut: RowCut) -> float:
+    def by_row(self, config: GemvConfig) -> float:
         """Microseconds of one kernel a product."""
-        kernel = compile_product(self.matrix, self._weights[0], self._dtype, cut)
+        kernel = compile_product(self.matrix, self._weights[0], self._dtype, config)
 
         def run() -> None:
             for weights in self._weights:
-                kernel.multiply(self._row, weights, norm=self._norm, into=self._into)
+                kernel.multiply(self._row, weights, norm=self._norm, residual=self._residual)
 
         return time_graph(run, len(self._weights))
 
     def by_tiles(self) -> float:
         """Microseconds of a kernel that quantizes and one of tiles."""
-        inputs, adds = self.matrix.inputs, self._into is not None
-        tile = tiled.find_tile(1, self._outputs, inputs, 1, adds=adds, gated=self._joins)
+        inputs = self.matrix.inputs
+        tile = tiled.find_tiled_config(1, self._outputs, inputs, 1, self.matrix.epilogue)
         assert tile is not None
-        parts, tiles = tiled.scratch_sizes(tile.rows, self.matrix.outputs)
+        parts, tiles = tiled.workspace_sizes(tile.block_m, self.matrix.outputs)
         counters = torch.zeros(tiles, dtype=torch.int32, device="cuda")
-        scratch = Scratch(torch.zeros(parts, device="cuda"), counters)
+        workspace = Workspace(torch.zeros(parts, device="cuda"), counters)
 
         def run() -> None:
             for weights in self._weights:
                 given = quantize(self._row, norm=self._norm, grouped=self.grouped)
-                tiled.tiled_product(
-                    given, weights, tile, scratch, into=self._into, gated=self._joins,
+                tiled.tiled_gemm(
+                    given, weights, tile, workspace, residual=self._residual, swiglu=self._swiglu,
                     dtype=self._dtype,
                 )  # fmt: skip
 
@@ -216,7 +221,7 @@ def time_products(report: Report) -> None:
         for matrix in LAYER:
             chain = Chain(matrix, grouped=grouped)
             figures = {"quantize, tiles": chain.by_tiles()}
-            figures |= {str(cut): chain.by_row(cut) for cut in cuts(matrix)}
+            figures |= {str(config): chain.by_row(config) for config in configs(matrix)}
             line = "  ".join(f"{name}: {us:.1f}" for name, us in figures.items())
             print(f"{matrix}{', blocks' if grouped else ''}: {line}", flush=True)
             report.add(part="times", matrix=str(matrix), grouped=grouped, us=figures)

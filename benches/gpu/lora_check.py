@@ -30,9 +30,9 @@ from typing import Any
 
 import frame
 from frame import Report
-from serving import MIN_GAP, PAGE, driver, pages
+from serving import MIN_GAP, PAGE, decided, driver, load_reference, round_trip_us, step
 
-from pie_driver_sglang._core import Client, Request, Sampler
+from pie_driver_sglang._core import Client, Request, Sampler, encode_forward
 
 LOGITS_TOLERANCE = 0.5
 """Of bfloat16 against float32; pocket's logits reach 30."""
@@ -107,17 +107,8 @@ def request(
     tokens: list[int], start: int, first_page: int, context: int, adapter: int, probe: bool
 ) -> Request:
     """Tokens at positions `start..`, with the logits of the last one or its greedy token."""
-    end = start + len(tokens)
-    sampler = Sampler.raw_logits() if probe else Sampler.greedy()
-    return Request(
-        tokens,
-        list(range(start, end)),
-        pages(first_page, end),
-        (end - 1) % PAGE + 1,
-        [(len(tokens) - 1, sampler)],
-        context_id=context,
-        adapter_id=adapter or -1,
-    )
+    samplers = [Sampler.raw_logits()] if probe else None
+    return step(tokens, start, first_page, context, samplers, adapter_id=adapter or -1)
 
 
 class Models:
@@ -125,11 +116,8 @@ class Models:
 
     def __init__(self, path: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
+        self.model = load_reference(path)
         self.model.requires_grad_(False)
         # An adapter of the head does not change tied embeddings.
         head = self.model.lm_head.weight.clone()
@@ -196,10 +184,9 @@ def check_pocket(
                 stored[c] = len(ids[c])
                 ids[c].append(token)
     for number, start, tokens in zip(numbers, starts, ids, strict=True):
-        best = models.logits(tokens[:-1], deltas[number])[start - 1 :].topk(2)
-        sure = best.values[:, 0] - best.values[:, 1] > MIN_GAP
-        clear += int(sure.sum())
-        wrong += int((sure & (best.indices[:, 0] != torch.tensor(tokens[start:]))).sum())
+        logits = models.logits(tokens[:-1], deltas[number])[start - 1 :]
+        counts = decided(logits, tokens[start:])
+        clear, wrong = clear + counts[0], wrong + counts[1]
     print(
         f"    logits: largest difference {worst:.2e}; adapters change them by {least:.2e} or more"
     )
@@ -264,12 +251,7 @@ def _prompts_us(client: Client, numbers: Sequence[int], count: int, length: int)
 
 
 def _median_us(client: Client, batches: Sequence[list[Request]]) -> float:
-    times = []
-    for batch in batches:
-        started = time.perf_counter_ns()
-        client.forward(batch)
-        times.append((time.perf_counter_ns() - started) / 1000)
-    return statistics.median(times)
+    return statistics.median(round_trip_us(client, encode_forward(batch)) for batch in batches)
 
 
 def parser() -> argparse.ArgumentParser:

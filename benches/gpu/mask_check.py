@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import frame
 import torch
 from frame import Report
-from serving import MIN_GAP, PAGE, driver, pages
+from serving import PAGE, decided, driver, pages
 
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.kernels.attention import masked_reference, masked_triton
-from pie_driver_sglang.kernels.attention.masked_reference import Requests, Rule
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams, MaskedRequests
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -143,7 +143,7 @@ def pack(visible: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(offsets[:-1]), torch.cat(words)
 
 
-def requests_of(case: Case, inputs: Pass) -> Requests:
+def requests_of(case: Case, inputs: Pass) -> MaskedRequests:
     """The pass, as both implementations get it."""
     longest = max(len(slots) for slots in inputs.slots)
     # Unused rows of the table, and entries after a request's own, name no slot at all.
@@ -154,24 +154,24 @@ def requests_of(case: Case, inputs: Pass) -> Requests:
     counts = torch.tensor([rows for _, rows in case.shape], dtype=torch.int32)
     starts = counts.cumsum(0, dtype=torch.int32) - counts
     kv_lens = torch.tensor([len(slots) for slots in inputs.slots])
-    return Requests(table, table_rows, kv_lens, counts, starts, *pack(inputs.visible))
+    return MaskedRequests(table, table_rows, kv_lens, counts, starts, *pack(inputs.visible))
 
 
 def run(case: Case, inputs: Pass, scale: float, device: str) -> dict[str, torch.Tensor]:
     """What both implementations compute: torch's on the CPU, Triton's on the device."""
     requests = requests_of(case, inputs)
-    rule = Rule(scale, case.cap, case.window, inputs.sinks)
+    rule = AttentionParams(scale, case.cap, case.window, inputs.sinks)
     out = inputs.queries.new_full((len(inputs.queries), case.heads, case.value_dim), torch.nan)
-    masked_reference.attend_masked_torch(
+    masked_reference.masked_attention_torch(
         inputs.queries, inputs.keys, inputs.values, out, requests, rule
     )
     tensors = (inputs.queries, inputs.keys, inputs.values, torch.full_like(out, torch.nan))
     queries, keys, values, kernel_out = (tensor.to(device) for tensor in tensors)
-    requests = Requests(*(part.to(device) for part in requests))
+    requests = MaskedRequests(*(part.to(device) for part in requests))
     if rule.sinks is not None:
         rule = rule._replace(sinks=rule.sinks.to(device))
     longest = max(rows for _, rows in case.shape)
-    masked_triton.attend_masked(queries, keys, values, kernel_out, requests, rule, longest)
+    masked_triton.masked_attention(queries, keys, values, kernel_out, requests, rule, longest)
     return {"torch": out, "triton": kernel_out.cpu()}
 
 
@@ -206,14 +206,10 @@ def check_tree(model: Path, backend: str) -> int:
         alone.append(request(tokens, list(range(len(tokens))), 16 * (number + 1), 1))
     with driver(model, {"page_size": PAGE, "attention_backend": backend}) as (client, _):
         [found, *expected] = client.forward([tree, *alone]).logits
-    decided = differ = 0
-    for node, rows in enumerate(expected):
-        best = torch.tensor(rows[-1]).topk(2)
-        if best.values[0] - best.values[1] > MIN_GAP:
-            decided += 1
-            differ += int(torch.tensor(found[node]).argmax()) != int(best.indices[0])
-    print(f"{backend}: of {len(nodes)} nodes {decided} are decided, {differ} of them differ")
-    return differ if decided else 1
+    branches = torch.tensor([rows[-1] for rows in expected])
+    clear, differ = decided(branches, torch.tensor(found).argmax(-1).tolist())
+    print(f"{backend}: of {len(nodes)} nodes {clear} are decided, {differ} of them differ")
+    return differ if clear else 1
 
 
 def check_cases(device: str, report: Report) -> int:

@@ -43,9 +43,9 @@ LISTED = 8
 
 def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Loads one model, runs its largest passes and returns the figures."""
-    from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.driver.launch import load_rank
+    from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import warm_up
+    from pie_driver_sglang.driver.startup import load_rank
     from pie_driver_sglang.logs import configure_logging
     from pie_driver_sglang.ranks.types import ALONE
 
@@ -97,7 +97,7 @@ def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, i
 
 def largest_batches(engine: Any, chunk: int) -> Iterator[list[Request]]:
     """A prompt that fills a pass, and a decode whose slots all list a distribution."""
-    from pie_driver_sglang.memory.limits import MAX_SLOTS
+    from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS
 
     info, args = engine.model_info, engine.backend.runner.server_args
     length = min(chunk, info.context_length, info.total_pages * info.page_size)

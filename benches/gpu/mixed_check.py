@@ -20,13 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 
 import frame
 from frame import Report
-from serving import PAGE, driver, step
+from serving import PAGE, driver, round_trip_us, step
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Client, Request
@@ -38,13 +37,6 @@ PEER = Path(__file__).resolve().parents[1] / "peers" / "sglang_mixed.py"
 WAYS = {"graph": [], "eager": ["disable_cuda_graph = true"], "split": []}
 
 
-def took(client: Client, frame: bytes) -> float:
-    """Microseconds from a request to its reply."""
-    started = time.perf_counter_ns()
-    client.call(frame)
-    return (time.perf_counter_ns() - started) / 1000
-
-
 class Contexts:
     """Decodes that run, and room for a prompt among them."""
 
@@ -54,13 +46,10 @@ class Contexts:
         prompt = [3 + i % 1000 for i in range(CONTEXT)]
         for number in range(count):
             client.forward([step(prompt, 0, number * stride, number + 1)])
-        self._decodes = [step([5], CONTEXT, number * stride, number + 1) for number in range(count)]
+        # One token for each context.
+        self.decodes = [step([5], CONTEXT, number * stride, number + 1) for number in range(count)]
         self._room = count * stride
         self._next = count + 1
-
-    def decodes(self) -> list[Request]:
-        """One token for each context."""
-        return self._decodes
 
     def prompt(self, length: int) -> Request:
         """A context that was never there."""
@@ -72,21 +61,23 @@ class Contexts:
 def time_way(client: Client, way: str, decodes: int) -> dict[str, float]:
     """Microseconds of a plain step, and what each prompt adds to it."""
     contexts = Contexts(client, decodes)
-    plain = _core.encode_forward(contexts.decodes())
-    usual = statistics.median(took(client, plain) for _ in range(100))
+    plain = _core.encode_forward(contexts.decodes)
+    usual = statistics.median(round_trip_us(client, plain) for _ in range(100))
     found = {"decode": usual}
     for length in PROMPTS:
         times = []
         for _ in range(REPEATS):
             prompt = contexts.prompt(length)
             if way == "split":
-                total = took(client, plain) + took(client, _core.encode_forward([prompt]))
+                total = round_trip_us(client, plain) + round_trip_us(
+                    client, _core.encode_forward([prompt])
+                )
             else:
-                frame = _core.encode_forward([*contexts.decodes(), prompt])
-                total = took(client, frame)
+                frame = _core.encode_forward([*contexts.decodes, prompt])
+                total = round_trip_us(client, frame)
             times.append(total - usual)
             for _ in range(3):
-                took(client, plain)
+                round_trip_us(client, plain)
         # The first ones pay for what is compiled.
         found[str(length)] = statistics.median(times[3:])
     return found

@@ -16,21 +16,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import frame
 import torch
 from frame import Report
+from processes import find, hand_over
 from serving import PAGE, driver
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
@@ -150,30 +147,22 @@ def check(name: str, folder: Path, device: str, dtype: str) -> dict[str, str]:
 
 def row(name: str, folder: Path, device: str, limit: float, dtype: str) -> tuple[str, str]:
     """A line of the table, and a line below it."""
-    command = [sys.executable, __file__, "--device", device, "--folder", str(folder), "--one", name]
-    command += ["--dtype", dtype]
+    command = [sys.executable, __file__, "--device", device, "--folder", folder, "--one", name]
     started = time.monotonic()
-    output = RACED
-    while RACED in output:
+    while True:
         left = limit - (time.monotonic() - started)
-        try:
-            ended = subprocess.run(
-                command, capture_output=True, text=True, timeout=left, check=False
-            )
-            output, status = ended.stdout + ended.stderr, str(ended.returncode)
-        except subprocess.TimeoutExpired as error:
-            output = "".join(part.decode() for part in (error.stdout, error.stderr) if part)
-            status = f"over {limit:.0f} s"
+        ended = find([*command, "--dtype", dtype], left)
+        if RACED not in ended.output or ended.status.startswith("over"):
             break
     seconds = f"{name}: {time.monotonic() - started:.0f} s"
-    taken = re.search(r"attention (\S+), \d+ pages", output)
+    taken = re.search(r"attention (\S+), \d+ pages", ended.output)
     if taken is not None:
         seconds += f", attention {taken[1]}"
-    found = last(output, lambda line: json.loads(line.removeprefix("found ")), "found ")
+    found = ended.value
     if found is None:
-        reason = last(output, lambda line: line.partition(": ")[2], "pie_driver_sglang: ")
-        text = reason or f"FAILED, status {status}: {' / '.join(output.splitlines()[-3:])}"
-        cells = [model_checks.REFUSED if reason else "FAILED", *["—"] * 4, text[:300]]
+        last = " / ".join(ended.output.splitlines()[-3:])
+        text = ended.refusal or f"FAILED, {ended.status}: {last}"
+        cells = [model_checks.REFUSED if ended.refusal else "FAILED", *["—"] * 4, text[:300]]
         return "| " + " | ".join([name, *cells]) + " |", seconds
     cells = [found[subject] for subject in model_checks.SUBJECTS]
     long = [subject for subject in model_checks.SUBJECTS if len(found[subject]) > 8]
@@ -181,12 +170,6 @@ def row(name: str, folder: Path, device: str, limit: float, dtype: str) -> tuple
     cells = [cell.partition(":")[0] for cell in cells]
     line = "| " + " | ".join([name, *cells, "—", "; ".join(wrong)[:300]]) + " |"
     return line.replace("|  |", "| |"), f"{seconds}, logits off by {found['off']}"
-
-
-def last(output: str, read: Callable[[str], Any], start: str) -> Any:
-    """What the last line with a known start says."""
-    lines = [line for line in output.splitlines() if line.startswith(start)]
-    return read(lines[-1]) if lines else None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -207,7 +190,7 @@ def main() -> None:
     if arguments.one:
         with contextlib.redirect_stdout(sys.stderr):
             found = check(arguments.one, arguments.folder, arguments.device, arguments.dtype)
-        print(f"found {json.dumps(found)}")
+        hand_over(found)
         return
     with Report(__file__, arguments) as report:
         make_table(arguments, report)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +21,12 @@ from typing import Any, Final, NamedTuple
 
 import frame
 from frame import Report
-from serving import driver
-
-from pie_driver_sglang._core import Request, Sampler
+from processes import find, hand_over
+from serving import CONTEXT_TOKENS, PROMPTS, compare_greedy, decode_greedily, driver, step
 
 LIMIT_S: Final = 150
 """Of one row."""
 TOKENS: Final = 32
-PROMPTS: Final = [[(7 * i + 11 * c) % 2000 + 300 for i in range(5 + 30 * c)] for c in range(4)]
 
 
 class Row(NamedTuple):
@@ -85,37 +81,25 @@ ROWS: Final[dict[str, Row]] = {
 
 def check(row: Row, pocket: Path, device: str) -> str:
     """What a row that starts computes; runs in a process of its own."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     options = {"page_size": 16, "mem_fraction_static": 0.08, "cuda_graph_max_bs": 16}
     with driver(
         pocket, {**options, **row.options}, device, dtype=row.dtype, spin_budget_us=200
     ) as (client, caps):
         size = caps["kv_page_size"]
-        ids = [list(prompt) for prompt in PROMPTS]
-        batch = [step(prompt, len(prompt), c, size) for c, prompt in enumerate(ids)]
-        for _ in range(TOKENS):
-            for context, found in zip(ids, client.forward(batch).tokens, strict=True):
-                if len(found) != 1:
-                    return f"FAILED: {len(found)} tokens in an answer"
-                context.extend(found)
-            batch = [step(context, 1, c, size) for c, context in enumerate(ids)]
-        blind = [[0, len(ids[0]) - 3, 2, 1]]
-        [masked] = client.forward([step(ids[0], 1, 0, size, masks=blind)]).tokens
+        ids = decode_greedily(client, TOKENS, size)
+
+        def again(tokens: list[int], number: int, **how: Any) -> list[int]:
+            """The tokens after the last one of a context."""
+            first = number * CONTEXT_TOKENS // size
+            start = len(tokens) - 1
+            last = step(tokens[-1:], start, first, number + 1, page_size=size, **how)
+            [found] = client.forward([last]).tokens
+            return found
+
+        masked = again(ids[0], 0, masks=[[0, len(ids[0]) - 3, 2, 1]])
         plain = ids[1][len(PROMPTS[1]) :]
-        context = [*PROMPTS[1], plain[0]]
-        [verified] = client.forward([step(context, 1, 1, size, drafts=plain[1:4])]).tokens
-    reference = AutoModelForCausalLM.from_pretrained(
-        pocket, dtype=torch.float32, attn_implementation="eager"
-    )
-    clear = wrong = 0
-    for prompt, got in zip(PROMPTS, ids, strict=True):
-        with torch.no_grad():
-            best = reference(torch.tensor([got[:-1]])).logits[0, len(prompt) - 1 :].topk(2)
-        decided = best.values[:, 0] - best.values[:, 1] > row.gap
-        differs = best.indices[:, 0] != torch.tensor(got[len(prompt) :])
-        clear, wrong = clear + int(decided.sum()), wrong + int((decided & differs).sum())
+        verified = again([*PROMPTS[1], plain[0]], 1, drafts=plain[1:4])
+    clear, wrong = compare_greedy(pocket, ids, row.gap)
     drafts = "right" if verified[: len(plain)] == plain[1 : 1 + len(verified)] else "differ"
     verdict = "WRONG" if wrong else "right"
     return (
@@ -124,37 +108,13 @@ def check(row: Row, pocket: Path, device: str) -> str:
     )
 
 
-def step(ids: list[int], count: int, number: int, size: int, **how: Any) -> Request:
-    """The last `count` tokens of context `number`, sampled greedily at the last."""
-    first, end = number * 256 // size, len(ids) + len(how.get("drafts", ()))
-    listed = list(range(first, first + -(-end // size)))
-    positions = list(range(len(ids) - count, len(ids)))
-    slots = [(count - 1, Sampler.greedy())]
-    length = (len(ids) - 1) % size + 1
-    return Request(ids[-count:], positions, listed, length, slots, context_id=number + 1, **how)
-
-
 def tried(name: str, arguments: argparse.Namespace) -> str:
     """The outcome of a row."""
     command = [sys.executable, __file__, "--one", name, "--device", arguments.device]
     started = time.monotonic()
-    try:
-        ended = subprocess.run(
-            [*command, "--pocket", str(arguments.pocket)],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{name}: FAILED: over {LIMIT_S} s"
-    lines = [*ended.stdout.splitlines(), *ended.stderr.splitlines()]
-    found = [json.loads(line[6:]) for line in lines if line.startswith("found ")]
-    refusals = [n for n, line in enumerate(lines) if line.startswith("pie_driver_sglang: ")]
-    if refusals:
-        text = " ".join(lines[refusals[-1] : refusals[-1] + 3]).partition(": ")[2]
-        found = [f"refused: {text}"]
-    outcome = found[-1] if found else f"FAILED: {' / '.join(lines[-3:])}"
+    found = find([*command, "--pocket", arguments.pocket], LIMIT_S)
+    outcome = f"refused: {found.refusal}" if found.refusal else found.value
+    outcome = outcome or f"FAILED: {found.status}: {' / '.join(found.output.splitlines()[-3:])}"
     return f"{name}: {outcome[:600]} ({time.monotonic() - started:.0f} s)"
 
 
@@ -173,7 +133,7 @@ def main() -> None:
     if arguments.one:
         with contextlib.redirect_stdout(sys.stderr):
             found = check(ROWS[arguments.one], arguments.pocket, arguments.device)
-        print(f"found {json.dumps(found)}")
+        hand_over(found)
         return
     with Report(__file__, arguments) as report, ThreadPoolExecutor(arguments.workers) as pool:
         lines = pool.map(lambda name: tried(name, arguments), arguments.rows)

@@ -28,14 +28,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -43,23 +41,22 @@ from typing import Any, Final
 import frame
 import torch
 from frame import Report
+from graph_times import print_kernels
 from processes import Runner
 from serving import PAGE
 from step_check import Steps
 
 from pie_driver_sglang.config.options import DEFAULT_MAX_FORWARD_REQUESTS
-from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
-from pie_driver_sglang.memory.limits import (
+from pie_driver_sglang.memory.batch_sizes import (
     LONGEST_SPARSE_GRAPH,
     decode_batch_sizes,
     prefill_batch_sizes,
 )
+from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
 
 ROUNDS, SETTLE = 5, 2
 TOLERANCE: Final = 0.03
 """Of the hidden states' norm, by which bfloat16 may have the ways differ."""
-SHOWN = 12
-"""Kernels of a profile."""
 PEER: Final = frame.REPOSITORY / "benches" / "peers" / "sglang_prefill.py"
 OWN: Final = ("driver", "graph")
 """Ways of the driver."""
@@ -110,7 +107,7 @@ class Prefill:
     def run(self, layers: Any) -> torch.Tensor:
         """Runs it by the driver's layers, or by SGLang's (None); ``[tokens, width]`` states."""
         context = self._engine.backend.make_context(self._inputs, self._extends)
-        with contextlib.nullcontext() if layers is None else layers.prefilling():
+        with contextlib.nullcontext() if layers is None else layers.patched_prefill():
             states: torch.Tensor = self._engine.backend.forward(context).states
         return states
 
@@ -166,26 +163,6 @@ def graph_rows(tokens: int, *, sparse: bool) -> int | None:
     longer = prefill_batch_sizes(most, LONGEST_SPARSE_GRAPH, sparse=sparse)
     sizes = [*decode_batch_sizes(most), *longer]
     return next((rows for rows in sizes if rows >= tokens), None)
-
-
-def show_kernels(what: str, run: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """Prints and returns launches and microseconds of each kernel of a run."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, total = found[event.name]
-            found[event.name] = (count + 1, total + event.device_time_total)
-    print(f"{what}: {sum(took for _, took in found.values()):.0f} us of kernels")
-    for name, (count, took) in itertools.islice(
-        sorted(found.items(), key=lambda pair: -pair[1][1]), SHOWN
-    ):
-        print(f"    {took:9.1f} us {count:5d} x {took / count:8.2f}  {name[:100]}", flush=True)
-    return dict(found)
 
 
 def prompts(tokens: int, each: int) -> list[int]:
@@ -269,7 +246,8 @@ def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Pee
         show(tokens, each, found, others)
     if arguments.profile:
         for way, run in ways.items():
-            show_kernels(way, run)
+            print(way)
+            print_kernels(run)
 
 
 def parser() -> argparse.ArgumentParser:

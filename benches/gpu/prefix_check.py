@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import frame
 from frame import Report
-from serving import PAGE, driver
+from serving import PAGE, driver, round_trip_us
 
 from pie_driver_sglang._core import Client, Request, Sampler, encode_forward
 
@@ -110,9 +109,7 @@ def time_steps(client: Client, contexts: Contexts) -> list[float]:
     for number in range(STEPS):
         place = contexts.common + contexts.own + number
         frame = encode_forward([contexts.request(c, [5], place) for c in range(contexts.count)])
-        started = time.perf_counter_ns()
-        client.call(frame)
-        samples.append((time.perf_counter_ns() - started) / 1000)
+        samples.append(round_trip_us(client, frame))
     deciles = statistics.quantiles(samples[10:], n=10)
     return [deciles[0], deciles[4], deciles[8]]
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import frame
 from frame import Report
-from serving import PAGE, driver, pages
+from serving import PAGE, driver, load_reference, round_trip_us, step
 
-from pie_driver_sglang._core import Client, Request, Sampler, encode_forward
+from pie_driver_sglang._core import Client, Sampler, encode_forward
 
 MASKS: tuple[list[int] | None, ...] = (None, [300, 200, 50, 700], [1000, 2**32 - 1])
 TOLERANCE = 1e-4
@@ -32,16 +30,6 @@ LOGITS_TOLERANCE = 0.5
 SIZE = 256
 CONTEXT = 512
 STEPS = 30
-
-
-def request(
-    tokens: Sequence[int], samplers: Sequence[tuple[int, Sampler]], mask: list[int] | None
-) -> Request:
-    """A whole context in one request."""
-    length = (len(tokens) - 1) % PAGE + 1
-    positions = list(range(len(tokens)))
-    listed = pages(0, len(tokens))
-    return Request(list(tokens), positions, listed, length, list(samplers), logit_mask=mask)
 
 
 def check(
@@ -61,11 +49,10 @@ def check(
             allowed[start:end] = number % 2 == 1
         logits = logits.masked_fill(~allowed, -math.inf)
     reference = logits[-1]
-    last = len(tokens) - 1
     labels = [5, 301, 1500, vocabulary]
     kinds = [Sampler.greedy(), Sampler.raw_logits(), Sampler.entropy(), Sampler.logprobs(labels)]
     kinds += [Sampler.dist(0.7, 8), Sampler.dist(1.0, 0), Sampler.top_p(1.0, 0.8)]
-    reply = client.forward([request(tokens, [(last, kind) for kind in kinds], mask)])
+    reply = client.forward([step(tokens, 0, 0, 0, kinds, logit_mask=mask)])
     greedy, drawn = reply.tokens[0]
     [raw], [entropy], [logprobs] = reply.logits[0], reply.entropies[0], reply.logprobs[0]
     few, everything = reply.dists[0]
@@ -89,12 +76,7 @@ def check(
 
 def check_pocket(path: Path, report: Report) -> None:
     """Every kind, for every mask."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = load_reference(path)
     worst: dict[str, float] = {}
     with driver(path, {"page_size": PAGE}) as (client, _):
         for number in range(8):
@@ -132,19 +114,16 @@ def time_samplers(path: Path, report: Report) -> None:
     with driver(path, {"page_size": PAGE, "load_format": "dummy"}) as (client, _):
         stride = 2 * CONTEXT // PAGE
         for c in range(SIZE):
-            client.forward([step([3] * CONTEXT, 0, c * stride, c, [], None)])
+            client.forward([step([3] * CONTEXT, 0, c * stride, c + 1, [])])
         times: dict[str, list[float]] = {name: [] for name in cases}
         plans: dict[str, list[int]] = {name: [] for name in cases}
         for n in range(STEPS):
             for name, (samplers, mask) in cases.items():
                 batch = [
-                    step([5], CONTEXT + n % 8, c * stride, c, samplers[c], mask)
+                    step([5], CONTEXT + n % 8, c * stride, c + 1, samplers[c], logit_mask=mask)
                     for c in range(SIZE)
                 ]
-                frame = encode_forward(batch)
-                started = time.perf_counter_ns()
-                client.call(frame)
-                times[name].append((time.perf_counter_ns() - started) / 1e6)
+                times[name].append(round_trip_us(client, encode_forward(batch)) / 1e3)
                 # As the driver says it, which a reply that is not decoded does not show.
                 plans[name].append(client.forward(batch).probes[1])
     base = {name: statistics.median(values[5:]) for name, values in times.items()}
@@ -156,28 +135,6 @@ def time_samplers(path: Path, report: Report) -> None:
         report.add(batch=SIZE, context=CONTEXT, samplers=name, ms=milliseconds, plan_us=planned)
     dearest = max(base[name] for name in tokens)
     print(f"    all kinds / slowest kind: {base['all kinds'] / dearest:.2f}")
-
-
-def step(
-    tokens: list[int],
-    start: int,
-    page: int,
-    context: int,
-    samplers: Sequence[Sampler],
-    mask: list[int] | None,
-) -> Request:
-    """Tokens at positions `start..`, sampled at the last."""
-    end = start + len(tokens)
-    slots = [(len(tokens) - 1, sampler) for sampler in samplers]
-    return Request(
-        tokens,
-        list(range(start, end)),
-        pages(page, end),
-        (end - 1) % PAGE + 1,
-        slots,
-        context_id=context + 1,
-        logit_mask=mask,
-    )
 
 
 def parser() -> argparse.ArgumentParser:

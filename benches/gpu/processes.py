@@ -1,8 +1,9 @@
-"""Processes that a check runs one after the other, within a time for all of them."""
+"""Processes of a check: one after the other within a time for all of them, or one by itself."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,49 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+REFUSAL = "pie_driver_sglang: "
+"""How a driver's line begins that says why it does not start."""
 STOP_S = 8.0
 """What a process is left to end by itself, of the time for all."""
+
+
+class Found(NamedTuple):
+    """What a process of :func:`find` has left."""
+
+    value: Any
+    """What it handed over; None without."""
+    refusal: str | None
+    """Why a driver did not start."""
+    output: str
+    """All that it printed."""
+    status: str
+
+
+def hand_over(value: Any) -> None:
+    """Prints what :func:`find` reads."""
+    print(f"found {json.dumps(value)}")
+
+
+def find(command: Sequence[object], limit_s: float) -> Found:
+    """Runs a process that ends with :func:`hand_over`."""
+    try:
+        ended = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=limit_s, check=False
+        )
+        output, status = ended.stdout + ended.stderr, f"status {ended.returncode}"
+    except subprocess.TimeoutExpired as error:
+        parts = (part for part in (error.stdout, error.stderr) if part)
+        output = "".join(part.decode(errors="replace") for part in parts)
+        status = f"over {limit_s:.0f} s"
+    lines = output.splitlines()
+    found = [json.loads(line[6:]) for line in lines if line.startswith("found ")]
+    refusals = [number for number, line in enumerate(lines) if line.startswith(REFUSAL)]
+    # A hint may follow.
+    said = " ".join(lines[refusals[-1] : refusals[-1] + 3]) if refusals else ""
+    refusal = said.removeprefix(REFUSAL) or None
+    return Found(found[-1] if found else None, refusal, output, status)
 
 
 class Runner:

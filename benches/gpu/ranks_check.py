@@ -29,24 +29,24 @@ import pickle
 import statistics
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import frame
 import torch
 from frame import Report
-from graph_path_check import MOST_ULPS, PROFILED, STEPS, check_walk, profile, take_turns
+from graph_path_check import MOST_ULPS, PROFILED, STEPS, check_walk, take_turns
+from graph_times import print_kernels
 from processes import Runner
 from repeat_step import Repeat
 from sampler_check import Filter, weights_of
-from serve_check import check_pocket
-from serving import NEVER_PARK, PAGE, driver, pages, step, write_config
+from serving import MIN_GAP, PAGE, compare_greedy, decode_greedily, driver, driver_here, step
 
 from pie_driver_sglang._core import Request, Sampler
 
+SAID = 48
+"""Greedy tokens of each context."""
 PART_S = {"tokens": 200.0, "steps": 240.0}
 SLOTS, PROMPT = 192, 20
 """Contexts of a step whose slots are divided, and tokens of each before it."""
@@ -82,10 +82,8 @@ def slot_answers(
         masks = (None, [0, caps["vocab_size"]], [half, caps["vocab_size"] - half])
 
         def again(c: int, sampler: Sampler) -> Request:
-            return Request(
-                [300 + c], [PROMPT], pages(context_pages * c, PROMPT + 1), PROMPT % PAGE + 1,
-                [(0, sampler)], context_id=c + 1, logit_mask=masks[c % len(masks)],
-            )  # fmt: skip
+            page, mask = context_pages * c, masks[c % len(masks)]
+            return step([300 + c], PROMPT, page, c + 1, [sampler], logit_mask=mask)
 
         kinds = [sampler for sampler, _ in SAMPLERS]
         batch = [again(c, kinds[c % len(kinds)]) for c in range(SLOTS)]
@@ -146,55 +144,13 @@ class Host:
         return statistics.median(taken)
 
 
-@contextmanager
-def serving(
-    model: Path, arguments: argparse.Namespace, host: Host
-) -> Iterator[tuple[str, Any, Any]]:
-    """A driver in this process: its region, its own engine, and the other ranks or None."""
-    from pie_driver_sglang import _core
-    from pie_driver_sglang.config.file import load_config
-    from pie_driver_sglang.driver.launch import load_rank
-    from pie_driver_sglang.driver.serving_loop import serve, warm_up
-    from pie_driver_sglang.ranks.leader import LeaderExecutor
-    from pie_driver_sglang.ranks.parallel import Workers
-    from pie_driver_sglang.ranks.types import ALONE
-
-    device = devices(arguments.count)
-    names = device.split(",")
-    options = [f"page_size = {PAGE}", f'attention_backend = "{arguments.attention}"']
-    options += ['load_format = "dummy"', *arguments.option]
-    path = write_config(Path(tempfile.mkdtemp()), model, options, device)
-    config = load_config(path)
-    name = f"/pie_shmem_g{os.getpid() % 100_000}"
-    guard = _core.ExitGuard()
-
-    def fail(error: Exception) -> None:
-        print(error, flush=True)
-        guard.exit(1)
-
-    workers = Workers(path, names, fail) if len(names) > 1 else None
-    server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
-    planner, own = load_rank(config, workers.rank if workers else ALONE)
-    engine = LeaderExecutor(own, workers.broadcast) if workers else own
-    server.serve(planner, engine.block.data, print, graph_path=engine.make_graph_path(), steps=True)
-    warm_up(server, engine)
-    stream = torch.cuda.current_stream()
-
-    def run() -> None:
-        torch.cuda.set_stream(stream)
-        serve(server, engine, host)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        yield name, own, workers
-    finally:
-        server.unlink()
-
-
 def time_steps(model: Path, arguments: argparse.Namespace) -> None:
     """Prints a row of JSON for each context and batch."""
     host = Host()
-    with serving(model, arguments, host) as (name, own, workers):
+    options = [f"page_size = {PAGE}", f'attention_backend = "{arguments.attention}"']
+    options += ['load_format = "dummy"', *arguments.option]
+    here = driver_here(model, options, devices(arguments.count), tracer=host, steps=True)
+    with here as (name, own, workers):
         for context in map(int, arguments.contexts.split(",")):
             for batch in map(int, arguments.batches.split(",")):
                 if batch * (context // PAGE + 2) > own.model_info.total_pages:
@@ -206,7 +162,7 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
                 row |= {"host_us": host.take(), "ranks": arguments.count, **speed}
                 print(json.dumps(row), flush=True)
                 if arguments.profile:
-                    profile(functools.partial(repeat, Repeat(batch, PROFILED), own, workers))
+                    print_kernels(functools.partial(repeat, Repeat(batch, PROFILED), own, workers))
     # Ranks that end one after the other have nothing more to say to each other.
     os._exit(0)
 
@@ -258,7 +214,11 @@ def play(arguments: argparse.Namespace, report: Report) -> None:
 def check_tokens(arguments: argparse.Namespace) -> None:
     """The first part for one number of GPUs; ends the process where tokens are wrong."""
     names, pocket = devices(arguments.count), arguments.pocket
-    _, wrong = check_pocket(pocket, arguments.attention, device=names)
+    chosen: dict[str, object] = {"attention_backend": arguments.attention, "page_size": PAGE}
+    with driver(pocket, chosen, names) as (client, _):
+        ids = decode_greedily(client, SAID)
+    clear, wrong = compare_greedy(pocket, ids)
+    print(f"    {4 * SAID} tokens, {clear} with a gap > {MIN_GAP}, {wrong} of those differ")
     if wrong:
         raise SystemExit("greedy tokens differ from the reference")
     options = [f'attention_backend = "{arguments.attention}"', *arguments.option]
@@ -266,7 +226,6 @@ def check_tokens(arguments: argparse.Namespace) -> None:
     if walk["worst_ulps"] > MOST_ULPS:
         raise SystemExit("more than rounding explains")
     if arguments.count > 1:
-        chosen: dict[str, object] = {"attention_backend": arguments.attention, "page_size": PAGE}
         check_slots(pocket, chosen, devices(1), names)
 
 

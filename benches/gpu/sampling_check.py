@@ -23,7 +23,6 @@ import functools
 import json
 import random
 import statistics
-import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -32,9 +31,9 @@ from typing import Any
 import frame
 import sglang_sampling
 from frame import Report, in_turns
-from serving import PAGE, driver, pages
+from serving import PAGE, driver, round_trip_us, step
 
-from pie_driver_sglang._core import Client, Extension, Request, Sampler, encode_forward
+from pie_driver_sglang._core import Extension, Request, Sampler, encode_forward
 
 ROWS = 64
 CONTEXT = 1024
@@ -59,17 +58,9 @@ def request(
     tokens: list[int], start: int, page: int, context: int, samplers: list[Sampler], **more: Any
 ) -> Request:
     """Tokens at positions `start..`, sampled at the last; `more` is the extension's."""
-    end = start + len(tokens)
-    logit_mask = more.pop("logit_mask", None)
-    slots = [(len(tokens) - 1, sampler) for sampler in samplers]
-    listed = pages(page, end)
-    length = (end - 1) % PAGE + 1
-    positions = list(range(start, end))
+    mask = more.pop("logit_mask", None)
     extension = Extension(**more) if more else None
-    return Request(
-        tokens, positions, listed, length, slots,
-        context_id=context, logit_mask=logit_mask, extension=extension,
-    )  # fmt: skip
+    return step(tokens, start, page, context, samplers, logit_mask=mask, extension=extension)
 
 
 def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None:
@@ -186,7 +177,10 @@ def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None
             )
             for name, listed in rows.items()
         }
-        ways = {name: functools.partial(_timed, client, bytes_) for name, bytes_ in frames.items()}
+        ways = {
+            name: functools.partial(round_trip_us, client, bytes_)
+            for name, bytes_ in frames.items()
+        }
         times = in_turns(ways, ROUNDS, settle=5)
     medians = {name: statistics.median(found) for name, found in times.items()}
     plain = medians["plain"]
@@ -201,13 +195,6 @@ def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None
     for name, bar in BARS.items():
         ratio = medians[name] / medians["plain"]
         report.hold(f"{shapes.name}: {name} / plain", ratio, at_most=bar)
-
-
-def _timed(client: Client, request_bytes: bytes) -> float:
-    """Microseconds from the request to its answer."""
-    started = time.perf_counter_ns()
-    client.call(request_bytes)
-    return (time.perf_counter_ns() - started) / 1000
 
 
 def parser() -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ from processes import Runner
 from serving import PAGE, write_config
 
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.memory.graphs import plain_specs
 
 REPEATS = 20
@@ -78,15 +78,15 @@ class Steps:
         from pie_driver_sglang.kernels.attention import split_plan
 
         usual, changed = split_plan.split_tuning, dict(way)
-        few_rows = changed.pop("few_rows", dense._FEW_ROWS)
+        few_rows = changed.pop("few_rows", dense._MAX_ROWS)
         left_out = []
         if changed.pop("clusters", 1) == 0:
             left_out.append(mock.patch.object(PagedDecode, "_clustered", lambda *_: None))
         if changed.pop("row_products", 1) == 0:
-            left_out.append(mock.patch.object(self.engine.fused, "_lone", None))
-        most_rows = changed.pop("mixture_rows", None)
-        if most_rows is not None:
-            left_out.append(mock.patch.object(self.engine.fused._layers, "most_rows", most_rows))
+            left_out.append(mock.patch.object(self.engine.fused, "_gemv", None))
+        max_rows = changed.pop("mixture_rows", None)
+        if max_rows is not None:
+            left_out.append(mock.patch.object(self.engine.fused._layers, "max_rows", max_rows))
 
         def tuning(*args: Any, **named: Any) -> Any:
             return replace(usual(*args, **named), **changed)
@@ -94,7 +94,7 @@ class Steps:
         with contextlib.ExitStack() as patches:
             if changed.pop("batch_products", 1) == 0:
                 patches.enter_context(self._without_batches())
-            patches.enter_context(mock.patch.object(dense, "_FEW_ROWS", few_rows))
+            patches.enter_context(mock.patch.object(dense, "_MAX_ROWS", few_rows))
             patches.enter_context(mock.patch.object(split_plan, "split_tuning", tuning))
             for patch in left_out:
                 patches.enter_context(patch)
@@ -112,7 +112,7 @@ class Steps:
         from pie_driver_sglang.engine.layers.selection import fuse_layers
         from pie_driver_sglang.kernels.gemm import wgmma
 
-        with mock.patch.object(wgmma, "runs_on", lambda _: False):
+        with mock.patch.object(wgmma, "supports_wgmma", lambda _: False):
             # Graphs use its memory after this has ended.
             self._layers = fuse_layers(self.engine.backend)
         with mock.patch.object(self.engine, "fused", self._layers):

@@ -41,13 +41,9 @@ from pie_driver_sglang.kernels.comm.all_reduce_norm import (
     LamportAllReduceNorm,
     map_peer_memory,
 )
-from pie_driver_sglang.kernels.gemm.dense_layers import (
-    LinearWeights,
-    Norm,
-    add_norm,
-    linear,
-    tiling,
-)
+from pie_driver_sglang.kernels.gemm.linear import find_linear_config, linear
+from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
+from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 INPUTS = 128
@@ -58,7 +54,7 @@ DRIFT = 0.25
 LIMITS = {"turns": TOLERANCE, "launches": DRIFT}
 STEPS = 200
 LAUNCHES = 40
-TURNS = 80
+NUM_BUFFERS = 80
 REPEATS = 3
 FLASHINFER_ROWS = 2048
 """For so many rows SGLang has FlashInfer make its buffers."""
@@ -87,7 +83,7 @@ class Graph:
             dist.barrier()
             self._graph = torch.cuda.CUDAGraph()
             self._graph.capture_begin(capture_error_mode="thread_local")
-            for number in range(TURNS):
+            for number in range(NUM_BUFFERS):
                 step(number % 2)
             self._graph.capture_end()
 
@@ -102,7 +98,7 @@ class Graph:
                 self._graph.replay()
             end.record()
             self._stream.synchronize()
-        return start.elapsed_time(end) * 1000 / repeats / TURNS
+        return start.elapsed_time(end) * 1000 / repeats / NUM_BUFFERS
 
 
 class Rows:
@@ -113,16 +109,16 @@ class Rows:
         self.start, self.residual = check.random(rows, check.width), check.random(rows, check.width)
         self._other, self._normed = (torch.empty_like(self.residual) for _ in range(2))
         self._given = check.random(rows, INPUTS)
-        self._tiling = tiling(rows, check.width, INPUTS)
+        self._config = find_linear_config(rows, check.width, INPUTS)
 
     def ours(self, sums: LamportAllReduceNorm, turn: int) -> None:
         """As the driver's layers do it."""
         matrix = self._check.matrices[turn]
-        if self._tiling is None:
+        if self._config is None:
             part = self._product(turn)
         else:
-            [part] = linear(self._given, matrix, self._tiling)
-        sums.add_norm(turn, part, self.residual, self._check.norm)
+            [part] = linear(self._given, matrix, self._config)
+        sums.add_rms_norm(turn, part, self.residual, self._check.norm)
 
     def sglang(self, all_reduce: Any, turn: int) -> None:
         """With SGLang's all-reduce and norm."""
@@ -135,17 +131,17 @@ class Rows:
         """With FlashInfer's fused all-reduce and norm; the residuals take turns, as in SGLang."""
         residuals = (self.residual, self._other)
         before, after = residuals[turn], residuals[1 - turn]
-        sums.add_norm(self._product(turn), before, after, self._normed)
+        sums.add_rms_norm(self._product(turn), before, after, self._normed)
 
     def nccl(self, turn: int) -> None:
         """With an all-reduce between product and norm."""
         parts = self._product(turn)
         dist.all_reduce(parts)
-        add_norm(parts[None], self.residual, self._check.norm)
+        add_rms_norm(parts[None], self.residual, self._check.norm)
 
     def alone(self, turn: int) -> None:
         """Without the other ranks."""
-        add_norm(self._product(turn)[None], self.residual, self._check.norm)
+        add_rms_norm(self._product(turn)[None], self.residual, self._check.norm)
 
     def _product(self, turn: int) -> torch.Tensor:
         return torch.mm(self._given, self._check.matrices[turn].weight.T)
@@ -175,7 +171,7 @@ class FlashInferSums:
             group=check.group,
         )
 
-    def add_norm(
+    def add_rms_norm(
         self, part: torch.Tensor, before: torch.Tensor, after: torch.Tensor, normed: torch.Tensor
     ) -> None:
         """Writes the residual with the sum of all ranks' parts, and its norm."""
@@ -199,7 +195,7 @@ class FlashInferSums:
             check.random(rows, check.width),
         )
         after, normed = torch.empty_like(residual), torch.empty_like(residual)
-        self.add_norm(parts[check.rank], residual, after, normed)
+        self.add_rms_norm(parts[check.rank], residual, after, normed)
         exact = residual.double() + parts.double().sum(0)
         return max(off(after, exact), off(normed, check.normed(exact)))
 
@@ -240,7 +236,7 @@ class Check:
             residual = self.random(rows, self.width)
             exact = residual.double() + parts.double().sum(0)
             sums = ways[self.pick(len(ways))]
-            out, after = sums.add_norm(turn % 2, parts[self.rank], residual, self.norm)
+            out, after = sums.add_rms_norm(turn % 2, parts[self.rank], residual, self.norm)
             worst = max(worst, off(out, self.normed(exact)), off(after, exact))
             self.expect_equal(out, f"turn {turn}")
         self.say(f"{self.count} ranks, {STEPS} turns: off by {worst:.4f} at most")

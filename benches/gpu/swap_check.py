@@ -11,8 +11,8 @@ Three parts; the first one that is wrong ends the script:
    the copy wrote, and nothing of what later ones write.
 3. Random pages in the shape of a model: bit-exact round trips, and GB/s by direction, number of
    pages and order of the slots. The peer is one plain copy of as many bytes to or from memory that
-   torch pinned, within the device for D2D. `by layer` are the same copies with a launch for each
-   buffer instead of one for all. All run in turns; the figures are medians.
+   torch pinned, within the device for D2D. All run in turns; the
+   figures are medians.
 
 `--device cpu` tries the script out; its figures mean nothing.
 """
@@ -20,11 +20,11 @@ Three parts; the first one that is wrong ends the script:
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -156,40 +156,30 @@ def slots_in(order: str, count: int, limit: int) -> list[int]:
 def time_copies(buffers: list[torch.Tensor], pools: PagePools, report: Report) -> None:
     """GB/s against a plain copy."""
     size, limit = page_bytes(buffers), pools.host_pages
-    on_cuda = buffers[0].is_cuda
     counts = [count for count in COUNTS if count <= limit // 2] or [1]
     device = torch.empty((max(counts), size // 8), dtype=torch.int64, device=buffers[0].device)
-    host = torch.empty(device.shape, dtype=torch.int64, pin_memory=on_cuda)
-    # The same memory: only how it is copied differs.
-    by_layer = copy(pools)
-    by_layer._rows = by_layer._staging_rows = None
-    print("    direction   pages  slots         us   GB/s   by layer: us   plain   ratio")
-    for direction in ("D2H", "H2D", "D2D"):
-        plain = {"D2H": (host, device), "H2D": (device, host), "D2D": (device, device.clone())}
+    host = torch.empty(device.shape, dtype=torch.int64, pin_memory=buffers[0].is_cuda)
+    plain = {"D2H": (host, device), "H2D": (device, host), "D2D": (device, device.clone())}
+    print("    direction   pages  slots         us   GB/s   plain   ratio")
+    for direction, count, order in itertools.product(plain, counts, ("descending", "scattered")):
         to, from_ = plain[direction]
-        for count in counts:
-            for order in ("descending", "scattered"):
-                slots = slots_in(order, count, limit)
-                unused = set(range(limit)) - set(slots) if direction == "D2D" else range(limit)
-                pages = random.Random(5).sample(sorted(unused), count)
-                lists = (slots, pages) if direction == "H2D" else (pages, slots)
-                ways = {
-                    "ours": partial(pools.copy, direction, *lists),
-                    "by_layer": partial(by_layer.copy, direction, *lists),
-                    "plain": partial(plain_copy, to[:count], from_[:count]),
-                }
-                times = frame.in_turns(
-                    {name: partial(seconds, run) for name, run in ways.items()}, RUNS
-                )
-                took = {name: statistics.median(each) for name, each in times.items()}
-                rates = [size * count / took[name] / 1e9 for name in ("ours", "plain")]
-                print(
-                    f"    {direction:9} {count:7}  {order:10} {took['ours'] * 1e6:7.0f}"
-                    f" {rates[0]:6.1f} {took['by_layer'] * 1e6:14.0f}"
-                    f" {rates[1]:7.1f} {rates[0] / rates[1]:7.2f}"
-                )
-                us = {name: 1e6 * each for name, each in took.items()}
-                report.add(direction=direction, pages=count, slots=order, us=us, gb_s=rates[0])
+        slots = slots_in(order, count, limit)
+        unused = set(range(limit)) - set(slots) if direction == "D2D" else range(limit)
+        pages = random.Random(5).sample(sorted(unused), count)
+        lists = (slots, pages) if direction == "H2D" else (pages, slots)
+        ways = {
+            "ours": partial(seconds, partial(pools.copy, direction, *lists)),
+            "plain": partial(seconds, partial(plain_copy, to[:count], from_[:count])),
+        }
+        times = frame.in_turns(ways, RUNS)
+        took = {name: statistics.median(each) for name, each in times.items()}
+        rates = {name: size * count / each / 1e9 for name, each in took.items()}
+        print(
+            f"    {direction:9} {count:7}  {order:10} {took['ours'] * 1e6:7.0f}"
+            f" {rates['ours']:6.1f} {rates['plain']:7.1f} {rates['ours'] / rates['plain']:7.2f}"
+        )
+        us = {name: 1e6 * each for name, each in took.items()}
+        report.add(direction=direction, pages=count, slots=order, us=us, gb_s=rates["ours"])
 
 
 def plain_copy(to: torch.Tensor, from_: torch.Tensor) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from pie_driver_sglang.kernels.gemm import small_m, tiled
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights
+from pie_driver_sglang.kernels.gemm import tiled
 from pie_driver_sglang.kernels.gemm.fp8_rows import (
     FP8,
-    LARGEST,
+    FP8_MAX,
     QuantizedRows,
     QuantizedWeights,
     quantize,
 )
+from pie_driver_sglang.kernels.gemm.types import LinearWeights, TileConfig, Workspace
 
 
 def randn(*size: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -32,10 +32,10 @@ class TiledProduct:
         device: torch.device,
         itemsize: int,
         *,
-        gated: bool,
+        swiglu: bool,
     ) -> None:
-        self._gated, self._outputs = gated, outputs
-        height = outputs * (2 if gated else 1)
+        self._gated, self._outputs = swiglu, outputs
+        height = outputs * (2 if swiglu else 1)
         rows = randn(count, inputs, device=device)
         weight = randn(height, inputs, device=device, scale=inputs**-0.5)
         self._dtype = rows.dtype
@@ -44,26 +44,30 @@ class TiledProduct:
         exact = rows.double() @ weight.double().T
         if itemsize == 1:
             quantized = quantize(rows)
-            scales = weight.float().abs().amax(1) / LARGEST
+            scales = weight.float().abs().amax(1) / FP8_MAX
             rounded = (weight.float() / scales[:, None]).to(FP8)
             self._given, self._matrix = quantized, QuantizedWeights(rounded, scales)
             exact = quantized.rows.double() * quantized.scales.double()
             exact = exact @ (rounded.double() * scales.double()[:, None]).T
-        if gated:
+        if swiglu:
             gate, up = exact.chunk(2, dim=-1)
             exact = torch.nn.functional.silu(gate) * up
         self.exact = exact
 
-    def run(self, tile: tiled.Tile, *, adds: bool) -> torch.Tensor:
-        """The product; added to zeros if `adds`."""
+    def run(self, tile: TileConfig, *, add_residual: bool) -> torch.Tensor:
+        """The product; added to zeros if `add_residual`."""
         count, device = self.exact.shape[0], self.exact.device
-        parts, tiles = tiled.scratch_sizes(max(count, tile.rows), self._outputs)
-        scratch = small_m.Scratch(
+        parts, tiles = tiled.workspace_sizes(max(count, tile.block_m), self._outputs)
+        workspace = Workspace(
             torch.full((parts,), torch.nan, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
         )
-        into = torch.zeros(self.exact.shape, dtype=self._dtype, device=device) if adds else None
-        return tiled.tiled_product(
-            self._given, self._matrix, tile, scratch, into=into, gated=self._gated,
+        into = (
+            torch.zeros(self.exact.shape, dtype=self._dtype, device=device)
+            if add_residual
+            else None
+        )
+        return tiled.tiled_gemm(
+            self._given, self._matrix, tile, workspace, residual=into, swiglu=self._gated,
             dtype=self._dtype,
         )  # fmt: skip

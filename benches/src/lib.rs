@@ -12,7 +12,7 @@ pub mod text;
 pub mod timing;
 
 use pie_planner::{
-    Computed, FieldId, Layout, Limits, Outputs, Plan, Planner, Probes, SlotClass, Staged,
+    ComputedPlan, FieldId, Layout, Limits, Outputs, Plan, Planner, ForwardTimings, SlotClass, Staged,
     StagedSlots,
 };
 use pie_wire::{
@@ -314,7 +314,7 @@ pub struct HostPath {
     /// As planned, until it is answered.
     plan: Option<Plan>,
     /// The frame that was answered last.
-    answered: Option<Computed>,
+    answered: Option<ComputedPlan>,
     request: Vec<u64>,
     block: Vec<u64>,
     response: Vec<u8>,
@@ -394,7 +394,7 @@ impl HostPath {
         };
         let written = self
             .planner
-            .reply(&mut computed, Probes::default(), &mut self.response);
+            .reply(&mut computed, ForwardTimings::default(), &mut self.response);
         self.answered = Some(computed);
         &self.response[..written.expect("the response fits")]
     }
@@ -418,17 +418,17 @@ impl HostPath {
         }
         let plan = self.planner.plan_extended(0, forward, &extension);
         let plan = plan.expect("a consistent frame");
-        assert!(plan.faults().is_empty(), "{:?}", plan.faults());
+        assert!(plan.request_errors().is_empty(), "{:?}", plan.request_errors());
         self.plan = Some(plan);
     }
 
-    /// Groups the planned rows; see [`Planner::find_groups`].
+    /// Groups the planned rows; see [`Planner::find_prefix_groups`].
     ///
     /// # Panics
     /// When no plan was made.
-    pub fn find_groups(&mut self) -> bool {
+    pub fn find_prefix_groups(&mut self) -> bool {
         let plan = self.plan.as_mut().expect("a plan");
-        self.planner.find_groups(plan, 0)
+        self.planner.find_prefix_groups(plan, 0)
     }
 
     /// The first `count` entries of an array, as the last pass and slot group left it.
@@ -450,7 +450,7 @@ impl HostPath {
     /// # Panics
     /// When there is none.
     #[must_use]
-    pub const fn answered(&self) -> &Computed {
+    pub const fn answered(&self) -> &ComputedPlan {
         self.answered.as_ref().expect("an answered frame")
     }
 }

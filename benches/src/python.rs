@@ -74,7 +74,7 @@ fn describe(path: &mut HostPath, frame: &[u8], data: &mut Vec<u8>) -> Value {
     let (request, reply) = (put(frame), put(path.run(frame)));
     let (planner, frame) = (path.planner(), path.answered());
     let (requests, tokens) = (frame.request_count(), frame.token_count());
-    assert_eq!((frame.pass_count(), frame.faults()), (1, &[][..]));
+    assert_eq!((frame.pass_count(), frame.request_errors()), (1, &[][..]));
     let mut arrays = serde_json::Map::new();
     for (id, count) in [
         (FieldId::SeqLens, requests),

@@ -1,6 +1,6 @@
 //! A scheduler in the middle of its work.
 
-use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler, StepOutput};
 
 const PAGE_SIZE: u32 = 16;
 /// Tokens that a request produces. Its prompt is shorter than the context by half of them.
@@ -85,7 +85,7 @@ impl Decodes {
     ///
     /// When there is none.
     pub fn step(&mut self) -> usize {
-        let step = self.scheduler.step(self.now).expect("right books");
+        let step = self.scheduler.schedule(self.now).expect("right books");
         let step = step.expect("there is work");
         let (mut draws, mut pages) = (0, 0);
         for row in step.rows() {
@@ -108,12 +108,14 @@ impl Decodes {
         self.ends
             .extend((0..=rows).map(|row| row.min(draws) as u32));
         self.now += STEP_US;
-        let answer = Answer {
+        let answer = StepOutput {
             tokens: &self.tokens,
             token_ends: &self.ends,
-            ..Answer::default()
+            ..StepOutput::default()
         };
-        self.scheduler.answer(self.now, &answer).expect("its step");
+        self.scheduler
+            .process_output(self.now, &answer)
+            .expect("its step");
         self.scheduler.outputs(&mut self.outputs);
         let ended = self.outputs.iter().filter(|output| output.finish.is_some());
         for _ in 0..ended.count() {

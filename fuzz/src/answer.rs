@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_engine::{Answer, Extended, FrameBuilder, FrameMeta, FrameRow};
+use pie_engine::{FrameBuilder, FrameMeta, FrameRow, RowExtension, StepReply};
 use pie_scheduler::{Config, FrameBytes, Limits, Logprobs, NewRequest, Outputs, Row, Scheduler};
 use pie_wire::{
-    AnswerRows, ForwardResponse, LogprobsAsked, PlaceShape, RequestExtension, ResponseFrame,
+    ForwardResponse, LogprobOptions, LogprobRows, LogprobShape, RequestExtension, ResponseFrame,
     ResponsePayload, Sampler, StatusResponse,
 };
 
@@ -16,7 +16,7 @@ use crate::memory;
 const VOCAB: u32 = 50;
 /// Steps after which every request has ended.
 const MOST_STEPS: usize = 4096;
-const SHAPE: PlaceShape = PlaceShape { top: 1, given: 0 };
+const SHAPE: LogprobShape = LogprobShape { top: 1, given: 0 };
 const LIMITS: Limits = Limits {
     total_pages: 32,
     host_pages: 0,
@@ -81,14 +81,14 @@ struct Expected {
 
 /// A step that the driver has.
 struct Sent {
-    outline: FrameMeta,
+    meta: FrameMeta,
     rows: Vec<Expected>,
 }
 
 struct Harness {
     scheduler: Scheduler<Asked>,
     builder: FrameBuilder,
-    answer: Answer,
+    reply: StepReply,
     sent: VecDeque<Sent>,
     now: u64,
     /// Most tokens of each sequence that has not ended.
@@ -127,7 +127,7 @@ impl Harness {
         Self {
             scheduler: Scheduler::new(config, LIMITS, None).expect("the settings are right"),
             builder: FrameBuilder::new(LIMITS.page_size),
-            answer: Answer::default(),
+            reply: StepReply::default(),
             sent: VecDeque::new(),
             now: 0,
             open: BTreeMap::new(),
@@ -140,7 +140,7 @@ impl Harness {
             .collect();
         let tokens = u32::from(ask.tokens % 16);
         let scores = RequestExtension {
-            logprobs: Some(LogprobsAsked {
+            logprobs: Some(LogprobOptions {
                 scaled: false,
                 top: SHAPE.top,
                 token_ids: Vec::new(),
@@ -152,7 +152,7 @@ impl Harness {
         let mut arrival = NewRequest::new(id, prompt, scores, tokens);
         arrival.samples = u32::from(ask.samples % 4).max(1);
         arrival.drafts = ask.drafts;
-        arrival.ends.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
+        arrival.stop.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
         arrival.logprobs = ask.scores.then(|| Logprobs {
             words: SHAPE.words() as u32,
             prompt_from: None,
@@ -176,8 +176,8 @@ impl Harness {
             self.sent.clear();
         } else if let Some(sent) = self.sent.pop_front() {
             let bytes = encoded(reply, &sent.rows);
-            let asked = sent.outline.asked();
-            let (read, peak) = memory::peak(|| self.answer.read(&bytes, asked.clone()));
+            let asked = sent.meta.expected();
+            let (read, peak) = memory::peak(|| self.reply.read(&bytes, asked.clone()));
             assert!(
                 peak <= (1 << 12) + 16 * bytes.len(),
                 "{peak} bytes for {}",
@@ -185,7 +185,9 @@ impl Harness {
             );
             match read {
                 Ok(_) => {
-                    let answered = self.scheduler.answer(self.now, &self.answer.as_sched());
+                    let answered = self
+                        .scheduler
+                        .process_output(self.now, &self.reply.to_scheduler());
                     answered.expect("what was read fits the step");
                 }
                 Err(error) => {
@@ -195,24 +197,26 @@ impl Harness {
                 }
             }
         }
-        self.scheduler.audit().expect("the books are right");
+        self.scheduler
+            .check_invariants()
+            .expect("the books are right");
         self.read_outputs();
     }
 
     fn lay_out(&mut self) {
-        let Some(step) = self.scheduler.step(self.now).expect("no bug was found") else {
+        let Some(step) = self.scheduler.schedule(self.now).expect("no bug was found") else {
             return;
         };
         let rows = step.rows().map(|row| Expected {
             draws: row.sampling.is_some(),
-            scores: row.asked.is_some() && row.sampling.is_some(),
+            scores: row.params.is_some() && row.sampling.is_some(),
             drafts: row.drafts.to_vec(),
             wants_drafts: row.wants_drafts,
             end: row.start + (row.tokens.len() + row.drafts.len()) as u32,
         });
         let rows = rows.collect();
-        let outline = self.builder.lay_out(step.rows().map(turn));
-        self.sent.push_back(Sent { outline, rows });
+        let meta = self.builder.build(step.rows().map(turn));
+        self.sent.push_back(Sent { meta, rows });
     }
 
     fn read_outputs(&mut self) {
@@ -254,25 +258,25 @@ fn turn(row: Row<'_, Asked>) -> FrameRow<'_> {
         adapter: None,
         forbidden: row.forbidden,
         mask: row.mask,
-        extension: row.asked.as_ref().map(|asked| Extended {
-            asked,
+        extension: row.params.as_ref().map(|params| RowExtension {
+            params: params,
             history: row.history,
             prompt_logprobs: row.prompt_logprobs,
             next: row.next,
         }),
-        pictures: None,
+        images: None,
     }
 }
 
 /// What a driver that works answers.
-fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, AnswerRows) {
+fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, LogprobRows) {
     let mut response = ForwardResponse {
         num_requests: rows.len() as u32,
         tokens_indptr: vec![0],
         spec_indptr: vec![0],
         ..ForwardResponse::default()
     };
-    let mut scores = AnswerRows::default();
+    let mut scores = LogprobRows::default();
     for (request, row) in rows.iter().enumerate() {
         let accepted = row.drafts.len().min(accepted.into());
         let before = response.tokens.len();
@@ -363,7 +367,7 @@ fn edit(response: &mut ForwardResponse, array: u8, at: u8, value: u32) {
     }
 }
 
-fn forward(response: ForwardResponse, scores: &AnswerRows) -> Vec<u8> {
+fn forward(response: ForwardResponse, scores: &LogprobRows) -> Vec<u8> {
     let mut bytes = frame(ResponsePayload::Forward(response), false);
     if scores.bytes() > 0 {
         let at = bytes.len();

@@ -1,13 +1,16 @@
 //! Extensions: whatever is accepted is within the payload, and written again gives the same bytes.
 
-use pie_wire::{AnswerRows, Params, StepRow, split_answer, split_request, write_extension};
+use pie_wire::{LogprobRows, Params, StepRow, split_request, split_response, write_extension};
 
 use crate::{memory, wire::exact};
 
 /// Bytes of a request, and of an answer, that end with an extension or do not.
 pub(crate) fn check(data: &[u8]) {
     // The magic numbers are hard to guess.
-    for magic in [pie_wire::EXTENSION_MAGIC, pie_wire::ANSWER_MAGIC] {
+    for magic in [
+        pie_wire::EXTENSION_MAGIC,
+        pie_wire::RESPONSE_EXTENSION_MAGIC,
+    ] {
         let bytes = exact::<8>(&[data, &magic].concat());
         request(&bytes);
         answer(&bytes);
@@ -39,7 +42,7 @@ fn request(bytes: &[u8]) {
         .map(|(row, (request, owned))| StepRow {
             request: *request,
             params: row.params(),
-            wants_logprobs: row.wants_logprobs(),
+            returns_logprobs: row.returns_logprobs(),
             prompt: row.prompt_logprobs(),
             history: &owned.history,
             mask: &owned.mask,
@@ -55,15 +58,18 @@ fn request(bytes: &[u8]) {
 }
 
 fn answer(bytes: &[u8]) {
-    let (split, peak) = memory::peak(|| split_answer(bytes));
+    let (split, peak) = memory::peak(|| split_response(bytes));
     assert_eq!(peak, 0, "reading allocates nothing");
     let Ok((reply, extension)) = split else {
         return;
     };
-    let mut rows = AnswerRows::default();
+    let mut rows = LogprobRows::default();
     for row in extension.rows() {
-        let places = row.shape().places(&row.words().collect::<Vec<_>>()).len();
-        let (prompt, tokens) = row.places();
+        let places = row
+            .shape()
+            .positions(&row.words().collect::<Vec<_>>())
+            .len();
+        let (prompt, tokens) = row.position_counts();
         assert_eq!(places as u64, u64::from(prompt) + u64::from(tokens));
         rows.push(row.request(), row.shape(), (prompt, tokens), row.words());
     }

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_engine::{Constrain, Delta, End, Grammar, Rejected, Unbindable};
-use pie_frontends::sglang_zmq::{Backend, Front, Outgoing};
+use pie_engine::{
+    FinishReason, Grammar, GrammarHandle, GrammarSetupError, OutputDelta, SubmitError,
+};
+use pie_frontends::sglang_zmq::{Backend, Outgoing, SglangFrontend};
 use pie_ingress::{LogprobRows, RequestSpec};
 use rmpv::Value;
 
@@ -178,7 +180,13 @@ struct Running {
 
 impl Running {
     /// An output of one of its samples, with the log-probabilities that it wants.
-    fn delta(&self, request: u64, sample: u32, tokens: &[u32], end: Option<End>) -> Delta {
+    fn delta(
+        &self,
+        request: u64,
+        sample: u32,
+        tokens: &[u32],
+        end: Option<FinishReason>,
+    ) -> OutputDelta {
         let mut delta = messages::delta(request, tokens, end);
         delta.sample = sample;
         if let Some(rows) = &self.logprobs {
@@ -202,7 +210,7 @@ struct Runtime {
 }
 
 impl Backend for Runtime {
-    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError> {
         let id = self.next.replace(self.next.get() + 1);
         let running = Running {
             samples: spec.samples(),
@@ -213,8 +221,12 @@ impl Backend for Runtime {
         Ok(id)
     }
 
-    fn bind(&self, _: &Grammar, _: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
-        Err(Unbindable::NoTokenizer)
+    fn compile_grammar(
+        &self,
+        _: &Grammar,
+        _: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+        Err(GrammarSetupError::NoTokenizer)
     }
 
     fn abort(&self, request: u64) {
@@ -288,11 +300,12 @@ pub(crate) fn check(data: &[u8]) {
     let Ok(case) = Case::arbitrary(&mut Unstructured::new(data)) else {
         return;
     };
-    let settings = pie_frontends::sglang_zmq::FrontSettings {
+    let settings = pie_frontends::sglang_zmq::SglangFrontendSettings {
         truncates: case.truncates,
         ..messages::settings()
     };
-    let front = Front::new(&messages::classes(), settings).expect("the classes are served");
+    let front =
+        SglangFrontend::new(&messages::classes(), settings).expect("the classes are served");
     let (runtime, mut seen) = (Runtime::default(), Seen::default());
     let mut sent = 0;
     for message in &case.messages {
@@ -338,7 +351,7 @@ pub(crate) fn check(data: &[u8]) {
 
 /// One message, and another client's request in the same turn.
 fn receive(
-    front: &Front,
+    front: &SglangFrontend,
     runtime: &Runtime,
     seen: &mut Seen,
     bytes: &[u8],
@@ -388,11 +401,11 @@ fn requests_of(message: &Message) -> Option<usize> {
 }
 
 /// Ends those that were aborted, as the runtime does.
-fn end_aborted(front: &Front, runtime: &Runtime, seen: &mut Seen) {
+fn end_aborted(front: &SglangFrontend, runtime: &Runtime, seen: &mut Seen) {
     for request in runtime.aborted.take() {
         if let Some(running) = runtime.running.borrow_mut().remove(&request) {
             for sample in 0..running.samples.max(1) {
-                let delta = running.delta(request, sample, &[], Some(End::Aborted));
+                let delta = running.delta(request, sample, &[], Some(FinishReason::Aborted));
                 seen.take(&front.outputs(&[delta]));
             }
         }
@@ -400,7 +413,7 @@ fn end_aborted(front: &Front, runtime: &Runtime, seen: &mut Seen) {
 }
 
 fn give(
-    front: &Front,
+    front: &SglangFrontend,
     runtime: &Runtime,
     seen: &mut Seen,
     request: u64,
@@ -415,7 +428,12 @@ fn give(
         .map(|&token| u32::from(token) % 1000)
         .collect();
     for sample in 0..running.samples.max(1) {
-        let delta = running.delta(request, sample, &tokens, ends.then_some(End::Length));
+        let delta = running.delta(
+            request,
+            sample,
+            &tokens,
+            ends.then_some(FinishReason::Length),
+        );
         let ended = seen.ended;
         seen.take(&front.outputs(&[delta]));
         assert_eq!(

@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use arbitrary::{Arbitrary, Unstructured};
-use pie_engine::Unbindable;
+use pie_engine::GrammarSetupError;
 use pie_frontends::grpc::contract::{sglang, vllm};
 use pie_frontends::grpc::{Contract, GatewaySettings, ImageFacts, ModelFacts, RequestReader};
 use prost::Message as _;
@@ -306,7 +306,7 @@ pub(crate) fn check(data: &[u8]) {
 fn read(contract: Contract, has_images: bool, message: &[u8]) {
     let reader = &READERS[usize::from(has_images)];
     // The target `grammar` reads them.
-    let bind = |_: &_, _: &_| Err(Unbindable::NoTokenizer);
+    let bind = |_: &_, _: &_| Err(GrammarSetupError::NoTokenizer);
     let (read, peak) = memory::peak(|| reader.read(contract, message, bind));
     let bytes = message.len();
     assert!(peak <= (1 << 16) + 256 * bytes, "{peak} bytes for {bytes}");
@@ -325,9 +325,9 @@ fn read(contract: Contract, has_images: bool, message: &[u8]) {
     };
     assert!((1..=1024).contains(&spec.samples()), "{}", spec.samples());
     assert!(!spec.prompt().is_empty());
-    let (arrival, _) = spec.into_arrival();
-    assert!(arrival.ends.min_tokens <= arrival.ends.max_tokens);
-    let mut stops = arrival.ends.stop_tokens.iter();
+    let (arrival, _) = spec.into_request();
+    assert!(arrival.stop.min_tokens <= arrival.stop.max_tokens);
+    let mut stops = arrival.stop.stop_tokens.iter();
     assert!(stops.all(|&token| token < VOCABULARY));
 }
 

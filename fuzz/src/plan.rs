@@ -1,11 +1,12 @@
 //! Frames from bytes to reply: staged values in range, replies well-formed, memory in proportion, and all of it equal
 //! to what a naive planner says.
 
-use pie_planner::{Computed, Limits, Planner, Probes, StagedPass, Vision};
+use pie_planner::{ComputedPlan, ForwardTimings, Limits, Planner, StagedPass, VisionConfig};
 use pie_wire::{ArchivedForwardRequest, ArchivedPayload, Payload, RESPONSE_ROOT_LEN};
 use rkyv::util::AlignedVec;
 
-use crate::common::device::{Answer, DRIVER, Device, answer, check_archive};
+use crate::common::answer::{Answer, answer, check_archive};
+use crate::common::device::{DRIVER, Device};
 use crate::common::engine::{Engine, next_group, next_pass, put};
 use crate::common::generate::{POSITIONS, VOCAB};
 use crate::common::naive::{Plan, Slot};
@@ -92,7 +93,7 @@ pub(crate) struct Trial {
 }
 
 /// Patches of 4 bytes, four to a row.
-const VISION: Vision = Vision {
+const VISION: VisionConfig = VisionConfig {
     patch_values: 1,
     merge_size: 2,
     max_side: 64,
@@ -119,7 +120,7 @@ impl Trial {
     }
 
     pub(crate) fn lose_table(&mut self) {
-        self.planner.forget_table();
+        self.planner.invalidate_block_table();
         self.device.lose_table();
     }
 
@@ -184,7 +185,7 @@ impl Trial {
     }
 
     /// Plans and stages every pass; `None` when the frame is refused.
-    fn plan(&mut self, request: &ArchivedForwardRequest) -> Option<Computed> {
+    fn plan(&mut self, request: &ArchivedForwardRequest) -> Option<ComputedPlan> {
         let (planned, info) = memory::measured(|| {
             let planned = self.planner.plan(DRIVER, request);
             planned.map(|plan| self.stage_all(plan))
@@ -199,8 +200,8 @@ impl Trial {
             }
         };
         assert_eq!(rows, computed.token_count());
-        for (index, fault) in computed.faults() {
-            assert!(*index < computed.request_count() && !fault.to_string().is_empty());
+        for (index, error) in computed.request_errors() {
+            assert!(*index < computed.request_count() && !error.to_string().is_empty());
         }
         Some(computed)
     }
@@ -219,7 +220,7 @@ impl Trial {
     }
 
     /// Stages every pass and group; returns the rows.
-    fn stage_all(&mut self, mut plan: pie_planner::Plan) -> (usize, Computed) {
+    fn stage_all(&mut self, mut plan: pie_planner::Plan) -> (usize, ComputedPlan) {
         let mut rows = 0;
         loop {
             let memory = bytemuck::cast_slice_mut(&mut self.block);
@@ -241,7 +242,7 @@ impl Trial {
                 self.staged().check_group(&pass, &group);
                 slots += group.len();
                 let labels = open.labels().len();
-                let outputs = Blank::of(&self.staged(), &group, labels, open.places());
+                let outputs = Blank::of(&self.staged(), &group, labels, open.logprob_positions());
                 staged = outputs.with(|outputs| put(open, outputs));
             };
             assert_eq!(slots, pass.slots);
@@ -257,9 +258,11 @@ impl Trial {
     }
 
     /// Replies into a buffer of exactly `capacity` bytes; the length, if there is room.
-    fn reply(&mut self, computed: &mut Computed, capacity: usize) -> Option<usize> {
+    fn reply(&mut self, computed: &mut ComputedPlan, capacity: usize) -> Option<usize> {
         let mut buffer = exact::<4>(&vec![0xEE; capacity]);
-        let reply = self.planner.reply(computed, Probes::default(), &mut buffer);
+        let reply = self
+            .planner
+            .reply(computed, ForwardTimings::default(), &mut buffer);
         let requests = computed.request_count();
         let Ok(length) = reply else {
             // Four kinds of probes at most, each with offsets for the requests and for its entries.

@@ -2,7 +2,7 @@
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use pie_kv_cache::pages::Order;
-use pie_kv_cache::radix::{Config, Insertion, Policy};
+use pie_kv_cache::radix::{Config, InsertParams, Policy};
 
 use crate::pool_model::{Both, Step as PoolStep};
 use crate::radix_model::{Model, Step, Text};
@@ -58,7 +58,7 @@ fn step(input: &mut Unstructured) -> Result<Step> {
         },
         3..7 => Step::Insert {
             text: text(input)?,
-            how: Insertion {
+            how: InsertParams {
                 now: 0,
                 priority: i8::arbitrary(input)?.into(),
                 chunked: bool::arbitrary(input)?,

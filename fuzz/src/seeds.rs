@@ -3,7 +3,7 @@
 use pie_planner::Limits;
 use pie_ring::RegionLayout;
 use pie_wire::{
-    AnswerRows, ForwardRequest, LogprobsAsked, PlaceShape, PromptLogprobs, RequestExtension,
+    ForwardRequest, LogprobOptions, LogprobRows, LogprobShape, PromptLogprobs, RequestExtension,
     SCHEMA_HASH,
 };
 use proptest::strategy::{Strategy, ValueTree};
@@ -51,8 +51,8 @@ fn extensions() -> Vec<Vec<u8>> {
         mask: vec![u32::MAX; 2],
         ..RequestExtension::default()
     };
-    let mut answer = AnswerRows::default();
-    let shape = PlaceShape { top: 1, given: 1 };
+    let mut answer = LogprobRows::default();
+    let shape = LogprobShape { top: 1, given: 1 };
     let place = [
         (-1.0_f32).to_bits(),
         3,
@@ -112,7 +112,7 @@ fn header() -> Vec<u8> {
 /// A request, and after it what its first requests ask of log-probabilities.
 fn asked(payload: &[u8]) -> Vec<u8> {
     let row = RequestExtension {
-        logprobs: Some(LogprobsAsked {
+        logprobs: Some(LogprobOptions {
             scaled: true,
             top: 2,
             token_ids: vec![3, 4],

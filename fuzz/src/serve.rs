@@ -301,10 +301,10 @@ fn serve(mut server: Server, prompts: &Prompts) {
             .next(&mut server)
             .expect("the kernel lets it wait")
         {
-            Event::Called => unreachable!("no thread calls"),
+            Event::Woken => unreachable!("no thread calls"),
             Event::Stopped => return,
-            Event::Notes(_) | Event::Step(_) => {}
-            Event::Lost(error) => panic!("there is no graph path: {error}"),
+            Event::LogLines(_) | Event::Step(_) => {}
+            Event::DeviceLost(error) => panic!("there is no graph path: {error}"),
             Event::Job(job) => {
                 if prompts.hold.load(Ordering::Acquire) {
                     prompts.held.store(true, Ordering::Release);
@@ -331,7 +331,7 @@ fn work(job: Job, block: &mut [u64]) {
                 CopyDirection::H2H => (HOST_PAGES, HOST_PAGES),
             };
             let mut pairs = 0;
-            for (sources, targets) in copy.groups() {
+            for (sources, targets) in copy.batches() {
                 assert_eq!(sources.len(), targets.len());
                 assert!(sources.iter().all(|&page| page < from));
                 assert!(targets.iter().all(|&page| page < to));
@@ -379,7 +379,7 @@ fn run(batch: &mut Batch, block: &mut [u64]) {
                 layout: &layout,
                 block,
             };
-            let outputs = Blank::of(&staged, &group, labels, batch.group_places());
+            let outputs = Blank::of(&staged, &group, labels, batch.group_logprob_positions());
             let taken = outputs.with(|outputs| batch.put_outputs(outputs));
             taken.expect("as many as asked for");
         }

@@ -1,7 +1,7 @@
 //! What is staged for a pass, held to what any engine relies on, and outputs to match.
 
 use bytemuck::Pod;
-use pie_planner::{FieldId, Layout, Limits, Outputs, Pass, Place, SlotClass, SlotGroup};
+use pie_planner::{FieldId, Layout, Limits, LogprobPosition, Outputs, Pass, SlotClass, SlotGroup};
 
 use crate::common::generate::VOCAB;
 
@@ -11,7 +11,7 @@ pub(crate) struct Blank {
     dist_ids: Vec<i64>,
     /// Probabilities, logits, log-probabilities, entropies.
     values: [Vec<f32>; 4],
-    place_words: Vec<i32>,
+    logprob_words: Vec<i32>,
 }
 
 impl Blank {
@@ -20,7 +20,7 @@ impl Blank {
         staged: &Staged<'_>,
         group: &SlotGroup,
         labels: usize,
-        (places, given): (&[Place], &[[i64; 2]]),
+        (places, given): (&[LogprobPosition], &[[i64; 2]]),
     ) -> Self {
         let count = |class| group.count(class);
         let classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
@@ -36,7 +36,7 @@ impl Blank {
                 .collect(),
             dist_ids: vec![3; listed],
             values: lengths.map(|length| vec![0.25; length]),
-            place_words: vec![7; Self::check_places(staged, group, places, given)],
+            logprob_words: vec![7; Self::check_places(staged, group, places, given)],
         }
     }
 
@@ -49,7 +49,7 @@ impl Blank {
             logits,
             logprobs,
             entropies,
-            place_words: &self.place_words,
+            logprob_words: &self.logprob_words,
         })
     }
 
@@ -57,7 +57,7 @@ impl Blank {
     fn check_places(
         staged: &Staged<'_>,
         group: &SlotGroup,
-        places: &[Place],
+        places: &[LogprobPosition],
         given: &[[i64; 2]],
     ) -> usize {
         let vocab = i64::from(staged.limits.vocab_size);

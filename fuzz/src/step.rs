@@ -1,7 +1,9 @@
 //! The graph path's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
-use pie_planner::{Computed, Layout, Limits, Plan, Planner, Probes, StepMemory, StepSize};
+use pie_planner::{
+    ComputedPlan, ForwardTimings, Layout, Limits, Plan, Planner, StepMemory, StepSize,
+};
 use pie_wire::ArchivedForwardRequest;
 
 use crate::common::device::DRIVER;
@@ -41,20 +43,20 @@ impl Steps {
         let mut buffer = exact::<4>(&vec![0xEE; self.limits.reply_bytes as usize]);
         let _ = self
             .planner
-            .reply(&mut computed, Probes::default(), &mut buffer);
+            .reply(&mut computed, ForwardTimings::default(), &mut buffer);
         self.planner.recycle(computed);
     }
 
-    fn passes(&mut self, plan: Plan) -> Computed {
+    fn passes(&mut self, plan: Plan) -> ComputedPlan {
         let mut block = memory(self.planner.layout());
         let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
         let computed = Engine::default().run(&mut self.planner, plan, block);
         // As after an error.
-        self.planner.forget_table();
+        self.planner.invalidate_block_table();
         computed
     }
 
-    fn step(&mut self, mut plan: Plan, size: StepSize) -> Computed {
+    fn step(&mut self, mut plan: Plan, size: StepSize) -> ComputedPlan {
         self.number += 1;
         let rows = size.rows.next_power_of_two();
         // Every other graph gets the rows to sample.
@@ -64,7 +66,7 @@ impl Steps {
             slots: if told { size.slots.max(1) } else { rows },
         };
         let layout = if room.slots == rows && self.number % 4 < 2 {
-            self.planner.find_groups(&mut plan, 0);
+            self.planner.find_prefix_groups(&mut plan, 0);
             Layout::grouped_graph(rows)
         } else {
             Layout::graph(room)

@@ -8,8 +8,8 @@ in without Pie: the `Engine` class and two HTTP servers. `engine` is the interfa
 model, which `backends` implement and `ranks` spread over devices; `kernels` compute. `config`,
 `memory` and `checkpoint` are read before a model is loaded; `observability` has metrics, spans
 and log lines. `sglang_plugins` bring the drafter and the prefix index into stock SGLang.
-`errors.py`, `logs.py` and `interpreter.py` are for all; `server_guard.py` removes what a server
-leaves, which has the names of `shared_names.py`. `_core` is the Rust half.
+`errors.py`, `logs.py`, `console.py` and `interpreter.py` are for all; `server_guard.py` removes
+what a server leaves behind, by the names of `shared_names.py`. `_core` is the Rust half.
 """
 
 # Nothing is imported here: `python -m` searches the working directory until `__main__` forbids it.
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pie_driver_sglang._core import Drafter, PagePool, RadixIndex
-    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.config.config_file import load_config
+    from pie_driver_sglang.config.driver_config import DriverConfig
     from pie_driver_sglang.config.options import DriverOptions
-    from pie_driver_sglang.config.types import DriverConfig
+    from pie_driver_sglang.driver.capabilities import Capabilities
     from pie_driver_sglang.driver.handshake import Handshake
-    from pie_driver_sglang.driver.types import Capabilities
     from pie_driver_sglang.errors import (
         ConfigError,
         DriverError,
@@ -57,10 +57,10 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     homes = {
-        "Capabilities": "driver.types",
+        "Capabilities": "driver.capabilities",
         "ConfigError": "errors",
         "Drafter": "_core",
-        "DriverConfig": "config.types",
+        "DriverConfig": "config.driver_config",
         "DriverError": "errors",
         "DriverOptions": "config.options",
         "Engine": "frontends.offline.engine",
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> "Any":
         "RadixError": "errors",
         "RadixIndex": "_core",
         "StartError": "errors",
-        "load_config": "config.file",
+        "load_config": "config.config_file",
     }
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["MAX_SAMPLES", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "WARM_UP_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
+__all__ = ["MAX_SAMPLES", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "WARM_UP_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SglangFrontend", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
 
 MAX_SAMPLES: Final = 1024
 """
@@ -106,7 +106,7 @@ class Batch:
         Takes what the last staged slot group yields: for each class its slots' values one after the other.
 
         Args:
-            tokens: `[token slots]` int64; one outside the vocabulary empties its request.
+            tokens: `[token slots]` int64; one outside the vocabulary rejects its request.
             dist_ids: `[listed]` int64: the tokens of each distribution, most probable first.
             dist_probs: `[listed]` float32: their probabilities.
             logits: `[raw slots * vocabulary]` float32.
@@ -614,112 +614,6 @@ class Follower:
     def __next__(self, /) -> bytes:
         """
         Waits for the next command, without the GIL. It does not end by itself.
-        """
-
-@final
-class Front:
-    """
-    The requests of SGLang's front end, for a runtime: messages in msgpack come in and go out, and are read and written here.
-
-    `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
-    """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> Front:
-        """
-        A front end without requests.
-
-        Args:
-            runtime: What computes them, whose drivers are ready.
-            classes: SGLang's message classes: of each the name and its fields in their order, each with its default as msgpack,
-                None where there is none.
-            eos_token_ids: They end a request, unless it ignores them.
-            think_end_ids: The tokens that end the model's thinking; none where it is not counted.
-            stream_interval: Tokens from one output of a stream to the next.
-            other_interval: The same for requests that do not stream.
-            max_prompt_tokens: Most tokens of a prompt.
-            context_length: Most tokens of a prompt and its answer together.
-            truncate: Cut longer prompts instead of refusing them.
-            vocab_size: Token ids are below it.
-            speculate: The driver may draft for requests.
-            bos_token_id: The token that begins a text, which turns of a session leave out.
-            refuse_priority: Refuse requests that have a priority.
-            original_logprobs: Log-probabilities are those before the temperature.
-            probe_prefix: How the names of SGLang's health probes begin.
-            dp_rank: Which of several replicas this is.
-            read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
-                number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
-                the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
-                the answer to the client. None: images are refused.
-            times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
-                `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
-                wait, was admitted, and had its first token, and by how much
-                the time of day is ahead of that clock.
-            traces: Keep for `take_traced` what happens to requests that the front end traces.
-
-        Raises:
-            FrontEndError: The classes are not those of a version of SGLang that is served.
-        """
-    def close_session(self, /, session_id: str) -> None:
-        """
-        Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
-        """
-    @property
-    def open_requests(self, /) -> int:
-        """
-        Requests that have not ended.
-        """
-    def open_session(self, /, session_id: str, *, streaming: bool = False, timeout_s: SupportsFloat | SupportsIndex | None = None) -> bool:
-        """
-        Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
-
-        Args:
-            session_id: Its name.
-            streaming: It has one request at a time, which goes on from the last that ended well.
-            timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
-        """
-    @property
-    def open_sessions(self, /) -> int:
-        """
-        Sessions that are open.
-        """
-    def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """
-        Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.
-        """
-    def reap_sessions(self, /) -> None:
-        """
-        Closes the sessions that had no request for longer than they allow.
-        """
-    def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes], list[str]]:
-        """
-        Takes messages of the tokenizer manager.
-
-        Returns:
-            Messages for the detokenizer, messages for the tokenizer manager, those of `messages` that are not about requests,
-            in their order, and a line for the log for each that cannot be read and has no name to be answered by. No message
-            fails another one.
-        """
-    def set_adapter(self, /, name: str, adapter_id: SupportsIndex | None) -> None:
-        """
-        Has requests that name an adapter computed with the one that the runtime has loaded as `adapter_id`; with None they are
-        refused.
-
-        Args:
-            name: The tokenizer manager's `lora_id`.
-            adapter_id: Of `Runtime.load_adapter`.
-        """
-    def set_paused(self, /, paused: bool) -> None:
-        """
-        Whether nothing is computed for now; health probes are answered all the same.
-        """
-    def take_traced(self, /) -> tuple[list[TracedRequest], int]:
-        """
-        What happened when to requests that were traced and have ended since the last call; and how many more there were than are
-        kept, which is 4,096. Nothing without `traces`.
-        """
-    def take_waits(self, /) -> list[tuple[float, float]]:
-        """
-        Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
-        to the token; nothing without `times`.
         """
 
 @final
@@ -1360,10 +1254,10 @@ class Planner:
             max_slots: Logit rows computed at once.
             random_seed: Key of the randomness of unseeded samplers.
             states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
-            masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
+            masks: The engine applies attention masks; otherwise requests whose mask is not causal are rejected.
             adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
             vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
-                the longest side. None: requests with images are emptied.
+                the longest side. None: requests with images are rejected.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
@@ -1799,61 +1693,18 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex | None = None, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, max_image_bytes: SupportsIndex = 0, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., tokenizer_file: str | PathLike[str] | None = None, constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, max_grammar_bytes: SupportsIndex | None = None, grammar_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_compile_timeout_s: SupportsFloat | SupportsIndex | None = None, grammar_memory_mb: SupportsIndex | None = None, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, request_limits: dict[str, SupportsIndex] | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], **settings: "object") -> Runtime:
         """
         Starts the drivers.
 
         Args:
             model: Folder of the snapshot.
             python: The drivers' interpreter, which has this package: `sys.executable`.
-            devices: `cuda:N` or `cpu`, as many as all replicas need; the first ones are the first replica's.
-            replicas: Drivers, each with the whole model; SGLang's `dp_size`.
-            tensor_parallel_size: Devices of a driver; SGLang's `tp_size`.
-            dtype: Type of the activations; None for bfloat16, on the CPU float32.
-            seed: Of everything that is drawn; SGLang's `random_seed`.
-            spin_budget_us: Microseconds that both sides of the ring spin before they park; 0 parks at once, 2**64 - 1 never.
-            options: The table `[driver.options]`: bool, int, float, str, and lists of them.
-            schedule_policy: `fcfs`, `lpm`, `dfs-weight`, `lof`, `random` or `routing-key`.
-            schedule_conservativeness: How much of the output of running requests is taken for certain.
-            max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
-            max_queued_requests: Sequences that may wait.
-            chunked_prefill_size: Most tokens of a step.
-            max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
-                limit. None is 6, and up to nine times what a step of decodes takes while many requests wait for their first token.
-            max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
-                `chunked_prefill_size`; 0 for no more than these.
-            radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
-            disable_radix_cache: Share no prefixes.
-            kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
-            enable_priority_scheduling: `priority` of requests comes before the policy.
-            schedule_low_priority_values_first: The lowest value comes first.
-            priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
-                ones; None for never.
-            max_total_pages: Use no more KV pages than this of what a driver has.
-            max_image_bytes: Most bytes that the images of a step bring, their pixels and positions; 0: images are refused.
-            eos_token_ids: They end a request, unless it ignores them.
-            vocabulary: What each token adds to a text, as bytes; needed for stop strings.
-            special_tokens: Tokens without text, with their names, which grammars may use.
-            tokenizer_file: The `tokenizer.json`; with it text that a grammar forces is not drawn.
-            constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
-            constrained_json_disable_any_whitespace: There is none.
-            max_grammar_bytes: Most bytes of the text of one grammar; None for 1 MiB.
-            grammar_timeout_s: Time for one grammar from its first request on, the wait for others included; None for 30.
-            grammar_compile_timeout_s: Time for compiling one grammar; None for 10.
-            grammar_memory_mb: MiB of memory that compiling one grammar may take; None for 512.
-            waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
-                limit.
-            running_limit_s: The same from its admission to its end.
-            request_limits: Limits on what a request may hold, by their names in docs/limits.md, where they differ from the defaults.
-                They hold for every frontend of this runtime.
-            max_restarts: How often in a row a driver is started again, without an answer in between.
-            ready_timeout_s: Limit for one start.
-            step_timeout_s: A driver that does not answer so long is killed and started again.
-            stop_timeout_s: How long a driver may take to end after SIGTERM.
-            log_file: Where the drivers' logs go, after what is there.
+            settings: See `Config` in `rust/py/src/runtime/config.rs`.
 
         Raises:
             ValueError: A value is out of range.
+            TypeError: An unknown setting, or a value of another type.
             OSError: The log file cannot be opened.
             StartError: No thread can be started.
         """
@@ -1877,14 +1728,6 @@ class Runtime:
         Ends a trace, or tells of one that ended by itself: for each replica its file, the steps in it, and why it ended early.
         Nothing where there was no trace.
         """
-    def figures(self, /) -> list[list[tuple[str, bool, str, tuple[str, str] | None, float]]]:
-        """
-        Metrics of each replica. Those that are rates are about the time since the last call.
-
-        Returns:
-            For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
-            value.
-        """
     def flush_cache(self, /) -> bool:
         """
         Empties the prefix indices. False, with nothing done, where requests run or wait.
@@ -1906,6 +1749,14 @@ class Runtime:
         What the drivers have logged since the last call, oldest first, the last 1000 lines at most. With several replicas
         each line begins with `[number] `.
         """
+    def metrics(self, /) -> list[list[tuple[str, bool, str, tuple[str, str] | None, float]]]:
+        """
+        Metrics of each replica. Those that are rates are about the time since the last call.
+
+        Returns:
+            For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
+            value.
+        """
     def pause(self, /, *, retract: bool = False) -> None:
         """
         Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
@@ -1921,6 +1772,11 @@ class Runtime:
     def resume(self, /) -> None:
         """
         Goes on after `pause`.
+        """
+    @staticmethod
+    def setting_names() -> list[str]:
+        """
+        The names of the settings.
         """
     def shutdown(self, /) -> None:
         """
@@ -2184,6 +2040,113 @@ class Server:
         """
 
 @final
+class SglangFrontend:
+    """
+    The frontend of SGLang's HTTP server: reads and writes the messages (msgpack) between its tokenizer manager, its detokenizer and a
+    scheduler.
+
+    `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
+    """
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> SglangFrontend:
+        """
+        A frontend without requests.
+
+        Args:
+            runtime: What computes them, whose drivers are ready.
+            classes: SGLang's message classes: of each the name and its fields in their order, each with its default as msgpack,
+                None where there is none.
+            eos_token_ids: They end a request, unless it ignores them.
+            think_end_ids: The tokens that end the model's thinking; none where it is not counted.
+            stream_interval: Tokens from one output of a stream to the next.
+            other_interval: The same for requests that do not stream.
+            max_prompt_tokens: Most tokens of a prompt.
+            context_length: Most tokens of a prompt and its answer together.
+            truncate: Cut longer prompts instead of refusing them.
+            vocab_size: Token ids are below it.
+            speculate: The driver may draft for requests.
+            bos_token_id: The token that begins a text, which turns of a session leave out.
+            refuse_priority: Refuse requests that have a priority.
+            original_logprobs: Log-probabilities are those before the temperature.
+            probe_prefix: How the names of SGLang's health probes begin.
+            dp_rank: Which of several replicas this is.
+            read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+                number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
+                the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
+                the answer to the client. None: images are refused.
+            times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
+                `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
+                wait, was admitted, and had its first token, and by how much
+                the time of day is ahead of that clock.
+            traces: Keep for `take_traced` what happens to requests that the front end traces.
+
+        Raises:
+            FrontEndError: The classes are not those of a version of SGLang that is served.
+        """
+    def close_session(self, /, session_id: str) -> None:
+        """
+        Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
+        """
+    @property
+    def open_requests(self, /) -> int:
+        """
+        Requests that have not ended.
+        """
+    def open_session(self, /, session_id: str, *, streaming: bool = False, timeout_s: SupportsFloat | SupportsIndex | None = None) -> bool:
+        """
+        Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
+
+        Args:
+            session_id: Its name.
+            streaming: It has one request at a time, which goes on from the last that ended well.
+            timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
+        """
+    @property
+    def open_sessions(self, /) -> int:
+        """
+        Sessions that are open.
+        """
+    def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """
+        Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.
+        """
+    def reap_sessions(self, /) -> None:
+        """
+        Closes the sessions that had no request for longer than they allow.
+        """
+    def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes], list[str]]:
+        """
+        Takes messages of the tokenizer manager.
+
+        Returns:
+            Messages for the detokenizer, messages for the tokenizer manager, those of `messages` that are not about requests,
+            in their order, and a line for the log for each that cannot be read and has no name to be answered by. No message
+            fails another one.
+        """
+    def set_adapter(self, /, name: str, adapter_id: SupportsIndex | None) -> None:
+        """
+        Has requests that name an adapter computed with the one that the runtime has loaded as `adapter_id`; with None they are
+        refused.
+
+        Args:
+            name: The tokenizer manager's `lora_id`.
+            adapter_id: Of `Runtime.load_adapter`.
+        """
+    def set_paused(self, /, paused: bool) -> None:
+        """
+        Whether nothing is computed for now; health probes are answered all the same.
+        """
+    def take_traced(self, /) -> tuple[list[TracedRequest], int]:
+        """
+        What happened when to requests that were traced and have ended since the last call; and how many more there were than are
+        kept, which is 4,096. Nothing without `traces`.
+        """
+    def take_waits(self, /) -> list[tuple[float, float]]:
+        """
+        Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
+        to the token; nothing without `times`.
+        """
+
+@final
 class SlotGroup:
     """
     Staged slots, class by class in the order of the attributes.
@@ -2405,7 +2368,7 @@ def build_info() -> dict[str, str]:
 
 def check_request_limits(limits: dict[str, SupportsIndex]) -> None:
     """
-    Looks whether these are limits of requests, by their names in docs/limits.md.
+    Checks names of request limits, as in docs/limits.md.
 
     Raises:
         ValueError: There is no such limit.

@@ -1,4 +1,4 @@
-"""The errors that end a start, and how their messages show a user's values."""
+"""Error classes, and the formatting of their messages."""
 
 from __future__ import annotations
 
@@ -17,34 +17,39 @@ class DriverError(Exception):
     """An error that the user can act on.
 
     Attributes:
-        message: One sentence: what happened, with the value and the limit.
-        hint: One sentence: what to do about it; empty if there is nothing to do.
+        message: What happened, with the value and the limit.
+        hint: What to do about it; may be empty.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        """Keep the two sentences; `str(error)` is the first."""
+        """Store message and hint; `str(error)` is the message."""
         super().__init__(message)
         self.message = message
         self.hint = hint
 
+    @property
+    def with_hint(self) -> str:
+        """Message and hint in one line."""
+        return "; ".join(filter(None, (self.message, self.hint)))
+
 
 class ConfigError(DriverError):
-    """The configuration, the snapshot or the command line is wrong."""
+    """An invalid configuration, snapshot or command line."""
 
 
 class Unsupported(ConfigError):
-    """A valid request of SGLang that this package does not support, where SGLang itself may."""
+    """A feature of SGLang that this package does not support."""
 
 
 class StartError(DriverError):
-    """The configuration is fine, but the driver cannot start with it here."""
+    """The driver cannot start, although the configuration is valid."""
 
 
 class LostError(DriverError):
-    """A driver that serves cannot go on: its device, or one rank of several, is lost."""
+    """A running driver has lost its device, or one of its ranks."""
 
     def __init__(self, message: str) -> None:
-        """Keep what happened; the remedy is the same for every loss."""
+        """Store what happened; the hint is always the same."""
         super().__init__(
             message,
             "start the driver again; if it happens again, look for `Xid` in `dmesg`, and run with "
@@ -61,7 +66,7 @@ class RingError(Exception):
 
 
 class FrontEndError(ValueError):
-    """A message of SGLang's front end that cannot be read, or its classes are others."""
+    """A message of SGLang's front end is invalid, or of an unsupported version."""
 
 
 class WireError(ValueError):
@@ -80,11 +85,19 @@ class RadixError(ValueError):
     """A prefix index refuses a node, a list of pages or a setting."""
 
 
+def invalid_value(what: str, value: Any, expected: str) -> ConfigError:
+    """The error for an argument with a value of the wrong type or range."""
+    return ConfigError(
+        f"{what} is {quoted(value)}, expected {expected}",
+        f"set {what.rpartition(' ')[2]} to {expected}, or remove it",
+    )
+
+
 def not_running(device: str, error: BaseException) -> StartError:
-    """Of a model whose passes fail; the kernels of some GPUs take no float32, for example."""
+    """The error for a model whose forward passes fail, for example for an unsupported dtype."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *others = lines or [type(error).__name__]
-    # A kernel's compiler begins with the place and its text, and ends with what is wrong there.
+    # A compiler prints the location and its source first, and the error last.
     what = f"{first} {others[-1]}" if first.endswith(":") and others else first
     return StartError(
         f"the model loads but does not run on {device}: {what}",
@@ -93,7 +106,7 @@ def not_running(device: str, error: BaseException) -> StartError:
 
 
 def quoted(value: Any) -> str:
-    """Show a user's value in a message: on one line, and cut where it is long, unless a path."""
+    """A user's value in a message, on one line; truncated unless it is a path."""
     if isinstance(value, Path):
         return repr(str(value))
     shortener = reprlib.Repr()
@@ -105,7 +118,7 @@ def quoted(value: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Say in a few words why a file could not be read."""
+    """The reason of a failed file access, in a few words."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, RecursionError):
@@ -136,7 +149,7 @@ def has_pip() -> bool:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a question with the nearest known names; empty if none is near."""
+    """A question that suggests similar names; empty if there is none."""
     names = sorted(known)
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
     matches = longer[:3] or difflib.get_close_matches(word[:100], names, n=3, cutoff=0.6)

@@ -1,13 +1,13 @@
-"""Which versions of Python the driver runs with. Imports nothing: it is asked first of all.
+"""The supported versions of Python. Imports nothing, because it is checked first.
 
-`requires-python` says the same, but uv ignores its upper bound, and SGLang then fails much later.
+`requires-python` has the same range, but uv ignores its upper bound.
 """
 
 OLDEST, NEWEST = (3, 11), (3, 12)
 
 
 def refusal(version: tuple[int, int], executable: str) -> str:
-    """What to print for a Python that SGLang is not made for; empty for one that it is.
+    """The message for an unsupported version of Python; empty for a supported one.
 
     Args:
         version: `sys.version_info[:2]`.

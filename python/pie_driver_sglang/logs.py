@@ -1,6 +1,6 @@
-"""The driver's log: on stderr, one short line per record, repeats limited per kind.
+"""The driver's log: on stderr, one line per record, rate-limited per kind.
 
-Standard output belongs to the runtime, which prints the programs' output there.
+Standard output is the runtime's, for the output of programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEVELS: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 _QUIET_LIBRARIES: Final = ("sglang", "torch", "transformers")
-#: What SGLang warns of on every start on a CPU, where it is as it should be.
+#: Warnings of SGLang on every start on a CPU.
 _IRRELEVANT: Final = (
     "Cuda graph is disabled because of using torch native attention backend",
     "init_cpu_threads_env and shared memory based AllReduce is disabled",
@@ -60,7 +60,7 @@ class RateLimitFilter(logging.Filter):
         self._kinds: dict[str, _Count] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether to print the record, and add the count of those left out before it."""
+        """Return whether to print the record; adds the number of suppressed ones."""
         kind = getattr(record, "kind", f"{record.levelname} {record.msg}")
         if kind is None:
             return True
@@ -71,7 +71,7 @@ class RateLimitFilter(logging.Filter):
         return note is not None
 
     def _admit(self, kind: str) -> str | None:
-        """Return what to append to an admitted message; None to leave it out."""
+        """Return the suffix of an admitted message; None to suppress it."""
         now = self._clock()
         count = self._kinds.setdefault(kind, _Count())
         if len(self._kinds) > _MAX_KINDS:
@@ -89,7 +89,7 @@ class RateLimitFilter(logging.Filter):
 
 
 class _Count:
-    """How often one kind was printed and left out."""
+    """Printed and suppressed records of one kind."""
 
     __slots__ = ("left_out", "printed_at", "seen")
 
@@ -100,14 +100,14 @@ class _Count:
 
 
 class LogSource(NamedTuple):
-    """Which process a log line is of."""
+    """The process of a log line."""
 
     group: int
     rank: int
     device: str
 
     def __str__(self) -> str:
-        """As a text line shows it."""
+        """The form in a text line."""
         return f"[group {self.group} rank {self.rank} {self.device}]"
 
 
@@ -115,7 +115,7 @@ class Formatter(logging.Formatter):
     """`YYYY-MM-DD HH:MM:SS.mmm [source] LEVEL package: message` in local time."""
 
     def __init__(self, color: bool = False, source: LogSource | None = None) -> None:
-        """Paint the level's word if `color`; the text is the same either way."""
+        """Color the level if `color`."""
         named = f"{source} " if source else ""
         super().__init__(f"%(asctime)s.%(msecs)03d {named}%(shown_level)s %(package)s: %(message)s")
         self.datefmt = "%Y-%m-%d %H:%M:%S"
@@ -161,7 +161,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _IrrelevantFilter(logging.Filter):
-    """Leaves out warnings of libraries that do not concern the driver."""
+    """Suppresses warnings of libraries that do not concern the driver."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether to print the record."""
@@ -179,9 +179,9 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def end(self, limit_s: float) -> None:
-        """Let the record end that a thread is writing; see `end_logging`."""
+        """Wait for a record that a thread is writing; see `end_logging`."""
         self._has_ended = True
-        # Who formats and writes a record holds the lock.
+        # Held while a record is formatted and written.
         if self.lock is not None and self.lock.acquire(timeout=limit_s):
             self.lock.release()
 
@@ -222,10 +222,10 @@ def configure_logging(
 
 
 def end_logging(limit_s: float) -> None:
-    """Write no record any more, so that what the process says next is the last of it.
+    """Stop logging, so that the next output of the process is its last.
 
     Args:
-        limit_s: How long another thread may take to end the record that it is writing.
+        limit_s: How long to wait for a record that another thread is writing.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _StderrHandler):
@@ -233,10 +233,7 @@ def end_logging(limit_s: float) -> None:
 
 
 def last_line(source: LogSource, log_format: str) -> str:
-    """Return the form of the line that the native half writes as the process ends.
-
-    `{text}` stands for the reason, and `{time}` or `{iso}` for the time.
-    """
+    """Return the format of the native half's last log line: `{text}` and `{time}` or `{iso}`."""
     if log_format == "text":
         return f"{{time}} {source} INFO {__package__}: {{text}}"
     named = {"time": "{iso}", "level": "INFO", "logger": __package__, "message": "{text}"}
@@ -244,10 +241,7 @@ def last_line(source: LogSource, log_format: str) -> str:
 
 
 def format_failure(error: DriverError) -> str:
-    """Return what to print when a start fails: one line, and below it what to do.
-
-    With JSON logs it is one object, with a `hint`.
-    """
+    """Return the output of a failed start: message and hint; one object with JSON logs."""
     message = " ".join(str(error).split())
     handlers = logging.getLogger().handlers
     own = next((handler for handler in handlers if isinstance(handler, _StderrHandler)), None)

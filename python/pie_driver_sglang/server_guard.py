@@ -1,16 +1,14 @@
-"""What a server leaves when it ends, and a process that removes it when the server cannot.
+"""Cleans up after a server: its processes, temporary files and shared memory.
 
-A server has a token (`shared_names`), a folder for its temporary files and a lock file in
-``/dev/shm``, both named by the token. A forked process, the guard, holds the lock as well. When the
-command has ended, however it did, the guard ends what is left of the server's processes and removes
-its files. If both were killed, as at the end of a container whose ``/dev/shm`` is the host's, the
-next server finds the lock free and removes the files of the one before.
+A server has a token (`shared_names`), a temporary folder and a lock file in ``/dev/shm``, both
+named by the token. A forked process, the guard, holds the lock as well. When the command has ended
+in any way, the guard kills the remaining processes and removes the files. If both were killed, the
+next server finds the lock free and removes the files.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -18,33 +16,31 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.shared_names import TOKEN_LENGTH, TOKEN_VARIABLE, draw_token
+from pie_driver_sglang.shared_names import TOKEN_LENGTH, TOKEN_VARIABLE, make_token
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "pie-sglang-"
 _LONGEST_PARENT: Final = 107 - len(f"/{_PREFIX}/") - 2 * TOKEN_LENGTH - 24
-"""Bytes: the path of a socket has at most 107, and SGLang's names take up to 24 after the token."""
+"""Bytes: a socket path has at most 107, of which SGLang's names take 24 after the token."""
 _DONE: Final = b"done"
-"""Tells the guard that the command has removed everything."""
-_SET_DEATH_SIGNAL: Final = 1
-"""``PR_SET_PDEATHSIG``."""
+"""The message that the command has removed everything."""
 _END_S: Final = 10.0
-"""How long killed processes may take to be gone; those that use a GPU need some time."""
+"""Timeout of killed processes, of which those with a GPU need some time."""
 _LAST_LOOK_S: Final = 2.0
-"""Processes outside the session end with their parent, within this time."""
+"""Time in which processes outside the session end with their parent."""
 
 
 class Session(NamedTuple):
-    """A session of processes, by its leader.
+    """A session of processes.
 
     Attributes:
-        leader: The process id, which is the session's, too.
-        started: When the leader was started: another process with its number has another time.
+        leader: Process id of its leader, and id of the session.
+        started: Start time of the leader, in case its process id is used again.
     """
 
     leader: int
@@ -52,12 +48,12 @@ class Session(NamedTuple):
 
     @classmethod
     def of(cls, leader: int) -> Session:
-        """The session that a process leads, or is about to."""
+        """The session of a leader."""
         found = _status(leader)
         return cls(leader, found.started if found is not None else 0)
 
     def end(self) -> None:
-        """Kills every process of it, and waits until none is left."""
+        """Kill all of its processes, and wait for their end."""
         until = time.monotonic() + _END_S
         while (members := self._members()) and time.monotonic() < until:
             for pid in members:
@@ -72,7 +68,7 @@ class Session(NamedTuple):
             if status is None or status.session != self.leader:
                 continue
             if pid == self.leader and status.started != self.started:
-                # Its number was free, so the session was over.
+                # The id was used again, so the session has ended.
                 return []
             if not status.is_over:
                 found.append(pid)
@@ -82,7 +78,7 @@ class Session(NamedTuple):
         with contextlib.suppress(OSError):
             process = os.pidfd_open(pid)
             try:
-                # Looked at again, now that the number cannot become another process's.
+                # Checked again: the pidfd pins the process.
                 status = _status(pid)
                 if status is not None and status.session == self.leader:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -98,7 +94,7 @@ class _Status(NamedTuple):
 
 def _status(pid: int) -> _Status | None:
     try:
-        # The name of the program, in parentheses, may have anything in it.
+        # The program's name, in parentheses, may have any characters.
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -106,59 +102,59 @@ def _status(pid: int) -> _Status | None:
 
 
 def _parent() -> str:
-    """The temporary folder, or `/tmp` where the paths of sockets in that would be too long."""
+    """The temporary folder, or `/tmp` where socket paths would be too long."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= _LONGEST_PARENT else "/tmp"
 
 
 class ServerGuard:
-    """The files of one server. Make it before other threads: it forks."""
+    """The files of one server. It forks, so create it before other threads."""
 
     def __init__(self) -> None:
-        """Removes what dead servers have left, and makes the folder and the lock.
+        """Remove leftovers of dead servers, and create folder, lock and guard.
 
         Raises:
-            OSError: There is no room, or no right, to make them.
+            OSError: They cannot be created.
         """
         _sweep()
         self.token, self.lock = _make_lock()
         self.folder = Path(_parent(), f"{_PREFIX}{self.token}")
         self._session: Session | None = None
-        self._told = -1
+        self._pipe = -1
         try:
             self.folder.mkdir(mode=0o700)
-            self._told = self._fork()
+            self._pipe = self._fork()
         except BaseException:
             self.remove()
             raise
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of this process, for one of the server's."""
+        """The environment of the server's processes."""
         return {**os.environ, "TMPDIR": str(self.folder), TOKEN_VARIABLE: self.token}
 
     def watch(self, session: Session) -> None:
-        """Has the processes of a session end with this one."""
+        """End the processes of a session with this one."""
         self._session = session
-        self._tell(b"%d %d\n" % session)
+        self._send(b"%d %d\n" % session)
 
     def remove(self) -> None:
-        """Ends what is left of the server, and removes its files."""
+        """Kill what is left of the server, and remove its files."""
         if self._session is not None:
             self._session.end()
         _remove(self.token, self.folder)
-        self._tell(_DONE)
-        for descriptor in (self._told, self.lock):
+        self._send(_DONE)
+        for descriptor in (self._pipe, self.lock):
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _tell(self, message: bytes) -> None:
-        # Without a guard this process does it alone.
+    def _send(self, message: bytes) -> None:
+        # The guard may be gone.
         with contextlib.suppress(OSError):
-            os.write(self._told, message)
+            os.write(self._pipe, message)
 
     def _fork(self) -> int:
-        """Starts the guard, and returns the pipe that tells it what to watch."""
+        """Start the guard, and return the pipe to it."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -170,10 +166,10 @@ class ServerGuard:
 
 @contextlib.contextmanager
 def guarded_server() -> Iterator[ServerGuard]:
-    """Within it a server may run; after it nothing is left of the server.
+    """Within it a server may run; at its end the server is cleaned up.
 
     Raises:
-        StartError: Its files cannot be made.
+        StartError: Its files cannot be created.
     """
     try:
         guard = ServerGuard()
@@ -188,36 +184,21 @@ def guarded_server() -> Iterator[ServerGuard]:
         guard.remove()
 
 
-def die_with_this_process() -> Callable[[], None]:
-    """What a forked child calls before it runs its program: it is killed when this process ends."""
-    prctl: Any = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def follow() -> None:
-        prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-        # Checked after the call: a parent that ends from here on takes this process along.
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return follow
-
-
 def _become_guard(guard: ServerGuard, reader: int) -> None:
-    """Runs in the fork, which never returns; it is nobody's child, and of no terminal's group."""
+    """Run the guard in the fork, as a daemon; never returns."""
     try:
         os.setsid()
         if os.fork() != 0:
             return
-        # Signals to the command, by its name for example, are not for this process.
+        # Signals to the command by its name are not for the guard.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         os.chdir("/")
         _close_all_but(reader, guard.lock)
-        heard = _heard(reader)
-        if heard.endswith(_DONE):
+        received = _read_all(reader)
+        if received.endswith(_DONE):
             return
-        words = heard.split()
-        if words:
-            Session(int(words[0]), int(words[1])).end()
+        if session := received.split():
+            Session(*map(int, session[:2])).end()
             _remove(guard.token, guard.folder)
             return
         _remove(guard.token, guard.folder)
@@ -228,7 +209,7 @@ def _become_guard(guard: ServerGuard, reader: int) -> None:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Closes all other descriptors: who reads a pipe of the command must not wait for the guard."""
+    """Close all other descriptors: the guard must keep no pipe of the command open."""
     first = 0
     for descriptor in sorted(kept):
         os.closerange(first, descriptor)
@@ -236,26 +217,24 @@ def _close_all_but(*kept: int) -> None:
     os.closerange(first, max(os.sysconf("SC_OPEN_MAX"), 1 << 16))
 
 
-def _heard(reader: int) -> bytes:
-    """All that the command says until it has ended."""
-    heard = b""
-    while chunk := os.read(reader, 64):
-        heard += chunk
-    return heard
+def _read_all(reader: int) -> bytes:
+    """All messages of the command until it has ended."""
+    with open(reader, "rb", closefd=False) as pipe:
+        return pipe.read()
 
 
 def _make_lock() -> tuple[str, int]:
-    """A token, and the lock file that is named after it, locked."""
+    """A token, and the locked lock file of its name."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
-        token = draw_token()
+        token = make_token()
         path = _SHARED_MEMORY / f"{_PREFIX}{token}"
         descriptor = os.open(path, flags, 0o600)
         try:
-            # The folder, for a server that finds the lock free.
+            # The folder, for the server that cleans up.
             os.write(descriptor, os.fsencode(_parent()))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Before that another server may have taken it for one of a dead server.
+            # Before the lock another server may have removed it.
             if _leads_to(path, descriptor):
                 return token, descriptor
         except BlockingIOError:
@@ -274,7 +253,7 @@ def _leads_to(path: Path, descriptor: int) -> bool:
 
 
 def _remove(token: str, folder: Path) -> None:
-    """Removes the files of a server; of its lock, which comes last, the name."""
+    """Remove the files of a server, its lock file last."""
     lock = f"{_PREFIX}{token}"
     for path in sorted(_SHARED_MEMORY.iterdir(), key=lambda path: path.name == lock):
         if token in path.name:
@@ -284,7 +263,7 @@ def _remove(token: str, folder: Path) -> None:
 
 
 def _sweep() -> None:
-    """Removes what servers of this user have left whose processes are all dead."""
+    """Remove the files of this user's dead servers."""
     for path, descriptor in _free_locks():
         folder = Path(os.fsdecode(os.read(descriptor, 4096)), path.name)
         if _leads_to(path, descriptor):
@@ -292,7 +271,7 @@ def _sweep() -> None:
 
 
 def _free_locks() -> Iterator[tuple[Path, int]]:
-    """The lock files of dead servers, each locked meanwhile."""
+    """Yield the lock files of dead servers, locked meanwhile."""
     for path in _SHARED_MEMORY.glob(f"{_PREFIX}{'[a-z0-9]' * TOKEN_LENGTH}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

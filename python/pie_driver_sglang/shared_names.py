@@ -1,8 +1,8 @@
-"""Names in ``/dev/shm`` and the temporary folder that tell whose they are.
+"""Names in ``/dev/shm`` and the temporary folder that identify their server.
 
-SGLang ends its processes by SIGKILL, and what they had in shared memory stays under names that say
-nothing of their owner. Containers may share ``/dev/shm``, so neither a process id nor what is open
-somewhere tells. A server therefore draws a token, which every one of its names has in it.
+SGLang ends its processes by SIGKILL, which leaves shared memory under anonymous names. Containers
+may share ``/dev/shm``, so process ids and open files do not identify an owner. Therefore each
+server has a random token, which is part of all of its names.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from multiprocessing import process, shared_memory
 from typing import Any, Final
 
 TOKEN_VARIABLE: Final = "PIE_SGLANG_SERVER"
-"""The environment variable that gives a server's processes its token."""
+"""The environment variable with the server's token."""
 TOKEN_LENGTH: Final = 10
-"""About 52 bits. The paths of sockets, which have it twice, are limited to 107 bytes."""
+"""About 52 bits. Socket paths, which have it twice, are limited to 107 bytes."""
 _LETTERS: Final = string.ascii_lowercase + string.digits
 
 
-def draw_token() -> str:
-    """A token that no other server has."""
+def make_token() -> str:
+    """A random token."""
     return "".join(secrets.choice(_LETTERS) for _ in range(TOKEN_LENGTH))
 
 
-def take_token() -> None:
-    """Gives what this process makes from now on, and its children, names with the server's token.
+def use_token() -> None:
+    """Use the server's token in all names that this process and its children create.
 
-    These are semaphores and shared memory of ``multiprocessing``, and temporary files: SGLang names
-    its sockets by them, and the counts of its schedulers after those.
+    These are semaphores and shared memory of ``multiprocessing``, and temporary files, by which
+    SGLang names its sockets and load snapshots.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token or tempfile.template == token:
@@ -42,10 +42,10 @@ def take_token() -> None:
 
 
 def _reserve(block: Any) -> None:
-    """Has the kernel find room for a new block: where there is none, a write would be a SIGBUS.
+    """Allocate a new block: without space, a write would raise SIGBUS.
 
     Raises:
-        OSError: There is none; the block is removed.
+        OSError: There is no space; the block is removed.
     """
     try:
         os.posix_fallocate(block._fd, 0, block.size)
@@ -57,7 +57,7 @@ def _reserve(block: Any) -> None:
 
 
 def _name_shared_memory(token: str) -> None:
-    """Has each block of shared memory named with the token, and its room reserved."""
+    """Name every block of shared memory with the token, and allocate it."""
     initialize: Any = shared_memory.SharedMemory.__init__
 
     def begin(

@@ -12,7 +12,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use peers::{Index, Make, Ours, PEERS};
 use pie_benches::report::{self, Summary, Unit};
 use pie_benches::timing::{self, Race, Samples};
-use pie_kv_cache::radix::{Config, Evicted, Insertion, Key, RadixIndex};
+use pie_kv_cache::radix::{Config, EvictResult, InsertParams, Key, RadixIndex};
 
 /// Qwen 3's; tokens take three bytes.
 const VOCABULARY: u64 = 151_936;
@@ -289,7 +289,7 @@ fn evict(criterion: &mut Criterion) {
 /// An index of many nodes of one page each.
 struct Many {
     index: RadixIndex,
-    evicted: Evicted,
+    evicted: EvictResult,
     random: Random,
     next: u32,
 }
@@ -298,7 +298,7 @@ impl Many {
     fn new() -> Self {
         let mut many = Self {
             index: RadixIndex::new(Config::default()).expect("a valid config"),
-            evicted: Evicted::default(),
+            evicted: EvictResult::default(),
             random: Random(3),
             next: 0,
         };
@@ -323,7 +323,7 @@ impl Many {
         let pages = [self.next, self.next + 1];
         self.next += 2;
         self.index
-            .insert(Key::new(key), &pages, Insertion::default())
+            .insert(Key::new(key), &pages, InsertParams::default())
             .expect("a page for each token");
     }
 

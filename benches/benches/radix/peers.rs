@@ -8,7 +8,7 @@ use kv_index::{
     ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock, TokenTree,
     chain_prefix_hash, compute_content_hash,
 };
-use pie_kv_cache::radix::{Config, Insertion, Key, NodeId, RadixIndex};
+use pie_kv_cache::radix::{Config, InsertParams, Key, NodeId, RadixIndex};
 use radix_tree::{HolderId, Overlap, OverlapScratch};
 
 /// The worker that holds everything, for peers that ask.
@@ -94,7 +94,7 @@ impl Index for Ours {
         let fresh = (wanted - self.pages.len()) as u32;
         self.pages.extend(self.next..self.next + fresh);
         self.next += fresh;
-        let (key, how) = (Key::new(tokens), Insertion::default());
+        let (key, how) = (Key::new(tokens), InsertParams::default());
         let inserted = self.index.insert_after(self.locked, key, &self.pages, how);
         inserted.expect("as many pages as needed");
         self.release();

@@ -168,7 +168,7 @@ impl Player<'_, '_> {
                 .collect(),
             ..Play::default()
         };
-        self.link.rest();
+        self.link.end_series();
         let started = Instant::now();
         while contexts.iter().any(|context| context.remaining > 0) {
             self.step(&mut contexts, &mut play)?;
@@ -196,7 +196,7 @@ impl Player<'_, '_> {
         // An answer may bring several tokens, so nothing is prepared; nor is it without drafts, to compare like with like.
         let running = contexts.iter().filter(|context| unfinished(context));
         let exchange = self.link.forward(running.map(Context::turn))?;
-        let answer = self.link.answer();
+        let answer = self.link.reply();
         play.samples.push(&exchange);
         let running = contexts.iter_mut().zip(&mut play.texts);
         let running = running.filter(|(context, _)| unfinished(context));

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use pie_engine::RuntimeError;
+use pie_engine::EngineError;
 
 /// Why a run ended early.
 #[derive(Debug, thiserror::Error)]
@@ -23,7 +23,7 @@ pub(crate) enum LoadError {
     #[error("the lengths are not usable: {0}")]
     Lengths(String),
     #[error(transparent)]
-    Runtime(#[from] RuntimeError),
+    Runtime(#[from] EngineError),
     #[error("no page is free, of {0}")]
     NoPage(u32),
     #[error("a prompt of {prompt} and {output} tokens of output never fit: {why}")]

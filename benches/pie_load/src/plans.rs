@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use pie_engine::Capabilities;
-use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler, StepOutput};
 
 use crate::context::prompt;
 use crate::sampler::SamplerMix;
@@ -147,7 +147,7 @@ impl Runtime {
                 self.scheduler.submit(arrival).unwrap();
                 next_at += every_us;
             }
-            if let Some(step) = self.scheduler.step(laid_at).unwrap() {
+            if let Some(step) = self.scheduler.schedule(laid_at).unwrap() {
                 let draws: Vec<u32> = step
                     .rows()
                     .map(|row| row.sampling.is_some().into())
@@ -172,12 +172,12 @@ impl Runtime {
         let count: u32 = draws.iter().sum();
         let ends = (0..=draws.len() as u32).map(|row| row.min(count));
         let (tokens, ends) = (vec![7; count as usize], ends.collect::<Vec<u32>>());
-        let answer = Answer {
+        let answer = StepOutput {
             tokens: &tokens,
             token_ends: &ends,
-            ..Answer::default()
+            ..StepOutput::default()
         };
-        self.scheduler.answer(self.now, &answer).unwrap();
+        self.scheduler.process_output(self.now, &answer).unwrap();
         self.scheduler.outputs(outputs);
         outputs
             .iter()

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use pie_engine::{Capabilities, Exchange, FrameRow, Link, Prepared, Probes, Room};
+use pie_engine::{Capabilities, FrameBudget, FrameRow, Link, PreparedFrame, Probes, StepTiming};
 use serde::Serialize;
 
 use crate::args::StepsArgs;
@@ -54,7 +54,7 @@ pub(crate) struct Samples {
 }
 
 impl Samples {
-    fn of(exchanges: &[Exchange]) -> Self {
+    fn of(exchanges: &[StepTiming]) -> Self {
         let mut samples = Self::default();
         for exchange in exchanges {
             samples.push(exchange);
@@ -62,7 +62,7 @@ impl Samples {
         samples
     }
 
-    pub(crate) fn push(&mut self, exchange: &Exchange) {
+    pub(crate) fn push(&mut self, exchange: &StepTiming) {
         self.round_trip_ns.push(exchange.round_trip_ns);
         self.client_ns.push(exchange.client_ns);
     }
@@ -168,7 +168,7 @@ impl Player<'_, '_> {
     }
 
     /// Steps without a request that asks for probes, and then steps with one, in one series.
-    fn several_steps(&mut self, plain: u32, probed: u32) -> Result<Vec<Exchange>, LoadError> {
+    fn several_steps(&mut self, plain: u32, probed: u32) -> Result<Vec<StepTiming>, LoadError> {
         let Self {
             link,
             pool,
@@ -178,8 +178,8 @@ impl Player<'_, '_> {
         } = self;
         let mut steps = 0..plain + probed;
         let mut exchanges = Vec::with_capacity(steps.len());
-        link.rest();
-        link.relay(
+        link.end_series();
+        link.pipeline(
             |link| {
                 let step = steps.next();
                 let with_probes = step.map(|step| step >= plain);
@@ -200,7 +200,7 @@ fn prepare_step<'c>(
     pool: &mut PagePool,
     contexts: &mut [Context],
     with_probes: bool,
-) -> Result<Prepared<'c>, LoadError> {
+) -> Result<PreparedFrame<'c>, LoadError> {
     for context in &mut *contexts {
         context.reserve(pool, caps.kv_page_size)?;
     }
@@ -213,8 +213,8 @@ fn prepare_step<'c>(
 }
 
 /// From the first step sent to the last one answered, by the clock of the trace.
-fn window(timed: &[Exchange]) -> Range<f64> {
-    let sent = |step: Option<&Exchange>| step.map_or(0.0, |step| clock_us(step.sent));
+fn window(timed: &[StepTiming]) -> Range<f64> {
+    let sent = |step: Option<&StepTiming>| step.map_or(0.0, |step| clock_us(step.sent));
     let last = timed.last();
     sent(timed.first())..sent(last) + last.map_or(0.0, |step| micros(step.round_trip_ns))
 }
@@ -229,10 +229,10 @@ pub(crate) fn prefill(
     let page_size = caps.kv_page_size;
     let mut rest = contexts;
     while !rest.is_empty() {
-        let mut room = Room::of(caps);
+        let mut room = FrameBudget::new(caps);
         let fit = rest
             .iter()
-            .take_while(|context| room.take(context.tokens(), context.pages_needed(page_size)))
+            .take_while(|context| room.reserve(context.tokens(), context.pages_needed(page_size)))
             .count();
         let (now, later) = rest.split_at_mut(fit.max(1));
         for context in &mut *now {
@@ -240,7 +240,7 @@ pub(crate) fn prefill(
         }
         link.forward(now.iter().map(Context::turn))?;
         for (request, context) in now.iter_mut().enumerate() {
-            let answer = link.answer();
+            let answer = link.reply();
             context.take(answer.tokens_of(request), answer.drafts_of(request));
         }
         rest = later;
@@ -248,7 +248,7 @@ pub(crate) fn prefill(
     Ok(())
 }
 
-fn figures(row: &Row, timed: &[Exchange], probed: &[Exchange]) -> Figures {
+fn figures(row: &Row, timed: &[StepTiming], probed: &[StepTiming]) -> Figures {
     let probes: Vec<Probes> = probed.iter().filter_map(|step| step.probes).collect();
     let probed = Samples::of(probed).round_trip_ns;
     Figures {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use pie_engine::{Capabilities, Exchange, FrameRow, Link, Prepared, Room};
+use pie_engine::{Capabilities, FrameBudget, FrameRow, Link, PreparedFrame, StepTiming};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ThroughputArgs;
@@ -107,7 +107,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    fn push(&mut self, exchange: &Exchange) {
+    fn push(&mut self, exchange: &StepTiming) {
         self.samples.push(exchange);
         self.requests.push(exchange.requests);
         self.tokens.push(exchange.tokens);
@@ -123,9 +123,9 @@ pub(crate) fn play(
 ) -> Result<Run, LoadError> {
     let mut scheduler = Scheduler::new(caps, lengths, sampler)?;
     let mut record = Record::default();
-    link.rest();
+    link.end_series();
     let (begin, started) = (now_us(), Instant::now());
-    link.relay(
+    link.pipeline(
         |link| scheduler.prepare(link),
         |exchange| record.push(exchange),
     )?;
@@ -223,7 +223,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Makes the next frame and moves on past it; `None` when all is done.
-    fn prepare<'c>(&mut self, link: &mut Link<'c>) -> Result<Option<Prepared<'c>>, LoadError> {
+    fn prepare<'c>(&mut self, link: &mut Link<'c>) -> Result<Option<PreparedFrame<'c>>, LoadError> {
         if !self.form()? {
             return Ok(None);
         }
@@ -239,15 +239,15 @@ impl<'a> Scheduler<'a> {
     /// Forms the next frame; false when all is done.
     pub(crate) fn form(&mut self) -> Result<bool, LoadError> {
         let page_size = self.caps.kv_page_size;
-        let mut room = Room::of(self.caps);
+        let mut room = FrameBudget::new(self.caps);
         for context in &self.running {
             // Requests were only let in as far as all last pages fit.
-            let _ = room.take(context.tokens(), context.lifetime_pages(page_size));
+            let _ = room.reserve(context.tokens(), context.lifetime_pages(page_size));
         }
         while let Some(next) = self.waiting.front() {
             let pages = next.lifetime_pages(page_size);
             let promised = self.promised + pages;
-            if promised > self.caps.total_pages || !room.take(next.tokens(), pages) {
+            if promised > self.caps.total_pages || !room.reserve(next.tokens(), pages) {
                 break;
             }
             self.promised = promised;
@@ -283,7 +283,7 @@ impl<'a> Scheduler<'a> {
 
 #[cfg(test)]
 mod tests {
-    use pie_engine::{FrameBuilder, FrameMeta, fill};
+    use pie_engine::{FrameBuilder, FrameMeta, patch_tokens};
 
     use super::*;
 
@@ -340,10 +340,10 @@ mod tests {
 
         fn encode(&self, builder: &mut FrameBuilder) -> (Vec<u8>, FrameMeta) {
             let mut buffer = vec![0; 1 << 16];
-            let outline = builder.lay_out(self.turns());
+            let meta = builder.build(self.turns());
             let length = builder.encode(&mut buffer).unwrap();
             buffer.truncate(length);
-            (buffer, outline)
+            (buffer, meta)
         }
     }
 
@@ -357,16 +357,16 @@ mod tests {
         let mut answered = Vec::new();
         let mut frames = 0;
         while ahead.form().unwrap() {
-            let (mut prepared, outline) = ahead.encode(&mut builder);
+            let (mut prepared, meta) = ahead.encode(&mut builder);
             // All of this is before the answer that the gaps await.
             ahead.advance();
 
             assert!(behind.form().unwrap());
             let (expected, known) = behind.encode(&mut FrameBuilder::as_pie(caps.kv_page_size));
-            assert!(known.gaps.is_empty());
-            fill(&mut prepared, &outline.gaps, &answered);
+            assert!(known.patches.is_empty());
+            patch_tokens(&mut prepared, &meta.patches, &answered);
             assert_eq!(prepared, expected, "frame {frames}");
-            answered = prompt(seed + frames as u64, outline.requests as u32, u32::MAX);
+            answered = prompt(seed + frames as u64, meta.requests as u32, u32::MAX);
             behind.settle(&answered);
             frames += 1;
         }

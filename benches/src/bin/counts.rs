@@ -14,7 +14,7 @@ use pie_benches::text::text;
 use pie_benches::{
     Asked, Bytes, HostPath, asking_frame, decode_frame, forked_frame, mixed_frame, prefill_frame,
 };
-use pie_kv_cache::radix::{Evicted, Insertion, Key, RadixIndex};
+use pie_kv_cache::radix::{EvictResult, InsertParams, Key, RadixIndex};
 use pie_speculation::{Config, Drafter, Drafts, Step};
 use pie_wire::{
     ForwardResponse, Frame, Penalties, RequestExtension, ResponseFrame, ResponsePayload,
@@ -158,7 +158,7 @@ fn drafts() {
 /// it: one alone would be up to 4 % off.
 fn evict() {
     let mut indexes: Vec<_> = (0..16).map(|_| leaves()).collect();
-    let mut evicted = Evicted::default();
+    let mut evicted = EvictResult::default();
     counted(|| {
         for index in &mut indexes {
             assert_eq!(index.evict(1000, &mut evicted), 1000);
@@ -169,12 +169,13 @@ fn evict() {
 /// 20,000 leaves of one page each, used in another order than they were inserted in.
 fn leaves() -> RadixIndex {
     const LEAVES: u32 = 20_000;
-    let mut index = RadixIndex::new(pie_kv_cache::radix::Config::default()).expect("a valid config");
+    let mut index =
+        RadixIndex::new(pie_kv_cache::radix::Config::default()).expect("a valid config");
     let key = |leaf| [leaf / 100, leaf];
     for leaf in 0..LEAVES {
         let pages = [2 * leaf, 2 * leaf + 1];
         index
-            .insert(Key::new(&key(leaf)), &pages, Insertion::default())
+            .insert(Key::new(&key(leaf)), &pages, InsertParams::default())
             .expect("a page for each token");
     }
     let mut pages = Vec::new();
@@ -206,7 +207,7 @@ fn turn() {
         pages.extend(next..next + fresh);
         next += fresh;
         index
-            .insert_after(node, Key::new(text), &pages, Insertion::default())
+            .insert_after(node, Key::new(text), &pages, InsertParams::default())
             .expect("a page for each 16 tokens");
         index.unlock(node).expect("it is locked");
     };
@@ -224,10 +225,10 @@ fn groups() {
     let mut path = HostPath::default();
     path.run(before.as_slice());
     path.plan(before.as_slice());
-    assert!(path.find_groups());
+    assert!(path.find_prefix_groups());
     path.answer();
     path.plan(after.as_slice());
-    counted(|| assert!(path.find_groups()));
+    counted(|| assert!(path.find_prefix_groups()));
 }
 
 /// Counts `frame` after `before` was served.

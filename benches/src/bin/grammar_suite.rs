@@ -143,14 +143,14 @@ fn mask(
     outcome: &mut Outcome,
 ) -> Result<(), GrammarError> {
     let begin = cpu_ns(ClockId::ThreadCPUTime);
-    matcher.mask_into(mask)?;
+    matcher.fill_bitmask(mask)?;
     outcome.mask_ns.push(cpu_ns(ClockId::ThreadCPUTime) - begin);
     Ok(())
 }
 
 fn commit(matcher: &mut Matcher, token: u32, outcome: &mut Outcome) -> Result<(), GrammarError> {
     let begin = cpu_ns(ClockId::ThreadCPUTime);
-    matcher.commit(token)?;
+    matcher.accept_token(token)?;
     outcome
         .commit_ns
         .push(cpu_ns(ClockId::ThreadCPUTime) - begin);

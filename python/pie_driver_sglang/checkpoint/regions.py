@@ -1,4 +1,4 @@
-"""The bytes that strided tensors occupy, and whether some of them together cover another."""
+"""Memory regions of strided tensors, and whether some of them cover another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pie_driver_sglang.checkpoint.types import Region
+from pie_driver_sglang.checkpoint.tensors import Region
 
 
 def region_of(
@@ -31,7 +31,7 @@ def region_of(
 def _dims(
     sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[int, int], ...]:
-    """Dimensions of a region; none if it is empty. Cached: a checkpoint has few shapes."""
+    """Merged dimensions of a region, empty for no elements. Cached, for there are few shapes."""
     if 0 in sizes:
         return ()
     steps = [
@@ -70,7 +70,7 @@ def _bytes(region: Region) -> int:
 
 
 def _steps(region: Region, start: int) -> list[int]:
-    """Numbers whose common divisor is a unit that divides this region."""
+    """Numbers whose greatest common divisor is a unit of this region."""
     (run, _), *others = region.dims
     return [region.offset - start, run, *(stride for _, stride in others)]
 
@@ -78,7 +78,7 @@ def _steps(region: Region, start: int) -> list[int]:
 def _view(
     memory: npt.NDArray[np.bool_], region: Region, start: int, unit: int
 ) -> npt.NDArray[np.bool_]:
-    """A region in a map of the memory from `start` on, of one element per `unit` bytes."""
+    """A region as a view of a byte map from `start` on, one element per `unit` bytes."""
     (run, _), *others = region.dims
     shape = [run // unit, *(length for length, _ in others)]
     strides = [1, *(stride // unit for _, stride in others)]

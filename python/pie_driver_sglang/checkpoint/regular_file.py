@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 CHUNK_BYTES: Final = 4 << 20
@@ -15,18 +14,18 @@ CHUNK_BYTES: Final = 4 << 20
 class RegularFile:
     """A regular file, open for reading.
 
-    Pipes and devices have no end, and files of `/proc` may wait for ever although they claim to be
-    regular; those say that they are empty, which no file here may be.
+    Pipes and devices have no end. Files of `/proc` may block although they are regular; their size
+    is 0, so empty files are rejected.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file; follows links.
+        """Open the file; follows links.
 
         Raises:
             OSError: It is missing, empty or not a regular file.
         """
         self.name = path.name
-        # Asked first: to open a device may have an effect of its own.
+        # First, because opening a device may have side effects.
         self._status = self._checked(path.stat)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -41,10 +40,10 @@ class RegularFile:
         return self._status.st_size
 
     def chunks(self) -> Iterator[memoryview]:
-        """Reads the file once, in parts that stay valid until the next part.
+        """Read the file once, in chunks that are valid until the next one.
 
         Raises:
-            OSError: It has another size now, or was written to meanwhile.
+            OSError: It was changed while it was read.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, self.size)))
         left = self.size
@@ -62,12 +61,7 @@ class RegularFile:
         """Returns the file."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Closes it."""
         os.close(self._descriptor)
 

@@ -1,4 +1,4 @@
-"""The device memory of a snapshot's weights, computed from the headers of its files."""
+"""The device memory of a snapshot's weights, from its safetensors headers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pie_driver_sglang.checkpoint.types import DamagedError, FileRange, Loading, Tensor
+from pie_driver_sglang.checkpoint.tensors import DamagedError, FileRange, LoadSettings, Tensor
+from pie_driver_sglang.memory.plan_types import REPLICATED, SHARDED, Part
 from pie_driver_sglang.memory.sizes import Shape
-from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 ONLINE_BYTES: Final[Mapping[str, float]] = {
     "fp8": 1.0,
@@ -35,16 +35,18 @@ _COPIED: Final = re.compile(r"norm|\.gate\.|router|q_a_proj|kv_a_proj|visual|vis
 _VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.weight$")
 
 
-def loading_of(shape: Shape, itemsize: int, *, quantized: bool, method: str | None) -> Loading:
-    """How a model's checkpoint is loaded.
+def load_settings(
+    shape: Shape, itemsize: int, *, quantized: bool, method: str | None
+) -> LoadSettings:
+    """The load settings of a model.
 
     Args:
-        shape: The model's.
-        itemsize: Bytes of an activation.
-        quantized: Whether the checkpoint is.
-        method: The quantization that the configuration names.
+        shape: Of the model.
+        itemsize: Bytes of the activation dtype.
+        quantized: Whether the checkpoint is quantized.
+        method: The configured online quantization.
     """
-    return Loading(
+    return LoadSettings(
         itemsize=itemsize,
         layers=shape.layers,
         kv_heads=max(1, shape.kv_heads),
@@ -56,19 +58,18 @@ def loading_of(shape: Shape, itemsize: int, *, quantized: bool, method: str | No
 
 
 def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
-    """Lists the tensors of a snapshot from its headers; reads no weights.
+    """List the tensors of a snapshot from its headers; reads no weights.
 
     Args:
         folder: The snapshot.
-        itemsize: Bytes of a number, in files without such headers. Each counts as one tensor.
+        itemsize: Bytes of an element in files without headers, each of which counts as one tensor.
 
     Returns:
-        All tensors; none where there are no weights.
+        All tensors; empty without weights.
 
     Raises:
         OSError: A file cannot be read.
-        DamagedError: A file is not what its header says, or two files have different tensors of one
-            name.
+        DamagedError: A header is wrong, or two files have different tensors of one name.
     """
     files = _checkpoint_files(folder)
     if files:
@@ -79,11 +80,11 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
     return [_whole_file(path, itemsize) for path in others]
 
 
-def weight_parts(tensors: Iterable[Tensor], loading: Loading) -> tuple[Part, ...]:
+def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part, ...]:
     """Sizes of loaded tensors, by the number of ranks that shard them.
 
-    Names decide about that: keys and values go by heads, norms and routers are copied, and so are
-    vision encoders, which is too much where SGLang divides them.
+    By their names: keys and values are sharded by heads; norms, routers and vision encoders are
+    replicated, which is too much where SGLang shards the latter.
     """
     sizes: Counter[int] = Counter()
     for tensor in tensors:
@@ -93,7 +94,7 @@ def weight_parts(tensors: Iterable[Tensor], loading: Loading) -> tuple[Part, ...
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that SGLang reads: those of the index, if there is one."""
+    """The safetensors files that SGLang loads: those of the index, if there is one."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -109,10 +110,10 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
 
 
 def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
-    """Refuses different tensors of one name: the loader's choice depends on the order of files."""
-    places: dict[str, FileRange] = {}
+    """Reject different tensors of one name: which one is loaded depends on the order of files."""
+    ranges: dict[str, FileRange] = {}
     for tensor, place in found:
-        other = places.setdefault(tensor.name, place)
+        other = ranges.setdefault(tensor.name, place)
         if other is not place and not have_equal_bytes(other, place):
             raise DamagedError(
                 f"{other.path.name} and {place.path.name} have different tensors of the name "
@@ -121,21 +122,21 @@ def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
 
 
 def have_equal_bytes(one: FileRange, other: FileRange) -> bool:
-    """Whether two tensors are equal, by samples."""
+    """Whether samples of two tensors are equal."""
     return one.length == other.length and all(
         mine == theirs for mine, theirs in zip(one.samples(), other.samples(), strict=True)
     )
 
 
-def read_places(folder: Path) -> dict[str, FileRange]:
-    """Places of the tensors in a snapshot's safetensors files, by name."""
+def read_tensor_ranges(folder: Path) -> dict[str, FileRange]:
+    """Ranges of the tensors in a snapshot's safetensors files, by name."""
     return {
         tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
     }
 
 
 def torch_file(folder: Path, name: str) -> str | None:
-    """The torch file that holds a tensor, if that is known without reading it."""
+    """The torch file of a tensor, if it is known without reading it."""
     index = folder / "pytorch_model.bin.index.json"
     if index.is_file():
         file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
@@ -145,7 +146,7 @@ def torch_file(folder: Path, name: str) -> str | None:
 
 
 def _header(path: Path) -> list[tuple[Tensor, FileRange]]:
-    """Reads a header (https://huggingface.co/docs/safetensors): a length, and a table in JSON."""
+    """Read a safetensors header (https://huggingface.co/docs/safetensors): a length, and JSON."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -182,7 +183,7 @@ def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Te
     )
 
 
-def _is_left_out(tensor: Tensor, loading: Loading) -> bool:
+def _is_left_out(tensor: Tensor, loading: LoadSettings) -> bool:
     layer = _LAYER.match(tensor.name)
     return (
         (loading.tied and tensor.name.endswith("lm_head.weight"))
@@ -191,16 +192,16 @@ def _is_left_out(tensor: Tensor, loading: Loading) -> bool:
     )
 
 
-def _most_ranks(tensor: Tensor, loading: Loading) -> int:
+def _most_ranks(tensor: Tensor, loading: LoadSettings) -> int:
     if _COPIED.search(tensor.name):
-        return EVERYWHERE
-    return loading.kv_heads if _HEADS.search(tensor.name) else ANY_RANKS
+        return REPLICATED
+    return loading.kv_heads if _HEADS.search(tensor.name) else SHARDED
 
 
-def _loaded_bytes(tensor: Tensor, loading: Loading) -> int:
+def _loaded_bytes(tensor: Tensor, loading: LoadSettings) -> int:
     if loading.quantized or not tensor.floating:
         return tensor.bytes
-    numbers = tensor.numbers
+    numbers = tensor.numel
     if _VOCABULARY.search(tensor.name):
         rows = -(-loading.vocabulary // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
         if tensor.shape[0] == loading.vocabulary:

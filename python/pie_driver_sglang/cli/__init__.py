@@ -1,19 +1,19 @@
-"""The command `pie-sglang`: looks at a machine, checks configurations, plans memory.
+"""The command `pie-sglang`.
 
 Each command is a module with a function `main(arguments) -> int`: `doctor`, `check`, `plan`,
-`generate`, `shell`, `bench`, `replay`, and `serve` and `demo` in packages of their own.
-`main.py` finds and runs it. What they are made of:
+`serve`, `generate`, `shell`, `bench`, `replay`, and `demo` in a package of its own. `main.py` runs
+them. The other modules:
 
 ==================  ================================================================================
-``machine``         what a machine has, for `doctor`
-``pie_config``      the file of the Pie server, for `check`
-``model_sizes``     a model's sizes by its `config.json`, for `plan`
-``engine_options``  the options of an engine, and its start
-``conversation``    messages and branches, for `shell`
-``bench_server``    a running server, measured by `sglang.bench_serving`, for `bench`
-``workloads``       requests to measure with, for `bench`
-``report``          findings, for people and for programs
-``version``         which build this is
+``machine``         queries the machine, for `doctor`
+``pie_config``      the configuration of the Pie server, for `check`
+``model_sizes``     model sizes from `config.json`, for `plan`
+``engine_options``  the flags of an engine, and its start
+``conversation``    chat messages and branches, for `shell`
+``bench_server``    runs `sglang.bench_serving`, for `bench`
+``workloads``       synthetic requests, for `bench`
+``report``          output of findings and files
+``version``         version and commit of the build
 ==================  ================================================================================
 
 Neither torch nor SGLang is imported here.

@@ -1,6 +1,6 @@
-"""`pie-sglang bench`: tokens per second on a workload, alone or alternating with a peer.
+"""`pie-sglang bench`: throughput on a workload, alone or alternating with a peer.
 
-With `--serve` a running server is measured: `bench_server.py`.
+`--serve` measures a running server: `bench_server.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, Final
 
 from pie_driver_sglang.cli.bench_server import add_server_options, measure_server, server_table
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
+from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Workload, make_workload
 from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
+from pie_driver_sglang.errors import ConfigError, StartError, quoted
 from pie_driver_sglang.frontends.common.arguments import model_folder
 
 DRIVER_SIDE: Final = "pie"
@@ -34,36 +35,36 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.serve is not None:
         records = measure_server(options)
-        _write(options.json, json.dumps(records, indent=2))
+        write_output(options.json, json.dumps(records, indent=2) + "\n")
         if options.json != "-":
             sys.stdout.write(server_table(records))
         return 0
     options.model = default_model(options.model)
     workload = _workload(options)
     if options.side is not None:
-        _write(options.json, json.dumps(_measure(options, workload)))
+        write_output(options.json, json.dumps(_measure(options, workload)) + "\n")
         return 0
     sides = [DRIVER_SIDE, *dict.fromkeys(options.peer)]
     found = []
     for number in range(options.rounds):
-        # Each in a process of its own, one after the other: a device has room for one engine.
+        # Processes one after the other: a device has memory for one engine.
         for side in sides:
             run = _run_side(side, arguments)
             found.append({"side": side, "round": number, **run})
             rates = ", ".join(f"{rate:,.0f}" for rate in run["tokens_per_s"])
             sys.stderr.write(f"{side}, round {number + 1}: {rates} tok/s\n")
     record = _record(options, workload, sides, found)
-    _write(options.json, json.dumps(record, indent=2))
+    write_output(options.json, json.dumps(record, indent=2) + "\n")
     if options.json != "-":
         sys.stdout.write(_table(record))
     return 0
 
 
 def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
-    """Starts one engine and plays the workload; what is compiled on the way is not counted."""
+    """Start one engine and run the workload, after a warm-up run."""
     if options.side == DRIVER_SIDE:
         with started(options) as engine:
-            return _play(engine, workload, options.repeats)
+            return _run_workload(engine, workload, options.repeats)
     from pie_driver_sglang.backends.sglang.compat.offline_peer import peer_engine
 
     engine = peer_engine(
@@ -74,12 +75,12 @@ def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
         requests=len(workload.prompts),
     )
     try:
-        return _play(engine, workload, options.repeats)
+        return _run_workload(engine, workload, options.repeats)
     finally:
         engine.shutdown()
 
 
-def _play(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
+def _run_workload(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
     seconds, cached, asked = [], 0, sum(workload.outputs)
     for repeat in range(repeats + 1):
         engine.flush_cache()
@@ -107,7 +108,7 @@ def _run_side(side: str, arguments: Sequence[str]) -> dict[str, Any]:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "pie_driver_sglang", "bench", *arguments]
         command += ["--side", side, "--json", str(path)]
-        # What an engine prints is no part of the record.
+        # Output of an engine goes to stderr.
         status = subprocess.run(command, stdout=2, check=False).returncode
         if status or not path.is_file():
             raise StartError(f"the process of {side} ended with status {status}", "see above")
@@ -179,20 +180,6 @@ def _workload(options: argparse.Namespace) -> Workload:
     )
 
 
-def _write(path: str | None, text: str) -> None:
-    if path is None:
-        return
-    if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
-        ) from error
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pie-sglang bench",
@@ -225,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=1, metavar="N", help="starts of every engine")
     add("--peer", choices=PEERS, action="append", default=[], help="compare with it, alternating")
     add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
-    # Of the processes that the command starts.
+    # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
     add_server_options(parser)
     add_engine_options(parser, samples=False)

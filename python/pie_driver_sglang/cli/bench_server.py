@@ -1,6 +1,6 @@
-"""`pie-sglang bench --serve`: measures a running server by `sglang.bench_serving`.
+"""`pie-sglang bench --serve`: measures any server with OpenAI's completions API.
 
-Any server with OpenAI's completions can be measured: this package's, SGLang's, vLLM's.
+It runs `sglang.bench_serving`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pie_driver_sglang.backends.sglang.compat.process import SERVING_BENCHMARK
-from pie_driver_sglang.config.keys import KEY_VARIABLES
+from pie_driver_sglang.config.api_keys import KEY_VARIABLES
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 from pie_driver_sglang.frontends.common.arguments import model_folder
 
@@ -30,8 +30,8 @@ _PROMPT_TOKENS: Final = 1024
 _OUTPUT_TOKENS: Final = 256
 _LEAST_REQUESTS: Final = 8
 _ROUNDS: Final = 4
-"""Requests of each stream, unless the user says how many there are."""
-_PATIENCE_S: Final = 10.0
+"""Default requests per stream."""
+_TIMEOUT_S: Final = 10.0
 _SEEDS: Final = 1 << 31
 _COLUMNS: Final = (
     ("max_concurrency", "streams", "{:,.0f}"),
@@ -70,10 +70,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_server(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs `sglang.bench_serving` for each concurrency; its records.
+    """Run `sglang.bench_serving` for each concurrency, and return its records.
 
     Raises:
-        ConfigError: An option is wrong, or no server answers.
+        ConfigError: An option is wrong, or no server responds.
         StartError: A run failed, or requests of it did.
     """
     asked = () if options.requests is None else (options.requests,)
@@ -84,9 +84,9 @@ def measure_server(options: argparse.Namespace) -> list[dict[str, Any]]:
             "set `--concurrency`, `--requests`, `--input-len` and `--output-len` to 1 or more",
         )
     url = options.serve.rstrip("/").removesuffix("/v1")
-    served = _ask(url, "/v1/models")["data"][0]
+    served = _get(url, "/v1/models")["data"][0]
     tokenizer = model_folder({"model_path": _tokenizer(options, url, served)}, with_weights=False)
-    # Another one for each run, and each time: the prompts of those before are in the prefix cache.
+    # A new seed for each run: earlier prompts are in the prefix cache.
     seed = time.time_ns() % _SEEDS if options.seed is None else options.seed
     run = functools.partial(_run, options, url, served["id"], tokenizer, seed)
     return [run(streams) for streams in options.concurrency]
@@ -105,12 +105,12 @@ def _key() -> str | None:
     return os.environ.get(_API_KEY) or os.environ.get("OPENAI_API_KEY")
 
 
-def _ask(url: str, path: str) -> Any:
+def _get(url: str, path: str) -> Any:
     request = urllib.request.Request(url + path)
     if key := _key():
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
         hint = "start it by `pie-sglang serve MODEL`, or name its address: `--serve URL`"
@@ -120,11 +120,11 @@ def _ask(url: str, path: str) -> Any:
 
 
 def _tokenizer(options: argparse.Namespace, url: str, served: dict[str, Any]) -> str:
-    """The user's, the one that the server names if it is here, or the model's by its name."""
+    """The tokenizer: the user's, the server's if it is a local folder, or the model's."""
     if options.model is not None:
         return str(options.model)
     try:
-        found = str(_ask(url, "/model_info")["tokenizer_path"])
+        found = str(_get(url, "/model_info")["tokenizer_path"])
     except (ConfigError, KeyError, TypeError):
         # Of other servers, and of the gateway.
         found = ""
@@ -137,7 +137,7 @@ def _run(
     requests = options.requests or max(_LEAST_REQUESTS, _ROUNDS * streams)
     with tempfile.TemporaryDirectory(prefix="pie-bench-") as folder:
         path = Path(folder) / "record.jsonl"
-        words = {
+        flags = {
             "backend": "sglang-oai",
             "base-url": url,
             "model": model,
@@ -152,7 +152,7 @@ def _run(
             "output-file": path,
         }
         command = [sys.executable, "-m", SERVING_BENCHMARK]
-        command += [f"--{name}={value}" for name, value in words.items()]
+        command += [f"--{name}={value}" for name, value in flags.items()]
         key = _key()
         variables = {**os.environ, **({"OPENAI_API_KEY": key} if key else {})}
         done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)

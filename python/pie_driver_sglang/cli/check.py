@@ -1,4 +1,4 @@
-"""`pie-sglang check CONFIG`: everything that a start refuses before it loads a model."""
+"""`pie-sglang check CONFIG`: all checks of a start before the model is loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang.version import check_versions
-from pie_driver_sglang.cli.machine import Shm, look_at_shm
+from pie_driver_sglang.cli.machine import Shm, query_shm
 from pie_driver_sglang.cli.pie_config import driver_tables
 from pie_driver_sglang.cli.report import Finding, print_findings
 from pie_driver_sglang.config.arch import context_length
-from pie_driver_sglang.config.file import parse_config, read_table
+from pie_driver_sglang.config.config_file import parse_config, read_table
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.option_checks import parse_options
-from pie_driver_sglang.config.types import DriverConfig
-from pie_driver_sglang.driver.launch import request_bytes
+from pie_driver_sglang.driver.startup import request_bytes
 from pie_driver_sglang.driver.trace import open_trace
 from pie_driver_sglang.errors import ConfigError, DriverError, RingError
 from pie_driver_sglang.memory.host import check_budget
@@ -83,7 +83,7 @@ def check_table(table: Mapping[str, Any], shm: Shm | None = None) -> Iterator[Fi
     if options.trace_file is not None:
         path = options.trace_file
         yield _refusal("trace", f"{path} can be written", lambda: _try_trace(path))
-    yield _region(config, shm or look_at_shm(Path("/dev/shm")))
+    yield _region(config, shm or query_shm(Path("/dev/shm")))
 
 
 def _checked(table: Mapping[str, Any]) -> tuple[DriverConfig | None, list[ConfigError]]:
@@ -107,8 +107,8 @@ def _all_errors(table: Mapping[str, Any], first: ConfigError) -> list[ConfigErro
 
 
 def _option_errors(options: Mapping[str, Any], device: str) -> Iterator[ConfigError]:
-    """One error for each option that is wrong, whatever the others are."""
-    # Some options need others, so each is tried with all that are right alone.
+    """The errors of all options."""
+    # Some options need others, so each is checked with all that are valid alone.
     right = {key: value for key, value in options.items() if not _error({key: value}, device)}
     for key in options.keys() - right.keys():
         error = _error({**right, key: options[key]}, device)
@@ -163,7 +163,7 @@ def _try_trace(path: str) -> None:
 
 
 def _refusal(name: str, text: str, check: Any) -> Finding:
-    """What a check says: `text` where it raises nothing."""
+    """The finding of a check; `text` if it passes."""
     with _warnings() as warnings:
         try:
             check()
@@ -174,7 +174,7 @@ def _refusal(name: str, text: str, check: Any) -> Finding:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects what the driver would log as a warning."""
+    """Collect the driver's warnings."""
     messages: list[str] = []
 
     class Collect(logging.Handler):

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, its branches, and its file."""
+"""A chat with a model: messages, branches, and files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """Messages in their order, and copies of them to go back to.
+    """Chat messages, and saved branches of them.
 
-    What is sent again with every message begins as it did before: the engine finds its KV in the
-    prefix cache.
+    Every request repeats the earlier messages, whose KV is in the prefix cache.
 
     Attributes:
         messages: Each with `role` and `content`.
@@ -28,13 +27,7 @@ class Conversation:
     def __init__(
         self, engine: Engine, tokenizer: ModelTokenizer, sampling: Mapping[str, Any]
     ) -> None:
-        """Begin without messages.
-
-        Args:
-            engine: It answers.
-            tokenizer: The engine's.
-            sampling: Parameters of every answer.
-        """
+        """No messages yet."""
         self.messages: list[dict[str, str]] = []
         self.meta: dict[str, Any] = {}
         self._engine = engine
@@ -43,10 +36,7 @@ class Conversation:
         self._branches: list[list[dict[str, str]]] = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer piece by piece.
-
-        An answer that is not read to its end is stopped, and stays as far as it has come.
-        """
+        """Stream the answer; closing the iterator stops it, and keeps what was generated."""
         asked = [*self.messages, {"role": "user", "content": text}]
         stream = self._engine.generate(
             input_ids=self._tokens(asked), sampling_params=self._sampling, stream=True
@@ -63,13 +53,13 @@ class Conversation:
             self.messages = [*asked, {"role": "assistant", "content": shown}]
 
     def reset(self) -> None:
-        """Forget everything but the instructions."""
+        """Drop all messages but the system message."""
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         self.meta = {}
 
     @property
     def system(self) -> str:
-        """The instructions, the first message; empty for none."""
+        """The system message; empty for none."""
         first = self.messages[0] if self.messages else {}
         return first.get("content", "") if first.get("role") == "system" else ""
 
@@ -79,12 +69,12 @@ class Conversation:
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def fork(self) -> int:
-        """Keep the conversation as it is, to go back to it; return its number."""
+        """Save the conversation as a branch, and return its number."""
         self._branches.append(list(self.messages))
         return len(self._branches)
 
     def go_back(self, number: int) -> None:
-        """Go on from a kept conversation.
+        """Return to a branch.
 
         Raises:
             ConfigError: No branch has that number.
@@ -111,7 +101,7 @@ class Conversation:
             ) from error
 
     def load(self, path: Path) -> None:
-        """Go on from a file that `save` wrote.
+        """Load a file of `save`.
 
         Raises:
             ConfigError: It cannot be read, or holds something else.
@@ -129,7 +119,7 @@ class Conversation:
     def _tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if self._tokenizer.can_chat:
             return self._tokenizer.encode_plain(self._tokenizer.chat(messages))
-        # A model without a template goes on with the text.
+        # Without a template the model continues the text.
         return self._tokenizer.encode(["".join(message["content"] for message in messages)])[0]
 
 

@@ -1,4 +1,4 @@
-"""`pie-sglang doctor`: says what a driver would miss on this machine."""
+"""`pie-sglang doctor`: checks this machine for the driver's requirements."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli.machine import Machine, RegionFile, look
+from pie_driver_sglang.cli.machine import Machine, RegionFile, query_machine
 from pie_driver_sglang.cli.report import Finding, Status, print_findings
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.errors import install_command
 from pie_driver_sglang.memory.plan import size_text
 
 PYTHONS: Final = ((3, 11), (3, 12))
-"""The versions of Python that the package is for."""
+"""Supported versions of Python."""
 REGION_BYTES: Final = _core.region_bytes()
-"""A region of usual size."""
+"""Default size of a region."""
 LATENCY_CORES: Final = 4
 """Free cores that two spinning processes and the engine's threads need."""
 _DRIVERS: Final = {12: "525.60.13", 13: "580.65.06"}
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    return print_findings([_build(), *examine(look())], options.json)
+    return print_findings([_build(), *examine(query_machine())], options.json)
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Judges a machine; the order is that of the report."""
+    """The findings on a machine, in the order of the report."""
     return [
         finding
         for check in (_system, _packages, _driver, _gpus, _compilers, _shm, _regions, _host)
@@ -142,7 +142,7 @@ def _fa3(is_there: bool) -> Finding:
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:
-    """What compiles kernels on a GPU machine, and what is compiled already."""
+    """Compilers and kernel caches of a GPU machine."""
     if not machine.cuda.gpus:
         return
     listed = ", ".join(f"{cache.name} {cache.files} files" for cache in machine.caches)

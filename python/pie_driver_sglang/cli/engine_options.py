@@ -1,4 +1,4 @@
-"""What the commands that generate have in common: the options of the engine, and its start."""
+"""Flags of the commands that start an engine, and its start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SAMPLING: Final = (
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True) -> None:
-    """The model and where it runs; with `samples` also how it samples."""
+    """Add the flags of the engine; with `samples` also those of sampling."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--model",
@@ -109,7 +109,7 @@ def _bias(text: str) -> tuple[str, float]:
 
 
 def sampling_of(options: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
-    """The sampling parameters that were given, and the defaults of the others."""
+    """The sampling parameters of the command line, over defaults."""
     values = {name: getattr(options, name) for name in _SAMPLING}
     given = {name: value for name, value in values.items() if value is not None}
     if "logit_bias" in given:
@@ -131,10 +131,10 @@ def _text(path: str) -> str:
 
 
 def default_model(name: str | None) -> str:
-    """The model that was named, or the one in the repository.
+    """The named model, or `models/pocket` of the repository.
 
     Raises:
-        ConfigError: None was named, and this is not a clone of the repository.
+        ConfigError: None is named, and this is not a clone of the repository.
     """
     if name is not None:
         return name
@@ -151,7 +151,7 @@ def default_model(name: str | None) -> str:
 
 @contextmanager
 def started(options: argparse.Namespace) -> Iterator[Engine]:
-    """An engine for the options, stopped at the end; its start is shown on stderr."""
+    """An engine within a context; its start is shown on stderr."""
     from pie_driver_sglang.frontends.offline.engine import Engine
 
     arguments = {
@@ -171,16 +171,16 @@ def started(options: argparse.Namespace) -> Iterator[Engine]:
 
 
 class LoadingLine:
-    """Shows that the drivers load: in one line on a terminal, else by new lines of their log."""
+    """Shows the drivers' start: in one line on a terminal, else by lines of their log."""
 
     def __init__(self, model: str) -> None:
-        """Show it for a model."""
+        """Show the start of a model."""
         self._model = model
         self._line = ""
         self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def __call__(self, seconds: float, line: str) -> None:
-        """Take what the drivers have logged last; an empty line for nothing new."""
+        """Show a new line of the log; an empty one for none."""
         self._line = line or self._line
         if self._is_terminal:
             text = f"loading {self._model}: {seconds:.0f} s  {self._line}"

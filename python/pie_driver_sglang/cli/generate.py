@@ -7,12 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
+from pie_driver_sglang.cli.report import open_output
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_SEQUENCES: Final = 4096
-"""Answers of a prompt, at most, as the engine allows."""
+"""The engine's limit of `n`."""
 _UTF8: Final = "name a text file in UTF-8, with a prompt in each line"
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if not prompts:
         raise ConfigError("there are no prompts", "pass some, a `--file`, or lines on stdin")
     defaults = sampling_of(options)
-    with _opened(options.output) as output, started(options) as engine:
+    with open_output(options.output) as output, started(options) as engine:
         if options.chat:
             prompts = [_as_chat(engine, prompt) for prompt in prompts]
         summary = answer(engine, prompts, defaults, output, logprobs_of(options))
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def logprobs_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine's arguments of log-probabilities; none where none are wanted."""
+    """The engine's log-probability arguments; empty if not requested."""
     if options.logprobs is None and not options.prompt_logprobs:
         return {}
     return {
@@ -74,7 +74,7 @@ def answer(
     output: TextIO,
     logprobs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Writes a line for each answer as soon as it has ended.
+    """Write a line for each output as soon as it has ended.
 
     Args:
         engine: Generates them.
@@ -103,22 +103,22 @@ def answer(
 
 
 def _sequences(count: Any) -> int:
-    """Answers of a prompt; one for a value that the engine is about to refuse."""
+    """Output sequences of a prompt; one for a value that the engine will reject."""
     is_count = isinstance(count, int) and not isinstance(count, bool)
     return count if is_count and 1 <= count <= MOST_SEQUENCES else 1
 
 
 def _write(output: TextIO, line: dict[str, Any]) -> None:
-    """Writes an answer at once.
+    """Write an output at once.
 
     Raises:
-        StartError: The output takes no more, as on a full disk.
+        StartError: The write failed, for example on a full disk.
     """
     text = json.dumps(line, ensure_ascii=False)
     try:
         text.encode(output.encoding or "utf-8")
     except UnicodeEncodeError:
-        # Half of a surrogate pair, or an output in ASCII.
+        # A lone surrogate, or an output in ASCII.
         text = json.dumps(line)
     try:
         output.write(f"{text}\n")
@@ -133,15 +133,10 @@ def _write(output: TextIO, line: dict[str, Any]) -> None:
 
 
 class Progress:
-    """A bar on stderr, and the figures for it."""
+    """A progress bar on stderr, and its statistics."""
 
     def __init__(self, total: int, begun: float) -> None:
-        """Begin.
-
-        Args:
-            total: Answers that will come.
-            begun: `time.monotonic()`.
-        """
+        """Start at `begun`, for `total` outputs."""
         # It comes with SGLang.
         from tqdm import tqdm
 
@@ -242,7 +237,7 @@ def _as_chat(engine: Engine, prompt: Prompt) -> Prompt:
 
 
 def _inputs(engine: Engine, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Texts, which the engine tokenizes while it computes; tokens where some prompts are."""
+    """The prompts as texts, or as tokens if some are."""
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
     if len(texts) == len(prompts):
         return {"prompt": texts}
@@ -266,17 +261,6 @@ def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any])
         **{name: meta[name] for name in names},
         **logprobs,
     }
-
-
-def _opened(path: str | None) -> Any:
-    if path is None:
-        return nullcontext(sys.stdout)
-    try:
-        return Path(path).open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,6 @@
-"""What a machine has, as far as a driver needs to know. Neither torch nor SGLang is imported.
+"""Queries the machine: versions, GPUs, `/dev/shm`, caches. Imports neither torch nor SGLang.
 
-Every function takes what it asks (NVML, a folder, an environment) as an argument, so that tests can
-show it machines that are not there.
+Functions have their sources (NVML, a folder, an environment) as arguments, for tests.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.backends.sglang.compat.process import KERNELS
-from pie_driver_sglang.memory.gpus import Cuda, look_at_cuda, nvml
+from pie_driver_sglang.memory.gpus import Cuda, nvml, query_cuda
 
 REGION_PREFIX: Final = "pie_shmem_g"
-"""How the names of the drivers' regions begin in `/dev/shm`."""
+"""Prefix of the drivers' regions in `/dev/shm`."""
 
 _KERNEL: Final = re.compile(r"^@triton\.jit\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)
 
 
 class RegionFile(NamedTuple):
-    """A driver's file in `/dev/shm`."""
+    """A driver's region in `/dev/shm`."""
 
     name: str
     bytes: int
-    """That it takes of the memory."""
+    """Allocated bytes."""
     user: str
     owner: int | None
-    """The process that holds its lock; None where it is not known or there is none."""
+    """The process that holds its lock; None if unknown or none."""
     command: str
-    """Of the owner."""
+    """Command line of the owner."""
     is_live: bool | None
-    """False for a leftover of a driver that was killed; None where this user may not ask."""
+    """False for a leftover of a killed driver; None if this user may not check."""
     age_s: float
-    """Since it was last written by a system call, which is when it was made."""
+    """Seconds since its creation."""
 
 
 class Shm(NamedTuple):
-    """`/dev/shm`: sizes in bytes; a `total` of 0 means that there is no limit."""
+    """`/dev/shm`: sizes in bytes; a `total` of 0 is no limit."""
 
     total: int
     free: int
     kind: str
-    """The file system's type."""
+    """File system type."""
 
 
 class Cache(NamedTuple):
@@ -64,14 +63,14 @@ class Cache(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A Python package: the version that is wanted, and the one that is installed."""
+    """A Python package: the required and the installed version."""
 
     wanted: str
     installed: str | None
 
 
 class Machine(NamedTuple):
-    """All of it."""
+    """The state of a machine."""
 
     python: tuple[int, int]
     executable: str
@@ -88,35 +87,35 @@ class Machine(NamedTuple):
     """None where `/dev/shm` is missing."""
     regions: tuple[RegionFile, ...]
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     load: float
     """Cores in use in the last minute."""
     memory: int | None
-    """Host memory that is available, in bytes; None where psutil is missing."""
+    """Available host memory in bytes; None without psutil."""
     kernels: frozenset[str]
-    """Names of the driver's own GPU kernels that are in Triton's cache."""
+    """The driver's own GPU kernels in Triton's cache."""
     caches: tuple[Cache, ...]
     compiler: str | None
-    """The C compiler that Triton would take."""
+    """The C compiler that Triton would use."""
     nvcc: str | None
 
 
-def look(environment: Mapping[str, str] = os.environ) -> Machine:
-    """Looks at this machine."""
+def query_machine(environment: Mapping[str, str] = os.environ) -> Machine:
+    """Query this machine."""
     from pie_driver_sglang.backends.sglang.version import pins
 
-    caches = look_at_caches(environment)
+    caches = query_caches(environment)
     return Machine(
         python=sys.version_info[:2],
         executable=sys.executable,
         system=f"{platform.system()} {platform.machine()}",
         libc=" ".join(filter(None, platform.libc_ver())),
         packages={name: Package(wanted, installed(name)) for name, wanted in pins().items()},
-        cuda=look_at_cuda(nvml()),
+        cuda=query_cuda(nvml()),
         torch_cuda=torch_cuda(_folder_of("torch")),
         has_fa3=_has_fa3(_folder_of(KERNELS)),
-        shm=look_at_shm(Path("/dev/shm")),
-        regions=tuple(look_at_regions(Path("/dev/shm"))),
+        shm=query_shm(Path("/dev/shm")),
+        regions=tuple(query_regions(Path("/dev/shm"))),
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
         memory=_memory(),
@@ -136,7 +135,7 @@ def installed(name: str) -> str | None:
 
 
 def torch_cuda(folder: Path | None) -> tuple[int, int] | None:
-    """The CUDA version in torch's `version.py`, which is read, not run."""
+    """The CUDA version in torch's `version.py`, without importing it."""
     match = re.search(r"^cuda\b.*= '(\d+)\.(\d+)", _read(folder, "version.py"), re.MULTILINE)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -145,7 +144,7 @@ def _has_fa3(folder: Path | None) -> bool:
     return folder is not None and any(folder.glob("flash_ops*.so"))
 
 
-def look_at_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm | None:
+def query_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm | None:
     """The file system of the regions; None where the folder is missing."""
     try:
         space = os.statvfs(folder)
@@ -157,24 +156,24 @@ def look_at_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm |
     return Shm(space.f_blocks * unit, space.f_bavail * unit, kinds.get(str(folder), ""))
 
 
-def look_at_regions(folder: Path, proc: Path = Path("/proc")) -> list[RegionFile]:
-    """The regions of all drivers, of this user and of others, by name."""
+def query_regions(folder: Path, proc: Path = Path("/proc")) -> list[RegionFile]:
+    """The regions of all drivers of all users, by name."""
     owners = lock_owners(_read(proc / "locks"))
     try:
         paths = sorted(folder.glob(f"{REGION_PREFIX}*"))
     except OSError:
         return []
-    regions = (_look_at_region(path, owners, proc) for path in paths)
+    regions = (_query_region(path, owners, proc) for path in paths)
     return [region for region in regions if region is not None]
 
 
-def _look_at_region(
+def _query_region(
     path: Path, owners: Mapping[tuple[int, int], int], proc: Path
 ) -> RegionFile | None:
     try:
         status = path.lstat()
     except OSError:
-        # It has gone meanwhile.
+        # It was removed meanwhile.
         return None
     owner = owners.get((status.st_dev, status.st_ino))
     words = _read(proc / str(owner), "cmdline").split("\0") if owner else []
@@ -190,10 +189,10 @@ def _look_at_region(
 
 
 def lock_owners(locks: str) -> dict[tuple[int, int], int]:
-    """Who holds a `flock`, by the device and the inode of the file; from `/proc/locks`.
+    """Owners of `flock`s by device and inode, from `/proc/locks`.
 
-    Lines look like `1: FLOCK  ADVISORY  WRITE 4711 00:1a:567 0 EOF`, with the device in hexadecimal
-    digits. Processes of other containers are not listed, or have the number 0.
+    Lines look like `1: FLOCK  ADVISORY  WRITE 4711 00:1a:567 0 EOF`, with the device in hex.
+    Processes of other containers are missing, or 0.
     """
     owners = {}
     for line in locks.splitlines():
@@ -205,13 +204,13 @@ def lock_owners(locks: str) -> dict[tuple[int, int], int]:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether a process holds the region's lock; None where this user may not ask."""
+    """Whether a process holds the region's lock; None if this user may not check."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        # A shared lock of an instant: a driver that starts now would try again after 20 ms.
+        # Released at once: a driver that starts now retries after 20 ms.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -227,7 +226,7 @@ def _user(number: int) -> str:
         return str(number)
 
 
-def look_at_caches(environment: Mapping[str, str]) -> tuple[Cache, ...]:
+def query_caches(environment: Mapping[str, str]) -> tuple[Cache, ...]:
     """The folders of compiled kernels; Triton's is the first."""
     home = Path(environment.get("HOME", "~")).expanduser()
     triton = Path(environment.get("TRITON_HOME", home)) / ".triton" / "cache"
@@ -241,25 +240,24 @@ def look_at_caches(environment: Mapping[str, str]) -> tuple[Cache, ...]:
 
 
 def _count_files(folder: Path) -> int:
-    # Most are hundreds; what is beyond says nothing more.
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
 def own_kernels() -> frozenset[str]:
-    """The names of the driver's own Triton kernels and of the functions that they are made of."""
+    """The names of the driver's own Triton functions."""
     folder = Path(__file__).parents[1] / "kernels"
     texts = (_read(path) for path in folder.rglob("*.py"))
     return frozenset(name for text in texts for name in _KERNEL.findall(text))
 
 
 def cached_kernels(cache: Path, names: Iterable[str]) -> frozenset[str]:
-    """Which of these kernels Triton has compiled for a GPU: it names a file after each."""
+    """The kernels that are in Triton's cache, by file name."""
     wanted = frozenset(names)
     return frozenset(path.stem for path in cache.glob("*/*.cubin")) & wanted
 
 
 def find_compiler(environment: Mapping[str, str]) -> str | None:
-    """The C compiler that Triton takes, by its own rule."""
+    """The C compiler that Triton would use."""
     path = environment.get("PATH")
     named = environment.get("CC")
     if named:
@@ -296,7 +294,7 @@ def _folder_of(package: str) -> Path | None:
 
 
 def _read(path: Path | None, *names: str) -> str:
-    """A small text file, or one in a folder; empty where it cannot be read."""
+    """A small text file; empty if it cannot be read."""
     if path is None:
         return ""
     try:

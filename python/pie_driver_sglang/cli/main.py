@@ -1,4 +1,4 @@
-"""Finds and runs a command, and turns its errors into lines and an exit status."""
+"""The entry point of `pie-sglang`: runs a command, and prints its errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pie_driver_sglang.interpreter import refusal
 
 PROGRAM: Final = "pie-sglang"
 INTERRUPTED: Final = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 USAGE: Final = 2
-"""Exit status of a wrong command line, as `argparse` has it."""
+"""Exit status of a wrong command line, as in `argparse`."""
 
 
 class CliCommand(NamedTuple):
-    """A command: where it is, and one line of help."""
+    """A command: its module and its help line."""
 
     module: str
     summary: str
@@ -34,7 +34,7 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
             "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
         ),
         "serve": CliCommand(
-            "frontends.sglang_server.serve",
+            "cli.serve",
             "serve a model over HTTP: OpenAI's API, and SGLang's own",
         ),
         "generate": CliCommand(
@@ -53,10 +53,10 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `pie-sglang`.
+    """Run `pie-sglang`.
 
     Args:
-        arguments: The words after the program's name; None for the process's own.
+        arguments: The command line; None for that of the process.
 
     Returns:
         0; 1 after an error or a check that failed; 2 for a wrong command line; 130 after Ctrl-C.
@@ -64,11 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if message := refusal(sys.version_info[:2], sys.executable):
         sys.stderr.write(message)
         return 1
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
         sys.stderr.write(usage())
         return USAGE
-    name, rest = words[0], words[1:]
+    name, *rest = arguments
     if name in ("-h", "--help", "help"):
         sys.stdout.write(usage())
         return 0
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The help text: each command with its line."""
+    """The help text."""
     width = max(map(len, COMMANDS))
     commands = "".join(f"  {name:<{width}}  {c.summary}\n" for name, c in COMMANDS.items())
     return (
@@ -109,7 +109,7 @@ def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> i
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has ended; the exit must not flush into the pipe again.
+        # The output's reader is gone; the exit must not flush into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     return status

@@ -1,7 +1,6 @@
-"""The sizes of a model by its `config.json`, and what they mean for the memory plan.
+"""Model sizes from `config.json`, for a memory plan without SGLang.
 
-It is what a plan without SGLang knows of a model. `backends/sglang/measure.py` finds the same shape
-in SGLang's `ModelConfig` when a driver starts; a test holds the two to each other.
+`backends/sglang/measure.py` reads the same shape from SGLang's `ModelConfig`; a test compares them.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.types import DamagedError, Loading, Tensor
-from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
+from pie_driver_sglang.checkpoint.tensors import DamagedError, LoadSettings, Tensor
+from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
 from pie_driver_sglang.config.arch import context_length, text_config, vocab_size
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.memory.plan_types import SHARDED, Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
-from pie_driver_sglang.memory.types import ANY_RANKS, Device, MemorySettings, ModelSizes, Part
 
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of a number, by torch's names."""
+"""Bytes of an element, by torch's dtype names."""
 _LATENT_HEAD: Final = 256
-"""What SGLang takes for the width of a head where attention is latent."""
+"""SGLang's head dimension for latent attention (MLA)."""
 _RECURRENT_KEYS: Final = (
     "conv_L_cache",
     "hybrid_override_pattern",
@@ -37,7 +36,7 @@ _ATTENDING: Final = frozenset(
 
 
 class WeightSizes(NamedTuple):
-    """What weights take, and how that is known."""
+    """The sizes of weights, and their source."""
 
     parts: tuple[Part, ...]
     source: str
@@ -48,8 +47,8 @@ def read_shape(hf_config: Mapping[str, Any]) -> Shape:
     """The sizes in a checked `config.json`.
 
     Raises:
-        ConfigError: A size is missing, or the model keeps recurrent state, whose size is only known
-            to SGLang.
+        ConfigError: A size is missing, or the model has recurrent state, whose size only SGLang
+            knows.
     """
     text = text_config(hf_config)
     _refuse_recurrent(text, hf_config)
@@ -90,7 +89,7 @@ def model_of(
     dtype: str,
     on_host: bool,
 ) -> ModelSizes:
-    """What the plan needs of a model.
+    """The sizes of a model for the plan.
 
     Args:
         shape: Of :func:`read_shape`.
@@ -115,7 +114,7 @@ def model_of(
 def settings_for(
     options: DriverOptions, hf_config: Mapping[str, Any], device: Device, ranks: int
 ) -> MemorySettings:
-    """What the configuration of a driver means for the plan."""
+    """The settings of a plan from a driver's options."""
     passed = options.server_args
     return memory_settings(
         options,
@@ -134,7 +133,7 @@ def settings_for(
 def read_weights(
     folder: Path, shape: Shape, hf_config: Mapping[str, Any], options: DriverOptions, dtype: str
 ) -> WeightSizes:
-    """What the weights of a snapshot take, from headers, from the index, or from the shape.
+    """The sizes of a snapshot's weights, from headers, the index, or the shape.
 
     Args:
         folder: The snapshot; it needs no weights.
@@ -146,7 +145,7 @@ def read_weights(
     Raises:
         ConfigError: A file is damaged; or there is none, and the shape is not enough.
     """
-    loading = loading_of(
+    loading = load_settings(
         shape,
         ITEMSIZES[dtype],
         quantized=bool(hf_config.get("quantization_config")),
@@ -161,13 +160,13 @@ def read_weights(
         return WeightSizes(weight_parts(tensors, loading), "the headers of its files")
     size = _indexed_bytes(folder)
     if size:
-        return WeightSizes((Part(size, ANY_RANKS),), "the index of its files")
+        return WeightSizes((Part(size, SHARDED),), "the index of its files")
     tensors = list(_tensors_of(shape, loading))
     return WeightSizes(weight_parts(tensors, loading), "the shape in config.json: an estimate")
 
 
 def kv_itemsize(kv_cache_dtype: str, activation: int) -> int:
-    """Bytes of a number in the KV pool."""
+    """Bytes of an element in the KV pool."""
     if kv_cache_dtype == "auto":
         return activation
     return 2 if kv_cache_dtype in ("bf16", "bfloat16") else 1
@@ -212,7 +211,7 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
 def _rotary_tables(text: Mapping[str, Any]) -> int:
     given = text.get("rope_parameters") or {}
     kinds = sum(isinstance(kind, Mapping) for kind in given.values())
-    # Older files of the models with two kinds say so in another way.
+    # Older configs of models with two kinds.
     return max(kinds, 2 if text.get("rope_local_base_freq") else 1)
 
 
@@ -225,8 +224,8 @@ def _indexed_bytes(folder: Path) -> int:
         return 0
 
 
-def _tensors_of(shape: Shape, loading: Loading) -> Iterator[Tensor]:
-    """The matrices that a model of this shape usually has; vectors are too small to count."""
+def _tensors_of(shape: Shape, loading: LoadSettings) -> Iterator[Tensor]:
+    """The usual matrices of a model of this shape; vectors are negligible."""
     if shape.latent:
         raise ConfigError(
             "there are no weights, and the shape of latent attention does not give their size",

@@ -1,7 +1,7 @@
-"""Configurations of drivers, from the file that the Pie server reads or the one that it writes.
+"""Driver configurations, from the Pie server's file or from that of a driver.
 
-The server reads `[[model]]` with `[model.driver]` under each. For every driver that it starts it
-writes `[model]` and `[driver]`. The rules between the two are those of the Pie driver protocol.
+The server reads `[[model]]` with `[model.driver]`, and writes `[model]` and `[driver]` for every
+driver, by the rules of the Pie driver protocol.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
-from pie_driver_sglang.config.types import NEVER_PARK
+from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, quoted
 
 TYPE: Final = "sglang"
-"""What `[model.driver] type` says of this driver."""
+"""`[model.driver] type` of this driver."""
 SPIN_BUDGETS: Final[Mapping[str, int]] = MappingProxyType(
     {"latency": NEVER_PARK, "balanced": 1000, "power": 0}
 )
@@ -26,7 +26,7 @@ _COPIED: Final = ("activation_dtype", "master_port", "random_seed", "ready_timeo
 
 
 class DriverTable(NamedTuple):
-    """A driver's configuration, not checked yet."""
+    """The unchecked configuration of a driver."""
 
     model: str
     """The name of the model; empty where the file is of one driver."""
@@ -61,7 +61,7 @@ def driver_tables(table: Mapping[str, Any]) -> Iterator[DriverTable]:
 
 
 def _written(model: Mapping[str, Any], driver: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Pie server would write for the first driver of a model."""
+    """The tables that the Pie server would write for the first driver of a model."""
     repository = model.get("hf_repo")
     if not isinstance(repository, str) or not repository:
         raise ConfigError("[[model]] has no `hf_repo`", "name a repository or a folder")

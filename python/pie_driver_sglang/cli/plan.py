@@ -1,4 +1,4 @@
-"""`pie-sglang plan`: the memory of a model on a device that need not be there."""
+"""`pie-sglang plan`: plans the memory of a model on any device."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from pie_driver_sglang.cli.model_sizes import (
     read_weights,
     settings_for,
 )
+from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.types import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.arguments import model_folder
-from pie_driver_sglang.memory.gpus import look_at_cuda, nvml
+from pie_driver_sglang.memory.gpus import nvml, query_cuda
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan import GIB, plan_memory, table
-from pie_driver_sglang.memory.refusal import find_doubt, require_fit
-from pie_driver_sglang.memory.types import Device, MemorySettings, Plan
+from pie_driver_sglang.memory.plan_types import Device, MemorySettings, Plan
+from pie_driver_sglang.memory.refusal import find_warning, require_fit
 
 CONTEXT_BYTES: Final = GIB // 2
-"""What the CUDA context takes of a GPU before anything else does. A guess."""
+"""Memory of the CUDA context. A guess."""
 
 
 class Planned(NamedTuple):
-    """A plan, with what it was made from."""
+    """A plan, with its inputs."""
 
     plan: Plan
     settings: MemorySettings
     architecture: str
     dtype: str
     weights: str
-    """How the size of the weights is known."""
-    doubt: str | None
-    """What to warn of."""
+    """Source of the weights' sizes."""
+    warning: str | None
+    """Why it may run out of memory all the same."""
     refusal: StartError | None
-    """Why the driver would not start; None where the model fits."""
+    """Why the model does not fit; None if it does."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     name = options.first if options.model is None else options.model
     if name is None:
         parser.error("no model is named: `pie-sglang plan Qwen/Qwen3-8B`")
-    # Of a repository what `serve` reads first: configurations and the index of the weights.
+    # Downloads configurations and the index of the weights.
     planned = make_plan(
         model_folder({"model_path": name}, with_weights=False),
         device=_device(options.device_gib, options.cpu),
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 def make_plan(
     folder: Path, *, device: Device, table: dict[str, Any], ranks: int, dtype: str
 ) -> Planned:
-    """Plans a model as a driver would.
+    """Plan a model as a driver would.
 
     Args:
         folder: With the model's `config.json`; weights need not be there.
@@ -96,9 +96,9 @@ def make_plan(
     except StartError as error:
         refusal = error
     plan = plan_memory(device, model, settings)
-    doubt = find_doubt(plan, model, settings)
+    warning = find_warning(plan, model, settings)
     architecture = hf_config["architectures"][0]
-    return Planned(plan, settings, architecture, dtype, weights.source, doubt, refusal)
+    return Planned(plan, settings, architecture, dtype, weights.source, warning, refusal)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,7 +163,7 @@ def _device(gib: float | None, cpu: bool) -> Device:
             raise ConfigError(f"--device-gib is {gib:g}", "give the memory of one GPU in GiB")
         total = int(gib * GIB)
         return Device("cuda:0", total, max(0, total - CONTEXT_BYTES))
-    gpus = look_at_cuda(nvml()).gpus
+    gpus = query_cuda(nvml()).gpus
     if not gpus:
         raise ConfigError(
             "this machine shows no GPU whose memory could be planned",
@@ -196,8 +196,8 @@ def _text(planned: Planned) -> str:
     else:
         contexts = plan.tokens / settings.context_tokens
         lines.append(f"fits: KV for {contexts:,.1f} contexts of {settings.context_length:,} tokens")
-    if planned.doubt is not None:
-        lines.append(f"warning: {planned.doubt}")
+    if planned.warning is not None:
+        lines.append(f"warning: {planned.warning}")
     return "\n".join(lines) + "\n"
 
 
@@ -207,7 +207,7 @@ def _json(planned: Planned) -> str:
     document = {
         "fits": refusal is None,
         "refusal": None if refusal is None else {"message": str(refusal), "hint": refusal.hint},
-        "warning": planned.doubt,
+        "warning": planned.warning,
         "architecture": planned.architecture,
         "dtype": planned.dtype,
         "weights_by": planned.weights,

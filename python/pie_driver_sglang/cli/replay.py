@@ -1,4 +1,4 @@
-"""`pie-sglang replay FILE`: sends recorded requests at their times, and tells the latencies."""
+"""`pie-sglang replay FILE`: sends requests at recorded times, and reports latencies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
 from pie_driver_sglang.cli.generate import Prompt, read_prompts
+from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.workloads import quantiles
-from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
     from pie_driver_sglang.frontends.offline.engine import Engine
@@ -27,26 +27,26 @@ _MEASURES: Final = {
 }
 
 
-class Recorded(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A request of a trace."""
 
     at_s: float
-    """When it arrives, in seconds from the beginning."""
+    """Arrival time in seconds."""
     prompt: Prompt
 
 
-class Replayed(NamedTuple):
-    """What became of a request; times in milliseconds."""
+class RequestResult(NamedTuple):
+    """The result of a request; times in milliseconds."""
 
     late_ms: float
-    """How long after its time it was sent, because this process was busy."""
+    """Delay of its submission, because this process was busy."""
     first_token_ms: float | None
     total_ms: float
     token_gaps_ms: list[float]
-    """Between pieces of the answer, by the tokens of the later one."""
+    """Inter-token latencies."""
     answer: dict[str, Any] | None
     error: str
-    """Why there is no answer."""
+    """The error; empty without."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,16 +62,14 @@ def main(arguments: Sequence[str]) -> int:
         found = asyncio.run(replay(engine, recorded, tokens, defaults, options.speed))
         seconds = time.perf_counter() - begun
     record = summarize(found, seconds)
-    if options.output is not None:
-        _write(options.output, "".join(map(_line, range(len(found)), recorded, found)))
-    if options.json is not None:
-        _write(options.json, json.dumps(record, indent=2) + "\n")
+    write_output(options.output, "".join(map(_line, range(len(found)), recorded, found)))
+    write_output(options.json, json.dumps(record, indent=2) + "\n")
     if options.json != "-":
         sys.stdout.write(latency_table(record))
     return int(record["failed"] > 0)
 
 
-def read_trace(path: str) -> list[Recorded]:
+def read_trace(path: str) -> list[RecordedRequest]:
     """The requests of a file, in the order of their times.
 
     Raises:
@@ -87,7 +85,7 @@ def read_trace(path: str) -> list[Recorded]:
                 f"request {number} has the arrival time `at` {quoted(at_s)}",
                 "write seconds from the beginning of the trace, e.g. 0.25",
             )
-        found.append(Recorded(float(at_s), prompt._replace(others=others)))
+        found.append(RecordedRequest(float(at_s), prompt._replace(others=others)))
     if not found:
         raise ConfigError(
             f"there are no requests in {quoted(path)}",
@@ -98,12 +96,12 @@ def read_trace(path: str) -> list[Recorded]:
 
 async def replay(
     engine: Engine,
-    recorded: Sequence[Recorded],
+    recorded: Sequence[RecordedRequest],
     tokens: Sequence[Sequence[int]],
     defaults: dict[str, Any],
     speed: float,
-) -> list[Replayed]:
-    """Sends every request at its time, whether those before are answered or not.
+) -> list[RequestResult]:
+    """Send every request at its arrival time (open loop).
 
     Args:
         engine: It answers.
@@ -114,7 +112,7 @@ async def replay(
     """
     begun = time.perf_counter()
 
-    async def send(request: Recorded, prompt: Sequence[int]) -> Replayed:
+    async def send(request: RecordedRequest, prompt: Sequence[int]) -> RequestResult:
         due = begun + request.at_s / speed
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         return await _send(engine, prompt, {**defaults, **request.prompt.sampling}, due)
@@ -124,7 +122,7 @@ async def replay(
 
 async def _send(
     engine: Engine, prompt: Sequence[int], sampling: dict[str, Any], due: float
-) -> Replayed:
+) -> RequestResult:
     sent = time.perf_counter()
     late_ms, first_ms, answer, error = 1000 * (sent - due), None, None, ""
     gaps: list[float] = []
@@ -143,10 +141,12 @@ async def _send(
                 before, said = now, count
     except Exception as problem:
         error = str(problem) or type(problem).__name__
-    return Replayed(late_ms, first_ms, 1000 * (time.perf_counter() - sent), gaps, answer, error)
+    return RequestResult(
+        late_ms, first_ms, 1000 * (time.perf_counter() - sent), gaps, answer, error
+    )
 
 
-def summarize(found: Sequence[Replayed], seconds: float) -> dict[str, Any]:
+def summarize(found: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
     """Counts, rates and the quantiles of the latencies, in milliseconds."""
     answers = [one.answer["meta_info"] for one in found if one.answer and not one.error]
     output = sum(meta["completion_tokens"] for meta in answers)
@@ -169,7 +169,7 @@ def summarize(found: Sequence[Replayed], seconds: float) -> dict[str, Any]:
 
 
 def latency_table(record: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as a text table."""
     lines = [
         f"{record['requests']:,} requests in {record['seconds']:.1f} s, {record['failed']:,} "
         f"failed; {record['output_tokens']:,} tokens ({record['output_tokens_per_s']:,.1f} tok/s), "
@@ -186,7 +186,7 @@ def latency_table(record: dict[str, Any]) -> str:
 _COLUMNS: Final = ("mean", "p50", "p90", "p99")
 
 
-def _tokenized(engine: Engine, recorded: Sequence[Recorded]) -> list[Sequence[int]]:
+def _tokenized(engine: Engine, recorded: Sequence[RecordedRequest]) -> list[Sequence[int]]:
     texts = [one.prompt.text for one in recorded if one.prompt.text is not None]
     if texts and engine.tokenizer is None:
         raise ConfigError("the trace has texts, and there is no tokenizer", "give `input_ids`")
@@ -194,7 +194,7 @@ def _tokenized(engine: Engine, recorded: Sequence[Recorded]) -> list[Sequence[in
     return [one.prompt.tokens or next(encoded) for one in recorded]
 
 
-def _line(index: int, recorded: Recorded, found: Replayed) -> str:
+def _line(index: int, recorded: RecordedRequest, found: RequestResult) -> str:
     answer = found.answer or {}
     line = {
         "index": index,
@@ -208,18 +208,6 @@ def _line(index: int, recorded: Recorded, found: Replayed) -> str:
         **({"error": found.error} if found.error else {}),
     }
     return json.dumps(line, ensure_ascii=False) + "\n"
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,13 +1,17 @@
-"""What a command has found, for people and for programs."""
+"""Output of commands: findings, and files or stdout."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TextIO
+
+from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -15,14 +19,14 @@ _COLORS: Final[Mapping[str, str]] = MappingProxyType({"ok": "32", "warn": "33", 
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """The result of a check.
 
     Attributes:
-        name: What it is, in a word or two.
-        status: `fail` is what would end a start, `warn` what costs speed or is not sure.
+        name: Of the check.
+        status: `fail` prevents a start, `warn` costs speed or is uncertain.
         text: One sentence or a list of values.
-        hint: What to do; empty if nothing is to be done.
-        values: The same for programs; JSON must be able to hold it.
+        hint: What to do; may be empty.
+        values: JSON values, for programs.
     """
 
     name: str
@@ -38,13 +42,7 @@ def exit_status(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool, stream: TextIO | None = None) -> int:
-    """Prints findings and returns the exit status for them.
-
-    Args:
-        findings: In the order in which they are shown.
-        as_json: Print one JSON object: `ok`, and `findings` with the fields of each.
-        stream: Where to; None for stdout.
-    """
+    """Print findings, or one JSON object with `ok` and `findings`; returns the exit status."""
     stream = stream or sys.stdout
     status = exit_status(findings)
     if as_json:
@@ -78,3 +76,38 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count > 1)}" if count else ""
+
+
+def open_output(path: str | None) -> contextlib.AbstractContextManager[TextIO]:
+    """A file to write; stdout for None.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if path is None:
+        return contextlib.nullcontext(sys.stdout)
+    try:
+        return Path(path).open("w", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write_output(path: str | None, text: str) -> None:
+    """Write a text to a file, to stdout for `-`, or nowhere for None.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if path == "-":
+        sys.stdout.write(text)
+    elif path is not None:
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
+    )

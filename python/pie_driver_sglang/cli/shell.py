@@ -1,4 +1,4 @@
-"""`pie-sglang shell`: a conversation with a model, on a terminal or over a pipe."""
+"""`pie-sglang shell`: a chat with a model, on a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from pie_driver_sglang.frontends.offline.engine import Engine
 
 HISTORY: Final = Path("~/.local/state/pie-sglang/history")
-"""Where the lines of a terminal are kept."""
+"""The history file."""
 MAX_NEW_TOKENS: Final = 1024
-"""Most tokens of an answer, where none is given."""
+"""Default maximum tokens of an answer."""
 
 
 class Shell:
-    """Reads lines, and answers them or does what they command."""
+    """Handles input lines: messages and commands."""
 
     COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         {
@@ -50,13 +50,13 @@ class Shell:
         output: TextIO,
         console: Console | None = None,
     ) -> None:
-        """Begin.
+        """Start a shell.
 
         Args:
             conversation: With the engine.
-            engine: Its counts are shown.
-            output: For answers and what commands say.
-            console: The same on a terminal, for tables and colours.
+            engine: For statistics.
+            output: For answers and the output of commands.
+            console: On a terminal, for tables and colours.
         """
         self._conversation = conversation
         self._engine = engine
@@ -80,7 +80,7 @@ class Shell:
         except ConfigError as error:
             self._say(f"{error}" + (f" ({error.hint})" if error.hint else ""), style="red")
         except KeyboardInterrupt:
-            # Before an answer has begun, or within a command.
+            # Before an answer, or in a command.
             self._say("[stopped]")
         return True
 
@@ -92,7 +92,7 @@ class Shell:
         return found
 
     def _answer(self, text: str) -> None:
-        """Streams an answer. Ctrl-C stops it, and nothing else."""
+        """Stream an answer; Ctrl-C stops only it."""
         begun = time.monotonic()
         self._first_s = 0.0
         pieces = self._conversation.ask(text)

@@ -1,4 +1,4 @@
-"""Which build of the driver this is."""
+"""Version and commit of the build."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def version_line() -> str:
 
 
 def commit() -> str:
-    """The commit that this package was built from; an empty string where it is not known.
+    """The commit of the build (`PIE_DRIVER_COMMIT` of the Makefile) or checkout; empty if unknown.
 
-    The build of a wheel keeps it (`PIE_DRIVER_COMMIT`, see the Makefile). A package that runs from
-    a checkout asks git; `+` marks files that differ from the commit.
+    In a checkout `+` marks uncommitted changes.
     """
     return _core.build_info()["commit"] or _checkout_commit(Path(pie_driver_sglang.__file__))
 

@@ -1,4 +1,4 @@
-"""Requests to measure with: the same ones for every engine and every run."""
+"""Synthetic requests, the same for every engine and every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pie_driver_sglang.errors import ConfigError
 #: The standard workload: prompt and output lengths are uniform in this range.
 REQUESTS: Final = 256
 LENGTHS: Final = (100, 1024)
-#: Of the shared-prefix workload: what all prompts begin with, and the lengths of what follows.
+#: The shared-prefix workload: tokens of the prefix, and lengths of the suffixes.
 SHARED_TOKENS: Final = 1024
 SUFFIX_LENGTHS: Final = (16, 128)
 ANSWER_TOKENS: Final = 64
@@ -22,13 +22,13 @@ WORKLOADS: Final = ("standard", "shared-prefix")
 
 
 class Workload(NamedTuple):
-    """Requests that are handed over at once.
+    """Requests that are submitted at once.
 
     Attributes:
         prompts: Token ids of each.
-        outputs: Tokens that each is asked for; none ends before.
+        outputs: Output tokens of each, with `ignore_eos`.
         temperature: Of the sampling.
-        keeps_prefixes: Whether a prefix cache is of use.
+        keeps_prefixes: Whether the engine uses a prefix cache.
     """
 
     prompts: list[list[int]]
@@ -45,7 +45,7 @@ class Workload(NamedTuple):
 def make_workload(
     name: str, *, requests: int, longest: int, vocabulary: int, seed: int = 0
 ) -> Workload:
-    """Draws a workload.
+    """Generate a workload.
 
     Args:
         name: One of `WORKLOADS`.
@@ -85,7 +85,7 @@ def _tokens(draw: Any, count: int, vocabulary: int) -> list[int]:
 
 
 def quantiles(values: list[float]) -> Mapping[str, float]:
-    """The mean, and the values that half, 90 % and 99 % do not exceed; empty for no values."""
+    """Mean and the percentiles 50, 90 and 99; empty for no values."""
     if not values:
         return MappingProxyType({})
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""A model's architecture name, sizes and media, read from its Hugging Face config."""
+"""A model's architecture name, sizes, dtype and media, from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ _VISION_DEFAULTS: Final[Mapping[str, int]] = MappingProxyType(
     {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
 )
 
-#: Keys of the trained context length, in the order in which SGLang asks for them.
+#: Keys of the trained context length, in SGLang's order.
 _CONTEXT_KEYS: Final = (
     "max_sequence_length",
     "seq_length",
     "max_seq_len",
     "model_max_length",
     "max_position_embeddings",
-    # What GPT-2's generation calls it; transformers gives it the name above.
+    # GPT-2's name.
     "n_positions",
 )
 _DEFAULT_CONTEXT: Final = 2048
 
-#: Names of torch's types in a `config.json`, by the name that the driver uses.
+#: The driver's dtype by its name in `config.json`.
 _DTYPE_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "bfloat16": "bfloat16",
@@ -92,12 +92,11 @@ _LANGUAGE_KEYS: Final = ("thinker_config", "llm_config", "language_config", "tex
 
 
 def arch_name(hf_config: Mapping[str, Any]) -> str:
-    """Return the architecture name for the runtime, which picks the chat template by it.
+    """Return the architecture name for the runtime, which selects the chat template by it.
 
-    The name is the config's `model_type`, renamed where the runtime uses another word. A
-    multi-modal model without a template of its own takes the name of its language model. A name
-    with `qwen3` or `gemma4` in it lets the runtime send images even for a text model, so frames
-    with media must be refused where they are served.
+    It is the config's `model_type`, or the runtime's name for it; for a multi-modal model without a
+    template, that of its language model. By names with `qwen3` or `gemma4` the runtime may send
+    images to a text model, so frames with media must be rejected later.
 
     Raises:
         ConfigError: The config has no `model_type`.
@@ -116,10 +115,7 @@ def arch_name(hf_config: Mapping[str, Any]) -> str:
 
 
 def vocab_size(hf_config: Mapping[str, Any]) -> int | None:
-    """Return the size of the model's output vocabulary in tokens.
-
-    None if the config leaves it to the architecture's default, as some multi-modal configs do.
-    """
+    """Return the vocabulary size; None if the config leaves it to the architecture's default."""
     for config in _text_configs(hf_config):
         size = config.get("vocab_size")
         if type(size) is int and size > 0:
@@ -128,22 +124,22 @@ def vocab_size(hf_config: Mapping[str, Any]) -> int | None:
 
 
 class ContextLimit(NamedTuple):
-    """The positions of a model, and the key of its config that sets them."""
+    """The context length of a model, and the key of its config that sets it."""
 
     positions: int
     source: str
 
 
 def context_length(hf_config: Mapping[str, Any]) -> int:
-    """Return the positions that SGLang will give the model, before the model is loaded."""
+    """Return the context length that SGLang derives from the config."""
     limit = context_limit(hf_config)
     return _DEFAULT_CONTEXT if limit is None else limit.positions
 
 
 def context_limit(hf_config: Mapping[str, Any]) -> ContextLimit | None:
-    """The positions that SGLang will give the model; None if its config leaves them to its class.
+    """The context length that SGLang derives from the config; None without a key for it.
 
-    SGLang scales the trained length by a rope factor, except where the factor is part of it.
+    It is the trained length times the rope factor, unless the length includes the factor.
     """
     config = text_config(hf_config)
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
@@ -160,13 +156,13 @@ def context_limit(hf_config: Mapping[str, Any]) -> ContextLimit | None:
 
 
 def auto_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Return the activation type that SGLang 0.5.17 chooses on a GPU for `dtype="auto"`.
+    """Return the activation dtype that SGLang 0.5.17 selects on a GPU for `dtype="auto"`.
 
-    It is the checkpoint's type. A checkpoint in float32, or without a type, runs in float16; Gemma
-    in bfloat16, because its activations exceed the range of float16.
+    It is the checkpoint's dtype. A checkpoint in float32, or without a dtype, runs in float16, but
+    Gemma in bfloat16, because its activations exceed the range of float16.
 
     Raises:
-        Unsupported: The checkpoint's type is none that the driver runs a model in.
+        Unsupported: The driver does not support the checkpoint's dtype.
     """
     architecture = next(iter(hf_config.get("architectures") or ()), "")
     if architecture.startswith("Llava") and architecture.endswith("ForCausalLM"):
@@ -190,20 +186,17 @@ def auto_dtype(hf_config: Mapping[str, Any]) -> str:
 
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model, which a multi-modal config holds inside."""
+    """The config of the language model, which is nested in a multi-modal config."""
     return next(_text_configs(hf_config))
 
 
 def takes_images(hf_config: Mapping[str, Any]) -> bool:
-    """Whether the driver serves images with this model."""
+    """Whether the driver supports images with this model."""
     return not _IMAGE_ARCHITECTURES.isdisjoint(hf_config.get("architectures") or ())
 
 
 def image_token_bytes(hf_config: Mapping[str, Any]) -> int:
-    """Return the bytes of a request per image token; 0 for a model without images.
-
-    They are the pixels and positions of its patches, and its own positions on three axes.
-    """
+    """Return the frame bytes per image token: pixels and positions; 0 for text models."""
     if not takes_images(hf_config):
         return 0
     channels, size, merge, frames = _vision(hf_config)
@@ -212,7 +205,7 @@ def image_token_bytes(hf_config: Mapping[str, Any]) -> int:
 
 
 def image_merge(hf_config: Mapping[str, Any]) -> int | None:
-    """Patches along a side of the square that makes a token of an image; None without images."""
+    """`spatial_merge_size`: patches along a side of an image token; None for text models."""
     return _vision(hf_config)[2] if takes_images(hf_config) else None
 
 
@@ -227,7 +220,7 @@ def _vision(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _language_config(hf_config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
-    """The config of the language model as SGLang finds it, and its type, which it may inherit."""
+    """The language model's config as SGLang finds it, and its dtype, which may be inherited."""
     dtype = _own_dtype(hf_config)
     key = next((key for key in _LANGUAGE_KEYS if isinstance(hf_config.get(key), Mapping)), None)
     if key is None:

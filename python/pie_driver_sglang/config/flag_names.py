@@ -1,18 +1,19 @@
-"""The flags of SGLang's server by all of their names, and how many values each takes.
+"""Command lines: the flags of SGLang's server by all names, and how many values each takes.
 
-SGLang's parser is not imported for that: it takes seconds. `tests/test_serve_flags.py` compares.
+SGLang's parser is not imported, which takes seconds; `tests/test_serve_flags.py` compares the two.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError
 
-#: Flags that are named otherwise than their field: the name, and the field.
+#: Fields of flags that have another name than their field.
 SGLANG_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "attention_context_parallel_size": "attn_cp_size",
@@ -61,8 +62,8 @@ _SWITCHES: Final = frozenset(
         "stream_output",
     }
 )
-#: Fields that are a list or a table, and are given as one word.
-_ONE_WORD: Final = frozenset(
+#: Fields that are a list or a table, and are given as one value.
+_ONE_VALUE: Final = frozenset(
     {
         "config",
         "decoupled_spec_connect_endpoints",
@@ -71,12 +72,12 @@ _ONE_WORD: Final = frozenset(
         "sidecar_args",
     }
 )
-_NAMES: Final = frozenset({*SERVER_ARGS, *SGLANG_ALIASES, *_SWITCHES, *_ONE_WORD})
+_NAMES: Final = frozenset({*SERVER_ARGS, *SGLANG_ALIASES, *_SWITCHES, *_ONE_VALUE})
 SGLANG_FLAGS: Final = frozenset(f"--{name.replace('_', '-')}" for name in _NAMES)
 
 
 def starting_with(flag: str) -> list[str]:
-    """SGLang's flags that a word may stand for: the flag itself, or those that it abbreviates."""
+    """The flags of SGLang that a flag stands for: itself, or those that it abbreviates."""
     if flag in SGLANG_FLAGS:
         return [flag]
     return sorted(each for each in SGLANG_FLAGS if each.startswith(flag)) if len(flag) > 2 else []
@@ -92,13 +93,46 @@ def field_of(flag: str) -> str:
 
 
 def most_values(flag: str) -> int:
-    """How many of the following words a flag of SGLang's takes at most; an unknown one: all."""
+    """The most values that may follow a flag of SGLang; any number for an unknown flag."""
     name = field_of(flag)
     if name in _SWITCHES:
         return 0
-    if name in _ONE_WORD:
+    if name in _ONE_VALUE:
         return 1
     field = SERVER_ARGS.get(name)
     if field is None or field.type.startswith("list"):
         return sys.maxsize
     return int(field.type != "bool")
+
+
+def pop_flags(
+    arguments: Sequence[str], takes_value: Callable[[str], bool | None]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Take flags out of a command line.
+
+    Args:
+        arguments: The command line.
+        takes_value: Whether a flag takes a value; None for one that is not taken out.
+
+    Returns:
+        The flags with their values, which are empty for those without, and the other arguments.
+
+    Raises:
+        ConfigError: A value is missing, or there is one for a flag without.
+    """
+    found: list[tuple[str, str]] = []
+    rest, queue = [], list(arguments)
+    while queue:
+        flag, equals, value = (argument := queue.pop(0)).partition("=")
+        takes = takes_value(flag) if flag.startswith("--") else None
+        if takes is None:
+            rest.append(argument)
+        elif not takes:
+            if equals:
+                raise ConfigError(f"`{flag}` takes no value", f"write `{flag}` alone")
+            found.append((flag, ""))
+        elif equals or queue:
+            found.append((flag, value if equals else queue.pop(0)))
+        else:
+            raise ConfigError(f"`{flag}` has no value", "see `pie-sglang serve --help`")
+    return found, rest

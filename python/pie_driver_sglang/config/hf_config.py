@@ -1,7 +1,4 @@
-"""A model's `config.json`: read, and refused where no driver could serve the model.
-
-It is checked before SGLang is imported, which takes longer than all of these checks.
-"""
+"""Reads a model's `config.json`, and rejects unsupported models before SGLang is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted, 
 
 DOWNLOAD: Final = "download the model again, e.g. with `hf download <repository>`"
 
-#: Sizes of a language model, and what they may be; far more than any model has.
+#: Plausible ranges of a language model's sizes.
 _SIZES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {
         "head_dim": (1, 2**12),
@@ -67,10 +64,7 @@ _CODE_FILES: Final = (
 
 
 def files_with_code(snapshot_dir: Path) -> list[str]:
-    """The files of a model whose `auto_map` has Python code of its folder run, if that is trusted.
-
-    Files that cannot be read are left out: what reads them in earnest says so.
-    """
+    """The files of a model with an `auto_map`, which runs Python code of its folder if trusted."""
     found = []
     for name in _CODE_FILES:
         try:
@@ -110,7 +104,7 @@ def load_hf_config(snapshot_dir: Path) -> dict[str, Any]:
 
 
 def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks: int) -> None:
-    """Refuse a model that SGLang lacks or whose sizes make no sense, and options beyond it.
+    """Reject a model that SGLang lacks or whose sizes are implausible, and options beyond it.
 
     Args:
         hf_config: Of :func:`load_hf_config`.
@@ -139,7 +133,7 @@ def _incomplete(path: Path, key: str, value: object) -> ConfigError:
 
 
 def _check_architectures(hf_config: Mapping[str, Any]) -> None:
-    """Refuse a model for which SGLang has no class; what plugins bring shows with SGLang only."""
+    """Reject a model for which SGLang has no class, unless plugins may add one."""
     names = hf_config["architectures"]
     known = ARCHITECTURES | _RENAMED
     if not known.isdisjoint(names) or hf_config["model_type"] in _RENAMED_TYPES:
@@ -148,7 +142,7 @@ def _check_architectures(hf_config: Mapping[str, Any]) -> None:
         return
     shown = names[0] if len(names[0]) < 80 and names[0].isidentifier() else quoted(names[0])
     hint = "use a model of an architecture that SGLang has; docs/supported-models.md lists some"
-    # SGLang may take it from transformers, whose models the driver does not run.
+    # SGLang could fall back to transformers, which the driver does not support.
     raise Unsupported(
         f"SGLang {SGLANG_VERSION} has no {shown}, which the model's config.json names under "
         "`architectures`",
@@ -171,7 +165,7 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
 
 
 def _check_context(hf_config: Mapping[str, Any], asked: int | None) -> None:
-    """Refuse more positions than SGLang gives the model, by SGLang's own rule."""
+    """Reject a longer context than SGLang allows."""
     limit = context_limit(hf_config)
     if asked is None or limit is None or asked <= limit.positions or _may_exceed_context():
         return
@@ -189,7 +183,7 @@ def _may_exceed_context() -> bool:
 
 
 def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
-    """Refuse a model whose attention heads cannot be divided evenly."""
+    """Reject a model whose attention heads cannot be sharded evenly."""
     text = hf_config.get("text_config")
     text = text if isinstance(text, dict) else hf_config
     heads = text.get("num_attention_heads")

@@ -1,4 +1,4 @@
-"""Checks of the table `[driver.options]`: the driver's options, and SGLang settings passed through.
+"""Validates the table `[driver.options]`: the driver's options, and SGLang settings passed through.
 
 `options.py` defines the driver's options. Every other key must be a field of SGLang's `ServerArgs`
 that the driver does not set itself; the list of those is generated (`server_args.py`), so nothing
@@ -32,7 +32,7 @@ _BACKENDS: Final = (
 #: Keys that name the interpreter: the runtime uses and removes them.
 _LAUNCHER_KEYS: Final = frozenset({"venv", "python"})
 
-#: Names by which the runtime's other drivers set their capacity; here the driver computes it.
+#: Capacity options of the runtime's other drivers; this driver computes its capacity.
 CAPACITY_NAMES: Final = frozenset(
     {
         "cpu_pages",
@@ -50,12 +50,12 @@ CAPACITY_NAMES: Final = frozenset(
     }
 )
 
-#: Keys of the section above the options, which a user may put one level too deep.
+#: Keys of `[model.driver]`, for a hint if they are among the options.
 _SECTION_KEYS: Final = frozenset(
     {"activation_dtype", "ipc_profile", "master_port", "spin_budget_us", "tensor_parallel_size"}
 )
 
-#: What other engines and older SGLang versions call one of our options.
+#: Names of other engines and older SGLang versions for an option.
 _OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cuda_graph_bs": "cuda_graph_bs_decode",
@@ -65,7 +65,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-#: Who sets a field that the user may not, and what the user can do, by the generated owner.
+#: Why the user may not set a field, and a hint, by its generated owner.
 OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "adapters": (
@@ -120,14 +120,14 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 
 class TomlType(NamedTuple):
-    """What TOML may hold for an option."""
+    """The TOML type of an option."""
 
     annotation: Any
     text: str
-    """How a message names it."""
+    """Its name in messages."""
 
 
-#: By the words of `server_args.py`.
+#: By the type names of `server_args.py`.
 TYPES: Final[Mapping[str, TomlType]] = MappingProxyType(
     {
         "bool": TomlType(bool, "true or false"),
@@ -155,7 +155,7 @@ def valid_names() -> tuple[str, ...]:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` as a key and a value of TOML; text that is not a value is taken for a string.
+    """Parse `KEY=VALUE` with a TOML value; any other text is a string.
 
     Raises:
         ConfigError: There is no key.
@@ -178,8 +178,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         device: `cpu` or `cuda:N`; some defaults and limits depend on it.
 
     Raises:
-        ConfigError: A key is unknown or not the user's to set, a value has the wrong type or is
-            out of its limits, or it asks for what this driver cannot do yet.
+        ConfigError: A key is unknown or may not be set, or a value is wrong or unsupported.
     """
     paged_decode: bool | None
     backends, paged_decode = _without_paged(_with_both_backends(table), device)
@@ -228,7 +227,7 @@ def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], bool]:
-    """The table with SGLang's backends only, and whether the driver's own backend decodes."""
+    """The table with SGLang's backends only, and whether `pie` decodes."""
     both, prefill, decode = (table.get(name) for name in _BACKENDS)
     if PAGED_DECODE not in (both, prefill, decode):
         return table, False
@@ -297,7 +296,7 @@ def _convert(name: str, value: Any, described: str) -> Any:
 
 
 def _check_text(name: str, value: str, field: ServerArg) -> None:
-    """Refuse an empty string and a word that is not among the choices."""
+    """Reject an empty string, and a value that is not among the choices."""
     if not value or "\0" in value:
         raise ConfigError(
             f"option `{name}` is {quoted(value)}, which names nothing",
@@ -379,7 +378,7 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
 
 
 def _check_device(options: DriverOptions, device: str) -> None:
-    """On the CPU only one of SGLang's backends runs; a plugin's may do, so only known ones fail."""
+    """Reject known GPU backends on the CPU; a plugin's backend may run there."""
     if options.nvtx and device == "cpu":
         raise ConfigError(
             "option `nvtx` is true, and there is no CUDA device to profile",

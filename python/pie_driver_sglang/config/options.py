@@ -18,15 +18,15 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-#: The driver's own attention backend, for decodes on a GPU.
+#: The driver's own decode attention backend on a GPU.
 PAGED_DECODE: Final = "pie"
 
-#: Requests per batch that the driver accepts when `cuda_graph_max_bs` is not set.
+#: Maximum requests per batch without `cuda_graph_max_bs`.
 DEFAULT_MAX_FORWARD_REQUESTS: Final = 256
 
 
 class Group(StrEnum):
-    """What an option is about, in the order of the documentation."""
+    """The sections of the documentation, in order."""
 
     MODEL = "Model"
     MEMORY = "Memory"
@@ -37,21 +37,21 @@ class Group(StrEnum):
 
 
 class About(NamedTuple):
-    """What the definition of an option says besides its name, type and default."""
+    """Documentation and limits of an option."""
 
     group: Group
     text: str
     """One or two sentences for a user, in Markdown."""
     limits: tuple[float, float] | None = None
-    """Least and largest value of a number."""
+    """Minimum and maximum of a number."""
     default: str = ""
     """The default in words, where it depends on the device or the model."""
     sglang: str = ""
     """The field of SGLang's `ServerArgs` that takes the value; empty where none does."""
     choices: tuple[str, ...] = ()
-    """The words that it takes, where it is no setting of SGLang's."""
+    """The allowed values, unless it is a setting of SGLang."""
     since: str = "0.1"
-    """The version of the driver that has it first."""
+    """The first version of the driver with it."""
 
 
 class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
@@ -21,15 +20,7 @@ _WIDTH: Final = 110
 
 @dataclass
 class StreamedAnswer:
-    """A streamed answer, as far as it has come.
-
-    Attributes:
-        title: Its sampler.
-        question: What was asked.
-        text: The text so far.
-        tokens: Its tokens, known at the end.
-        done: Whether it has ended.
-    """
+    """A streamed answer; `title` is its sampler, and `tokens` are known at the end."""
 
     title: str
     question: str
@@ -46,10 +37,10 @@ class PlainScreen:
         print(printable(line), flush=True)
 
     def waiting(self, elapsed_s: float, line: str) -> None:
-        """Shows how a start proceeds; called many times."""
+        """Shows the progress of a start."""
 
     def growing(self, answers: Sequence[StreamedAnswer]) -> None:
-        """Shows answers as far as they have come; called many times."""
+        """Shows partial answers."""
 
     def answers(self, answers: Sequence[StreamedAnswer]) -> None:
         """Shows whole answers."""
@@ -64,12 +55,7 @@ class PlainScreen:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Gives the terminal back."""
 
 
@@ -126,16 +112,11 @@ class RichScreen(PlainScreen):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Gives the terminal back and writes the picture."""
+    def __exit__(self, *exception: object) -> None:
+        """Restore the terminal and write the picture."""
         self._live.update("")
         self._live.stop()
-        if self._picture is not None and error is None:
+        if self._picture is not None and not any(exception):
             drawn = self._console.export_svg(title="pie-sglang demo")
             # A picture must not load fonts from a server.
             self._picture.write_text(re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.frontends.gateway.smg import free_port
 
 _START_S: Final = 1200.0
 _STOP_S: Final = 30.0
@@ -37,7 +37,7 @@ def serving(
     Raises:
         StartError: The server ends before it is ready, or takes too long.
     """
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "pie_driver_sglang", "serve", str(model)]
     command += ["--served-model-name", name, "--device", device, "--port", str(port)]
     command += ["--scheduler", "pie", "--tool-call-parser", "qwen25", "--enable-cache-report"]
@@ -89,12 +89,6 @@ def _is_ready(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def end_by_sigterm() -> None:

@@ -1,4 +1,4 @@
-"""Decides whether the serving loop goes on after an exception of the engine."""
+"""Decides whether the serving loop continues after an exception of the engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def go_on(
+def log_or_raise(
     engine: ModelExecutor, error: Exception, kind: str, text: str, *arguments: object
 ) -> None:
-    """Logs a failed call whose request has been answered; raises if the engine cannot go on.
+    """Log a failed call whose request has been answered; raise if the engine cannot continue.
 
     Args:
         engine: The engine that raised.

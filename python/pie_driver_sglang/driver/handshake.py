@@ -11,7 +11,7 @@ import os
 
 import msgspec
 
-from pie_driver_sglang.driver.types import Capabilities
+from pie_driver_sglang.driver.capabilities import Capabilities
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
 
 

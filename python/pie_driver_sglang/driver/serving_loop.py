@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import WARM_UP_ADAPTER, Request, Sampler
-from pie_driver_sglang.driver.failures import go_on
-from pie_driver_sglang.driver.loads import STATUS_FAILED, STATUS_OK, Loads
+from pie_driver_sglang.driver.adapter_loads import STATUS_FAILED, STATUS_OK, AdapterLoads
+from pie_driver_sglang.driver.failures import log_or_raise
 
 if TYPE_CHECKING:
     from pie_driver_sglang.driver.trace import Trace
@@ -21,21 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> None:
-    """Serves until the server is stopped.
-
-    A failed request is aborted. The loop goes on as long as the engine can.
+    """Serve until the server is stopped; failed requests are aborted.
 
     Raises:
         LostError: The device is lost.
     """
-    with contextlib.closing(Loads(engine, server.wake)) as loads:
+    with contextlib.closing(AdapterLoads(engine, server.wake)) as loads:
         for work in server:
             if isinstance(work, _core.Copy):
                 _serve_copy(work, engine)
             elif isinstance(work, _core.Load):
                 loads.begin(work)
             elif isinstance(work, _core.Wake):
-                loads.settle()
+                loads.process_finished()
             elif isinstance(work, _core.Batch):
                 _serve_batch(work, engine, trace)
             elif trace is not None:
@@ -43,9 +41,9 @@ def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> N
 
 
 def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
-    """Runs every kind of pass, sampler and copy once, so that no request waits for first use.
+    """Run every kind of pass, sampler and copy once, so that no request waits for first use.
 
-    They write to the first pages of the pools, which are still free.
+    They write to the first pages of the pools, which are free.
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.model_info.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
@@ -60,8 +58,8 @@ def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
         server.warm_up_graph_path(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
 
-class Times(NamedTuple):
-    """Host times of a batch, in nanoseconds. The GPU runs asynchronously."""
+class BatchTimes(NamedTuple):
+    """Host times of a batch, in nanoseconds; the GPU runs asynchronously."""
 
     forward_ns: int
     """Issuing the forward passes."""
@@ -73,9 +71,9 @@ class Times(NamedTuple):
     """Of both: waiting for the device."""
 
 
-def run_batch(batch: _core.Batch, engine: ModelExecutor) -> Times:
-    """Runs every pass of a batch and samples its slots."""
-    # Drop the times of a failed batch or of the warm-up.
+def run_batch(batch: _core.Batch, engine: ModelExecutor) -> BatchTimes:
+    """Run every pass of a batch, and sample its slots."""
+    # Discard the times of a failed batch or of the warm-up.
     engine.take_waits()
     forward_ns = sample_ns = 0
     while True:
@@ -96,11 +94,11 @@ def run_batch(batch: _core.Batch, engine: ModelExecutor) -> Times:
                 outputs.tokens.numpy().data,
                 *(None if part is None else part.numpy().data for part in outputs[1:]),
             )
-    return Times(forward_ns, sample_ns, *engine.take_waits())
+    return BatchTimes(forward_ns, sample_ns, *engine.take_waits())
 
 
 def _serve_batch(batch: _core.Batch, engine: ModelExecutor, trace: Trace | None) -> None:
-    # Read first: an answered batch has no counts any more.
+    # First, because an answered batch has no counts.
     requests, tokens = batch.requests, batch.tokens
     try:
         times = run_batch(batch, engine)
@@ -113,7 +111,7 @@ def _serve_batch(batch: _core.Batch, engine: ModelExecutor, trace: Trace | None)
     except Exception as error:
         batch.fail()
         text = "a batch of %d requests and %d tokens failed and was answered by an abort"
-        go_on(engine, error, "forward", text, requests, tokens)
+        log_or_raise(engine, error, "forward", text, requests, tokens)
         return
     if trace is not None:
         phases = {
@@ -135,7 +133,7 @@ def _trace_step(step: _core.Step, trace: Trace) -> None:
         "respond": step.respond_ns,
     }
     counts = {"requests": step.requests, "tokens": step.tokens}
-    trace.step(step.received_ns, phases, **counts, row="graph path")
+    trace.step(step.received_ns, phases, **counts, path="graph path")
 
 
 def _serve_copy(copy: _core.Copy, engine: ModelExecutor) -> None:
@@ -148,7 +146,7 @@ def _serve_copy(copy: _core.Copy, engine: ModelExecutor) -> None:
     except Exception as error:
         what = (copy.direction, len(copy), "states" if copy.states else "pages")
         copy.commit(STATUS_FAILED)
-        go_on(engine, error, "copy", "a %s copy of %d %s failed", *what)
+        log_or_raise(engine, error, "copy", "a %s copy of %d %s failed", *what)
     else:
         copy.commit(STATUS_OK)
 
@@ -166,9 +164,9 @@ def _micros(nanoseconds: int) -> int:
 
 
 def _warm_up_batches(info: ModelInfo, adapter_id: int | None) -> list[list[Request]]:
-    """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
+    """Decodes, a prefill of one page, a mixed batch, and a prefill with an attention mask.
 
-    Each with every class of sampler; with an adapter, every other request is bound to it.
+    Each with every class of sampler; with an adapter, every other request uses it.
     """
     page_size, has_state = info.page_size, info.state_slots > 0
     count = min(info.total_pages, info.state_slots or 8, 8)
@@ -182,7 +180,7 @@ def _warm_up_batches(info: ModelInfo, adapter_id: int | None) -> list[list[Reque
         slots = [(row, sampler) for sampler in samplers]
         mask = [0, 2] if page % 2 else None
         positions = list(range(tokens))
-        bound = adapter_id if adapter_id is not None and page % 2 == 0 else -1
+        adapter = adapter_id if adapter_id is not None and page % 2 == 0 else -1
         return Request(
             [0] * tokens,
             positions,
@@ -191,7 +189,7 @@ def _warm_up_batches(info: ModelInfo, adapter_id: int | None) -> list[list[Reque
             slots,
             masks=masks,
             logit_mask=mask,
-            adapter_id=bound,
+            adapter_id=adapter,
             state_slot=page if has_state else None,
             state_reset=has_state,
         )

@@ -21,27 +21,26 @@ logger = logging.getLogger(__name__)
 _END = b"\n]\n"
 _HINT = "name a file in a folder that exists and is writable"
 _MIB: Final = 1 << 20
-_ROWS: Final[Mapping[str, int]] = {"graph path": 1, "Python path": 2}
-"""The rows of the picture: threads, in the words of the format."""
+_THREADS: Final[Mapping[str, int]] = {"graph path": 1, "Python path": 2}
+"""Threads of the trace, by path."""
 
 
 class Trace:
     """Appends one event per step and one per phase of it.
 
-    The file is a whole JSON array after every step, however the driver ends: each step overwrites
-    the array's end with its events and a new end, in one call. A file that has half of the size
-    that all may have becomes `<path>.1`, in the place of the one before, and a new one begins. A
-    file that can no longer be written ends the trace, not the driver.
+    The file is a complete JSON array after every step: each step overwrites the closing bracket
+    with its events and a new one, in one call. At half of the maximum size the file is rotated to
+    `<path>.1`. A write error ends the trace, not the driver.
     """
 
     def __init__(self, file: int, path: str, max_mib: int, source: LogSource | None) -> None:
-        """Takes over the descriptor of a regular file; :meth:`begin` comes before the steps.
+        """Own the descriptor of a regular file; call :meth:`begin` before the steps.
 
         Args:
             file: Open for writing.
             path: Its path.
-            max_mib: Most MiB of the file and the one before.
-            source: Named in the picture; None where there is one driver only.
+            max_mib: Maximum MiB of the file and the rotated one.
+            source: The name of the process in the trace; None for a single driver.
         """
         self._file: int | None = file
         self._path = path
@@ -49,16 +48,16 @@ class Trace:
         self._pid = os.getpid()
         self._name = f"pie_driver_sglang {source}" if source else "pie_driver_sglang"
         self._size = 0
-        """Bytes of the array without its end."""
+        """Bytes of the array without the closing bracket."""
 
     def begin(self) -> None:
-        """Empties the file and writes the names of its rows and the wall clock's time."""
+        """Truncate the file and write its metadata: thread names and the wall clock."""
         if self._file is None:
             return
         try:
             os.ftruncate(self._file, 0)
         except OSError as error:
-            self._give_up(error)
+            self._end(error)
             return
         self._size = 0
         self._append("[\n" + _joined(self._head()))
@@ -70,40 +69,40 @@ class Trace:
         *,
         requests: int,
         tokens: int,
-        row: str = "Python path",
+        path: str = "Python path",
     ) -> None:
-        """Records one step.
+        """Record one step.
 
         Args:
             started_ns: `time.perf_counter_ns()` of its start.
-            phases: Nanoseconds of each phase, in order; they are drawn one after the other.
+            phases: Nanoseconds of each phase, in order.
             requests: Requests of the batch.
-            tokens: Rows that the model computed.
-            row: Where it is drawn: `graph path` or `Python path`.
+            tokens: Tokens that the model computed.
+            path: `graph path` or `Python path`.
         """
         if self._file is None:
             return
         args = {"requests": requests, "tokens": tokens}
-        thread = _ROWS[row]
+        thread = _THREADS[path]
         events = [self._event("step", thread, started_ns, sum(phases.values())) | {"args": args}]
         for name, duration_ns in phases.items():
             events.append(self._event(name, thread, started_ns, duration_ns))
             started_ns += duration_ns
         self._append(",\n" + _joined(events))
         if self._size >= self._max_bytes:
-            self._begin_another()
+            self._rotate()
 
     def close(self) -> None:
-        """Closes the file; what follows is not recorded."""
+        """Close the file; later steps are not recorded."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
     def _head(self) -> Iterable[dict[str, object]]:
         yield {**self._about("process_name", 0), "args": {"name": self._name}}
-        for name, thread in _ROWS.items():
+        for name, thread in _THREADS.items():
             yield {**self._about("thread_name", thread), "args": {"name": name}}
-        # Both at once: the steps' times have an arbitrary origin.
+        # The steps' clock has an arbitrary origin.
         now_ns, wall_ns = time.perf_counter_ns(), time.time_ns()
         utc = datetime.fromtimestamp(wall_ns / 1e9, UTC).isoformat(timespec="microseconds")
         clock = {"name": "wall clock", "ph": "i", "s": "g", "pid": self._pid, "tid": 1}
@@ -112,15 +111,15 @@ class Trace:
     def _about(self, name: str, thread: int) -> dict[str, object]:
         return {"name": name, "ph": "M", "pid": self._pid, "tid": thread}
 
-    def _begin_another(self) -> None:
+    def _rotate(self) -> None:
         assert self._file is not None
         try:
-            # The name is given up first: what is in its place then must be a file of ours.
+            # Renamed first; O_EXCL makes sure that the new file is ours.
             Path(self._path).replace(f"{self._path}.1")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOCTTY
             file = os.open(self._path, flags, 0o666)
         except OSError as error:
-            self._give_up(error)
+            self._end(error)
             return
         os.close(self._file)
         self._file = file
@@ -133,13 +132,13 @@ class Trace:
             _write(self._file, data + _END, self._size)
             self._size += len(data)
         except OSError as error:
-            # What was there before has room for its end.
+            # Restore the closing bracket.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
                 _write(self._file, _END, self._size)
-            self._give_up(error)
+            self._end(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _end(self, error: OSError) -> None:
         logger.warning("the trace ends here: %s", error.strerror or error)
         self.close()
 
@@ -164,12 +163,12 @@ def _write(file: int, data: bytes, offset: int) -> None:
 def open_trace(
     path: str | None, max_mib: int = 1024, source: LogSource | None = None
 ) -> Trace | None:
-    """Opens the trace file, without a change to what it holds; None without a path.
+    """Open the trace file, without truncating it; None without a path.
 
     Args:
         path: The file.
-        max_mib: Most MiB of the file and the one before it.
-        source: The process, for the picture.
+        max_mib: Maximum MiB of the file and the rotated one.
+        source: The process, for the trace.
 
     Raises:
         ConfigError: The file cannot be written, or is not a regular file.
@@ -177,7 +176,7 @@ def open_trace(
     if path is None:
         return None
     try:
-        # A pipe without a reader is refused instead of waited for.
+        # Non-blocking, so that a pipe without a reader is rejected.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as error:
         raise ConfigError(

@@ -17,12 +17,16 @@ from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.engine.vision import ImageInputs
-from pie_driver_sglang.kernels.sampling.logprobs_reference import PLACE_WORDS, Places, place_words
+from pie_driver_sglang.kernels.sampling.logprobs_reference import (
+    LOGPROB_REQUEST_WORDS,
+    LogprobRequests,
+    logprob_words,
+)
 from pie_driver_sglang.kernels.sampling.outputs import Outputs
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, run_group
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records, TokenHistory
-from pie_driver_sglang.memory.types import Loaded
+from pie_driver_sglang.memory.plan_types import Loaded
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.lora.adapters import Adapters
     from pie_driver_sglang.engine.page_pools import PagePools
     from pie_driver_sglang.engine.state_pool import StatePool
-    from pie_driver_sglang.memory.types import Plan
+    from pie_driver_sglang.memory.plan_types import Plan
     from pie_driver_sglang.ranks.commands import Forward
 
 
@@ -128,8 +132,8 @@ class BackendExecutor:
         if further:
             pairs = torch.from_numpy(_numbers(further).reshape(-1, 2).copy())
             slots, ids = pairs.to(fields.memory.device).unbind(1)
-            self.history.note(slots, ids)
-        self.history.note(fields["out_cache_loc"][:tokens], fields["input_ids"][:tokens])
+            self.history.record(slots, ids)
+        self.history.record(fields["out_cache_loc"][:tokens], fields["input_ids"][:tokens])
 
     def _run_step(self, steps: GraphRunner, batch: Pass | Forward) -> None:
         """Runs a decode as the graph path does, except for its outputs."""
@@ -164,7 +168,7 @@ class BackendExecutor:
         """Which layers run a pass: fused ones, or the backend's own."""
         if self.fused is None or batch.decode or batch.mask is not None:
             return contextlib.nullcontext()
-        return self.fused.prefilling()
+        return self.fused.patched_prefill()
 
     def unbind_adapters(self) -> None:
         """Makes the model one without adapters until the next :meth:`forward`."""
@@ -187,7 +191,7 @@ class BackendExecutor:
         """Computes the staged slot group from its logits, which may be changed."""
         slots, fields = len(group), self._device
         if group.records:
-            self.history.adjust(logits, _records(group, logits.device))
+            self.history.apply_penalties(logits, _records(group, logits.device))
         if group.mask_words:
             apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
@@ -199,7 +203,7 @@ class BackendExecutor:
         outputs = run_group(logits, group, params, labels)
         if group.places:
             places = _places(group, params.temperatures)
-            words = place_words(logits, places, outputs.tokens)
+            words = logprob_words(logits, places, outputs.tokens)
             outputs = outputs._replace(place_words=words)
         started = time.perf_counter_ns()
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
@@ -389,17 +393,17 @@ def _records(group: SlotGroup, device: torch.device) -> Records:
     return Records(slots.view(-1, RECORD_WORDS), words)
 
 
-def _places(group: SlotGroup, temperatures: torch.Tensor) -> Places:
+def _places(group: SlotGroup, temperatures: torch.Tensor) -> LogprobRequests:
     """The places of a group, whose slots have these temperatures."""
     device = temperatures.device
     columns, given = (
         torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
-        for part, width in ((group.places, PLACE_WORDS), (group.given, 2))
+        for part, width in ((group.places, LOGPROB_REQUEST_WORDS), (group.given, 2))
     )
     slots, tokens, tops, scaled = columns.unbind(1)
     # Of slots that are greedy it is 1.
     divisors = torch.where(scaled > 0, temperatures[slots], 1.0)
-    return Places(slots, tokens, tops, divisors, given)
+    return LogprobRequests(slots, tokens, tops, divisors, given)
 
 
 def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:

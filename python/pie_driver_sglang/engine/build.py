@@ -6,8 +6,8 @@ import logging
 
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.config.arch import arch_name
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
@@ -16,16 +16,20 @@ from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
 from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.graph_runner import GraphRunner
-from pie_driver_sglang.engine.layers.selection import FusedLayers, fuse_layers, known_layers
+from pie_driver_sglang.engine.layers.selection import (
+    FusedLayers,
+    fuse_layers,
+    read_supported_layers,
+)
 from pie_driver_sglang.engine.layers.weights import UnsupportedLayer, require
 from pie_driver_sglang.engine.lora.adapters import Adapters
 from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
 from pie_driver_sglang.engine.state_pool import StatePool
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
 from pie_driver_sglang.memory.graphs import graph_specs
-from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens, decode_batch_sizes
-from pie_driver_sglang.memory.refusal import not_run
-from pie_driver_sglang.memory.types import Plan
+from pie_driver_sglang.memory.plan_types import Plan
+from pie_driver_sglang.memory.refusal import run_failure
 from pie_driver_sglang.observability.active import Active
 
 logger = logging.getLogger(__name__)
@@ -145,7 +149,7 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
     try:
         require(options.fuse_layers, "`fuse_layers` is false")
         if backend.device.type != "cuda":
-            known_layers(backend)
+            read_supported_layers(backend)
             raise UnsupportedLayer(NEEDS_GPU)
         fused = fuse_layers(backend)
     except UnsupportedLayer as reason:
@@ -188,4 +192,4 @@ def _steps(
         return CpuGraphRunner(executor, specs, slots)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
-        raise not_run(executor.plan, executor.plan.device.name, error) from error
+        raise run_failure(executor.plan, executor.plan.device.name, error) from error

@@ -243,14 +243,14 @@ class CudaGraphRunner(GraphRunner):
         own: slice,
     ) -> LogitRows:
         """The logits as requests ask for them, after the tokens of the step are noted."""
-        from pie_driver_sglang.kernels.sampling.penalties import note, widened
+        from pie_driver_sglang.kernels.sampling.penalties import cast_modified_rows, record_tokens
 
         history, words = self._engine.history, self._device_mask_words
         slots, ids = fields["out_cache_loc"], fields["input_ids"]
-        note(history.tokens, slots, ids, words, fields["header"][5:7])
+        record_tokens(history.tokens, slots, ids, words, fields["header"][5:7])
         records = slot_records(fields, own, words)
-        rows = widened(logits, records.slots, _place_records(fields, own), softcap)
-        history.adjust(rows.latest(), records)
+        rows = cast_modified_rows(logits, records.slots, _place_records(fields, own), softcap)
+        history.apply_penalties(rows.latest(), records)
         return rows
 
     def _find_places(
@@ -267,10 +267,10 @@ class CudaGraphRunner(GraphRunner):
         records, logits = _place_records(fields, slots.own), rows.latest()
         words = self._device_mask_words
         if not slots.divided:
-            token_logprobs.find(logits, tokens, records, words, self._places, STEP_TOP)
+            token_logprobs.compute_logprobs(logits, tokens, records, words, self._places, STEP_TOP)
             return
         found = torch.zeros_like(self._places, device=logits.device)
-        token_logprobs.find(logits, tokens, records, words, found, STEP_TOP)
+        token_logprobs.compute_logprobs(logits, tokens, records, words, found, STEP_TOP)
         self._places.copy_(slots.sum_words(found), non_blocking=True)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
@@ -288,7 +288,9 @@ class CudaGraphRunner(GraphRunner):
     def _layers_of(self, rows: int) -> AbstractContextManager[None]:
         """Which layers run: fused ones, if they take so many rows, or the backend's own."""
         fused = self._engine.fused
-        return fused.applied() if fused is not None and fused.takes(rows) else nullcontext()
+        return (
+            fused.patched_decode() if fused is not None and fused.supports(rows) else nullcontext()
+        )
 
 
 def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:

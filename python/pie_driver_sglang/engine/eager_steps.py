@@ -17,7 +17,7 @@ from pie_driver_sglang.engine.graph_runner import (
     slot_records,
 )
 from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_slots
-from pie_driver_sglang.kernels.sampling.logprobs_reference import Places, place_words
+from pie_driver_sglang.kernels.sampling.logprobs_reference import LogprobRequests, logprob_words
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, sample_rows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
@@ -57,7 +57,9 @@ class CpuGraphRunner(GraphRunner):
             logits = rows.softcap * torch.tanh(logits / rows.softcap)
         logits = logits.float()
         if graph.extended:
-            self._engine.history.adjust(logits, slot_records(fields, slots.own, self._mask_words))
+            self._engine.history.apply_penalties(
+                logits, slot_records(fields, slots.own, self._mask_words)
+            )
         apply_masks(logits, slot_masks(fields, slots.own), self._mask_words)
         tokens = sample_rows(logits, slot_params(fields, slots.own))
         if graph.extended:
@@ -80,8 +82,8 @@ class CpuGraphRunner(GraphRunner):
         rows, first, count = fields["header"][[2, 5, 6]].tolist()
         history = self._engine.history
         pairs = self._mask_words[first : first + 2 * count].view(-1, 2).long()
-        history.note(pairs[:, 0], pairs[:, 1])
-        history.note(fields["out_cache_loc"][:rows], fields["input_ids"][:rows])
+        history.record(pairs[:, 0], pairs[:, 1])
+        history.record(fields["out_cache_loc"][:rows], fields["input_ids"][:rows])
 
     def _look_up_places(
         self,
@@ -94,11 +96,11 @@ class CpuGraphRunner(GraphRunner):
         records = fields["places"].view(-1, STEP_RECORD_WORDS)
         if not bool(records[:, 0].any()):
             return
-        own = Places.of_step(records[slots.own], self._mask_words)
+        own = LogprobRequests.of_step(records[slots.own], self._mask_words)
         found = torch.zeros_like(self._places)
         if len(own.slots):
             first = int(records[slots.own][own.slots[0], 1])
-            words = place_words(logits, own, tokens)
+            words = logprob_words(logits, own, tokens)
             found[first : first + len(words)] = words
         self._places.copy_(slots.sum_words(found))
 

@@ -78,7 +78,7 @@ class ModelExecutor(Protocol):
 
     @property
     def active(self) -> Mapping[str, Any]:
-        """What runs the model, as `observe.active.Active.as_dict` has it."""
+        """What runs the model, as `observability.active.Active.as_dict` has it."""
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:

@@ -2,7 +2,8 @@
 
 A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
 sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the
-tokens (``rust/driver/src/graph_path.rs``); what a row is, see ``rust/planner/src/stages/graph.rs``.
+tokens (``rust/driver/src/graph_path.rs``); what a row is, see
+``rust/planner/src/staging/graph.rs``.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class GraphRunner(abc.ABC):
 
         Graphs of different sizes have their fields at different places. A kernel that takes another
         field for a length reads an illegal address, and launches that follow before this is noticed
-        crash in CUDA's own code (``benches/gpu/launch_fault_check.py``).
+        crash in CUDA's own code.
         """
         table = self._engine.block_table.slots
         ends = {

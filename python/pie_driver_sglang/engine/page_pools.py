@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.kernels.attention.page_copy import BufferRows, move
+from pie_driver_sglang.kernels.attention.page_copy import BufferRows, copy_rows
 
 STAGING_BYTES = 64 << 20
 """Device memory through which pages go to and from the host."""
@@ -124,7 +124,7 @@ class PagePools:
 
     def _copy_on_device(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if self._rows is not None and set(sources).isdisjoint(targets):
-            move(self._rows, self._index(sources), self._rows, self._index(targets))
+            copy_rows(self._rows, self._index(sources), self._rows, self._index(targets))
             return
         parts = (torch.split(self._index(ids), self._pages_at_once) for ids in (sources, targets))
         # Part by part in order: a later pair may write what an earlier one reads.
@@ -149,7 +149,7 @@ class PagePools:
     def _gather(self, pages: torch.Tensor) -> None:
         """Device pages to the first rows of the staging area."""
         if self._rows is not None and self._staging_rows is not None:
-            move(self._rows, pages, self._staging_rows, self._staging_numbers[: len(pages)])
+            copy_rows(self._rows, pages, self._staging_rows, self._staging_numbers[: len(pages)])
             return
         for buffer, part in zip(self._buffers, self._staging_parts, strict=True):
             torch.index_select(buffer, 0, pages, out=part[: len(pages)])
@@ -157,7 +157,7 @@ class PagePools:
     def _spread(self, pages: torch.Tensor) -> None:
         """The first rows of the staging area to device pages."""
         if self._rows is not None and self._staging_rows is not None:
-            move(self._staging_rows, self._staging_numbers[: len(pages)], self._rows, pages)
+            copy_rows(self._staging_rows, self._staging_numbers[: len(pages)], self._rows, pages)
             return
         for buffer, part in zip(self._buffers, self._staging_parts, strict=True):
             buffer.index_copy_(0, pages, part[: len(pages)])

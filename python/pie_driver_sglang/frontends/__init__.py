@@ -1,5 +1,5 @@
-"""Frontends: where requests enter without Pie.
+"""Frontends: how requests enter without Pie.
 
 `offline` is the `Engine` class, `sglang_server` SGLang's HTTP server, `gateway` the gateway smg;
-`common` has what they share: arguments, tokenizer, adapters.
+`common` has what they share: arguments, tokenizer, LoRA adapters.
 """

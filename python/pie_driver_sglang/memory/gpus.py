@@ -1,4 +1,4 @@
-"""The GPUs of NVIDIA that a machine shows, by NVML: no context is made on any."""
+"""NVIDIA GPUs by NVML, without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _DISPLAY_CLASS: Final = "0x03"
 
 
 class Gpu(NamedTuple):
-    """A GPU by NVML, which shows all of them."""
+    """A GPU, by NVML."""
 
     number: int
-    """N of `cuda:N`, where `CUDA_VISIBLE_DEVICES` does not change it."""
+    """N of `cuda:N` without `CUDA_VISIBLE_DEVICES`."""
     name: str
     total: int
     """Bytes."""
@@ -24,25 +24,25 @@ class Gpu(NamedTuple):
 
 
 class Cuda(NamedTuple):
-    """NVIDIA's driver and what it shows."""
+    """NVIDIA's driver and its GPUs."""
 
     driver: str = ""
     """Its version, e.g. `580.65.06`; empty where there is none."""
     newest: tuple[int, int] = (0, 0)
-    """The newest CUDA version that it runs."""
+    """The newest CUDA version that it supports."""
     gpus: tuple[Gpu, ...] = ()
     problem: str = ""
-    """Why there is no driver or no GPU, in NVML's words; empty where nothing is wrong."""
+    """NVML's error; empty without one."""
     has_hardware: bool = False
     """Whether a GPU of NVIDIA is on the PCI bus."""
 
 
-def look_at_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
-    """Asks NVML, which makes no context on a GPU.
+def query_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
+    """Query NVML, which creates no CUDA context.
 
     Args:
         nvml: The module `pynvml`; None where it is not installed.
-        pci: Where the kernel lists the devices of the PCI bus.
+        pci: The folder of PCI devices.
     """
     has_hardware = _has_nvidia(pci)
     if nvml is None:
@@ -53,14 +53,14 @@ def look_at_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
     except nvml.NVMLError as error:
         return Cuda(problem=str(error), has_hardware=has_hardware)
     try:
-        return _ask(nvml)
+        return _query(nvml)
     except nvml.NVMLError as error:
         return Cuda(problem=str(error), has_hardware=True)
     finally:
         nvml.nvmlShutdown()
 
 
-def _ask(nvml: Any) -> Cuda:
+def _query(nvml: Any) -> Cuda:
     number = nvml.nvmlSystemGetCudaDriverVersion()
     gpus = []
     for index in range(nvml.nvmlDeviceGetCount()):

@@ -1,4 +1,4 @@
-"""The graphs that a driver captures: one list, for the capture and for the memory plan."""
+"""The CUDA graphs that a driver captures, for the capture and for the memory plan."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final, NamedTuple
 
-from pie_driver_sglang.memory.limits import (
+from pie_driver_sglang.memory.batch_sizes import (
     decode_batch_sizes,
     extended_batch_sizes,
-    lora_batch_sizes,
     prefill_batch_sizes,
     shared_prefix_batch_sizes,
 )
 
 
 class GraphKind(Enum):
-    """What a graph does besides running the model."""
+    """The kinds of captured graphs."""
 
     PLAIN = 0
     """It samples."""
     GROUPED = 1
-    """It samples, and reads the KV of a prefix that several rows share once for all of them."""
+    """It samples, and reads the KV of shared prefixes once (cascade attention)."""
     EXTENDED = 2
-    """It changes logits before it samples, notes tokens, and writes log-probabilities."""
+    """It applies penalties and biases, samples, records tokens, and writes log-probabilities."""
     LORA = 3
-    """It applies adapters, and leaves its hidden states to Python."""
+    """It applies LoRA adapters, and leaves its hidden states to Python."""
 
 
 STEP_KINDS: Final = (GraphKind.PLAIN, GraphKind.GROUPED, GraphKind.EXTENDED)
@@ -37,13 +36,12 @@ class GraphSpec(NamedTuple):
 
     kind: GraphKind
     rows: int
-    """Tokens of its step."""
+    """Its batch size in tokens."""
 
     def keeps_hidden(self, requests: int) -> bool:
-        """Whether its hidden states stay available after it, for decodes of Python.
+        """Whether its hidden states are kept for the Python path.
 
-        Args:
-            requests: Of the largest decode.
+        `requests`: those of the largest decode.
         """
         is_decode = self.kind is GraphKind.PLAIN and self.rows <= requests
         return is_decode or self.kind is GraphKind.LORA
@@ -65,7 +63,7 @@ def graph_specs(
         chunk_tokens: Of the largest pass.
         groups: Whether the attention backend reads shared prefixes once.
         prompts: Whether a step may have more rows than there are requests.
-        sparse: Whether the model is a mixture of experts.
+        sparse: Whether it is an MoE model.
         adapters: Whether the driver applies adapters in graphs.
     """
     plain = decode_batch_sizes(requests)
@@ -75,7 +73,7 @@ def graph_specs(
         *_specs(GraphKind.PLAIN, plain),
         *_specs(GraphKind.GROUPED, shared_prefix_batch_sizes(requests) if groups else ()),
         *_specs(GraphKind.EXTENDED, extended_batch_sizes(requests)),
-        *_specs(GraphKind.LORA, lora_batch_sizes(requests) if adapters else ()),
+        *_specs(GraphKind.LORA, extended_batch_sizes(requests) if adapters else ()),
     ]
 
 

@@ -1,19 +1,19 @@
 """The memory plan of a model that is not loaded yet: arithmetic on sizes in bytes.
 
-`mem_fraction_static` is the share of the free memory for everything permanent: weights, adapters,
-recurrent state and KV. SGLang measures the first three and gives KV the rest of that share, so an
-error in their planned sizes moves no limit. The other memory holds activations, graphs, tables and
-a reserve for what the plan does not know. The largest safe share leaves room for exactly these.
+`mem_fraction_static` is the fraction of the free memory for weights, adapters, recurrent state and
+KV. SGLang measures the first three and gives KV the rest, so an error in their planned sizes moves
+no limit. The remaining memory holds activations, graphs, tables and a reserve for unknown sizes,
+for which the largest safe fraction leaves room.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, graph_specs
-from pie_driver_sglang.memory.limits import row_pages
-from pie_driver_sglang.memory.types import (
-    EVERYWHERE,
+from pie_driver_sglang.memory.plan_types import (
+    REPLICATED,
     Device,
     Loaded,
     MemorySettings,
@@ -22,12 +22,12 @@ from pie_driver_sglang.memory.types import (
 )
 
 GIB: Final = 2**30
-# Sizes that do not follow from shapes. "Measured" refers to benches/notebook/gpu.md. The others are
-# estimates, whose errors the reserve covers.
+# Sizes that do not follow from shapes. "Measured" refers to benches/notebook/gpu.md; the reserve
+# covers the errors of estimates.
 GRAPH_LAYER_BYTES: Final = 256 << 10
 """Graph nodes of one layer in one captured graph. Measured: 0.41 GiB for 41 graphs of 28 layers
 (Qwen3-0.6B shape), less the logits and activations, whose sizes follow from shapes."""
-BOUND_GRAPH_LAYER_BYTES: Final = 384 << 10
+LORA_GRAPH_LAYER_BYTES: Final = 384 << 10
 """The same for a graph that applies adapters, with SGLang's layers. Measured: 0.117 GiB for 12
 graphs of 28 layers."""
 HIDDEN_COPIES: Final = 5
@@ -45,7 +45,7 @@ ATTENTION_MASK_WORDS: Final = 1 << 20
 """Words of attention masks that a pass of any size may have; see `rust/planner/src/limits.rs`."""
 PAGE_ID_BYTES: Final = 16
 """Bytes per page of SGLang's free list and of its copy."""
-NOTED_TOKEN_BYTES: Final = 4
+RECORDED_TOKEN_BYTES: Final = 4
 """Per token of the pool: the token itself, for penalties; `TokenHistory` in `sampling`."""
 COUNTED_SLOTS: Final = 64
 """Slots whose tokens a GPU counts at once: `ROWS_AT_ONCE` of `token_history.py`."""
@@ -70,8 +70,8 @@ CPU_POOL_SHARE: Final = 0.1
 
 
 def plan_memory(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
-    """Divides a device's free memory; `Plan.fits` says whether it is enough."""
-    plan = _sized(device, model, settings)
+    """Plan a device's free memory; `Plan.fits` tells whether it is enough."""
+    plan = _plan_with_fraction(device, model, settings)
     if not settings.kept_pages:
         return plan
     kept = _with_tokens(plan, settings, settings.kept_pages * settings.page_size)
@@ -79,23 +79,23 @@ def plan_memory(device: Device, model: ModelSizes, settings: MemorySettings) -> 
 
 
 def _with_tokens(plan: Plan, settings: MemorySettings, tokens: int) -> Plan:
-    """The same with another pool, whose size the share of the memory does not limit."""
+    """The plan with another pool size, independent of the fraction."""
     pages = (tokens - plan.tokens) // settings.page_size
-    plan = plan._replace(tokens=tokens, tables=plan.tables + pages * _side_bytes(settings))
-    passing = plan.activations + plan.graphs + plan.tables
+    plan = plan._replace(tokens=tokens, tables=plan.tables + pages * _page_overhead(settings))
+    temporary = plan.activations + plan.graphs + plan.tables
     return plan._replace(
-        reserve=plan.device.free - used(plan), fraction=1 - passing / plan.device.free
+        reserve=plan.device.free - used(plan), fraction=1 - temporary / plan.device.free
     )
 
 
-def _sized(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
+def _plan_with_fraction(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
     ranks = settings.ranks
-    weights = sum(part.of_rank(ranks) for part in model.weights)
-    copied = sum(part.size for part in model.weights if part.most == EVERYWHERE)
+    weights = sum(part.per_rank(ranks) for part in model.weights)
+    copied = sum(part.size for part in model.weights if part.most == REPLICATED)
     adapters = settings.adapter_slots * settings.adapter_rank * model.adapter_bytes
     # One slot of state is for padding.
     state = (settings.requests + 1) * model.state_bytes
-    token_bytes = model.token_bytes.of_rank(ranks)
+    token_bytes = model.token_bytes.per_rank(ranks)
     fraction = settings.fraction
     if fraction is None:
         fraction = _safe_fraction(device, model, settings, weights + adapters + state)
@@ -112,7 +112,7 @@ def _sized(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
         activations=_activations(model, settings),
         graphs=_graphs(device, model, settings),
         tables=_tables(device, model, settings)
-        + tokens * _side_bytes(settings) // settings.page_size,
+        + tokens * _page_overhead(settings) // settings.page_size,
         reserve=0,
         tokens=tokens,
         token_bytes=token_bytes,
@@ -122,17 +122,17 @@ def _sized(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
 
 
 def used(plan: Plan) -> int:
-    """Bytes of all rows except the reserve."""
-    stays = plan.weights + plan.adapters + plan.state + plan.kv
-    return stays + plan.activations + plan.graphs + plan.tables
+    """Bytes of everything but the reserve."""
+    permanent = plan.weights + plan.adapters + plan.state + plan.kv
+    return permanent + plan.activations + plan.graphs + plan.tables
 
 
-def wanted_reserve(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
-    """The reserve that the largest safe fraction leaves."""
+def safe_reserve(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+    """The reserve of the largest safe fraction."""
     if device.is_host:
         return int(device.free * HOST_RESERVE_SHARE)
     reserve = LIBRARY_BYTES + int(device.free * FRAGMENTED_SHARE)
-    # The estimated sizes once more, and the distributions that few batches ask for.
+    # The estimated sizes again, and the distributions that few batches request.
     reserve += _activations(model, settings) + _graphs(device, model, settings)
     reserve += settings.slots * model.vocabulary * DISTRIBUTION_BYTES
     # SGLang allocates a block table before the driver's replaces it.
@@ -171,7 +171,7 @@ def table(plan: Plan) -> str:
 
 
 def comparison(plan: Plan, loaded: Loaded) -> str:
-    """A loaded model compared with its plan, in one line."""
+    """A line that compares a loaded model with its plan."""
     names = ("weights", "adapters", "state", "graphs")
     pairs = [(name, getattr(loaded, name), getattr(plan, name)) for name in names]
     pairs.append(("KV", loaded.kv, plan.kv))
@@ -196,20 +196,20 @@ def size_text(size: int) -> str:
 
 
 def _safe_fraction(
-    device: Device, model: ModelSizes, settings: MemorySettings, stays: int
+    device: Device, model: ModelSizes, settings: MemorySettings, permanent: int
 ) -> float:
-    """The largest share that leaves enough for the rest; 0 if nothing is left for KV."""
-    room = device.free - stays - wanted_reserve(device, model, settings)
+    """The largest fraction that leaves enough for the rest; 0 if nothing is left for KV."""
+    room = device.free - permanent - safe_reserve(device, model, settings)
     room -= _activations(model, settings) + _graphs(device, model, settings)
     room -= _tables(device, model, settings)
     # Some tables grow with the pool.
-    page_bytes = settings.page_size * model.token_bytes.of_rank(settings.ranks)
-    kv = max(0, room) * page_bytes // (page_bytes + _side_bytes(settings))
-    return (stays + kv) / device.free if kv else 0.0
+    page_bytes = settings.page_size * model.token_bytes.per_rank(settings.ranks)
+    kv = max(0, room) * page_bytes // (page_bytes + _page_overhead(settings))
+    return (permanent + kv) / device.free if kv else 0.0
 
 
 def _most_tokens(device: Device, settings: MemorySettings, token_bytes: int) -> int:
-    """KV tokens: all that fit a GPU; fewer on a host, which needs its memory for other things."""
+    """Maximum KV tokens: all that fit a GPU; fewer on the CPU, which shares its memory."""
     if not device.is_host:
         return device.free // token_bytes
     share = int(device.free * CPU_POOL_SHARE) // token_bytes
@@ -225,7 +225,7 @@ def _activations(model: ModelSizes, settings: MemorySettings) -> int:
 
 
 def _row_bytes(model: ModelSizes, settings: MemorySettings) -> int:
-    widest = sum(part.of_rank(settings.ranks) for part in model.row_numbers)
+    widest = sum(part.per_rank(settings.ranks) for part in model.row_numbers)
     return (HIDDEN_COPIES * model.hidden_size + widest) * model.itemsize
 
 
@@ -242,9 +242,9 @@ def planned_graphs(model: ModelSizes, settings: MemorySettings) -> list[GraphSpe
 
 
 def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
-    """Bytes of all graphs: one pool for the largest, and nodes and hidden states for each.
+    """Bytes of all CUDA graphs: a pool for the largest, and nodes and hidden states of each.
 
-    Models with recurrent state have no graphs.
+    Models with recurrent state have none.
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
@@ -253,19 +253,19 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     kept = sum(spec.rows for spec in specs if spec.keeps_hidden(settings.requests))
     hidden = kept * model.hidden_size * model.itemsize
     # The activations of all graphs share the memory of the largest.
-    passing = max(spec.rows for spec in specs) * _row_bytes(model, settings)
+    pool = max(spec.rows for spec in specs) * _row_bytes(model, settings)
     # The logits, and the float32 copy of those that an extended step changes.
     logits = settings.requests * model.vocabulary * (model.itemsize + FLOAT32_BYTES)
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
-    return nodes + passing + hidden + logits + tables
+    return nodes + pool + hidden + logits + tables
 
 
 def _layer_bytes(spec: GraphSpec) -> int:
-    return BOUND_GRAPH_LAYER_BYTES if spec.kind is GraphKind.LORA else GRAPH_LAYER_BYTES
+    return LORA_GRAPH_LAYER_BYTES if spec.kind is GraphKind.LORA else GRAPH_LAYER_BYTES
 
 
 def _triton_tables(model: ModelSizes, settings: MemorySettings) -> int:
-    """Bytes of SGLang's triton backend: int64 lists of all tokens, and float32 partial results."""
+    """Bytes of SGLang's triton backend: int64 KV indices, and float32 partial results."""
     lists = 8 * row_pages(settings.context_length, settings.page_size) * settings.page_size
     heads = -(-model.heads // settings.ranks)
     return settings.requests * (lists + heads * KV_SPLITS * (model.head_dim + 1) * 4)
@@ -278,7 +278,7 @@ def _block_table(settings: MemorySettings) -> int:
 
 
 def attention_mask_bytes(settings: MemorySettings) -> int:
-    """Most bytes of a pass's attention masks; see `Limits::attention_words` in `rust/planner`."""
+    """Maximum bytes of a pass's attention masks: `Limits::attention_words` of `rust/planner`."""
     chunk = settings.chunk_tokens
     tokens = row_pages(settings.context_length, settings.page_size) * settings.page_size
     row = -(-tokens // 32)
@@ -292,7 +292,7 @@ def _tables(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     staged = 16 * settings.requests * rows + 24 * settings.chunk_tokens
     masks = (settings.slots + settings.requests) * model.vocabulary // 8
     swapping = PAGE_STAGING_BYTES if settings.swap_bytes else 0
-    # On a host, swapped pages stay in the same memory.
+    # On the CPU, swapped pages are in the same memory.
     swapping += settings.swap_bytes if device.is_host else 0
     inputs = INPUT_BYTES * settings.chunk_tokens
     counts = 0 if device.is_host else COUNTED_SLOTS * model.vocabulary * COUNT_BYTES
@@ -300,6 +300,6 @@ def _tables(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     return _block_table(settings) + fixed + settings.workspace_bytes
 
 
-def _side_bytes(settings: MemorySettings) -> int:
-    """Bytes per page of the pool besides its keys and values."""
-    return (INPUT_BYTES + NOTED_TOKEN_BYTES) * settings.page_size + PAGE_ID_BYTES
+def _page_overhead(settings: MemorySettings) -> int:
+    """Bytes per page besides keys and values."""
+    return (INPUT_BYTES + RECORDED_TOKEN_BYTES) * settings.page_size + PAGE_ID_BYTES

@@ -1,33 +1,34 @@
-"""Refuses a model that does not fit its device, and names one key that would make it fit."""
+"""Rejects a model that does not fit its device, and names one option that would make it fit."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.memory.plan import plan_memory, shown, size_text, wanted_reserve
-from pie_driver_sglang.memory.types import Device, MemorySettings, ModelSizes, Plan
+from pie_driver_sglang.memory.plan import plan_memory, safe_reserve, shown, size_text
+from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Plan
 
 SHORT_CONTEXT: Final = 2048
-"""A shorter context is proposed only if no other key helps."""
+"""A shorter context is suggested only if no other option helps."""
 SHORT_CHUNK: Final = 256
-"""No shorter pass is proposed."""
+"""The shortest chunk that is suggested."""
 RANKS: Final = (2, 4, 8, 16, 32, 64)
-"""Numbers of GPUs that are proposed."""
+"""Numbers of GPUs that are suggested."""
 SMALLER_BY: Final = 0.05
-"""Reduction of the share that is proposed after the plan was wrong."""
+"""Reduction of the fraction that is suggested after an out-of-memory error."""
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-"""How torch, CUDA, Triton and cuBLAS say that memory ran out."""
+"""Out-of-memory messages of torch, CUDA, Triton and cuBLAS."""
 _FRACTIONS: Final = [thousandths / 1000 for thousandths in range(10, 991)]
 
 
 def require_fit(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
-    """Plans a model that fits.
+    """Plan a model that fits.
 
     Raises:
-        StartError: It does not fit; the hint names a key and a value that would make it fit.
+        StartError: It does not fit; the hint names an option and a value with which it would.
     """
     plan = plan_memory(device, model, settings)
     if plan.fits(settings):
@@ -42,20 +43,20 @@ def require_fit(device: Device, model: ModelSizes, settings: MemorySettings) -> 
     raise StartError(_reason(plan, model, settings), hint)
 
 
-def find_doubt(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str | None:
-    """A warning if the user has set a larger share than the plan considers safe; else None."""
-    wanted = wanted_reserve(plan.device, model, settings)
-    if settings.fraction is None or plan.reserve >= wanted:
+def find_warning(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str | None:
+    """A warning if the user's fraction is larger than the safe one; else None."""
+    needed = safe_reserve(plan.device, model, settings)
+    if settings.fraction is None or plan.reserve >= needed:
         return None
     safe = plan_memory(plan.device, model, settings._replace(fraction=None))
-    reserve, enough = size_text(plan.reserve), size_text(wanted)
+    reserve, enough = size_text(plan.reserve), size_text(needed)
     text = f"`mem_fraction_static` = {settings.fraction} leaves a reserve of {reserve}, of {enough}"
     text += " that are safe: a large batch may run out of memory"
     return f"{text}; up to {shown(safe.fraction)} is safe" if safe.tokens else text
 
 
-def exceeded(plan: Plan, text: str) -> StartError:
-    """The error for a device that ran out of memory although the plan fits."""
+def out_of_memory(plan: Plan, text: str) -> StartError:
+    """The error for running out of memory although the plan fits."""
     smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
     return StartError(
         f"{plan.device.name} has less memory than was planned with: {text}",
@@ -63,10 +64,10 @@ def exceeded(plan: Plan, text: str) -> StartError:
     )
 
 
-def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
+def run_failure(plan: Plan, device: str, error: BaseException) -> StartError:
     """The error for a loaded model whose capture or warm-up fails.
 
-    If memory ran out, the hint is a smaller share.
+    After an out-of-memory error the hint is a smaller fraction.
 
     Args:
         plan: The plan of the model.
@@ -77,12 +78,12 @@ def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
     while found is not None:
         text = str(found).strip()
         if isinstance(found, MemoryError) or any(words in text for words in _NO_MEMORY):
-            return exceeded(plan, (text or type(found).__name__).splitlines()[0][:500])
+            return out_of_memory(plan, (text or type(found).__name__).splitlines()[0][:500])
         found = found.__cause__ or found.__context__
     return not_running(device, error)
 
 
-def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
+def pool_too_small(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
     """The error for a KV pool that is smaller than one context, although the plan fits.
 
     Args:
@@ -113,7 +114,7 @@ def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
 def find_remedy(
     device: Device, model: ModelSizes, settings: MemorySettings
 ) -> tuple[str, int | float] | None:
-    """A key and a value that make the model fit; None if there is none."""
+    """An option and a value with which the model fits; None if there is none."""
 
     def fits(**changes: Any) -> bool:
         changed = settings._replace(**changes)
@@ -125,7 +126,7 @@ def find_remedy(
 def _remedies(
     device: Device, model: ModelSizes, settings: MemorySettings, fits: Callable[..., bool]
 ) -> Iterator[tuple[str, int | float]]:
-    """Keys and values that help, in the order of what they cost the user."""
+    """Options and values that help, the cheapest first."""
     if settings.fraction is not None:
         fraction = _nearest_fraction(device, model, settings)
         if fits(fraction=fraction):
@@ -154,13 +155,13 @@ def _remedies(
 
 
 def _divide(model: ModelSizes, ranks: int) -> bool:
-    """Whether the heads divide evenly among ranks; KV heads may be copied."""
+    """Whether ranks can shard the heads evenly; KV heads may be replicated."""
     kv_heads = model.token_bytes.most
     return model.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def _nearest_fraction(device: Device, model: ModelSizes, settings: MemorySettings) -> float:
-    """The smallest share that holds one context; the largest safe one if the given does already."""
+    """The smallest fraction that holds one context, or the safe one if the given is too large."""
 
     def holds_context(fraction: float) -> bool:
         plan = plan_memory(device, model, settings._replace(fraction=fraction))
@@ -173,12 +174,8 @@ def _nearest_fraction(device: Device, model: ModelSizes, settings: MemorySetting
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest of ``1..=most`` that fits, by bisection; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    """The largest of ``1..=most`` that fits; 0 if none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def _reason(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str:
@@ -195,7 +192,7 @@ def _reason(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str:
     if settings.fraction is not None:
         share = size_text(int(settings.fraction * device.free))
         return f"{given}, which is {share} of the {free}, less than {_listed(staying)}"
-    others = {**passing, "reserve": wanted_reserve(device, model, settings)}
+    others = {**passing, "reserve": safe_reserve(device, model, settings)}
     total = f"{size_text(device.total)} in total"
     return f"the model needs more than the {free} ({total}): {_listed({**staying, **others})}"
 

@@ -1,4 +1,4 @@
-"""The sizes of a model by the numbers of its shape: one set of formulas for every memory plan.
+"""The memory sizes of a model by its shape, for every memory plan.
 
 `cli/model_sizes.py` reads a shape from `config.json`, for a plan without SGLang;
 `backends/sglang/measure.py` reads one from SGLang's `ModelConfig`, when a driver starts.
@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.memory.limits import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
-from pie_driver_sglang.memory.types import (
-    ANY_RANKS,
-    EVERYWHERE,
+from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
+from pie_driver_sglang.memory.plan_types import (
+    REPLICATED,
+    SHARDED,
     Device,
     MemorySettings,
     ModelSizes,
@@ -26,11 +26,11 @@ FLASHINFER_BYTES: Final = 512 << 20
 DETERMINISTIC_BYTES: Final = 2 << 30
 """The same with `enable_deterministic_inference`."""
 ROTARY_ROOM: Final = 256
-"""Rows that SGLang's rotary tables have beyond the context."""
+"""Rows of SGLang's rotary tables beyond the context."""
 RECURRENT_COPIES: Final = 12
-"""Hidden states' worth of what a recurrent layer holds at once. A guess."""
+"""Activations of a recurrent layer, in hidden states. A guess."""
 ENCODER_COPIES: Final = 12
-"""The same of a vision encoder's layer, for each patch. A guess."""
+"""The same of a vision encoder layer, per patch. A guess."""
 _FLOAT32_BYTES: Final = 4
 _ATTENTION_PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
@@ -38,11 +38,11 @@ _FUSED_PROJECTIONS: Final = (
     ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     ("gate_proj", "up_proj", "gate_up_proj"),
 )
-"""Layers whose adapters SGLang keeps together, whichever of them is named."""
+"""Projections that SGLang fuses, and so adapts together."""
 
 
 class Shape(NamedTuple):
-    """Numbers of a model, over all ranks."""
+    """The shape of a model, over all ranks."""
 
     hidden_size: int
     layers: int
@@ -54,18 +54,18 @@ class Shape(NamedTuple):
     head_dim: int
     v_head_dim: int
     latent: int
-    """Numbers of a token and layer where attention is latent; 0 where it is not."""
+    """KV elements per token and layer of latent attention (MLA); 0 without."""
     inner: int
     """Width of the widest dense MLP."""
     experts: int
-    """Of a layer; 0 without."""
+    """Per layer; 0 for a dense model."""
     chosen_experts: int
-    """Of a token."""
+    """Per token."""
     expert_inner: int
     tied: bool
     """Whether the LM head is the embedding table."""
     positions: int
-    """That the rotary tables have rows for, besides the context's."""
+    """Minimum rows of the rotary tables."""
     rotary_dim: int
     rotary_tables: int
     recurrent: bool = False
@@ -82,7 +82,7 @@ def sizes_of_shape(
     kv_itemsize: int,
     state_bytes: int = 0,
 ) -> ModelSizes:
-    """What the plan needs of a model.
+    """The sizes of a model for the plan.
 
     Args:
         shape: The model's.
@@ -121,7 +121,7 @@ def memory_settings(
     backends: tuple[str | None, str | None],
     deterministic: bool,
 ) -> MemorySettings:
-    """What the configuration of a driver means for the plan.
+    """The settings of a plan from a driver's options.
 
     Args:
         options: The driver's.
@@ -157,31 +157,31 @@ def memory_settings(
 def token_bytes(shape: Shape, itemsize: int) -> Part:
     """Keys and values of a token in all layers, as SGLang's `DefaultPoolConfigurator` counts."""
     if shape.latent:
-        return Part(shape.kv_layers * shape.latent * itemsize, EVERYWHERE)
+        return Part(shape.kv_layers * shape.latent * itemsize, REPLICATED)
     width = shape.head_dim + shape.v_head_dim
     return Part(shape.kv_layers * shape.kv_heads * width * itemsize, shape.kv_heads)
 
 
 def row_numbers(shape: Shape) -> tuple[Part, ...]:
-    """What attention or an MLP holds for a row, whichever is more; experts count with copies."""
+    """Activations per token of attention or MLP, whichever is more; experts with their copies."""
     attention = 2 * shape.heads * shape.head_dim
     attention += shape.kv_heads * (shape.head_dim + shape.v_head_dim)
     # Gate, up and their product.
     dense, expert = 3 * shape.inner, 3 * shape.expert_inner
     divided = max(attention, dense, shape.chosen_experts * expert)
     copies = shape.chosen_experts + (RECURRENT_COPIES if shape.recurrent else 0)
-    return (Part(divided, ANY_RANKS), Part(copies * shape.hidden_size, EVERYWHERE))
+    return (Part(divided, SHARDED), Part(copies * shape.hidden_size, REPLICATED))
 
 
 def rotary_part(shape: Shape, context: int, itemsize: int, *, on_host: bool) -> Part:
-    """SGLang's tables of sines and cosines: one for each kind of layer, in float32 on a GPU."""
+    """SGLang's rotary tables, one per kind of layer, in float32 on a GPU."""
     rows = max(shape.positions, context) + ROTARY_ROOM
     numbers = shape.rotary_tables * rows * shape.rotary_dim
-    return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), EVERYWHERE)
+    return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), REPLICATED)
 
 
 def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int) -> int:
-    """A slot for rank 1: an input and an output for each layer that adapters may change.
+    """Bytes of a LoRA slot of rank 1: lora_A and lora_B of each target layer.
 
     Args:
         shape: The model's.

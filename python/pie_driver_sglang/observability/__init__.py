@@ -1,15 +1,15 @@
-"""What is said of a driver and of a runtime while requests are served.
+"""Metrics, log lines and spans of drivers and runtimes.
 
-Rust counts (`_core.Server.counts`, `_core.Runtime`). Threads of their own read the counts, so that
-the loop that serves needs no Python for it.
+Rust counts (`_core.Server.counts`, `_core.Runtime`); separate threads read the counts, so the
+serving loop runs no Python for them.
 
 ==================  ================================================================================
 ``reporter``        the thread of a driver; ``log_line`` is the line that it logs
 ``driver_metrics``  a driver's metrics, each defined once, and their export
-``engine_metrics``  the metrics of runtimes, where no front end of SGLang's writes them
-``active``          what serves a model, and why a faster part does not
+``engine_metrics``  the metrics of runtimes, where SGLang's front end does not write them
+``active``          the active components, and why a faster one is not used
 ``spans``           spans of requests for an OpenTelemetry collector
-``backoff``         the time between attempts of what may fail for a while
-``types``           what the figures of a driver refer to
+``backoff``         exponential backoff
+``served_model``    the model that the metrics of a driver refer to
 ==================  ================================================================================
 """

@@ -1,4 +1,4 @@
-"""What serves a model: the parts that were chosen, and why where a faster one was not."""
+"""The active components that serve a model, and why a faster one is not used."""
 
 from __future__ import annotations
 
@@ -16,46 +16,42 @@ from pie_driver_sglang.errors import quoted, reason
 logger = logging.getLogger(__name__)
 
 PIE: Final = "pie"
-"""Names a part of this package; `sglang` names SGLang's."""
+"""A component of this package; `sglang` is one of SGLang."""
 SGLANG: Final = "sglang"
 REASONS: Final = "reasons"
-"""The key of the reasons among the parts."""
+"""The key of the reasons."""
 _GRAMMARS: Final = "llguidance"
-"""What constrains output, in the runtime."""
+"""The grammar backend of the runtime."""
 _OPTION: Final = "active_file"
 
 
 class Active:
-    """The parts of a driver, in the order in which they were chosen."""
+    """The active components of a driver, in the order of their selection."""
 
     def __init__(self) -> None:
-        """None is chosen yet."""
+        """No components."""
         self._parts: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
 
     def choose(self, part: str, chosen: str, why: str | None = None) -> None:
-        """Notes a choice.
+        """Record a component.
 
         Args:
-            part: `layers`, for example.
-            chosen: What does it.
-            why: Why it is not what this package would choose; None where it is.
+            part: Its kind, such as `layers`.
+            chosen: The selected implementation.
+            why: Why it is not the default; None if it is.
         """
         self._parts[part] = chosen
         if why:
             self._reasons[part] = why
 
     def as_dict(self) -> dict[str, Any]:
-        """Each part by its name, and `reasons` by the names of parts."""
+        """The components by kind, and `reasons` by kind."""
         return {**self._parts, REASONS: dict(self._reasons)}
 
 
 def active_line(parts: Mapping[str, Any]) -> str:
-    """The parts as a log shows them.
-
-    Args:
-        parts: As `Active.as_dict` gives them.
-    """
+    """The components of `Active.as_dict` as a log line."""
     reasons = parts.get(REASONS, {})
     named = [(name, chosen) for name, chosen in parts.items() if name != REASONS]
     return "; ".join(
@@ -65,7 +61,7 @@ def active_line(parts: Mapping[str, Any]) -> str:
 
 
 def write_active(parts: Mapping[str, Any], path: str) -> None:
-    """Writes the parts to a file, as JSON. A file that cannot be written ends nothing."""
+    """Write the components to a file, as JSON; a failure is only logged."""
     try:
         Path(path).write_text(json.dumps(parts))
     except OSError as error:
@@ -74,32 +70,28 @@ def write_active(parts: Mapping[str, Any], path: str) -> None:
 
 
 class ActiveFile:
-    """A file in memory, in which the drivers of a runtime write what serves the model.
+    """An anonymous file (memfd) to which the drivers of a runtime write their active components.
 
-    It has no name that could be left over. Drivers reach it by this process's descriptor, so keep
-    it as long as their runtime: a driver that is started again writes once more.
+    Drivers open it by this process's descriptor, so keep it as long as the runtime: a restarted
+    driver writes it again.
     """
 
     def __init__(self) -> None:
-        """Creates it, empty. It is closed when this object is garbage-collected."""
+        """Create it, empty; it is closed when this object is garbage-collected."""
         self._file = os.memfd_create("active", os.MFD_CLOEXEC)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         weakref.finalize(self, os.close, self._file)
 
     def runtime(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of a `_core.Runtime` whose drivers write here, unless the user names a file.
-
-        Args:
-            keywords: As the user's arguments come to.
-        """
+        """The keywords of a `_core.Runtime`, with this file as the default `active_file`."""
         options = {_OPTION: self._path, **keywords["options"]}
         self._path = options[_OPTION]
         return {**keywords, "options": options}
 
     def read(self) -> dict[str, Any]:
-        """What serves the model, the scheduler and grammars included.
+        """The active components, with scheduler and grammar backend.
 
-        Of the driver's parts nothing, while its file has none or cannot be read: it has warned.
+        Without the driver's while its file is empty or unreadable, of which it has warned.
         """
         found: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):

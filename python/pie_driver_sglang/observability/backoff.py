@@ -1,11 +1,11 @@
-"""The time between attempts of what may fail for a while, as writing to a disk that is full."""
+"""Exponential backoff between attempts that may fail for a while, such as writes to a full disk."""
 
 from __future__ import annotations
 
 from typing import Final
 
 LONGEST_S: Final = 60.0
-"""Between two attempts, at most."""
+"""Maximum time between two attempts."""
 
 
 class Backoff:
@@ -17,11 +17,7 @@ class Backoff:
     """
 
     def __init__(self, usual_s: float) -> None:
-        """Nothing has failed yet.
-
-        Args:
-            usual_s: Seconds between attempts that succeed.
-        """
+        """Wait `usual_s` seconds between successful attempts."""
         self._usual_s = usual_s
         self.wait_s = usual_s
         self.failures = 0

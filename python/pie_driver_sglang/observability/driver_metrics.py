@@ -1,7 +1,7 @@
-"""The metrics, each defined once, and their export in Prometheus' text format.
+"""The metrics of a driver, each defined once, and their Prometheus export.
 
-:data:`METRICS` needs no library; what checks the documentation imports it. Names follow SGLang's:
-a metric that means what SGLang's of the same name means has SGLang's word after the colon.
+:data:`METRICS` needs no library: the check of the documentation imports it. A metric with the
+meaning of one of SGLang's has its name after the colon.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from pie_driver_sglang._core import Counts
 from pie_driver_sglang.errors import ConfigError, reason
-from pie_driver_sglang.observability.types import ServedModel
+from pie_driver_sglang.observability.served_model import ServedModel
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
@@ -29,13 +29,13 @@ class Metric(NamedTuple):
     """The name after the prefix. A counter's ends with `_total`."""
     kind: Literal["counter", "gauge", "histogram"]
     text: str
-    """What it counts, in a sentence."""
+    """Its help text."""
     read: Callable[[Counts, ServedModel], Value] | None
-    """The value; None for a histogram, whose times have the name `histogram`."""
+    """Reads the value; None for a histogram."""
     label: str = ""
-    """A label that tells the values apart; empty where there is one value."""
+    """The label of a mapping's keys; empty for a single value."""
     sglang: str = ""
-    """SGLang's metric of the same meaning."""
+    """The equivalent metric of SGLang."""
     histogram: str = ""
 
     @property
@@ -171,16 +171,16 @@ READY: Final = PREFIX + "ready"
 
 
 class Exporter:
-    """Gives the metrics of one driver to `prometheus_client`; any thread may collect."""
+    """A `prometheus_client` collector for the metrics of one driver. Thread-safe."""
 
     def __init__(self, group: int) -> None:
-        """Names the group that all values are labelled with."""
+        """Label all values with the group."""
         self._group = str(group)
         self._read: Callable[[], Counts] | None = None
         self._model = ServedModel("", 0, 0)
 
     def begin(self, read: Callable[[], Counts], model: ServedModel) -> None:
-        """From now on the counts can be read."""
+        """Export the counts from now on."""
         self._model = model
         self._read = read
 
@@ -193,7 +193,7 @@ class Exporter:
         return found
 
     def collect(self) -> Iterator[Any]:
-        """The families of metrics, for the registry."""
+        """The metric families, for the registry."""
         from prometheus_client.core import GaugeMetricFamily
 
         read = self._read
@@ -232,10 +232,10 @@ class Exporter:
 
 
 def serve_metrics(exporter: Exporter, port: int) -> Callable[[], None]:
-    """Serves the metrics on the loopback interface, and returns what ends that.
+    """Serve the metrics on the loopback interface, and return a function that stops it.
 
     Raises:
-        ConfigError: The port cannot be had.
+        ConfigError: The port is not available.
     """
     from prometheus_client import start_http_server
 
@@ -256,7 +256,7 @@ def serve_metrics(exporter: Exporter, port: int) -> Callable[[], None]:
 
 
 def write_metrics(exporter: Exporter, path: str) -> None:
-    """Replaces the file by the metrics as they are now.
+    """Replace the file by the current metrics.
 
     Raises:
         OSError: It cannot be written.

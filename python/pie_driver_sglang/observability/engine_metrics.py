@@ -1,4 +1,4 @@
-"""The figures of runtimes for Prometheus, in a process where SGLang does not write them."""
+"""Prometheus metrics of runtimes, in a process where SGLang does not export them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ACTIVE: Final = "pie_runtime:active_info"
 
 
 class RuntimeExporter:
-    """Gives the figures of runtimes to `prometheus_client`; any thread may collect.
+    """A `prometheus_client` collector for the metrics of runtimes. Thread-safe.
 
-    A value has the labels `model_name` and `dp_rank`, the number of its replica.
+    The labels are `model_name` and `dp_rank`, the index of the replica.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class RuntimeExporter:
         model_name: str,
         active: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Takes what is read for each scrape.
+        """Collect from runtimes.
 
         Args:
-            runtimes: Each has one replica or several, which are numbered through.
+            runtimes: Each with one or several replicas.
             model_name: The name that clients use.
-            active: What serves the model; see `observe.active`.
+            active: Returns the active components; see `observability.active`.
         """
         self._runtimes, self._model_name, self._active = runtimes, model_name, active
 
@@ -45,11 +45,11 @@ class RuntimeExporter:
         return found
 
     def collect(self) -> Iterator[Any]:
-        """One family for each name, with the values of all replicas."""
+        """The metric families, with the values of all replicas."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        replicas = [figures for runtime in self._runtimes for figures in runtime.figures()]
+        replicas = [figures for runtime in self._runtimes for figures in runtime.metrics()]
         for rank, figures in enumerate(replicas):
             common = [self._model_name, str(rank)]
             for name, is_counter, text, label, value in figures:

@@ -1,20 +1,20 @@
-"""The line that a driver logs while it serves."""
+"""The statistics that a driver logs while it serves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pie_driver_sglang._core import Counts
-from pie_driver_sglang.observability.types import ServedModel
+from pie_driver_sglang.observability.served_model import ServedModel
 
 
-def figures(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any]:
-    """What was served in a while, as values for a JSON log.
+def log_fields(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any]:
+    """The statistics of an interval, as fields of a JSON log.
 
     Args:
-        counts: What came in the while.
-        seconds: How long it was; rates refer to it.
-        model: What is served.
+        counts: The counts of the interval.
+        seconds: Its length.
+        model: The served model.
 
     Returns:
         Counts as integers; `seconds` and rates per second as numbers; times in microseconds, None
@@ -49,7 +49,7 @@ def figures(counts: Counts, seconds: float, model: ServedModel) -> dict[str, Any
 
 
 def line(values: dict[str, Any]) -> str:
-    """The values of :func:`figures` as a line to read."""
+    """The values of :func:`log_fields` as a text line."""
     used, total = values["used_pages"], values["total_pages"]
     parts = [
         f"{values['steps']:,} steps in {values['seconds']:.1f} s ({values['steps_per_s']:,.1f}/s)",

@@ -1,4 +1,4 @@
-"""The thread that reads the counts: it logs the line, and writes the file of metrics."""
+"""The thread that logs statistics and writes the metrics file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from pie_driver_sglang._core import Counts
@@ -16,38 +15,38 @@ from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 from pie_driver_sglang.observability.backoff import Backoff
 from pie_driver_sglang.observability.driver_metrics import Exporter, serve_metrics, write_metrics
-from pie_driver_sglang.observability.log_line import figures, line
-from pie_driver_sglang.observability.types import ServedModel, for_group
+from pie_driver_sglang.observability.log_line import line, log_fields
+from pie_driver_sglang.observability.served_model import ServedModel, for_group
 
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
-"""Between two readings: how exactly idle time is separated from work."""
+"""Sampling period: the resolution of idle time."""
 _PARTS: Final = 10
-"""Readings of an interval, at least."""
+"""Minimum samples of an interval."""
 
 
 class _Window(NamedTuple):
-    """The work that the next line tells of."""
+    """The interval of the next log line."""
 
     counts: Counts
     began: float
     worked_s: float
 
 
-class WorkLog:
-    """Decides when a line is due: after each interval that had work in it; an idle driver has none.
+class IntervalLog:
+    """Logs statistics after each interval with work; an idle driver logs none.
 
-    Rates refer to the time in which there was work, to the second.
+    Rates refer to the busy time, to the second.
     """
 
     def __init__(self, interval_s: float, model: ServedModel, counts: Counts, now: float) -> None:
-        """Begins.
+        """Start an interval.
 
         Args:
-            interval_s: Seconds between the beginning of work and a line.
-            model: What is served.
-            counts: Of the server, as they are now.
+            interval_s: Seconds from the first work to the log line.
+            model: The served model.
+            counts: The server's current counts.
             now: A monotonic time in seconds.
         """
         self._interval_s = interval_s
@@ -57,7 +56,7 @@ class WorkLog:
         self._window: _Window | None = None
 
     def take(self, counts: Counts, now: float) -> None:
-        """Logs a line if one is due."""
+        """Log a line if one is due."""
         if _work(counts) != _work(self._last):
             window = self._window or _Window(self._last, self._last_at, 0.0)
             worked_s = window.worked_s + now - self._last_at
@@ -68,24 +67,19 @@ class WorkLog:
             return
         self._window = None
         fresh = counts.since(window_now.counts)
-        values = figures(fresh, window_now.worked_s, self._model)
+        values = log_fields(fresh, window_now.worked_s, self._model)
         logger.info("%s", line(values), extra={"kind": None, "fields": {"figures": values}})
 
 
 class MetricsFile:
-    """The file of metrics, which is replaced whenever the counts have changed.
+    """The metrics file, replaced whenever the counts have changed.
 
-    Where it cannot be written it is removed, because its values would pass for current ones, and
-    the next attempts follow at growing intervals.
+    After a failed write it is removed, because its values would pass for current ones, and written
+    again with backoff.
     """
 
     def __init__(self, exporter: Exporter, path: str) -> None:
-        """Nothing is written yet.
-
-        Args:
-            exporter: Gives the values.
-            path: Of the file, in a folder that exists.
-        """
+        """Write nothing yet."""
         self._exporter, self._path = exporter, path
         self._written: tuple[int, ...] | None = None
         self._backoff, self._next_at = Backoff(TICK_S), 0.0
@@ -105,12 +99,7 @@ class MetricsFile:
             ) from error
 
     def update(self, counts: Counts, now: float) -> None:
-        """Write it, if that is due.
-
-        Args:
-            counts: As they are now.
-            now: A monotonic time in seconds.
-        """
+        """Write it, if the counts have changed and the backoff is over."""
         state = _state(counts)
         if state == self._written or (self._backoff.failures and now < self._next_at):
             return
@@ -133,13 +122,13 @@ class MetricsFile:
 
 
 class Reporter:
-    """Reads the counts of a server. As a context manager it ends what it began.
+    """Reports the counts of a server, within its context.
 
-    The metrics can be read while the model is loaded: they say that the driver is not ready.
+    Metrics are served while the model is loaded: the driver is then not ready.
     """
 
     def __init__(self, group: int, options: DriverOptions) -> None:
-        """Takes the options; nothing runs before the context is entered."""
+        """Store the options; entering the context starts it."""
         self._interval_s = options.log_interval_s
         self._port = None if options.metrics_port is None else options.metrics_port + group
         self._exporter = Exporter(group)
@@ -150,7 +139,7 @@ class Reporter:
         self._thread: threading.Thread | None = None
 
     def begin(self, read: Callable[[], Counts], model: ServedModel) -> None:
-        """Begins to read; `read` is called by other threads."""
+        """Start to report; `read` is called by other threads."""
         self._exporter.begin(read, model)
         if self._interval_s or self._file is not None:
             arguments = (read, model)
@@ -161,10 +150,10 @@ class Reporter:
             self._thread = thread
 
     def __enter__(self) -> Self:
-        """Opens the port and writes the file once.
+        """Open the port and write the file once.
 
         Raises:
-            ConfigError: One of them cannot be had.
+            ConfigError: The port or the file is not available.
         """
         if self._file is not None:
             self._file.begin()
@@ -173,13 +162,8 @@ class Reporter:
             logger.info("metrics at http://127.0.0.1:%d/metrics", self._port)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Ends the thread and closes the port."""
+    def __exit__(self, *_: object) -> None:
+        """Stop the thread and close the port."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -190,7 +174,7 @@ class Reporter:
         tick_s = min(TICK_S, self._interval_s / _PARTS) if self._interval_s else TICK_S
         log = None
         if self._interval_s:
-            log = WorkLog(self._interval_s, model, read(), time.monotonic())
+            log = IntervalLog(self._interval_s, model, read(), time.monotonic())
         while not self._ended.wait(tick_s):
             try:
                 counts, now = read(), time.monotonic()
@@ -199,12 +183,12 @@ class Reporter:
                 if self._file is not None:
                     self._file.update(counts, now)
             except Exception:
-                # The next one may succeed; the driver serves all the same.
+                # The next attempt may succeed.
                 logger.exception("the counts cannot be reported")
 
 
 def _work(counts: Counts) -> tuple[int, ...]:
-    """What changes with work alone."""
+    """The counts that only work changes."""
     copied = sum(counts.copied_pages.values()) + counts.copied_states
     return counts.steps, copied, sum(counts.refused.values()), counts.aborted_batches
 

@@ -1,8 +1,8 @@
 """Spans of requests for an OpenTelemetry collector.
 
-Rust keeps what happened when to requests that are traced, up to a number of them. A thread fetches
-what has ended about once a second and exports it. Nothing waits for it: while a collector is slow
-or gone, what finds no room is dropped, and counted.
+Rust records the times of traced requests in a bounded buffer. A thread exports finished ones about
+once a second. Nothing waits for it: while a collector is slow or gone, records are dropped, and
+counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from pie_driver_sglang.errors import ConfigError, install_command, quoted
@@ -29,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT: Final = "localhost:4317"
 EXPORT_PERIOD_S: Final = 1.0
-"""How old spans may be when they are exported."""
+"""Export period."""
 _TIMEOUT_S: Final = 5.0
-"""How long a collector may take for the spans of `_MOST` requests."""
+"""Timeout of the collector for the spans of `_MOST` requests."""
 _CLOSE_S: Final = 2.0
-"""The same at the end."""
+"""The same at shutdown."""
 _MOST: Final = 128
-"""Requests whose spans go into one message."""
+"""Requests per export."""
 _PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 _PROTOCOLS: Final = ("grpc", "http/protobuf")
 _PACKAGES: Final = (
@@ -45,7 +44,7 @@ _PACKAGES: Final = (
 )
 
 Take = Callable[[], "tuple[list[TracedRequest], int]"]
-"""Fetches what has ended since the last call, and how many more there were than were kept."""
+"""Fetches the requests that have ended since the last call, and the number of dropped ones."""
 
 
 REQUIREMENTS: Final = ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otlp>=1.45,<2")
@@ -53,7 +52,7 @@ REQUIREMENTS: Final = ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otl
 
 
 def check_tracing() -> None:
-    """Looks whether spans can be exported.
+    """Check that spans can be exported.
 
     Raises:
         ConfigError: A package is missing, or the environment names another protocol.
@@ -79,7 +78,7 @@ def _is_installed(name: str) -> bool:
 
 
 class SpanThread:
-    """Exports spans about once a second. As a context manager it ends what it began."""
+    """A thread that exports spans about once a second. Use it as a context manager."""
 
     def __init__(
         self,
@@ -90,14 +89,14 @@ class SpanThread:
         model: str,
         attributes: Mapping[str, int | str] | None = None,
     ) -> None:
-        """Starts.
+        """Start the thread.
 
         Args:
-            takes: Of each replica.
+            takes: Fetches the requests of each replica.
             endpoint: Of the collector: `host:port`, or a URL.
-            service: What the resource of the spans is called.
-            model: What clients call the model.
-            attributes: Of the spans of all requests.
+            service: The service name of the spans.
+            model: The name that clients use.
+            attributes: Attributes of all spans.
 
         Raises:
             ConfigError: See :func:`check_tracing`.
@@ -108,17 +107,17 @@ class SpanThread:
         self._spans, self._tracer = _collected(service)
         self._exporter, self._reason = _exporter(endpoint), _Reason()
         self.dropped = 0
-        """Requests whose spans did not get to the collector."""
+        """Requests whose spans were dropped."""
         self._is_said = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Exports what there is, if the collector takes it at once, and ends."""
+        """Export the rest, if the collector accepts it at once, and stop."""
         self._stop.set()
         self._thread.join(_CLOSE_S)
-        # It gives up what it tries, which is counted.
+        # This aborts a pending export, which is counted.
         self._exporter.shutdown()
         self._thread.join(_CLOSE_S)
         if self.dropped:
@@ -128,12 +127,7 @@ class SpanThread:
         """Return the thread."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends it."""
         self.close()
 
@@ -159,7 +153,7 @@ class SpanThread:
                 while requests and self._send(requests[:_MOST]):
                     del requests[:_MOST]
             finally:
-                # A collector that is gone is not asked again for each part.
+                # No retry for each part while the collector is gone.
                 self._drop(len(requests))
 
     def _send(self, requests: Sequence[TracedRequest]) -> bool:
@@ -185,7 +179,7 @@ class SpanThread:
 
 
 class _Reason(logging.Handler):
-    """Keeps what OpenTelemetry's exporters log: why each try of theirs failed."""
+    """Keeps the error that OpenTelemetry's exporters log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,10 +195,10 @@ class _Reason(logging.Handler):
 def record_spans(
     tracer: Tracer, request: TracedRequest, attributes: Mapping[str, int | str]
 ) -> None:
-    """Makes the spans of a request: one for all of it, and one for each of its stages.
+    """Record the spans of a request: one for all of it, and one for each stage.
 
-    Names are those of the spans of SGLang's scheduler. Attributes are those of OpenTelemetry's
-    conventions for generative AI, as far as it has them, and begin with `pie.` otherwise.
+    Names are those of SGLang's scheduler. Attributes follow OpenTelemetry's conventions for
+    generative AI; others begin with `pie.`.
     """
     from opentelemetry import trace
 
@@ -225,7 +219,7 @@ def record_spans(
 
 
 def stages(request: TracedRequest) -> Iterator[tuple[str, int, int]]:
-    """The stages that a request came to: name, start and end in ns since 1970."""
+    """The stages that a request reached: name, start and end in Unix nanoseconds."""
     admitted, first, ended = request.admitted_ns, request.first_token_ns, request.ended_ns
     yield "prefill_waiting", request.received_ns, ended if admitted is None else admitted
     if admitted is not None:
@@ -264,7 +258,7 @@ def _parent(request: TracedRequest) -> Span:
 
 
 def _collected(service: str) -> tuple[list[ReadableSpan], Tracer]:
-    """A tracer, and the list in which the spans are that it has ended."""
+    """A tracer, and the list of its ended spans."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -276,7 +270,7 @@ def _collected(service: str) -> tuple[list[ReadableSpan], Tracer]:
             spans.append(span)
 
     provider = TracerProvider(
-        # Whether a trace is recorded was decided before.
+        # Sampling was decided before.
         sampler=ALWAYS_ON,
         resource=Resource.create({SERVICE_NAME: service}),
         shutdown_on_exit=False,
@@ -286,7 +280,7 @@ def _collected(service: str) -> tuple[list[ReadableSpan], Tracer]:
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    """What sends spans; by which protocol the environment says, as for SGLang's front end."""
+    """The span exporter, by the protocol of the environment, as in SGLang's front end."""
     if os.environ.get(_PROTOCOL, _PROTOCOLS[0]) == _PROTOCOLS[0]:
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 

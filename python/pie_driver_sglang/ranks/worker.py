@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import LogSource, configure_logging
 from pie_driver_sglang.ranks.commands import unpack
 from pie_driver_sglang.ranks.parallel import report
 from pie_driver_sglang.ranks.types import Rank
-from pie_driver_sglang.shared_names import take_token
+from pie_driver_sglang.shared_names import use_token
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     _core.die_with_parent(arguments.leader)
-    take_token()
+    use_token()
     # A child of this process must not keep them open after its end.
     for name in ("rendezvous_fd", "broadcast_fd", "report_fd"):
         os.set_inheritable(getattr(arguments, name), False)

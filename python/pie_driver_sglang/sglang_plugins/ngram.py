@@ -1,11 +1,10 @@
-"""The n-gram drafter inside SGLang itself: a plugin that replaces the corpus of its NGRAM worker.
+"""The n-gram drafter as a plugin of SGLang: replaces the corpus of its NGRAM worker.
 
-SGLang loads what is installed as ``sglang.srt.plugins``; this one does nothing unless it is named::
+SGLang loads entry points of ``sglang.srt.plugins``; this one does nothing unless it is named::
 
     SGLANG_PLUGINS=pie_ngram python -m sglang.launch_server --speculative-algorithm NGRAM ...
 
-Plugins that the variable does not name are not loaded, platforms among them: where others are
-installed, add this one to the list of theirs.
+The variable disables plugins that it does not name, so add this one to others that are needed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ NAME = "pie_ngram"
 """The plugin's name, in ``SGLANG_PLUGINS`` and among the entry points."""
 
 _CONTEXT_BYTES = 1 << 30
-"""Memory of what requests said, above which the one that was silent for longest is forgotten."""
+"""Memory of the requests' texts, above which the least recently used one is evicted."""
 _MOST_WAITING = 4096
-"""Requests between prompt and first decode; of more, the oldest must have ended with its prompt."""
+"""Maximum requests between prefill and first decode."""
 _PAD_VALUES = 1_000_000
-"""SGLang's ids of what images and the like fill start here, above every vocabulary."""
+"""First of SGLang's placeholder ids for images, above every vocabulary."""
 _NAMES = {
     "max_depth": "speculative_ngram_max_trie_depth",
     "capacity": "speculative_ngram_capacity",
@@ -37,14 +36,12 @@ _NAMES = {
 
 
 class NgramCorpus:
-    """Stands in for SGLang 0.5.17's class of that name, see ``srt/speculative/cpp_ngram``.
+    """Replaces SGLang 0.5.17's class of that name, see ``srt/speculative/cpp_ngram``.
 
-    A request's whole text is searched from its first step on, its prompt included, and what other
-    requests said. Of the settings ``min_bfs_breadth`` and ``match_type`` have no meaning here: a
-    tree always grows where it is most probable.
+    Matches are searched in a request's own text, prompt included, and in that of other requests.
+    ``min_bfs_breadth`` and ``match_type`` are ignored: a tree grows where it is most probable.
 
-    Ids outside the vocabulary, such as those of images, are never drafted: the model has no
-    embedding for them. A text is known from the token after the last one on.
+    Ids outside the vocabulary, such as placeholders of images, are never drafted.
 
     Args:
         max_trie_depth: Longest match, in tokens.
@@ -75,9 +72,9 @@ class NgramCorpus:
             _refuse_corpora(f"speculative_ngram_external_sam_budget={external_sam_budget}")
         self.draft_token_num = draft_token_num
         self.vocab_size = _PAD_VALUES
-        """Tokens from here on are not drafted; the worker's hook knows the model's own number."""
+        """Tokens from here on are not drafted; the worker's hook sets the model's own size."""
         self._waiting: dict[str, None] = {}
-        """Whose prompts were received since the last decode, the oldest first."""
+        """Requests added since the last decode, the oldest first."""
         self._new = partial(
             Drafter,
             nodes=draft_token_num,
@@ -94,8 +91,8 @@ class NgramCorpus:
                 text = text.replace(ours, theirs)
             raise ValueError(text) from None
 
-    def hear(self, req_id: str, tokens: Sequence[int]) -> None:
-        """Takes a request's whole text, one token at least, before its first decode."""
+    def add_prompt(self, req_id: str, tokens: Sequence[int]) -> None:
+        """Add a request's text before its first decode."""
         start, known = self._known(tokens)
         self._drafter.append(_context(req_id), start, known)
         self._waiting[req_id] = None
@@ -188,30 +185,30 @@ def _refuse_corpora(what: str) -> NoReturn:
 
 
 def _context(req_id: str) -> int:
-    """A request's number, not 0. Ranks must agree on it, so Python's own hash will not do."""
+    """A request's context id, not 0; the same on all ranks, unlike Python's `hash`."""
     return int.from_bytes(blake2b(req_id.encode(), digest_size=8).digest(), "little") or 1
 
 
-def _know_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
-    """Has a new worker bring what one step may have said, of tokens that its model knows."""
+def _configure_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
+    """Set a new worker's trie depth and vocabulary size."""
     worker.max_trie_depth = max(worker.max_trie_depth, worker.draft_token_num)
     worker.ngram_corpus.vocab_size = worker.model_runner.model_config.vocab_size
 
 
-def _hear_batch(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
-    """Brings prompts to the corpus once all of one is computed, while the device is at it."""
+def _add_prompts(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
+    """Add prompts to the corpus once their last chunk is running."""
     if batch.forward_mode.is_decode():
         worker.ngram_corpus.decoded(request.rid for request in batch.reqs)
     elif batch.forward_mode.is_extend():
         for request in batch.reqs:
             if request is not batch.chunked_req:
                 text = [*request.origin_input_ids, *request.output_ids]
-                worker.ngram_corpus.hear(request.rid, text)
+                worker.ngram_corpus.add_prompt(request.rid, text)
 
 
 def register() -> None:
-    """Hooks the corpus in, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
+    """Install the corpus, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
     from pie_driver_sglang.backends.sglang.compat import hooks
 
     if hooks.is_named(NAME):
-        hooks.replace_corpus(NgramCorpus, made=_know_worker, stepped=_hear_batch)
+        hooks.replace_corpus(NgramCorpus, made=_configure_worker, stepped=_add_prompts)

@@ -1,13 +1,12 @@
-"""The prefix index inside SGLang itself: a plugin that registers it as a radix-cache backend.
+"""The prefix index as a plugin of SGLang: registers it as a radix-cache backend.
 
-SGLang loads what is installed as ``sglang.srt.plugins``; this one does nothing unless it is named::
+SGLang loads entry points of ``sglang.srt.plugins``; this one does nothing unless it is named::
 
     SGLANG_PLUGINS=pie_radix python -m sglang.launch_server --radix-cache-backend pie ...
 
-Plugins that the variable does not name are not loaded, platforms among them: where others are
-installed, add this one to the list of theirs.
+The variable disables plugins that it does not name, so add this one to others that are needed.
 
-``PIE_RADIX_MIN_HIT=N`` has it decline prefixes of fewer than N tokens: they are computed again.
+With ``PIE_RADIX_MIN_HIT=N`` prefixes of fewer than N tokens are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NAME = "pie_radix"
 BACKEND = "pie"
 """The backend's name, for ``--radix-cache-backend``."""
 MIN_HIT = "PIE_RADIX_MIN_HIT"
-"""The environment variable with the least tokens of a prefix that is used."""
+"""The environment variable with the minimum tokens of a prefix hit."""
 
 REFUSED_SETTINGS = {
     "disable_radix_cache": "it is a radix cache",
@@ -31,11 +30,11 @@ REFUSED_SETTINGS = {
     "enable_hisparse": "it keeps no KV in host memory here",
     "enable_session_radix_cache": "only SGLang's unified cache has sessions of its own",
 }
-"""Settings of SGLang that the backend does not take, with the reason."""
+"""Unsupported settings of SGLang, with the reason."""
 
 
 def check_settings(settings: Any) -> None:
-    """Refuses settings of SGLang that the backend does not take, if it is asked for.
+    """Reject unsupported settings of SGLang, if the backend is selected.
 
     Args:
         settings: SGLang's ``ServerArgs``.
@@ -59,7 +58,7 @@ def _refuse(flag: str, reason: str) -> None:
 
 
 def make(context: Any) -> Any:
-    """The cache that SGLang's scheduler asks for.
+    """Create the cache for SGLang's scheduler.
 
     Args:
         context: SGLang's ``TreeCacheBuildContext``.
@@ -86,7 +85,7 @@ def make(context: Any) -> Any:
 
 
 def min_hit() -> int:
-    """The least tokens of a prefix that is used, from the environment; 1 where it says nothing.
+    """The minimum tokens of a prefix hit, from the environment; 1 by default.
 
     Raises:
         ValueError: It is not a number from 1.
@@ -104,7 +103,7 @@ def _check_server_args(_: None, settings: Any) -> None:
 
 
 def register() -> None:
-    """Registers the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
+    """Register the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
     from pie_driver_sglang.backends.sglang.compat import hooks
 
     if hooks.is_named(NAME):

@@ -1,9 +1,8 @@
-"""SGLang's prefix cache on the native index: what its scheduler calls.
+"""SGLang's `BasePrefixCache` on the native prefix index.
 
-The index is in host memory, and the slots of SGLang's KV pool are known only on the device. To
-read them there would wait for the device, in the midst of scheduling. So the index has pages of its
-own, and a table on the device says which slots each of them stands for: ids travel to the device,
-nothing is read back.
+The index is in host memory, and the slots of SGLang's KV pool only on the device, where reading
+them would synchronize. So the index has pages of its own, and a table on the device maps pages to
+slots: page ids are copied to the device, nothing is read back.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _PRIORITIES = np.iinfo(np.int32)
 
 
 class TreeNode:
-    """A node with the nodes below it, as SGLang's policy ``dfs-weight`` looks at the tree.
+    """A node of the tree for SGLang's policy ``dfs-weight``.
 
     Attributes:
-        children: Those that lead to nodes that were asked for, by their handles.
+        children: The children on paths to resolved nodes, by their handles.
     """
 
     __slots__ = ("children",)
@@ -54,14 +53,13 @@ class TreeNode:
 
 
 class RadixCache(BasePrefixCache):
-    """Stands in for SGLang 0.5.17's class of that name, see ``srt/mem_cache/radix_cache.py``.
+    """Replaces SGLang 0.5.17's class of that name, see ``srt/mem_cache/radix_cache.py``.
 
-    Handles of nodes are numbers. Time is counted in calls, so that ranks evict alike.
+    Node handles are integers. Time is counted in calls, so that all ranks evict the same nodes.
 
     Args:
-        params: Whose pools, page size, policy and events.
-        min_hit: Shorter prefixes are not used, and computed again: where a pass of few tokens waits
-            for the host, and a prefix costs kernels of its own, that may be faster.
+        params: Pools, page size, policy and events.
+        min_hit: Shorter prefixes are computed again, which may be faster for launch-bound passes.
     """
 
     def __init__(self, params: CacheInitParams, min_hit: int = 1) -> None:
@@ -86,20 +84,20 @@ class RadixCache(BasePrefixCache):
         self._slots = torch.zeros((pages, self.page_size), dtype=torch.int64, device=self.device)
         """The slots of each page of the index."""
         self._view: dict[int, TreeNode] = {}
-        """Nodes that were asked for since the last match, and those above them."""
+        """Nodes resolved since the last match, and their ancestors."""
         nothing = torch.empty((0,), dtype=torch.int64, device=self.device)
         self._no_match = MatchResult(nothing, _ROOT, _ROOT, _ROOT)
         if params.enable_metrics:
             self.init_metrics_collector()
 
     def reset(self) -> None:
-        """Forgets everything; the caller frees the slots."""
+        """Clear the index; the caller frees the slots."""
         self._index.reset()
         self._pool.reset()
         self._view.clear()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Finds the longest cached prefix.
+        """Find the longest cached prefix.
 
         Returns:
             Its slots, int64 ``(tokens,)`` on the device, and the node in which it ends.
@@ -113,14 +111,11 @@ class RadixCache(BasePrefixCache):
         return MatchResult(self._gather(found.pages), node, node, node)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Inserts a key.
-
-        Args:
-            params: Its slots are those of the whole key; without any, its tokens take their place.
+        """Insert a key with its slots, or with its tokens instead.
 
         Returns:
-            How many of its tokens were there before, and the node in which it ends. The caller
-            frees its slots for what was there.
+            How many of its tokens were cached before, whose slots the caller frees, and its last
+            node.
         """
         key, value = params.key, params.value
         if value is None:
@@ -133,11 +128,11 @@ class RadixCache(BasePrefixCache):
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        """Takes over what a request that ends has computed, frees the rest, and drops its lock.
+        """Cache the KV of a finished request, free the rest, and unlock its node.
 
         Args:
             req: SGLang's ``Req``.
-            is_insert: False: its KV is freed as far as it is not shared.
+            is_insert: Whether to cache its KV; else all that is not shared is freed.
             kv_len_to_handle: Tokens whose KV it has.
         """
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
@@ -148,7 +143,7 @@ class RadixCache(BasePrefixCache):
         else:
             units = max(len(tokens) - self.is_eagle, 0)
             freed = whole = units // self.page_size * self.page_size
-        # What others have cached meanwhile, or all; then what does not fill a page.
+        # Tokens that others have cached meanwhile, or all; then an incomplete page.
         self.token_to_kv_pool_allocator.free_segments(
             [(row[protected:freed], protected), (row[whole:], whole)]
         )
@@ -156,11 +151,11 @@ class RadixCache(BasePrefixCache):
             self._index.unlock(req.last_node)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        """Takes over what a request has computed so far; its lock moves to the end of that.
+        """Cache the KV that a request has computed so far, and lock its last node.
 
         Args:
             req: SGLang's ``Req``. It gets the cached slots where others were faster.
-            chunked: More of its prompt is to come.
+            chunked: Whether more chunks of its prompt follow.
         """
         tokens = req.get_fill_ids()
         rows = self.req_to_token_pool
@@ -180,37 +175,37 @@ class RadixCache(BasePrefixCache):
         self._index.unlock(req.last_node)
         self._index.lock(node)
         req.cache_protected_len = whole
-        # With what does not fill a page yet.
+        # With the incomplete page.
         req.prefix_indices = row.to(torch.int64)
         req.last_node = node
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Evicts leaves by the policy until at least so many tokens have left, and frees slots."""
+        """Evict at least `num_tokens` from leaves, by the policy, and free their slots."""
         start = time.perf_counter()
         wanted = -(-max(params.num_tokens, 0) // self.page_size)
         pages = self._index.evict(wanted).device
         evicted = len(pages) * self.page_size
         if evicted:
             self._pool.uncache(pages)
-            # Whole pages, one after the other, as in the row of a request.
+            # Whole consecutive pages, as in the row of a request.
             self.token_to_kv_pool_allocator.free_segment(self._gather(pages), start_pos=0)
         self.update_eviction_metrics(evicted, start)
         return EvictResult(num_tokens_evicted=evicted)
 
     def inc_lock_ref(self, node: int) -> IncLockRefResult:
-        """Protects a node and all above it from eviction."""
+        """Lock a node and its ancestors against eviction."""
         return IncLockRefResult(delta=-self._index.lock(node) * self.page_size)
 
     def dec_lock_ref(self, node: int, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Takes one protection back."""
+        """Unlock a node."""
         return DecLockRefResult(delta=self._index.unlock(node) * self.page_size)
 
     def evictable_size(self) -> int:
-        """Tokens that nothing protects."""
+        """Tokens of unlocked nodes."""
         return self._index.evictable_pages * self.page_size
 
     def protected_size(self) -> int:
-        """Tokens that are protected."""
+        """Tokens of locked nodes."""
         return self._index.protected_pages * self.page_size
 
     def total_size(self) -> int:
@@ -218,7 +213,7 @@ class RadixCache(BasePrefixCache):
         return self._index.device_pages * self.page_size
 
     def pretty_print(self) -> None:
-        """Prints the tree as JSON, and how many tokens there are."""
+        """Print the tree as JSON, and the number of tokens."""
         print(self._index.to_json())
         print(f"#tokens: {self.total_size()}")
 
@@ -240,11 +235,11 @@ class RadixCache(BasePrefixCache):
 
     @property
     def root_node(self) -> TreeNode:
-        """The root, with the paths to the nodes that `resolve_node_handle` was asked for."""
+        """The root, with the paths to resolved nodes."""
         return self.resolve_node_handle(_ROOT)
 
     def resolve_node_handle(self, node_handle: int) -> TreeNode:
-        """A node, which becomes part of the tree that is below `root_node`."""
+        """Resolve a node, and add its path to the tree of `root_node`."""
         node, view = self._view.get(node_handle), self._view
         if node is not None:
             return node
@@ -284,10 +279,10 @@ class RadixCache(BasePrefixCache):
         chunked: bool = False,
         limit: int | None = None,
     ) -> tuple[int, int, int]:
-        """Inserts a key with its slots.
+        """Insert a key with its slots.
 
         Returns:
-            Tokens that were there before, tokens of the key in whole pages, and its last node.
+            Tokens that were cached before, tokens of the key in whole pages, and its last node.
         """
         inserted, new = self._index.insert_new(
             tokens,
@@ -308,7 +303,7 @@ class RadixCache(BasePrefixCache):
         return self._slots.index_select(0, self._on_device(pages)).view(-1)
 
     def _on_device(self, ids: npt.NDArray[Any]) -> torch.Tensor:
-        """Ids as a tensor; nothing waits for the device."""
+        """Ids as a tensor, copied without synchronization."""
         tensor = torch.from_numpy(ids)
         if self.device.type == "cpu":
             return tensor

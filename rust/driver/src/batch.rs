@@ -1,51 +1,51 @@
-//! An open batch: a planned request that waits for its tokens.
+//! An open batch: a planned forward request whose outputs Python computes.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use pie_planner::{
-    AttentionMask, Computed, Outputs, Pass, PassImages, Place, Plan, Planner, RECORD_WORDS,
-    SlotGroup, StageError, Staged, StagedGroup, StagedPass, StagedSlots,
+    AttentionMask, ComputedPlan, LogprobPosition, Outputs, Pass, PassImages, Plan, Planner,
+    RECORD_WORDS, SlotGroup, StageError, Staged, StagedGroup, StagedPass, StagedSlots,
 };
 use pie_ring::{Lease, Publish};
 use thiserror::Error;
 
-use crate::counters::Served;
+use crate::counters::ServedBatch;
 use crate::graph_path::{GraphPath, GraphPathError};
+use crate::log_line::LogLine;
 use crate::media::Media;
-use crate::note::Note;
 use crate::shared_planner::SharedPlanner;
 use crate::timing::{DeviceTimes, Timing};
 
-/// A call that a batch cannot take: a fault of the caller, after which the batch is as before.
+/// A call out of order, or with wrong buffers: a bug of the caller. The batch is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum BatchError {
     /// The block or the outputs do not fit.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// A pass was to be staged before the one before it is done.
+    /// The pass before has sampling groups left.
     #[error(
         "the staged pass has slots without outputs; stage its slot groups first, until none is left"
     )]
     PassOpen,
-    /// A slot group was to be staged before the one before it is done.
+    /// The sampling group before has no outputs yet.
     #[error("the staged slot group has no outputs; put them first")]
     GroupOpen,
-    /// Outputs came that no slot group waits for.
+    /// Outputs without a staged sampling group.
     #[error("no slot group waits for outputs; stage one first")]
     NoGroup,
 }
 
-/// How far a batch is.
+/// The stage of a batch.
 enum Stage {
     /// Its next pass can be staged.
     Plan(Plan),
     /// A pass is staged.
     Pass(StagedPass),
-    /// A slot group is staged.
+    /// A sampling group is staged.
     Group(StagedGroup),
-    /// It can be answered.
-    Computed(Computed),
+    /// All outputs are there.
+    Computed(ComputedPlan),
 }
 
 impl Stage {
@@ -59,8 +59,8 @@ impl Stage {
     }
 }
 
-/// A planned forward request. Stage and run every pass, hand in the outputs of every slot group, then
-/// commit. Dropped without a commit it is answered by an abort.
+/// A planned forward request. Stage and run every pass, put the outputs of every sampling group, then commit. Dropping it
+/// aborts the request.
 pub struct Batch {
     /// `None` for a warm-up, and once answered.
     lease: Option<Lease>,
@@ -71,7 +71,7 @@ pub struct Batch {
     shared: Arc<SharedPlanner>,
     media: Option<Arc<Media>>,
     timing: Timing,
-    /// The graph path ran it.
+    /// Whether the graph path ran it.
     by_graph: bool,
 }
 
@@ -100,13 +100,13 @@ impl Batch {
         self.stage.as_ref().map(Stage::plan)
     }
 
-    /// What the host's steps have taken so far.
+    /// Host timings so far.
     #[must_use]
     pub const fn timing(&self) -> Timing {
         self.timing
     }
 
-    /// Writes the next pass into the staging block; `None` when all are done, or the batch is answered.
+    /// Writes the next pass into the staging block; `None` after the last.
     ///
     /// # Errors
     /// [`BatchError`] when the block does not fit the layout, or the pass before is not done.
@@ -141,7 +141,7 @@ impl Batch {
         Ok(pass)
     }
 
-    /// Writes the next slot group of the staged pass into the staging block; `None` when all are done.
+    /// Writes the next sampling group of the staged pass into the staging block; `None` after the last.
     ///
     /// # Errors
     /// [`BatchError`] when the block does not fit the layout, or the group before has no outputs.
@@ -176,10 +176,10 @@ impl Batch {
         Ok(group)
     }
 
-    /// Takes what the engine computed for the staged slot group.
+    /// Stores the engine's outputs for the staged sampling group.
     ///
     /// # Errors
-    /// [`BatchError`] when an array has another length than the group asks for, or no group waits for outputs.
+    /// [`BatchError`] when an array has the wrong length, or no group is staged.
     pub fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), BatchError> {
         let group = match self.stage.take() {
             Some(Stage::Group(group)) => group,
@@ -196,7 +196,7 @@ impl Batch {
         result
     }
 
-    /// Runs the whole plan by a captured graph; `None` if the graph path does not take it. Commit afterwards, or fail.
+    /// Runs the whole plan as a captured graph; `None` if no graph fits. Commit or fail afterwards.
     pub(crate) fn run(
         &mut self,
         graph_path: &mut GraphPath,
@@ -225,13 +225,13 @@ impl Batch {
         }
     }
 
-    /// The different adapters that the next pass needs; see [`Plan::next_adapters`].
+    /// See [`Plan::next_adapters`].
     #[must_use]
     pub fn next_adapters(&self) -> Vec<i64> {
         self.plan().map_or_else(Vec::new, Plan::next_adapters)
     }
 
-    /// Empties the requests of an adapter that cannot be had; see [`Plan::drop_adapter`].
+    /// See [`Plan::drop_adapter`].
     ///
     /// # Errors
     /// [`BatchError::PassOpen`] when a pass is not done.
@@ -252,47 +252,47 @@ impl Batch {
         }
     }
 
-    /// The adapter of each request of the staged pass; see [`StagedPass::adapters`].
+    /// See [`StagedPass::adapters`].
     #[must_use]
     pub fn pass_adapters(&self) -> Option<Vec<i64>> {
         self.staged_pass()?.adapters()
     }
 
-    /// The attention mask of the staged pass; see [`StagedPass::attention_mask`].
+    /// See [`StagedPass::attention_mask`].
     #[must_use]
     pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
         self.staged_pass()?.attention_mask()
     }
 
-    /// The images of the staged pass, see [`StagedPass::images`], and what holds their pixels.
+    /// See [`StagedPass::images`]; also the owner of their pixels.
     #[must_use]
     pub fn pass_images(&self) -> Option<(PassImages, &Arc<Media>)> {
         let media = self.media.as_ref()?;
         Some((self.staged_pass()?.images()?, media))
     }
 
-    /// The recurrent state of the staged pass; see [`StagedPass::states`].
+    /// See [`StagedPass::states`].
     #[must_use]
     pub fn pass_states(&self) -> Option<Vec<[i64; 2]>> {
         self.staged_pass()?.states()
     }
 
-    /// What the staged pass is to note; see [`StagedPass::noted`].
+    /// See [`StagedPass::noted`].
     #[must_use]
-    pub fn pass_noted(&self) -> Option<&[[i64; 2]]> {
-        self.staged_pass()?.noted()
+    pub fn pass_token_history(&self) -> Option<&[[i64; 2]]> {
+        self.staged_pass()?.token_history()
     }
 
-    /// The places of the staged slot group; see [`StagedGroup::places`].
+    /// See [`StagedGroup::places`].
     #[must_use]
-    pub fn group_places(&self) -> (&[Place], &[[i64; 2]]) {
+    pub fn group_logprob_positions(&self) -> (&[LogprobPosition], &[[i64; 2]]) {
         match &self.stage {
-            Some(Stage::Group(group)) => group.places(),
+            Some(Stage::Group(group)) => group.logprob_positions(),
             _ => (&[], &[]),
         }
     }
 
-    /// What the staged slot group asks of its logits; see [`StagedGroup::records`].
+    /// See [`StagedGroup::records`].
     #[must_use]
     pub fn group_records(&self) -> (&[[i32; RECORD_WORDS]], &[i32]) {
         match &self.stage {
@@ -301,7 +301,7 @@ impl Batch {
         }
     }
 
-    /// The labels of the staged slot group; see [`StagedGroup::labels`].
+    /// See [`StagedGroup::labels`].
     #[must_use]
     pub fn group_labels(&self) -> &[[i64; 2]] {
         match &self.stage {
@@ -310,9 +310,9 @@ impl Batch {
         }
     }
 
-    /// Builds the response and publishes it; a batch that has slots without outputs is answered by an abort. Returns what
-    /// is worth a log line: emptied requests with their reasons, and a client that gave up.
-    pub fn commit(&mut self, device: DeviceTimes) -> Vec<Note> {
+    /// Builds and publishes the response; aborts the batch if outputs are missing. Returns log lines: rejected requests, a client
+    /// that gave up.
+    pub fn commit(&mut self, device: DeviceTimes) -> Vec<LogLine> {
         let Some(mut planner) = self.planner.take() else {
             return Vec::new();
         };
@@ -321,36 +321,36 @@ impl Batch {
             Some(Stage::Plan(plan)) => plan.computed().ok(),
             _ => None,
         };
-        let mut notes = Vec::new();
+        let mut log_lines = Vec::new();
         if let Some(mut computed) = computed {
             if let Some(lease) = self.lease.take() {
-                notes = self.publish(lease, (&mut planner, &mut computed), device);
+                log_lines = self.publish(lease, (&mut planner, &mut computed), device);
             }
             planner.recycle(computed);
         } else {
-            planner.forget_table();
+            planner.invalidate_block_table();
             let text = "a batch was committed before all of its slots had outputs; it was aborted";
             // Dropping an open lease publishes the abort reply.
             if self.lease.take().is_some() {
                 self.shared.counters().aborted();
-                notes.push(Note::new("order", text));
+                log_lines.push(LogLine::new("order", text));
             }
         }
         self.shared.put_back(planner);
-        notes
+        log_lines
     }
 
-    /// Answers first; what takes time and does not concern the client follows.
+    /// Publishes the response, then does the bookkeeping.
     fn publish(
         &mut self,
         lease: Lease,
-        (planner, computed): (&mut Planner, &mut Computed),
+        (planner, computed): (&mut Planner, &mut ComputedPlan),
         device: DeviceTimes,
-    ) -> Vec<Note> {
+    ) -> Vec<LogLine> {
         let mut answer = self.shared.answer();
         let started = Instant::now();
-        let encoded = planner.reply(computed, self.timing.probes(device), &mut answer);
-        // Taken before the client is woken: it may want this core at once.
+        let encoded = planner.reply(computed, self.timing.forward_timings(device), &mut answer);
+        // Measured before the client is woken, which may preempt this thread.
         self.timing.respond = started.elapsed();
         let was_answered = encoded.is_ok();
         let published = match encoded {
@@ -369,32 +369,32 @@ impl Batch {
             }
         };
         let counters = self.shared.counters();
-        for (_, fault) in computed.faults() {
-            counters.refused(fault.kind());
+        for (_, error) in computed.request_errors() {
+            counters.refused(error.kind());
         }
-        let mut notes = Note::of_faults(computed);
-        notes.extend(Note::of_publication(published));
+        let mut log_lines = LogLine::of_request_errors(computed);
+        log_lines.extend(LogLine::of_publication(published));
         let (step, cycle) = self.shared.cycle(self.timing.received_ns, device.busy());
         if computed.pass_count() > 0 && was_answered {
-            counters.served(Served {
+            counters.served(ServedBatch {
                 plan: computed,
-                answered: planner.answered(),
+                token_counts: planner.token_counts(),
                 by_graph: self.by_graph,
                 host_ns: self.timing.host().as_nanos() as u64,
                 step_ns: step.as_nanos() as u64,
             });
         }
-        planner.step_took(computed, device.busy(), cycle);
+        planner.record_step_time(computed, device.busy(), cycle);
         let report = planner.draft_report();
-        notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
-        notes
+        log_lines.extend(report.map(|counters| LogLine::new("drafts", counters.to_string())));
+        log_lines
     }
 
-    /// Answers with an abort, after an engine error: the device's block table counts as lost.
+    /// Aborts the batch after an engine error, and invalidates the block table.
     pub fn fail(&mut self) {
         self.stage = None;
         if let Some(mut planner) = self.planner.take() {
-            planner.forget_table();
+            planner.invalidate_block_table();
             self.shared.put_back(planner);
         }
         // Dropping an open lease publishes the abort reply.

@@ -6,23 +6,23 @@ use pie_planner::{PagePool, Planner};
 use pie_ring::Lease;
 use pie_wire::CopyDirection;
 
-use crate::groups::groups;
-use crate::note::Note;
+use crate::copy_batches::copy_batches;
+use crate::log_line::LogLine;
 use crate::shared_planner::SharedPlanner;
 use crate::status;
 
-/// Which pages to copy: as many sources as targets, all within their pools.
-pub(crate) struct Pairs {
+/// Validated page copies: as many sources as targets, all within their pools.
+pub(crate) struct CopyPairs {
     pub(crate) direction: CopyDirection,
-    /// They are slots of recurrent state, not pages.
+    /// Slots of recurrent state, not pages.
     pub(crate) states: bool,
     pub(crate) sources: Vec<u32>,
     pub(crate) targets: Vec<u32>,
 }
 
-impl Pairs {
-    /// Informs the planner what the pages hold now; if the copy failed, nothing is known of its targets.
-    fn note_in(&self, planner: &mut Planner, code: i32) {
+impl CopyPairs {
+    /// Records the copies in the planner; after a failure the targets are unknown.
+    fn update_page_tokens(&self, planner: &mut Planner, code: i32) {
         let (from, to) = match self.direction {
             CopyDirection::D2D => (PagePool::Device, PagePool::Device),
             CopyDirection::D2H => (PagePool::Device, PagePool::Host),
@@ -33,18 +33,18 @@ impl Pairs {
             if code == status::OK {
                 planner.page_copied((from, source), (to, target));
             } else {
-                planner.page_lost((to, target));
+                planner.page_invalidated((to, target));
             }
         }
     }
 }
 
-/// A copy of whole KV pages within or between the device pool and the host pool, or of recurrent state, pair by pair.
-/// Dropped without a commit it is answered by an abort.
+/// A copy of KV pages within or between the device pool and the host pool, or of recurrent state slots. Dropping it aborts the
+/// request.
 pub struct Copy {
     lease: Option<Lease>,
     driver_id: u32,
-    pairs: Arc<Pairs>,
+    pairs: Arc<CopyPairs>,
     shared: Arc<SharedPlanner>,
 }
 
@@ -52,7 +52,7 @@ impl Copy {
     pub(crate) fn new(
         lease: Lease,
         driver_id: u32,
-        pairs: Pairs,
+        pairs: CopyPairs,
         shared: Arc<SharedPlanner>,
     ) -> Self {
         Self {
@@ -82,23 +82,23 @@ impl Copy {
         self.pairs.sources.len()
     }
 
-    /// Sources and targets, cut so that copying the parts in order, and each of them at once, gives
-    /// the result of copying pair by pair. Only lists that overlap have more than one part.
-    pub fn groups(&self) -> impl Iterator<Item = (&[u32], &[u32])> {
-        let Pairs {
+    /// Sources and targets in batches: copying batch by batch, each in parallel, equals copying pair by pair. There is one batch
+    /// unless pages overlap.
+    pub fn batches(&self) -> impl Iterator<Item = (&[u32], &[u32])> {
+        let CopyPairs {
             direction,
             sources,
             targets,
             ..
         } = &*self.pairs;
         let one_pool = matches!(direction, CopyDirection::D2D | CopyDirection::H2H);
-        groups(sources, targets, one_pool)
+        copy_batches(sources, targets, one_pool)
     }
 
-    /// Answers with a code of [`crate::status`], once.
-    pub fn commit(&mut self, code: i32) -> Option<Note> {
+    /// Responds with a code of [`crate::status`], once.
+    pub fn commit(&mut self, code: i32) -> Option<LogLine> {
         let lease = self.lease.take()?;
-        let Pairs {
+        let CopyPairs {
             direction, states, ..
         } = *self.pairs;
         if code == status::OK {
@@ -107,7 +107,7 @@ impl Copy {
         if !states {
             let pairs = Arc::clone(&self.pairs);
             self.shared
-                .change(move |planner| pairs.note_in(planner, code));
+                .change(move |planner| pairs.update_page_tokens(planner, code));
         }
         status::answer(lease, self.driver_id, code)
     }

@@ -1,14 +1,13 @@
-//! What was served so far, for logs and metrics. Counting takes no lock, no memory and some nanoseconds per batch; what is
-//! rare may lock. Any thread reads.
+//! Counters for logs and metrics, read by any thread. Counting a batch takes no lock and allocates nothing; rare events may lock.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pie_planner::{Answered, Plan};
+use pie_planner::{Plan, TokenCounts};
 use pie_wire::CopyDirection;
 
-use crate::histogram::{Durations, Histogram, load, raise};
+use crate::histogram::{AtomicHistogram, Histogram, increment, load};
 
 /// Directions of copies, in the order of [`Counts::copied_pages`].
 pub const DIRECTIONS: [CopyDirection; 4] = [
@@ -20,18 +19,18 @@ pub const DIRECTIONS: [CopyDirection; 4] = [
 
 /// An answered batch that needed the model.
 #[derive(Clone, Copy)]
-pub(crate) struct Served<'a> {
+pub(crate) struct ServedBatch<'a> {
     pub(crate) plan: &'a Plan,
-    pub(crate) answered: Answered,
+    pub(crate) token_counts: TokenCounts,
     /// By the graph path.
     pub(crate) by_graph: bool,
-    /// What the host took while the device had nothing to do.
+    /// Host time while the device was idle.
     pub(crate) host_ns: u64,
     /// From the request's arrival to its answer.
     pub(crate) step_ns: u64,
 }
 
-/// Raised by the thread that holds the planner: one at a time.
+/// Single writer: the thread that holds the planner.
 #[derive(Default)]
 struct Steps {
     graph: AtomicU64,
@@ -45,11 +44,11 @@ struct Steps {
     last_requests: AtomicU64,
 }
 
-/// Counts while it serves.
+/// The live counters.
 pub(crate) struct Counters {
     steps: Steps,
-    host: Durations,
-    step: Durations,
+    host: AtomicHistogram,
+    step: AtomicHistogram,
     copied_pages: [AtomicU64; 4],
     copied_states: AtomicU64,
     aborted_batches: AtomicU64,
@@ -59,12 +58,12 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    /// For a pool of so many pages.
+    /// Counters for a pool of `total_pages`.
     pub(crate) fn new(total_pages: u32) -> Self {
         Self {
             steps: Steps::default(),
-            host: Durations::new(),
-            step: Durations::new(),
+            host: AtomicHistogram::new(),
+            step: AtomicHistogram::new(),
             copied_pages: Default::default(),
             copied_states: AtomicU64::new(0),
             aborted_batches: AtomicU64::new(0),
@@ -75,11 +74,13 @@ impl Counters {
     }
 
     /// Counts an answered batch. The caller holds the planner.
-    pub(crate) fn served(&self, batch: Served<'_>) {
-        let Served { plan, answered, .. } = batch;
+    pub(crate) fn served(&self, batch: ServedBatch<'_>) {
+        let ServedBatch {
+            plan, token_counts, ..
+        } = batch;
         let steps = &self.steps;
         let requests = plan.request_count() as u64;
-        raise(
+        increment(
             if batch.by_graph {
                 &steps.graph
             } else {
@@ -87,12 +88,12 @@ impl Counters {
             },
             1,
         );
-        raise(&steps.requests, requests);
-        raise(&steps.computed_tokens, plan.token_count() as u64);
-        raise(&steps.prompt_tokens, plan.prompt_token_count() as u64);
-        raise(&steps.generated_tokens, answered.tokens as u64);
-        raise(&steps.drafts, answered.drafts as u64);
-        raise(&steps.accepted_drafts, answered.accepted as u64);
+        increment(&steps.requests, requests);
+        increment(&steps.computed_tokens, plan.token_count() as u64);
+        increment(&steps.prompt_tokens, plan.prompt_token_count() as u64);
+        increment(&steps.generated_tokens, token_counts.tokens as u64);
+        increment(&steps.drafts, token_counts.drafts as u64);
+        increment(&steps.accepted_drafts, token_counts.accepted as u64);
         steps.last_requests.store(requests, Ordering::Relaxed);
         self.host.add(batch.host_ns);
         self.step.add(batch.step_ns);
@@ -113,7 +114,7 @@ impl Counters {
         self.aborted_batches.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts an answer that nothing waits for any more.
+    /// Counts a response whose client gave up.
     pub(crate) fn abandoned(&self) {
         self.abandoned.fetch_add(1, Ordering::Relaxed);
     }
@@ -123,14 +124,14 @@ impl Counters {
         *lock(&self.refused).entry(reason).or_default() += 1;
     }
 
-    /// Looks at the pages that a frame names, if a reader waits for that.
-    pub(crate) fn see_pages(&self, pages: &[u32]) {
+    /// Counts the distinct pages of a frame, if a sample is due.
+    pub(crate) fn sample_pages(&self, pages: &[u32]) {
         if self.pages.due.load(Ordering::Relaxed) {
             self.pages.take(pages);
         }
     }
 
-    /// The counts so far. Asks for another look at the pages.
+    /// A snapshot of the counters. Requests another sample of the pages in use.
     pub(crate) fn read(&self) -> Counts {
         let steps = &self.steps;
         self.pages.due.store(true, Ordering::Relaxed);
@@ -156,8 +157,7 @@ impl Counters {
     }
 }
 
-/// How many pages the requests of a batch name, a page that several share counted once. To count them takes some
-/// microseconds, so it is done once for each reading.
+/// Distinct pages in use by the requests of a batch. Counting takes microseconds, so it is done once per reading.
 struct PageSample {
     due: AtomicBool,
     used: AtomicU64,
@@ -189,7 +189,7 @@ impl PageSample {
     }
 }
 
-/// Counts as they were when they were read. A batch that was answered meanwhile may be in some of them only.
+/// A snapshot of [`Counters`]; not atomic across counters.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counts {
     /// Batches that the graph path ran.
@@ -198,19 +198,19 @@ pub struct Counts {
     pub python_steps: u64,
     /// Requests of both.
     pub requests: u64,
-    /// Rows that the model computed, drafts included.
+    /// Query tokens, drafts included.
     pub computed_tokens: u64,
-    /// Of these, input tokens of requests with more than one.
+    /// Of these, prefill tokens: inputs of requests with more than one.
     pub prompt_tokens: u64,
-    /// Tokens that were returned, accepted drafts included.
+    /// Generated tokens, accepted drafts included.
     pub generated_tokens: u64,
-    /// Drafts that were verified.
+    /// Verified drafts.
     pub drafts: u64,
-    /// Of these, drafts that came true.
+    /// Of these, accepted drafts.
     pub accepted_drafts: u64,
     /// Requests of the last batch.
     pub last_requests: u64,
-    /// Different pages that the requests of a recent batch name.
+    /// Distinct pages in use by a recent batch.
     pub used_pages: u64,
     /// Pages copied, in the order of [`DIRECTIONS`].
     pub copied_pages: [u64; 4],
@@ -222,14 +222,14 @@ pub struct Counts {
     pub abandoned: u64,
     /// Requests of batches, and frames, that were refused, by reason.
     pub refused: BTreeMap<&'static str, u64>,
-    /// What the host took for each batch while the device had nothing to do: reading, planning, staging, answering.
+    /// Host time per batch while the device was idle: parsing, planning, staging, responding.
     pub host: Histogram,
-    /// From the arrival of each batch to its answer.
+    /// Latency of each batch, from arrival to response.
     pub step: Histogram,
 }
 
 impl Counts {
-    /// What came after `earlier` was read; gauges are as they are now.
+    /// The difference to an earlier snapshot; gauges are current.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut copied_pages = self.copied_pages;

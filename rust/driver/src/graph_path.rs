@@ -1,32 +1,34 @@
-//! The graph path: a planned batch becomes one launch of a captured graph, and its tokens are read where the device writes
-//! them. No Python runs in between.
+//! The graph path: runs a planned batch as one launch of a captured CUDA graph, and polls the sampled tokens in pinned memory,
+//! without Python.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::launch::{Launch, LaunchError};
-use pie_planner::{Computed, Layout, Plan, Planner, StageError, StagedStep, StepMemory, StepSize};
+use pie_planner::{
+    ComputedPlan, Layout, Plan, Planner, StageError, StagedStep, StepMemory, StepSize,
+};
 use pie_ring::{Message, Wait};
 use thiserror::Error;
 
-use crate::lead::{Lead, StepHead};
+use crate::leader::{Leader, StepHeader};
 use crate::timing::{DeviceTimes, micros};
 
-/// Memory that the host shares with the graphs.
+/// Memory that host and graphs share.
 pub trait Memory: Send {
-    /// What the graphs read.
+    /// Inputs of the graphs.
     fn step(&mut self) -> StepMemory<'_>;
 
-    /// What they write, one word for each slot: the step's number in the upper half, the token in the lower one. Each word
-    /// is written at once, so the number says that the token is there.
+    /// Outputs, one word per sampling slot: step number in the upper half, token in the lower one. Words are written atomically, so
+    /// the step number marks a token as ready.
     fn results(&self) -> &[AtomicU64];
 
-    /// Log-probabilities that the step's extended graph writes, before the results: the words of all places, as the step says.
-    fn places(&self) -> &[AtomicU32];
+    /// Log-probabilities of an extended graph, written before the results.
+    fn logprobs(&self) -> &[AtomicU32];
 }
 
-/// Why the graph path did not answer a batch that it accepted.
+/// Why a step failed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GraphPathError {
     /// The memory does not fit the graphs.
@@ -34,7 +36,7 @@ pub enum GraphPathError {
     Stage(#[from] StageError),
     /// The other ranks cannot be reached.
     #[error("a step cannot be sent to the other ranks: {0}")]
-    Lead(String),
+    Leader(String),
     /// The device failed.
     #[error("a graph of {graph_rows} rows failed with {rows} in use: {source}")]
     Launch {
@@ -48,43 +50,42 @@ pub enum GraphPathError {
 }
 
 impl GraphPathError {
-    /// Whether the device can run nothing any more.
+    /// Whether the device is unusable.
     #[must_use]
     pub fn is_fatal(&self) -> bool {
         matches!(self, Self::Launch { source, .. } if source.is_fatal())
     }
 }
 
-/// How often the device is asked whether it still works, while its results are awaited.
+/// Interval of device error checks while results are polled.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
-/// Polls between two looks at the clock.
+/// Polls between two reads of the clock.
 const POLLS: u32 = 256;
-/// Sleep between two polls of a driver that must not spin.
-const NAP: Duration = Duration::from_micros(20);
+/// Sleep between polls once the spin budget is used up.
+const POLL_SLEEP: Duration = Duration::from_micros(20);
 
-/// Graphs by their number of rows, and what they need.
+/// The captured graphs, by batch size, with their memory.
 pub struct GraphPath {
     device: Box<dyn Launch>,
     memory: Box<dyn Memory>,
-    /// Room and block layout of each graph, fewest rows first; then those of graphs that know groups, then those that change
-    /// logits.
+    /// Size and block layout of each graph, ascending: plain graphs, then those with prefix groups, then extended ones.
     graphs: Vec<(StepSize, Layout)>,
-    /// Graphs that know no groups.
+    /// Number of plain graphs.
     plain: usize,
-    /// Graphs that know groups.
+    /// Number of graphs with prefix groups.
     grouped: usize,
-    /// Most rows of one request.
+    /// Maximum query tokens of one request.
     max_rows: usize,
     step: u32,
-    /// How long results are awaited without sleeping; `None` = without limit.
+    /// Spin budget before polls sleep; `None` = unlimited.
     spin: Option<Duration>,
-    /// Reaches the other ranks of a model on several devices.
-    lead: Option<Lead>,
+    /// Broadcast to the other ranks.
+    leader: Option<Leader>,
 }
 
 impl GraphPath {
-    /// Graph `i` of `device` runs steps that fit `sizes[i]`, whose rows rise. Batches with more than `max_rows` rows of one
-    /// request are not taken. Results are awaited as requests are.
+    /// Graph `i` of `device` runs steps up to `sizes[i]`, ascending. Batches with more than `max_rows` tokens of one request are not
+    /// run. `wait` is the strategy of the ring.
     #[must_use]
     pub fn new(
         device: Box<dyn Launch>,
@@ -109,12 +110,12 @@ impl GraphPath {
                 Wait::SpinThenPark(spin) => Some(spin),
                 Wait::Park => Some(Duration::ZERO),
             },
-            lead: None,
+            leader: None,
         }
     }
 
-    /// The device's further graphs have room for so many rows and slots, which rise, and know groups of rows that read the
-    /// same KV first. Steps in which [such groups](Planner::find_groups) pay run as one of these, if they fit.
+    /// Adds graphs with shared-prefix groups, of these sizes, ascending. Steps in which [groups](Planner::find_prefix_groups) pay off
+    /// run as one of these.
     #[must_use]
     pub fn grouped(mut self, rows: &[usize]) -> Self {
         let graphs = rows
@@ -125,8 +126,8 @@ impl GraphPath {
         self
     }
 
-    /// The device's last graphs have room for so many rows and slots, which rise, and change logits before they are sampled, as
-    /// a frame's extension asks. Steps of such frames run as one of these, if they fit; other steps never do.
+    /// Adds extended graphs, with penalties, biases and log-probabilities, of these sizes, ascending. Only steps of frames with an
+    /// extension run as one of these.
     #[must_use]
     pub fn extended(mut self, rows: &[usize]) -> Self {
         let graphs = rows
@@ -136,19 +137,19 @@ impl GraphPath {
         self
     }
 
-    /// Sends every step to other ranks before it is launched here, so that they [follow](crate::Follow).
+    /// Broadcasts every step to the [workers](crate::Worker) before it is launched.
     #[must_use]
-    pub fn leading(mut self, lead: Lead) -> Self {
-        self.lead = Some(lead);
+    pub fn with_leader(mut self, leader: Leader) -> Self {
+        self.leader = Some(leader);
         self
     }
 
-    /// Whether other ranks do what this graph path does.
-    pub(crate) const fn leads(&self) -> bool {
-        self.lead.is_some()
+    /// Whether steps are broadcast to other ranks.
+    pub(crate) const fn is_leader(&self) -> bool {
+        self.leader.is_some()
     }
 
-    /// The graph that can run the plan, the smallest; `None` if it must go another way.
+    /// The smallest graph that can run the plan, if any.
     pub(crate) fn choose(&self, planner: &mut Planner, plan: &mut Plan) -> Option<usize> {
         let needed = plan.graph_size(self.max_rows)?;
         let smallest = |graphs: &[(StepSize, Layout)]| {
@@ -163,14 +164,14 @@ impl GraphPath {
         }
         let own = smallest(plain)?;
         let other = smallest(grouped).filter(|&graph| {
-            // There are few of them, so they may have more rows.
+            // Fewer sizes are captured, so it may have more padding.
             let more = grouped[graph].0.rows.saturating_sub(plain[own].0.rows);
-            planner.find_groups(plan, more)
+            planner.find_prefix_groups(plan, more)
         });
         Some(other.map_or(own, |graph| self.plain + graph))
     }
 
-    /// Runs the plan by a graph that was [chosen](Self::choose) for it, to its tokens.
+    /// Runs the plan as the [chosen](Self::choose) graph.
     pub(crate) fn run(
         &mut self,
         planner: &mut Planner,
@@ -200,20 +201,20 @@ impl GraphPath {
         })
     }
 
-    /// Writes the plan as a step for a graph, and sends it to the other ranks.
+    /// Stages the plan as a step, and broadcasts it.
     pub(crate) fn stage(
         &mut self,
         planner: &mut Planner,
         plan: Plan,
         graph: usize,
     ) -> Result<ReadyStep<'_>, GraphPathError> {
-        // 0 is what the results hold at first.
+        // 0 is the initial value of results.
         self.begin_step(self.step.checked_add(1).unwrap_or(1));
         let rows = plan.token_count();
         let layout = &self.graphs[graph].1;
         let staged = planner.stage_graph(plan, layout, self.memory.step(), self.step)?;
-        if let Some(lead) = &self.lead {
-            let head = StepHead {
+        if let Some(leader) = &self.leader {
+            let head = StepHeader {
                 graph: graph as u32,
                 rows: rows as u32,
                 results: staged.results() as u32,
@@ -225,8 +226,9 @@ impl GraphPath {
                 &memory.block[..layout.bytes()],
                 &memory.mask_words[..staged.mask_words()],
             );
-            lead.step(head, block, masks)
-                .map_err(|error| GraphPathError::Lead(error.to_string()))?;
+            leader
+                .step(head, block, masks)
+                .map_err(|error| GraphPathError::Leader(error.to_string()))?;
         }
         Ok(ReadyStep {
             graph_path: self,
@@ -236,8 +238,7 @@ impl GraphPath {
         })
     }
 
-    /// Sets the number of the next step. When numbers start again, words of earlier steps are cleared: one with an equal number
-    /// would be taken for a result.
+    /// Sets the step number. On wrap-around old results are cleared, since an equal number would mark them as ready.
     fn begin_step(&mut self, step: u32) {
         if step < self.step {
             // Every earlier step has written its results, and the next one is not launched yet.
@@ -248,13 +249,13 @@ impl GraphPath {
         self.step = step;
     }
 
-    /// Launches a graph whose block is there.
+    /// Launches a graph with a staged block.
     fn launch(
         &mut self,
         graph: usize,
         rows: usize,
         results: usize,
-    ) -> Result<Watch, GraphPathError> {
+    ) -> Result<PendingResults, GraphPathError> {
         let graph_rows = self.graphs[graph].0.rows;
         self.device
             .launch(graph)
@@ -263,7 +264,7 @@ impl GraphPath {
                 rows,
                 source,
             })?;
-        Ok(Watch {
+        Ok(PendingResults {
             graph_rows,
             rows,
             results,
@@ -274,11 +275,10 @@ impl GraphPath {
         })
     }
 
-    /// Runs a step that another rank has staged, to its end: `data` has its block, then its mask words. Returns false, and
-    /// does nothing, if it is not one of this graph path's graphs.
-    pub(crate) fn follow(
+    /// Runs a step of the leader to its end: `data` has its block, then its mask words. Returns false if no graph here matches it.
+    pub(crate) fn run_received_step(
         &mut self,
-        head: StepHead,
+        head: StepHeader,
         data: &Message<'_>,
         block: Range<usize>,
     ) -> Result<bool, GraphPathError> {
@@ -301,66 +301,67 @@ impl GraphPath {
         data.copy(block.start, &mut memory.block[..block.len()]);
         data.copy(block.end, &mut masks[..mask_bytes]);
         self.begin_step(head.step);
-        let mut watch = self.launch(graph, rows, results)?;
-        // The next step must not be staged before this one has read its own.
-        while !self.poll(&mut watch)? {}
+        let mut pending = self.launch(graph, rows, results)?;
+        // The graph must have read its inputs before the next step is staged.
+        while !self.poll(&mut pending)? {}
         Ok(true)
     }
 
-    /// Looks for results for a short while; returns whether all have come.
-    fn poll(&mut self, watch: &mut Watch) -> Result<bool, GraphPathError> {
+    /// Polls the results for a short time; returns whether all are ready.
+    fn poll(&mut self, pending: &mut PendingResults) -> Result<bool, GraphPathError> {
         for _ in 0..POLLS {
-            let results = &self.memory.results()[watch.seen..watch.results];
-            watch.seen += results
+            let results = &self.memory.results()[pending.seen..pending.results];
+            pending.seen += results
                 .iter()
                 // SYNC: pairs with the device's write of the whole word.
                 .take_while(|word| (word.load(Ordering::Acquire) >> 32) as u32 == self.step)
                 .count();
-            if watch.seen == watch.results {
+            if pending.seen == pending.results {
                 return Ok(true);
             }
             std::hint::spin_loop();
         }
-        self.check(watch).map_err(|source| GraphPathError::Launch {
-            graph_rows: watch.graph_rows,
-            rows: watch.rows,
-            source,
-        })?;
+        self.check(pending)
+            .map_err(|source| GraphPathError::Launch {
+                graph_rows: pending.graph_rows,
+                rows: pending.rows,
+                source,
+            })?;
         Ok(false)
     }
 
-    /// Asks the device now and then whether it still works, and sleeps where the driver must not spin.
-    fn check(&mut self, watch: &mut Watch) -> Result<(), LaunchError> {
-        if watch.ended {
-            let text = format!("it ended without a result in slot {}", watch.seen);
+    /// Checks the device for errors, and sleeps beyond the spin budget.
+    fn check(&mut self, pending: &mut PendingResults) -> Result<(), LaunchError> {
+        if pending.ended {
+            let text = format!("it ended without a result in slot {}", pending.seen);
             return Err(LaunchError::Failed(text));
         }
-        let waited = watch.launched.elapsed();
-        if waited >= watch.next_check {
-            watch.next_check = waited + CHECK_INTERVAL;
-            watch.ended = self.device.ended()?;
+        let waited = pending.launched.elapsed();
+        if waited >= pending.next_check {
+            pending.next_check = waited + CHECK_INTERVAL;
+            pending.ended = self.device.ended()?;
         }
         if self.spin.is_some_and(|spin| waited >= spin) {
-            std::thread::sleep(NAP);
+            std::thread::sleep(POLL_SLEEP);
         }
         Ok(())
     }
 }
 
-/// Waits for the results of a step.
-struct Watch {
+/// The results of a running step.
+struct PendingResults {
     graph_rows: usize,
     rows: usize,
     results: usize,
-    /// Results that have come.
+    /// Results that are ready.
     seen: usize,
     launched: Instant,
     next_check: Duration,
-    /// The device has nothing to do any more.
+    /// The device is idle.
     ended: bool,
 }
 
-/// A step in the memory of the graph path, which no other step can have meanwhile.
+/// A staged step, which owns the memory of the graph path.
 pub(crate) struct ReadyStep<'l> {
     graph_path: &'l mut GraphPath,
     staged: StagedStep,
@@ -369,7 +370,7 @@ pub(crate) struct ReadyStep<'l> {
 }
 
 impl<'l> ReadyStep<'l> {
-    /// Has the device run it.
+    /// Launches it.
     pub(crate) fn launch(self) -> Result<RunningStep<'l>, GraphPathError> {
         let Self {
             graph_path,
@@ -377,26 +378,26 @@ impl<'l> ReadyStep<'l> {
             graph,
             rows,
         } = self;
-        let watch = graph_path.launch(graph, rows, staged.results())?;
+        let pending = graph_path.launch(graph, rows, staged.results())?;
         Ok(RunningStep {
             graph_path,
             staged,
-            watch,
+            pending,
         })
     }
 }
 
-/// A step that the device runs. The planner is free: it may prepare drafts, and plan the next frame.
+/// A running step. Meanwhile the planner may prepare drafts.
 pub(crate) struct RunningStep<'l> {
     graph_path: &'l mut GraphPath,
     staged: StagedStep,
-    watch: Watch,
+    pending: PendingResults,
 }
 
-/// What [`RunningStep::poll`] found.
+/// Result of [`RunningStep::poll`].
 pub(crate) enum Polled<'l> {
     /// All tokens.
-    Computed(Computed),
+    Computed(ComputedPlan),
     /// Not all of them, yet.
     Running(RunningStep<'l>),
 }
@@ -407,24 +408,26 @@ impl<'l> RunningStep<'l> {
         planner.prepare_drafts(&mut self.staged);
     }
 
-    /// Looks for the step's tokens for a short while.
+    /// Polls the step's tokens for a short time.
     pub(crate) fn poll(mut self) -> Result<Polled<'l>, GraphPathError> {
-        if !self.graph_path.poll(&mut self.watch)? {
+        if !self.graph_path.poll(&mut self.pending)? {
             return Ok(Polled::Running(self));
         }
         let memory = &self.graph_path.memory;
-        let (results, places) = (memory.results(), memory.places());
+        let (results, places) = (memory.results(), memory.logprobs());
         let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
-        // They were written before the results, which have all been seen.
-        let place_word = |word: usize| places[word].load(Ordering::Relaxed);
-        Ok(Polled::Computed(self.staged.put_tokens(token, place_word)))
+        // Written before the results, which are all ready.
+        let logprob_word = |word: usize| places[word].load(Ordering::Relaxed);
+        Ok(Polled::Computed(
+            self.staged.put_tokens(token, logprob_word),
+        ))
     }
 }
 
 /// A plan that a graph has computed.
 pub(crate) struct GraphPathRun {
-    pub(crate) computed: Computed,
-    /// How long the host staged it.
+    pub(crate) computed: ComputedPlan,
+    /// Staging time.
     pub(crate) staging: Duration,
     pub(crate) device: DeviceTimes,
 }

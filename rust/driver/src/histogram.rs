@@ -1,20 +1,20 @@
-//! Durations, counted by size: what p50 and p99 are read from.
+//! Latency histogram with log-linear buckets, as `HdrHistogram`: recorded without locks or allocation, read by any thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Each octave is cut into so many buckets, as a power of 2: a bucket is at most 1/8 wider than its lower end.
-const FINE: u32 = 3;
-const PARTS: usize = 1 << FINE;
-/// Durations of 2^37 ns (137 s) and more share the last bucket.
-const BUCKETS: usize = (37 - FINE as usize + 1) * PARTS;
+/// log2 of the buckets per power of 2: a relative width of at most 1/8.
+const SUB_BUCKET_BITS: u32 = 3;
+const SUB_BUCKETS: usize = 1 << SUB_BUCKET_BITS;
+/// The last bucket also has all durations from 2^37 ns (137 s) on.
+const BUCKETS: usize = (37 - SUB_BUCKET_BITS as usize + 1) * SUB_BUCKETS;
 
-/// Durations that one thread at a time adds, and any thread reads.
-pub(crate) struct Durations {
+/// A histogram with one writer at a time and any number of readers.
+pub(crate) struct AtomicHistogram {
     counts: [AtomicU64; BUCKETS],
     sum_ns: AtomicU64,
 }
 
-impl Durations {
+impl AtomicHistogram {
     pub(crate) const fn new() -> Self {
         Self {
             counts: [const { AtomicU64::new(0) }; BUCKETS],
@@ -22,10 +22,10 @@ impl Durations {
         }
     }
 
-    /// Adds a duration. Only one thread at a time may do so.
+    /// Records a duration. Only one thread at a time may call it.
     pub(crate) fn add(&self, ns: u64) {
-        raise(&self.counts[bucket(ns)], 1);
-        raise(&self.sum_ns, ns);
+        increment(&self.counts[bucket(ns)], 1);
+        increment(&self.sum_ns, ns);
     }
 
     pub(crate) fn read(&self) -> Histogram {
@@ -36,8 +36,8 @@ impl Durations {
     }
 }
 
-/// Raises a count that no other thread writes: cheaper than an atomic addition.
-pub(crate) fn raise(count: &AtomicU64, by: u64) {
+/// Adds to a counter with a single writer, without an atomic read-modify-write.
+pub(crate) fn increment(count: &AtomicU64, by: u64) {
     count.store(load(count).wrapping_add(by), Ordering::Relaxed);
 }
 
@@ -45,36 +45,35 @@ pub(crate) fn load(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// Durations as they were when they were read.
+/// A snapshot of an [`AtomicHistogram`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Histogram {
-    /// Of each bucket; as many in all histograms, or none at all.
+    /// Count of each bucket; empty by default.
     counts: Vec<u64>,
     sum_ns: u64,
 }
 
 impl Histogram {
-    /// How many there are.
+    /// Number of durations.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Their sum, in nanoseconds.
+    /// Sum in nanoseconds.
     #[must_use]
     pub const fn sum_ns(&self) -> u64 {
         self.sum_ns
     }
 
-    /// How many are shorter than `2^exponent` nanoseconds, for an exponent of 3 or more.
+    /// Number of durations below `2^exponent` nanoseconds, exact for exponents from 3 on.
     #[must_use]
-    pub fn below_power(&self, exponent: u32) -> u64 {
-        let end = exponent.saturating_sub(FINE - 1) as usize * PARTS;
+    pub fn count_below_power_of_two(&self, exponent: u32) -> u64 {
+        let end = exponent.saturating_sub(SUB_BUCKET_BITS - 1) as usize * SUB_BUCKETS;
         self.counts.iter().take(end).sum()
     }
 
-    /// The duration that a share of them does not exceed, in nanoseconds, to a sixteenth of its value; `None` if there are
-    /// none.
+    /// Quantile in nanoseconds, with a relative error of at most 1/16; `None` if empty.
     #[must_use]
     pub fn quantile_ns(&self, share: f64) -> Option<f64> {
         let count = self.count();
@@ -90,7 +89,7 @@ impl Histogram {
         ))
     }
 
-    /// What came after `earlier` was read.
+    /// The difference to an earlier snapshot.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let before = |index: usize| earlier.counts.get(index).copied().unwrap_or(0);
@@ -106,21 +105,21 @@ impl Histogram {
 
 /// The bucket of a duration.
 fn bucket(ns: u64) -> usize {
-    if ns < PARTS as u64 {
+    if ns < SUB_BUCKETS as u64 {
         return ns as usize;
     }
     let octave = ns.ilog2();
-    let part = (ns >> (octave - FINE)) as usize & (PARTS - 1);
-    ((octave - FINE + 1) as usize * PARTS + part).min(BUCKETS - 1)
+    let part = (ns >> (octave - SUB_BUCKET_BITS)) as usize & (SUB_BUCKETS - 1);
+    ((octave - SUB_BUCKET_BITS + 1) as usize * SUB_BUCKETS + part).min(BUCKETS - 1)
 }
 
 /// The shortest duration of a bucket.
 fn lower_end(bucket: usize) -> u64 {
-    if bucket < PARTS {
+    if bucket < SUB_BUCKETS {
         return bucket as u64;
     }
-    let octave = bucket / PARTS - 1;
-    ((PARTS + bucket % PARTS) as u64) << octave
+    let octave = bucket / SUB_BUCKETS - 1;
+    ((SUB_BUCKETS + bucket % SUB_BUCKETS) as u64) << octave
 }
 
 #[cfg(test)]
@@ -130,7 +129,7 @@ mod tests {
     use super::*;
 
     fn histogram(durations: &[u64]) -> Histogram {
-        let all = Durations::new();
+        let all = AtomicHistogram::new();
         for &ns in durations {
             all.add(ns);
         }
@@ -142,7 +141,7 @@ mod tests {
         assert_eq!(lower_end(0), 0);
         for index in 0..BUCKETS - 1 {
             let (low, high) = (lower_end(index), lower_end(index + 1));
-            assert!(low < high && (index < PARTS || high - low <= low / 8));
+            assert!(low < high && (index < SUB_BUCKETS || high - low <= low / 8));
             assert_eq!((bucket(low), bucket(high - 1)), (index, index));
         }
         assert_eq!(bucket(u64::MAX), BUCKETS - 1);
@@ -166,7 +165,7 @@ mod tests {
             prop_assert_eq!(found.count(), durations.len() as u64);
             prop_assert_eq!(found.sum_ns(), durations.iter().sum::<u64>());
             let below = durations.partition_point(|&ns| ns < 1 << exponent);
-            prop_assert_eq!(found.below_power(exponent), below as u64);
+            prop_assert_eq!(found.count_below_power_of_two(exponent), below as u64);
             let rank = ((durations.len() as f64 * share).ceil() as usize).max(1);
             let exact = durations[rank - 1] as f64;
             let found = found.quantile_ns(share).unwrap();

@@ -1,21 +1,20 @@
-//! An open load of an adapter. Requests and batches may come and go meanwhile.
+//! An open load of a `LoRA` adapter. Other requests are served meanwhile.
 
 use std::sync::Arc;
 
 use pie_ring::Lease;
 
-use crate::note::Note;
+use crate::log_line::LogLine;
 use crate::shared_planner::SharedPlanner;
 use crate::status;
 
-/// Which adapter to load.
+/// The adapter to load.
 pub(crate) struct AdapterLoad {
     pub(crate) id: i64,
     pub(crate) path: String,
 }
 
-/// An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
-/// abort, and requests find what they found before.
+/// A load of an adapter, which replaces one with the same id. Dropping it aborts the request and changes nothing.
 pub struct Load {
     lease: Option<Lease>,
     driver_id: u32,
@@ -38,21 +37,21 @@ impl Load {
         }
     }
 
-    /// The id that requests bind, at least 1.
+    /// The adapter id, at least 1.
     #[must_use]
     pub const fn id(&self) -> i64 {
         self.adapter.id
     }
 
-    /// Where the adapter lies; not empty.
+    /// The path of the adapter; not empty.
     #[must_use]
     pub fn path(&self) -> &str {
         &self.adapter.path
     }
 
-    /// Answers with a code of [`crate::status`], once. After [`status::OK`] requests may bind the adapter. A `reason` says
-    /// in words why they may not, to clients that read it.
-    pub fn commit(&mut self, code: i32, reason: &str) -> Option<Note> {
+    /// Responds with a code of [`crate::status`], once, and for clients that read it a `reason`. After [`status::OK`] requests may use
+    /// the adapter.
+    pub fn commit(&mut self, code: i32, reason: &str) -> Option<LogLine> {
         let lease = self.lease.take()?;
         if code == status::OK {
             let id = self.adapter.id;

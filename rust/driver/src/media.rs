@@ -1,10 +1,10 @@
-//! What a batch keeps of its request: the pixels of its images.
+//! The pixels of the images of a batch.
 
 use std::ops::Range;
 
 use pie_wire::ArchivedForwardRequest;
 
-/// The copy of a request that brings images. It lives as long as its batch, and longer while it is still read.
+/// The copy of a request with images; reference-counted, since Python may read it after the batch.
 #[derive(Debug)]
 pub struct Media {
     request: Vec<u64>,

@@ -1,4 +1,4 @@
-//! Waits for requests and answers what needs no model.
+//! The responder: the loop over the requests of the ring.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,30 +10,30 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::copy::Copy;
 use crate::counters::Counts;
-use crate::decide::{Action, Decision, Work, decide};
 use crate::graph_path::{GraphPath, GraphPathError};
 use crate::load::Load;
+use crate::log_line::LogLine;
 use crate::media::Media;
-use crate::note::Note;
+use crate::parse::{Action, ParsedRequest, RequestKind, parse_request};
 use crate::shared_planner::SharedPlanner;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
 
-/// What came of waiting.
+/// Result of [`Responder::next`].
 pub enum Event {
     /// The server was stopped.
     Stopped,
-    /// A request was answered, and this is worth a log line.
-    Notes(Vec<Note>),
-    /// The graph path answered a batch, and the caller [asked for reports](Responder::with_steps).
+    /// A request was answered, with log lines.
+    LogLines(Vec<LogLine>),
+    /// The graph path answered a batch; only [with steps](Responder::with_steps).
     Step(Step),
-    /// A [`pie_ring::Waker`] has called.
-    Called,
-    /// The engine must act.
+    /// A [`pie_ring::Waker`] interrupted the wait.
+    Woken,
+    /// Work for Python.
     Job(Job),
-    /// Nothing can be served any more: the device [cannot](GraphPathError::is_fatal), or a step failed on this rank of several and
-    /// the others wait for it. The request was answered by an abort.
-    Lost(GraphPathError),
+    /// The driver must end: the device is [lost](GraphPathError::is_fatal), or a step failed on one of several ranks. The request was
+    /// aborted.
+    DeviceLost(GraphPathError),
 }
 
 /// A batch that the graph path answered.
@@ -41,17 +41,17 @@ pub enum Event {
 pub struct Step {
     /// Requests of the batch.
     pub requests: usize,
-    /// Rows that the model computed.
+    /// Query tokens.
     pub tokens: usize,
-    /// The host's side.
+    /// Host timings.
     pub timing: Timing,
-    /// The device's side.
+    /// Device timings.
     pub device: DeviceTimes,
-    /// What is worth a log line.
-    pub notes: Vec<Note>,
+    /// Log lines.
+    pub log_lines: Vec<LogLine>,
 }
 
-/// What the engine must do.
+/// Work for Python.
 pub enum Job {
     /// Run a batch.
     Batch(Batch),
@@ -61,7 +61,7 @@ pub enum Job {
     Load(Load),
 }
 
-/// A frame that the warm-up cannot use.
+/// A warm-up failed.
 #[derive(Debug, Error)]
 pub enum WarmUpError {
     /// The bytes are not a frame.
@@ -73,7 +73,7 @@ pub enum WarmUpError {
     /// The frame is not a forward request.
     #[error("the warm-up takes forward frames only")]
     NotForward,
-    /// The last batch is still open.
+    /// Another batch is open.
     #[error("another batch is open")]
     Busy,
     /// The graph path failed.
@@ -84,7 +84,7 @@ pub enum WarmUpError {
 /// Takes requests off the ring, one at a time and oldest first.
 pub struct Responder {
     shared: Arc<SharedPlanner>,
-    /// The request under examination, as large as the largest so far.
+    /// Buffer for the copy of the current request.
     request: Mutex<Vec<u64>>,
     host_pages: u32,
     wait: Wait,
@@ -107,40 +107,39 @@ impl Responder {
         }
     }
 
-    /// With a graph path for the batches that it takes.
+    /// Enables the graph path.
     #[must_use]
     pub fn with_graph_path(mut self, graph_path: GraphPath) -> Self {
         self.graph_path = Mutex::new(Some(graph_path));
         self
     }
 
-    /// Reports every batch that the graph path answered.
+    /// Enables [`Event::Step`] for every batch of the graph path.
     #[must_use]
     pub const fn with_steps(mut self) -> Self {
         self.steps = true;
         self
     }
 
-    /// What was served so far. May be called by any thread, at any time; pages are looked at once for each call.
+    /// Counters so far, for any thread; each call triggers one sample of the pages in use.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.shared.counters().read()
     }
 
-    /// Waits until there is something to report or to do. Requests that are answered without either
-    /// do not end the wait.
+    /// Serves requests until there is something to report or to do.
     ///
     /// # Errors
     /// [`SystemError`] when the kernel refuses to wait.
     pub fn next(&self, ring: &mut Server) -> Result<Event, SystemError> {
         while let Some(lease) = ring.wait(self.wait)? {
             match self.handle(lease) {
-                Event::Notes(notes) if notes.is_empty() => {}
+                Event::LogLines(log_lines) if log_lines.is_empty() => {}
                 event => return Ok(event),
             }
         }
-        Ok(if ring.take_call() {
-            Event::Called
+        Ok(if ring.take_wake() {
+            Event::Woken
         } else {
             Event::Stopped
         })
@@ -149,21 +148,21 @@ impl Responder {
     fn handle(&self, lease: Lease) -> Event {
         let received_ns = monotonic_ns();
         let Some(mut planner) = self.shared.take() else {
-            // Only a caller that keeps a batch open while it waits for the next comes here.
-            let note = Note::new("busy", "a request came while a batch was open");
+            // The caller kept a batch open while it waited for the next.
+            let log_line = LogLine::new("busy", "a request came while a batch was open");
             let published = status::answer(lease, 0, status::UNSUPPORTED);
-            return Event::Notes([note].into_iter().chain(published).collect());
+            return Event::LogLines([log_line].into_iter().chain(published).collect());
         };
-        let Decision {
+        let ParsedRequest {
             driver_id,
-            work,
+            kind,
             media,
             parse,
             plan,
         } = {
             let mut words = self.request.lock().unwrap_or_else(PoisonError::into_inner);
             let counters = self.shared.counters();
-            decide(&lease, &mut words, &mut planner, self.host_pages, counters)
+            parse_request(&lease, &mut words, &mut planner, self.host_pages, counters)
         };
         let timing = Timing {
             received_ns,
@@ -171,16 +170,16 @@ impl Responder {
             plan,
             ..Timing::default()
         };
-        match work {
-            Work::Batch(plan) => self.open(lease, (planner, plan), media, timing),
-            Work::Other(action) => {
+        match kind {
+            RequestKind::Batch(plan) => self.open(lease, (planner, plan), media, timing),
+            RequestKind::Other(action) => {
                 self.shared.put_back(planner);
-                self.act(lease, driver_id, action)
+                self.perform(lease, driver_id, action)
             }
         }
     }
 
-    /// Hands out a batch that needs the model, and answers one that does not.
+    /// Runs or returns a batch that needs the model, and answers one that does not.
     fn open(
         &self,
         lease: Lease,
@@ -192,31 +191,31 @@ impl Responder {
         let shared = Arc::clone(&self.shared);
         let mut batch = Batch::new(Some(lease), (planner, plan), shared, media, timing);
         if !needs_model {
-            return Event::Notes(batch.commit(DeviceTimes::default()));
+            return Event::LogLines(batch.commit(DeviceTimes::default()));
         }
         match self.run(&mut batch) {
             None => Event::Job(Job::Batch(batch)),
             Some(Ok(device)) => self.finish(batch, device),
             Some(Err(error)) => {
                 batch.fail();
-                if error.is_fatal() || self.leads() {
-                    return Event::Lost(error);
+                if error.is_fatal() || self.is_leader() {
+                    return Event::DeviceLost(error);
                 }
                 let text = format!("a batch was answered by an abort: {error}");
-                Event::Notes(vec![Note::new("forward", text)])
+                Event::LogLines(vec![LogLine::new("forward", text)])
             }
         }
     }
 
-    fn leads(&self) -> bool {
+    fn is_leader(&self) -> bool {
         let graph_path = self
             .graph_path
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        graph_path.as_ref().is_some_and(GraphPath::leads)
+        graph_path.as_ref().is_some_and(GraphPath::is_leader)
     }
 
-    /// Runs a batch on the graph path, if that takes it.
+    /// Runs a batch on the graph path, if a graph fits.
     fn run(&self, batch: &mut Batch) -> Option<Result<DeviceTimes, GraphPathError>> {
         let mut graph_path = self
             .graph_path
@@ -229,9 +228,9 @@ impl Responder {
         let (requests, tokens) = batch
             .plan()
             .map_or((0, 0), |plan| (plan.request_count(), plan.token_count()));
-        let notes = batch.commit(device);
+        let log_lines = batch.commit(device);
         if !self.steps {
-            return Event::Notes(notes);
+            return Event::LogLines(log_lines);
         }
         let timing = batch.timing();
         Event::Step(Step {
@@ -239,12 +238,11 @@ impl Responder {
             tokens,
             timing,
             device,
-            notes,
+            log_lines,
         })
     }
 
-    /// Runs a frame of the caller's own on the graph path, for warm-up: its answer goes nowhere. Returns whether
-    /// the graph path took it.
+    /// Runs a warm-up frame on the graph path. Returns whether a graph fits it.
     ///
     /// # Errors
     /// [`WarmUpError`] as [`Responder::warm_up`], and when the graph path fails.
@@ -259,12 +257,12 @@ impl Responder {
         }
     }
 
-    /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere. It may bind [`WARM_UP_ADAPTER`].
+    /// Plans a warm-up frame, whose response is dropped. It may use [`WARM_UP_ADAPTER`].
     ///
     /// # Errors
     /// [`WarmUpError`] when the bytes are not a consistent forward frame, or a batch is open.
     pub fn warm_up(&self, frame: &[u8]) -> Result<Batch, WarmUpError> {
-        // An archive is read in place and must start at a multiple of its alignment.
+        // Archives are read in place, aligned.
         let mut aligned = vec![0_u64; frame.len().div_ceil(size_of::<u64>())];
         let bytes = &mut bytemuck::cast_slice_mut(&mut aligned)[..frame.len()];
         bytes.copy_from_slice(frame);
@@ -294,8 +292,8 @@ impl Responder {
         Ok(Batch::new(None, (planner, plan), shared, media, timing))
     }
 
-    /// Answers a request, or hands out its job.
-    fn act(&self, lease: Lease, driver_id: u32, action: Action) -> Event {
+    /// Responds to a request, or returns its job.
+    fn perform(&self, lease: Lease, driver_id: u32, action: Action) -> Event {
         match action {
             Action::Copy(pairs) => {
                 let shared = Arc::clone(&self.shared);
@@ -306,14 +304,14 @@ impl Responder {
                 Event::Job(Job::Load(Load::new(lease, driver_id, adapter, shared)))
             }
             Action::Status(code) => {
-                Event::Notes(status::answer(lease, driver_id, code).into_iter().collect())
+                Event::LogLines(status::answer(lease, driver_id, code).into_iter().collect())
             }
             Action::Refuse { code, kind, text } => {
-                // The answer comes first: a slow log must not delay it.
+                // The response first: a slow log must not delay it.
                 let published = status::answer(lease, driver_id, code);
-                let note = Note::new(kind, format!("{text}; answered status {code}"));
+                let log_line = LogLine::new(kind, format!("{text}; answered status {code}"));
                 self.shared.counters().refused(kind);
-                Event::Notes([note].into_iter().chain(published).collect())
+                Event::LogLines([log_line].into_iter().chain(published).collect())
             }
         }
     }

@@ -1,8 +1,8 @@
-//! Status codes of the Pie driver protocol, and the answer that is nothing else.
+//! Status codes and status responses of the Pie driver protocol.
 
 use pie_ring::Lease;
 
-use crate::note::Note;
+use crate::log_line::LogLine;
 
 /// Done.
 pub const OK: i32 = 0;
@@ -23,12 +23,12 @@ pub(crate) fn answer_with_reason(
     driver_id: u32,
     code: i32,
     reason: &str,
-) -> Option<Note> {
+) -> Option<LogLine> {
     let frame = pie_wire::status_frame(driver_id, code, false);
-    Note::of_publication(lease.reply(&pie_wire::with_reason(&frame, reason)))
+    LogLine::of_publication(lease.reply(&pie_wire::with_reason(&frame, reason)))
 }
 
-/// Answers a request with a code; returns what is worth a log line.
-pub(crate) fn answer(lease: Lease, driver_id: u32, code: i32) -> Option<Note> {
-    Note::of_publication(lease.reply(&pie_wire::status_frame(driver_id, code, false)))
+/// Responds with a status code; returns a log line if the response was not delivered.
+pub(crate) fn answer(lease: Lease, driver_id: u32, code: i32) -> Option<LogLine> {
+    LogLine::of_publication(lease.reply(&pie_wire::status_frame(driver_id, code, false)))
 }

@@ -1,8 +1,8 @@
-//! Where a batch's time goes.
+//! Timings of a batch.
 
 use std::time::Duration;
 
-use pie_planner::Probes;
+use pie_planner::ForwardTimings;
 use rustix::time::{ClockId, clock_gettime};
 
 /// Nanoseconds of the monotonic clock, which is also Python's `time.perf_counter_ns`.
@@ -12,7 +12,7 @@ pub fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// The host's side of a batch.
+/// Host timings of a batch.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Timing {
     /// When the request was seen, by [`monotonic_ns`].
@@ -25,7 +25,7 @@ pub struct Timing {
     pub respond: Duration,
 }
 
-/// The engine's side of a batch, in µs; 0 = not measured.
+/// Device timings of a batch, in µs; 0 = not measured.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DeviceTimes {
     /// Host-to-device copies.
@@ -37,20 +37,20 @@ pub struct DeviceTimes {
 }
 
 impl DeviceTimes {
-    /// How long the batch kept the engine.
+    /// Device time of the batch.
     pub(crate) fn busy(self) -> Duration {
         Duration::from_micros(u64::from(self.launch_us) + u64::from(self.sync_us))
     }
 }
 
 impl Timing {
-    /// What the host took while the device had nothing to do.
+    /// Host time while the device was idle.
     pub(crate) fn host(&self) -> Duration {
         self.parse + self.plan + self.respond
     }
 
-    pub(crate) fn probes(&self, device: DeviceTimes) -> Probes {
-        Probes {
+    pub(crate) fn forward_timings(&self, device: DeviceTimes) -> ForwardTimings {
+        ForwardTimings {
             wire_parse: micros(self.parse),
             plan: micros(self.plan),
             h2d: device.h2d_us,
@@ -60,7 +60,7 @@ impl Timing {
     }
 }
 
-/// Rounded; as many as there is room for.
+/// Rounded and saturating.
 pub(crate) fn micros(duration: Duration) -> u32 {
     u32::try_from((duration.as_nanos() + 500) / 1000).unwrap_or(u32::MAX)
 }

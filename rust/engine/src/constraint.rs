@@ -1,25 +1,27 @@
-//! Grammars as the scheduler's constraints.
+//! Grammars as the scheduler's constraints (constrained decoding).
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_grammar::{Compiler, Follower, Grammar, GrammarError, Pending, Progress, Ready};
-use pie_scheduler::{Begun, Constrain, Constraint, Mask};
+use pie_grammar::{
+    AsyncMatcher, CompiledGrammar, Compiler, Grammar, GrammarError, PendingGrammar, Progress,
+};
+use pie_scheduler::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask};
 
-/// A grammar for the sequences of requests: [`NewRequest::constraint`](crate::NewRequest::constraint).
+/// The grammar of a request: [`NewRequest::constraint`](crate::NewRequest::constraint).
 ///
-/// It is compiled while the request waits in the queue, and masks are computed by the compiler's threads from the moment on at which a
-/// token is known.
+/// It is compiled while the request waits in the queue. The compiler's threads compute each token mask as soon as the token before it
+/// is known.
 #[derive(Debug)]
 pub struct GrammarConstraint {
     compiler: Compiler,
-    pending: Pending,
-    /// The tokens after which it binds; none for the start.
+    pending: PendingGrammar,
+    /// The grammar applies after these tokens, as the end of reasoning; empty for the start.
     after: Arc<[u32]>,
 }
 
 impl GrammarConstraint {
-    /// Asks for the grammar, which binds what follows the first place that has the tokens `after`, and returns at once.
+    /// Starts to compile `grammar`, which applies to what follows the first occurrence of the tokens `after`. Does not block.
     pub fn new(compiler: &Compiler, grammar: &Grammar, after: &[u32]) -> Self {
         Self {
             compiler: compiler.clone(),
@@ -29,56 +31,55 @@ impl GrammarConstraint {
     }
 }
 
-fn failed(error: &GrammarError) -> Begun {
+fn failed(error: &GrammarError) -> GrammarStatus {
     let reason = error.to_string().into();
     if error.is_temporary() {
-        Begun::Busy(reason)
+        GrammarStatus::Busy(reason)
     } else {
-        Begun::Failed(reason)
+        GrammarStatus::Invalid(reason)
     }
 }
 
-impl Constrain for GrammarConstraint {
-    fn begin(&self, most: u32, jumps: bool) -> Begun {
+impl GrammarHandle for GrammarConstraint {
+    fn create_matcher(&self, most: u32, jumps: bool) -> GrammarStatus {
         let ready = match self.pending.progress() {
-            Progress::Compiling => return Begun::Waiting,
+            Progress::Compiling => return GrammarStatus::Compiling,
             Progress::Failed(error) => return failed(&error),
             Progress::Ready(ready) => ready,
         };
-        let follow = Follow {
+        let grammar = MatcherFactory {
             compiler: self.compiler.clone(),
             ready,
             jumps,
         };
-        Begun::Ready(if self.after.is_empty() {
-            Box::new(follow.from(most))
+        GrammarStatus::Ready(if self.after.is_empty() {
+            Box::new(grammar.matcher(most))
         } else {
-            Box::new(Thinking {
-                follow,
+            Box::new(AfterReasoning {
+                grammar,
                 end: Arc::clone(&self.after),
-                last: Vec::new(),
-                binds: None,
+                tail: Vec::new(),
+                matcher: None,
             })
         })
     }
 
-    fn is_waiting(&self) -> bool {
+    fn is_compiling(&self) -> bool {
         matches!(self.pending.progress(), Progress::Compiling)
     }
 }
 
-/// Begins to follow.
 #[derive(Debug)]
-struct Follow {
+struct MatcherFactory {
     compiler: Compiler,
-    ready: Arc<Ready>,
-    /// Whether tokens without alternative are not drawn.
+    ready: Arc<CompiledGrammar>,
+    /// Jump-forward: tokens without an alternative are not sampled.
     jumps: bool,
 }
 
-impl Follow {
-    fn from(&self, most: u32) -> Following {
-        Following(Follower::new(
+impl MatcherFactory {
+    fn matcher(&self, most: u32) -> SequenceMatcher {
+        SequenceMatcher(AsyncMatcher::new(
             &self.compiler,
             &self.ready,
             self.jumps,
@@ -87,59 +88,59 @@ impl Follow {
     }
 }
 
-/// A sequence that the grammar binds.
+/// Matches a sequence from its start.
 #[derive(Debug)]
-struct Following(Follower);
+struct SequenceMatcher(AsyncMatcher);
 
-impl Constraint for Following {
-    fn take(&mut self, token: u32, most: u32) -> bool {
-        self.0.take(&[token], most as usize)
+impl GrammarMatcher for SequenceMatcher {
+    fn accept_token(&mut self, token: u32, most: u32) -> bool {
+        self.0.accept_tokens(&[token], most as usize)
     }
 
-    fn prepare(&mut self, budget: &mut Duration) -> bool {
+    fn prepare_mask(&mut self, budget: &mut Duration) -> bool {
         self.0.prepare(budget)
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
-        let next = self.0.following().map_err(|error| error.to_string())?;
+    fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+        let next = self.0.next_mask().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         Ok(Some(next.mask))
     }
 }
 
-/// A sequence that says what it likes until it has said the tokens of `end`, as models do that think before they answer.
+/// Matches a sequence from the end of its reasoning, the tokens `end`; before it is free.
 #[derive(Debug)]
-struct Thinking {
-    follow: Follow,
+struct AfterReasoning {
+    grammar: MatcherFactory,
     end: Arc<[u32]>,
     /// The last tokens, one fewer than `end` has.
-    last: Vec<u32>,
-    binds: Option<Following>,
+    tail: Vec<u32>,
+    matcher: Option<SequenceMatcher>,
 }
 
-impl Constraint for Thinking {
-    fn take(&mut self, token: u32, most: u32) -> bool {
-        if let Some(binds) = &mut self.binds {
-            return binds.take(token, most);
+impl GrammarMatcher for AfterReasoning {
+    fn accept_token(&mut self, token: u32, most: u32) -> bool {
+        if let Some(matcher) = &mut self.matcher {
+            return matcher.accept_token(token, most);
         }
-        self.last.push(token);
-        if *self.last == *self.end {
-            self.binds = Some(self.follow.from(most));
-        } else if self.last.len() == self.end.len() {
-            self.last.remove(0);
+        self.tail.push(token);
+        if *self.tail == *self.end {
+            self.matcher = Some(self.grammar.matcher(most));
+        } else if self.tail.len() == self.end.len() {
+            self.tail.remove(0);
         }
         false
     }
 
-    fn prepare(&mut self, budget: &mut Duration) -> bool {
-        let binds = self.binds.as_mut();
-        binds.is_none_or(|binds| binds.prepare(budget))
+    fn prepare_mask(&mut self, budget: &mut Duration) -> bool {
+        let matcher = self.matcher.as_mut();
+        matcher.is_none_or(|matcher| matcher.prepare_mask(budget))
     }
 
-    fn next(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
-        self.binds
+    fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+        self.matcher
             .as_mut()
-            .map_or(Ok(None), |binds| binds.next(forced))
+            .map_or(Ok(None), |matcher| matcher.next_mask(forced))
     }
 }
 
@@ -149,13 +150,12 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a grammar that is compiled so.
-    fn begun(text: &str, settings: Settings) -> Begun {
+    fn begun(text: &str, settings: Settings) -> GrammarStatus {
         let vocabulary = Vocabulary::new(&[b"a".to_vec(), Vec::new()], &[], &[1]).unwrap();
         let compiler = Compiler::with_settings(vocabulary, settings).unwrap();
         let constraint = GrammarConstraint::new(&compiler, &Grammar::Regex(text.into()), &[]);
         let _ = constraint.pending.wait();
-        constraint.begin(9, true)
+        constraint.create_matcher(9, true)
     }
 
     #[test]
@@ -172,12 +172,12 @@ mod tests {
             limit: 1024,
         };
         for begun in [begun("a", no_process), failed(&full)] {
-            let Begun::Busy(reason) = begun else {
+            let GrammarStatus::Busy(reason) = begun else {
                 panic!("the grammar is blamed: {begun:?}")
             };
             assert!(reason.ends_with("try again later"), "{reason}");
         }
         let wrong = begun("(", Settings::default());
-        assert!(matches!(wrong, Begun::Failed(_)), "{wrong:?}");
+        assert!(matches!(wrong, GrammarStatus::Invalid(_)), "{wrong:?}");
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use pie_ring::{CallError, Client};
 use serde::Serialize;
 
-use crate::error::RuntimeError;
+use crate::error::EngineError;
 use crate::group;
 use crate::handshake::{Capabilities, Handshake, lines};
 use crate::log::{Log, LogSink};
@@ -35,7 +35,7 @@ const LAST_LINES: Duration = Duration::from_secs(1);
 /// let client = driver.connect()?;
 /// // Frames go to the client; pie_engine::Link makes them.
 /// driver.stop();
-/// # Ok::<(), pie_engine::RuntimeError>(())
+/// # Ok::<(), pie_engine::EngineError>(())
 /// ```
 #[derive(Debug)]
 pub struct Driver {
@@ -72,16 +72,16 @@ impl Driver {
     /// `sink`.
     ///
     /// # Errors
-    /// [`RuntimeError::Model`], [`RuntimeError::Random`], [`RuntimeError::Spawn`].
-    pub fn spawn(mut settings: DriverSettings, sink: LogSink) -> Result<Self, RuntimeError> {
+    /// [`EngineError::Model`], [`EngineError::Random`], [`EngineError::Spawn`].
+    pub fn spawn(mut settings: DriverSettings, sink: LogSink) -> Result<Self, EngineError> {
         settings.model =
-            fs::canonicalize(&settings.model).map_err(|source| RuntimeError::Model {
+            fs::canonicalize(&settings.model).map_err(|source| EngineError::Model {
                 path: settings.model.clone(),
                 source,
             })?;
         let group = group::unused_id()?;
         let python = &settings.python;
-        let failed = |source| RuntimeError::Spawn {
+        let failed = |source| EngineError::Spawn {
             python: python.clone(),
             source,
         };
@@ -112,8 +112,8 @@ impl Driver {
     /// Reads the handshake to its end.
     ///
     /// # Errors
-    /// [`RuntimeError::NotReady`], [`RuntimeError::Ended`], [`RuntimeError::Handshake`].
-    pub fn wait_ready(&mut self) -> Result<Capabilities, RuntimeError> {
+    /// [`EngineError::NotReady`], [`EngineError::Ended`], [`EngineError::Handshake`].
+    pub fn wait_ready(&mut self) -> Result<Capabilities, EngineError> {
         loop {
             if let Some(caps) = self.poll_ready(Duration::from_secs(1))? {
                 return Ok(caps);
@@ -125,7 +125,7 @@ impl Driver {
     ///
     /// # Errors
     /// Those of [`wait_ready`](Self::wait_ready).
-    pub fn poll_ready(&mut self, wait: Duration) -> Result<Option<Capabilities>, RuntimeError> {
+    pub fn poll_ready(&mut self, wait: Duration) -> Result<Option<Capabilities>, EngineError> {
         let after = self.settings.ready_timeout;
         let until = Instant::now() + wait;
         loop {
@@ -140,7 +140,7 @@ impl Driver {
                 }
                 Err(RecvTimeoutError::Timeout) if self.start.begin.elapsed() >= after => {
                     let log = self.log.tail(Duration::ZERO);
-                    return Err(RuntimeError::NotReady { after, log });
+                    return Err(EngineError::NotReady { after, log });
                 }
                 Err(RecvTimeoutError::Timeout) => return Ok(None),
                 Err(RecvTimeoutError::Disconnected) => {
@@ -153,8 +153,8 @@ impl Driver {
     /// Opens the region. From now on the end of the process ends every call of the client, by [`CallError::Aborted`].
     ///
     /// # Errors
-    /// [`RuntimeError::Call`] if there is no usable region.
-    pub fn connect(&self) -> Result<Arc<Client>, RuntimeError> {
+    /// [`EngineError::Call`] if there is no usable region.
+    pub fn connect(&self) -> Result<Arc<Client>, EngineError> {
         let client = Client::open(
             &group::region(self.group),
             pie_wire::SCHEMA_HASH,
@@ -172,7 +172,7 @@ impl Driver {
                 thread::sleep(WATCH);
             }
         });
-        let watch = watch.map_err(|source| RuntimeError::Spawn {
+        let watch = watch.map_err(|source| EngineError::Spawn {
             python: self.settings.python.clone(),
             source,
         })?;
@@ -192,14 +192,14 @@ impl Driver {
 
     /// What an error of a call means: whether the driver has ended or is stuck, with the end of its log.
     #[must_use]
-    pub fn explain(&self, error: RuntimeError) -> RuntimeError {
+    pub fn explain(&self, error: EngineError) -> EngineError {
         match error {
-            RuntimeError::Call(CallError::Aborted) => self.ended("while it served"),
-            RuntimeError::Call(CallError::TimedOut { after, .. }) => RuntimeError::Stuck {
+            EngineError::Call(CallError::Aborted) => self.ended("while it served"),
+            EngineError::Call(CallError::TimedOut { after, .. }) => EngineError::Stuck {
                 after,
                 log: self.log.tail(Duration::ZERO),
             },
-            RuntimeError::Answer(error) => RuntimeError::Refused {
+            EngineError::Reply(error) => EngineError::Refused {
                 what: error.to_string(),
                 log: self.log.tail(Duration::ZERO),
             },
@@ -250,7 +250,7 @@ impl Driver {
         }
     }
 
-    fn ended(&self, when: &'static str) -> RuntimeError {
+    fn ended(&self, when: &'static str) -> EngineError {
         // A process that has closed its pipe may need a moment to end.
         let status = self.process.wait(self.settings.stop_timeout);
         let how = status.map_or_else(
@@ -258,7 +258,7 @@ impl Driver {
             |status| format!("ended ({status})"),
         );
         let log = self.log.tail(LAST_LINES);
-        RuntimeError::Ended { how, when, log }
+        EngineError::Ended { how, when, log }
     }
 }
 

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pie_ring::{CallError, RegionError};
-use pie_scheduler::SchedError;
+use pie_scheduler::SchedulerError;
 use pie_wire::WireError;
 
 /// Why a driver cannot be started, or why it cannot serve any longer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum RuntimeError {
+pub enum EngineError {
     /// The folder of the model cannot be used.
     #[error(
         "cannot find the model {}: {source}\n\nhint: name the folder of a snapshot, with `config.json` in it",
@@ -93,7 +93,7 @@ pub enum RuntimeError {
 
     /// A setting of the scheduler cannot be meant.
     #[error("the scheduler cannot be made: {0}")]
-    Scheduler(#[from] SchedError),
+    Scheduler(#[from] SchedulerError),
 
     /// The handshake does not follow the protocol.
     #[error("the handshake has the line {line:?}: {problem}")]
@@ -168,13 +168,13 @@ pub enum RuntimeError {
 
     /// An answer that is not what was asked for.
     #[error("the driver {0}")]
-    Answer(#[from] AnswerError),
+    Reply(#[from] ReplyError),
 }
 
 /// An answer that is not what was asked for.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum AnswerError {
+pub enum ReplyError {
     /// The driver gave the whole batch up.
     #[error("gave the batch up")]
     Aborted,

@@ -1,4 +1,4 @@
-//! Forward frames, made in buffers that are used again.
+//! Builder of forward frames: the rows of a step as Pie's wire format, in reused buffers.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -9,57 +9,57 @@ use pie_wire::{
 };
 
 use self::bits::BitMasks;
-use self::params::Registry;
-use crate::answer::{Asked, Scored};
-use crate::mask::{all_but, only};
-use crate::picture::Pictures;
+use self::params::ParamRegistry;
+use crate::mask::{except, only};
+use crate::prompt_images::PromptImages;
+use crate::reply::{ExpectedLogprobs, ExpectedReply};
 
-/// What one context brings to a frame.
+/// One sequence of a step: input tokens, KV pages, sampling.
 #[derive(Clone, Copy, Debug)]
 pub struct FrameRow<'a> {
-    /// By which the driver knows a context again; 0 for none.
+    /// The driver's key for state of this sequence (drafter, token history); 0 for none.
     pub context_id: u64,
-    /// Input: a prompt, a part of one, or the last token.
+    /// Input tokens: a prompt, a chunk of one, or the last token.
     pub tokens: &'a [u32],
-    /// The request of the frame before whose last token is the input; `tokens` only keeps its place.
+    /// The request of the previous frame whose sampled token is the input; `tokens` holds a placeholder.
     pub awaits: Option<usize>,
-    /// KV index of the first token; its position, too, without images.
+    /// KV index of the first token; without images also its position.
     pub start: u32,
-    /// After the tokens, to be verified.
+    /// Draft tokens to verify, after `tokens`.
     pub drafts: &'a [u32],
-    /// Whether it asks for drafts.
+    /// Whether the reply may bring drafts for the next step.
     pub wants_drafts: bool,
-    /// Every page up to the last token, or draft.
+    /// Block table: every page up to the last token or draft.
     pub pages: &'a [u32],
-    /// For the last token; `None` to sample nothing.
+    /// Sampler of the last token; `None` to sample nothing.
     pub sampler: Option<&'a Sampler>,
-    /// The loaded adapter that it is computed with.
+    /// Adapter id.
     pub adapter: Option<u64>,
-    /// Tokens that must not be drawn, in rising order, each once.
+    /// Tokens that must not be sampled, sorted and unique.
     pub forbidden: &'a [u32],
-    /// A bit for each token that may be drawn; what is beyond is not allowed. `None`: every token.
+    /// Token bitmask of the allowed tokens; tokens beyond its end are not allowed. `None`: every token.
     pub mask: Option<&'a [u32]>,
-    /// What it asks for beyond the Pie protocol.
-    pub extension: Option<Extended<'a>>,
-    /// The images of its prompt, by their places there; the tokens have no part of one.
-    pub pictures: Option<&'a Pictures>,
+    /// Parameters beyond the Pie protocol.
+    pub extension: Option<RowExtension<'a>>,
+    /// Images of the prompt; `tokens` never splits one.
+    pub images: Option<&'a PromptImages>,
 }
 
-/// What a context asks for beyond the Pie protocol.
+/// Parameters of a row beyond the Pie protocol.
 #[derive(Clone, Copy, Debug)]
-pub struct Extended<'a> {
-    /// The same in every turn, so that it is sent once. Its mask does not count: [`FrameRow::mask`] does.
-    pub asked: &'a Arc<RequestExtension>,
-    /// Tokens that count and lie right before the turn's, where these do not follow a turn before.
+pub struct RowExtension<'a> {
+    /// Parameters of the request, sent once and then referred to by a handle. Their mask is ignored for [`FrameRow::mask`].
+    pub params: &'a Arc<RequestExtension>,
+    /// Tokens for penalties right before this row's, where these do not continue the previous row of the sequence.
     pub history: &'a [u32],
-    /// Tokens of the prompt whose log-probabilities it wants, by their indices `start..end`; the one after the turn's may be the last.
+    /// Prompt tokens `start..end` whose log-probabilities are wanted; the one after this row's may be the last.
     pub prompt_logprobs: (u32, u32),
-    /// The token after the turn's, if it is known.
+    /// The prompt token after this row's, if there is one.
     pub next: Option<u32>,
 }
 
 impl FrameRow<'_> {
-    /// A request without a token. With it the answer must be an archive, which has the driver's probes.
+    /// A request without a sampled token: it forces an archive reply, which has the driver's probes.
     pub const EMPTY: Self = Self {
         context_id: 0,
         tokens: &[],
@@ -73,7 +73,7 @@ impl FrameRow<'_> {
         forbidden: &[],
         mask: None,
         extension: None,
-        pictures: None,
+        images: None,
     };
 
     /// KV index after the last token.
@@ -83,48 +83,51 @@ impl FrameRow<'_> {
 
     /// Position after the last token.
     fn next_position(&self) -> u32 {
-        let lag = self.pictures.map_or(0, |pictures| pictures.lag(self.end()));
-        self.end() - lag
+        let delta = self
+            .images
+            .map_or(0, |images| images.mrope_delta(self.end()));
+        self.end() - delta
     }
 }
 
-/// A token that is not known when its frame is made.
+/// An input token that the previous step samples: patched into the encoded frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenPatch {
     /// Index among the frame's tokens.
-    place: usize,
-    /// The request of the frame before whose answer it is.
+    index: usize,
+    /// The request of the previous frame that samples it.
     request: usize,
 }
 
-/// Puts what the requests of the frame before were `answered` into an encoded frame, by `write`, which takes offsets and
-/// bytes.
-pub(crate) fn fill_gaps<E>(
-    gaps: &[TokenPatch],
-    answered: impl Fn(usize) -> Option<u32>,
+/// Writes sampled tokens (`sampled(request)`) into an encoded frame by `write(offset, bytes)`.
+pub(crate) fn write_patches<E>(
+    patches: &[TokenPatch],
+    sampled: impl Fn(usize) -> Option<u32>,
     mut write: impl FnMut(usize, &[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
-    // An archive begins with the first array of its schema: the tokens.
-    gaps.iter().try_for_each(|gap| match answered(gap.request) {
-        Some(token) => write(size_of::<u32>() * gap.place, &token.to_le_bytes()),
-        // The answer was checked: a request that samples has a token.
-        None => Ok(()),
-    })
+    // The tokens are the first array of the schema, so they are at the start of the archive.
+    patches
+        .iter()
+        .try_for_each(|patch| match sampled(patch.request) {
+            Some(token) => write(size_of::<u32>() * patch.index, &token.to_le_bytes()),
+            // The reply was checked: a request that samples has a token.
+            None => Ok(()),
+        })
 }
 
-/// Fills the gaps of an encoded frame, whose former frame was answered with one token for each request.
+/// Patches an encoded frame; `sampled` has one token for each request of the previous frame.
 ///
 /// # Panics
-/// If `frame` is too short for its gaps.
-pub fn fill(frame: &mut [u8], gaps: &[TokenPatch], answered: &[u32]) {
+/// If a patch lies beyond `frame`.
+pub fn patch_tokens(frame: &mut [u8], patches: &[TokenPatch], sampled: &[u32]) {
     let write = |at: usize, token: &[u8]| {
         frame[at..at + token.len()].copy_from_slice(token);
         Ok::<_, Infallible>(())
     };
-    let Ok(()) = fill_gaps(gaps, |request| answered.get(request).copied(), write);
+    let Ok(()) = write_patches(patches, |request| sampled.get(request).copied(), write);
 }
 
-/// What there is to know of a frame besides its bytes.
+/// Metadata of a frame: what is needed to patch it and to check its reply.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FrameMeta {
     /// Requests of the frame.
@@ -133,19 +136,19 @@ pub struct FrameMeta {
     pub sampled: usize,
     /// Input tokens, without drafts.
     pub tokens: usize,
-    /// Tokens to fill in.
-    pub gaps: Vec<TokenPatch>,
-    /// Of each request, its drafts and what follows them; empty when no request has drafts or asks for some.
+    /// Tokens to patch in.
+    pub patches: Vec<TokenPatch>,
+    /// Per request; empty when no request has drafts or asks for some.
     drafting: Vec<Drafting>,
     drafts: Vec<u32>,
-    /// The log-probabilities of the first requests; others want none.
-    scored: Vec<Scored>,
+    /// Of the first requests; the others want no log-probabilities.
+    logprobs: Vec<ExpectedLogprobs>,
 }
 
-/// What one request has to do with drafts.
+/// Speculative decoding of one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Drafting {
-    /// Where its drafts end among all.
+    /// End of its drafts in [`FrameMeta::drafts`].
     drafts_end: usize,
     wants: bool,
     /// Position after its last token.
@@ -153,86 +156,83 @@ struct Drafting {
 }
 
 impl FrameMeta {
-    /// What each request asks for.
-    pub fn asked(&self) -> impl Iterator<Item = Asked<'_>> + Clone {
+    /// The expected reply, request by request.
+    pub fn expected(&self) -> impl Iterator<Item = ExpectedReply<'_>> + Clone {
         (0..self.requests).map(|request| {
             let samples = request < self.sampled;
-            let scored = self.scored.get(request).copied().unwrap_or_default();
+            let logprobs = self.logprobs.get(request).copied().unwrap_or_default();
             let Some(drafting) = self.drafting.get(request) else {
-                return Asked {
-                    scored,
-                    ..Asked::plainly(samples)
+                return ExpectedReply {
+                    logprobs,
+                    ..ExpectedReply::without_drafts(samples)
                 };
             };
             let before = request.checked_sub(1);
             let start = before.map_or(0, |before| self.drafting[before].drafts_end);
-            Asked {
+            ExpectedReply {
                 samples,
                 drafts: &self.drafts[start..drafting.drafts_end],
                 wants_drafts: drafting.wants,
                 end: drafting.end,
-                scored,
+                logprobs,
             }
         })
     }
 
-    /// Notes what a request is to be answered.
-    fn note_scored(&mut self, request: usize, scored: Scored) {
-        self.scored.resize(request, Scored::default());
-        self.scored.push(scored);
+    fn expect_logprobs(&mut self, request: usize, logprobs: ExpectedLogprobs) {
+        self.logprobs.resize(request, ExpectedLogprobs::default());
+        self.logprobs.push(logprobs);
     }
 
-    fn note_drafts<'a>(&mut self, turns: impl Iterator<Item = FrameRow<'a>> + Clone) {
+    fn record_drafts<'a>(&mut self, rows: impl Iterator<Item = FrameRow<'a>> + Clone) {
         self.drafting.clear();
         self.drafts.clear();
-        if !turns
-            .clone()
-            .any(|turn| turn.wants_drafts || !turn.drafts.is_empty())
-        {
+        let drafts = |row: FrameRow<'_>| row.wants_drafts || !row.drafts.is_empty();
+        if !rows.clone().any(drafts) {
             return;
         }
-        for turn in turns {
-            self.drafts.extend(turn.drafts);
+        for row in rows {
+            self.drafts.extend(row.drafts);
             self.drafting.push(Drafting {
                 drafts_end: self.drafts.len(),
-                wants: turn.wants_drafts,
-                end: turn.next_position(),
+                wants: row.wants_drafts,
+                end: row.next_position(),
             });
         }
     }
 }
 
-/// Builds frames one after the other.
+/// Builds one frame after the other.
 #[derive(Debug)]
 pub struct FrameBuilder {
     frame: Frame,
     page_size: u32,
-    /// `None`: all masks go as runs.
+    /// `None`: all masks are run-length encoded.
     bit_masks: Option<BitMasks>,
     as_pie: bool,
     scratch: Scratch,
-    steps: Vec<Step>,
-    registry: Registry,
+    extension_rows: Vec<ExtensionRow>,
+    params: ParamRegistry,
 }
 
-/// The extension's row of one request.
+/// The row of one request in the frame's extension.
 #[derive(Clone, Debug, Default)]
-struct Step {
+struct ExtensionRow {
     request: u32,
     params: ParamsRef,
-    wants_logprobs: bool,
+    returns_logprobs: bool,
     prompt: Option<PromptLogprobs>,
     history: Vec<u32>,
     mask: Vec<u32>,
     shares_mask: bool,
 }
 
-impl Step {
-    fn row(&self) -> StepRow<'_> {
+impl ExtensionRow {
+    fn as_wire(&self) -> StepRow<'_> {
         StepRow {
             request: self.request,
             params: self.params,
-            wants_logprobs: self.wants_logprobs,
+            returns_logprobs: self.returns_logprobs,
             prompt: self.prompt,
             history: &self.history,
             mask: &self.mask,
@@ -242,7 +242,7 @@ impl Step {
 }
 
 impl FrameBuilder {
-    /// A builder of frames without what the driver does not read: the rows of causal masks.
+    /// A builder that omits causal mask rows, which the driver does not read.
     pub fn new(page_size: u32) -> Self {
         let body = ForwardRequest {
             image_pixel_indptr: vec![0],
@@ -260,17 +260,17 @@ impl FrameBuilder {
             bit_masks: None,
             as_pie: false,
             scratch: Scratch::default(),
-            steps: Vec::new(),
-            registry: Registry::default(),
+            extension_rows: Vec::new(),
+            params: ParamRegistry::default(),
         }
     }
 
-    /// A frame may not have been taken: what contexts ask for is sent again.
-    pub fn forget_params(&mut self) {
-        self.registry.forget();
+    /// Sends parameters again: the driver may not have received the last frames.
+    pub fn resend_params(&mut self) {
+        self.params.reset();
     }
 
-    /// With masks as bits where these take less room than runs. The driver knows extensions and has such a vocabulary.
+    /// Sends masks as bits where these are shorter than runs, to a driver that supports the extension.
     #[must_use]
     pub fn with_bit_masks(self, vocab_size: u32) -> Self {
         Self {
@@ -279,7 +279,7 @@ impl FrameBuilder {
         }
     }
 
-    /// A builder of frames byte for byte as the Pie runtime sends them.
+    /// A builder of frames that equal the Pie runtime's byte for byte.
     pub fn as_pie(page_size: u32) -> Self {
         Self {
             as_pie: true,
@@ -287,28 +287,28 @@ impl FrameBuilder {
         }
     }
 
-    /// Writes the frame that was laid out last to `buffer` and returns its length.
+    /// Encodes the frame that was built last into `buffer` and returns its length.
     ///
     /// # Errors
     /// [`WireError::BufferTooSmall`], [`WireError::TooLarge`].
     pub fn encode(&mut self, buffer: &mut [u8]) -> Result<usize, WireError> {
         let length = pie_wire::encode_request_with(&self.frame, buffer, &mut self.scratch)?;
-        let rows = self.steps.iter().map(Step::row);
-        pie_wire::write_extension(self.registry.records(), rows, buffer, length)
+        let rows = self.extension_rows.iter().map(ExtensionRow::as_wire);
+        pie_wire::write_extension(self.params.records(), rows, buffer, length)
     }
 
-    /// Lays out the frame of `turns`; those that sample come first.
-    pub fn lay_out<'a>(&mut self, turns: impl Iterator<Item = FrameRow<'a>> + Clone) -> FrameMeta {
-        let mut outline = FrameMeta::default();
-        self.lay_out_in(&mut outline, turns);
-        outline
+    /// Builds the frame of `rows`; those that sample come first.
+    pub fn build<'a>(&mut self, rows: impl Iterator<Item = FrameRow<'a>> + Clone) -> FrameMeta {
+        let mut meta = FrameMeta::default();
+        self.build_into(&mut meta, rows);
+        meta
     }
 
-    /// As [`lay_out`](Self::lay_out), in an outline that is used again.
-    pub(crate) fn lay_out_in<'a>(
+    /// As [`build`](Self::build), into a reused `meta`.
+    pub(crate) fn build_into<'a>(
         &mut self,
-        outline: &mut FrameMeta,
-        turns: impl Iterator<Item = FrameRow<'a>> + Clone,
+        meta: &mut FrameMeta,
+        rows: impl Iterator<Item = FrameRow<'a>> + Clone,
     ) {
         let Payload::Forward(body) = &mut self.frame.payload else {
             // It is made with this payload.
@@ -316,82 +316,68 @@ impl FrameBuilder {
         };
         clear(body);
         match &mut self.bit_masks {
-            Some(masks) => masks.recycle(self.steps.drain(..)),
-            None => self.steps.clear(),
+            Some(masks) => masks.recycle(self.extension_rows.drain(..)),
+            None => self.extension_rows.clear(),
         }
-        self.registry.begin();
-        body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
+        self.params.begin_frame();
+        body.single_token_mode = rows.clone().all(|row| row.tokens.len() <= 1);
         // Mask rows are left out of the whole frame when every request has one token and no draft.
-        let plain = body.single_token_mode && turns.clone().all(|turn| turn.drafts.is_empty());
+        let plain = body.single_token_mode && rows.clone().all(|row| row.drafts.is_empty());
         let with_masks = self.as_pie && !plain;
-        outline.gaps.clear();
-        outline.scored.clear();
-        outline.note_drafts(turns.clone());
+        meta.patches.clear();
+        meta.logprobs.clear();
+        meta.record_drafts(rows.clone());
         let mut last_mask = None;
-        for turn in turns {
-            let place = body.token_ids.len();
-            let gap = turn.awaits.map(|request| TokenPatch { place, request });
-            outline.gaps.extend(gap);
+        for mut row in rows {
+            let index = body.token_ids.len();
+            let patch = row.awaits.map(|request| TokenPatch { index, request });
+            meta.patches.extend(patch);
             let request = body.context_ids.len() as u32;
-            let mut step = turn.extension.and_then(|extended| {
-                let params = self.registry.place(extended.asked);
-                let step = extended.step(&turn, params);
-                let scored = step.as_ref().filter(|step| step.wants_logprobs);
-                if let Some(scored) = scored.and_then(|it| Scored::of(extended.asked, it.prompt)) {
-                    outline.note_scored(request as usize, scored);
+            let mut extension = row.extension.and_then(|extension| {
+                let params = self.params.register(extension.params);
+                let found = extension.row(&row, params)?;
+                let expected = ExpectedLogprobs::of(extension.params, found.prompt);
+                if let Some(expected) = expected.filter(|_| found.returns_logprobs) {
+                    meta.expect_logprobs(request as usize, expected);
                 }
-                step
+                Some(found)
             });
-            let is_bound = turn.mask.is_some() || !turn.forbidden.is_empty();
-            let as_bits = turn.mask.unwrap_or(&[]);
-            let as_bits = self
-                .bit_masks
-                .as_mut()
-                .filter(|_| is_bound)
-                .map(|masks| (as_bits, masks));
-            let as_bits = as_bits.is_some_and(|(mask, masks)| {
-                masks.put(mask, turn.forbidden, &self.steps, &mut last_mask, &mut step)
-            });
-            self.steps.extend(step.map(|step| Step { request, ..step }));
-            let turn = if as_bits {
-                FrameRow {
-                    mask: None,
-                    forbidden: &[],
-                    ..turn
+            let is_masked = row.mask.is_some() || !row.forbidden.is_empty();
+            if let Some(masks) = self.bit_masks.as_mut().filter(|_| is_masked) {
+                let (mask, rows) = (row.mask.unwrap_or(&[]), &self.extension_rows);
+                if masks.put(mask, row.forbidden, rows, &mut last_mask, &mut extension) {
+                    (row.mask, row.forbidden) = (None, &[]);
                 }
-            } else {
-                turn
-            };
-            append(body, &turn, self.page_size, with_masks);
+            }
+            let extension = extension.map(|row| ExtensionRow { request, ..row });
+            self.extension_rows.extend(extension);
+            append(body, &row, self.page_size, with_masks);
         }
-        outline.requests = body.context_ids.len();
-        outline.sampled = body.samplers.len();
-        outline.tokens = body.token_ids.len();
+        meta.requests = body.context_ids.len();
+        meta.sampled = body.samplers.len();
+        meta.tokens = body.token_ids.len();
     }
 }
 
-impl Extended<'_> {
-    /// The row of a turn with these parameters; `None` where it would change nothing.
-    fn step(&self, turn: &FrameRow<'_>, params: ParamsRef) -> Option<Step> {
-        let asked = self.asked;
-        let counts = asked.penalties.any();
+impl RowExtension<'_> {
+    /// The extension row with these parameters; `None` where it would change nothing.
+    fn row(&self, row: &FrameRow<'_>, params: ParamsRef) -> Option<ExtensionRow> {
+        let penalizes = self.params.penalties.any();
         let (from, end) = self.prompt_logprobs;
         let next = self.next.unwrap_or(0);
         let prompt = (from < end).then_some(PromptLogprobs { from, end, next });
-        let scores = asked.logprobs.is_some() && (prompt.is_some() || turn.sampler.is_some());
-        if !counts && !scores && turn.sampler.is_none() {
+        let samples = row.sampler.is_some();
+        let returns_logprobs = self.params.logprobs.is_some() && (prompt.is_some() || samples);
+        if !penalizes && !returns_logprobs && !samples {
             return None;
         }
-        Some(Step {
+        let history = if penalizes { self.history } else { &[] };
+        Some(ExtensionRow {
             params,
-            wants_logprobs: scores,
-            prompt: prompt.filter(|_| scores),
-            history: if counts {
-                self.history.to_vec()
-            } else {
-                Vec::new()
-            },
-            ..Step::default()
+            returns_logprobs,
+            prompt: prompt.filter(|_| returns_logprobs),
+            history: history.to_vec(),
+            ..ExtensionRow::default()
         })
     }
 }
@@ -418,44 +404,43 @@ fn clear(body: &mut ForwardRequest) {
         indptr.clear();
         indptr.push(0);
     }
-    pictures::clear(body);
+    images::clear(body);
 }
 
-fn append(body: &mut ForwardRequest, turn: &FrameRow<'_>, page_size: u32, with_masks: bool) {
-    let places = turn.start..turn.end();
-    body.token_ids.extend(turn.tokens);
-    match turn.pictures {
-        None => body.position_ids.extend(places.clone()),
-        Some(pictures) => pictures::append(body, pictures, places.clone()),
+fn append(body: &mut ForwardRequest, row: &FrameRow<'_>, page_size: u32, with_masks: bool) {
+    let indices = row.start..row.end();
+    body.token_ids.extend(row.tokens);
+    match row.images {
+        None => body.position_ids.extend(indices.clone()),
+        Some(prompt) => images::append(body, prompt, indices.clone()),
     }
-    body.kv_page_indices.extend(turn.pages);
-    body.kv_last_page_lens
-        .push((turn.end() - 1) % page_size + 1);
+    body.kv_page_indices.extend(row.pages);
+    body.kv_last_page_lens.push((row.end() - 1) % page_size + 1);
     if with_masks {
-        body.masks.extend(places.map(|place| Brle {
-            buffer: vec![0, place + 1],
-            total_size: u64::from(place) + 1,
+        body.masks.extend(indices.map(|index| Brle {
+            buffer: vec![0, index + 1],
+            total_size: u64::from(index) + 1,
         }));
     }
-    if let Some(sampler) = turn.sampler {
-        body.sampling_indices.push(turn.tokens.len() as u32 - 1);
+    if let Some(sampler) = row.sampler {
+        body.sampling_indices.push(row.tokens.len() as u32 - 1);
         body.samplers.push(sampler.clone());
     }
-    if let Some(mask) = turn.mask {
-        body.logit_masks.push(only(mask, turn.forbidden));
-    } else if !turn.forbidden.is_empty() {
-        body.logit_masks.push(all_but(turn.forbidden));
+    if let Some(mask) = row.mask {
+        body.logit_masks.push(only(mask, row.forbidden));
+    } else if !row.forbidden.is_empty() {
+        body.logit_masks.push(except(row.forbidden));
     }
     body.adapter_bindings.push(AdapterBinding {
-        adapter_id: turn.adapter.map_or(-1, u64::cast_signed),
+        adapter_id: row.adapter.map_or(-1, u64::cast_signed),
         ..AdapterBinding::NONE
     });
-    body.spec_token_ids.extend(turn.drafts);
-    let next = turn.next_position();
+    body.spec_token_ids.extend(row.drafts);
+    let next = row.next_position();
     body.spec_position_ids
-        .extend(next..next + turn.drafts.len() as u32);
-    body.output_spec_flags.push(turn.wants_drafts);
-    body.context_ids.push(turn.context_id);
+        .extend(next..next + row.drafts.len() as u32);
+    body.output_spec_flags.push(row.wants_drafts);
+    body.context_ids.push(row.context_id);
     let ends = [
         body.token_ids.len(),
         body.kv_page_indices.len(),
@@ -472,7 +457,7 @@ fn append(body: &mut ForwardRequest, turn: &FrameRow<'_>, page_size: u32, with_m
     }
 }
 
-/// The offsets of requests, in the order of the ends in [`append`].
+/// The per-request offsets, in the order of the ends in [`append`].
 fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
     [
         &mut body.qo_indptr,
@@ -489,7 +474,7 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
 
 mod bits;
 pub(crate) mod bytes;
+mod images;
 mod params;
-mod pictures;
 #[cfg(test)]
 mod tests;

@@ -1,23 +1,23 @@
-//! What the grammars of a service's requests are compiled with.
+//! Grammar compiler of a service.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pie_grammar::{Compiler, Grammar, GrammarError, Settings as CompilerSettings, Vocabulary};
-use pie_scheduler::Constrain;
+use pie_scheduler::GrammarHandle;
 
 use crate::constraint::GrammarConstraint;
 
-/// The tokens of the model, as grammars need them.
+/// Vocabulary and limits of the grammar compiler.
 #[derive(Clone)]
 pub struct GrammarSettings {
-    /// What each token adds to a text; nothing for tokens that do not show.
+    /// The bytes of each token; empty for tokens without text.
     pub tokens: Arc<Vec<Box<[u8]>>>,
-    /// Tokens without text, with the names by which grammars may use them.
+    /// Special tokens, and their names in grammars.
     pub special: Vec<(u32, String)>,
-    /// The tokens that end a text.
-    pub ends: Vec<u32>,
-    /// What compiling may cost, white space of JSON, and how the model writes a text by its tokens.
+    /// End-of-sequence tokens.
+    pub eos_token_ids: Vec<u32>,
+    /// Limits, JSON white space, and the tokenizer.
     pub compiler: CompilerSettings,
 }
 
@@ -25,30 +25,30 @@ impl fmt::Debug for GrammarSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GrammarSettings")
             .field("tokens", &self.tokens.len())
-            .field("ends", &self.ends)
+            .field("eos_token_ids", &self.eos_token_ids)
             .field("compiler", &self.compiler)
             .finish_non_exhaustive()
     }
 }
 
-/// Why a request cannot be bound.
+/// Why grammars cannot be compiled by this service.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Unbindable {
-    /// The service was made without the text of tokens.
+pub enum GrammarSetupError {
+    /// The service has no vocabulary.
     #[error(
         "grammars need the text of tokens, and this server has no tokenizer: start it with one"
     )]
     NoTokenizer,
-    /// The tokens cannot be used.
+    /// The vocabulary is invalid.
     #[error(transparent)]
     Tokens(#[from] GrammarError),
-    /// The threads that compile cannot be started.
+    /// The compiler's threads cannot be started.
     #[error("a thread for grammars cannot be started: {0}")]
     Thread(String),
 }
 
-/// Compiles grammars for the requests of a service. The compiler is made by the first one.
+/// Compiles grammars for the requests of a service; the first one creates the compiler.
 #[derive(Debug)]
 pub(crate) struct Grammars {
     settings: Option<GrammarSettings>,
@@ -63,26 +63,29 @@ impl Grammars {
         }
     }
 
-    /// Asks for a grammar that binds what follows the tokens `after`, and returns at once.
-    pub(crate) fn bind(
+    /// Starts to compile a grammar that applies after the tokens `after`. Does not block.
+    pub(crate) fn compile(
         &self,
         grammar: &Grammar,
         after: &[u32],
-    ) -> Result<Arc<dyn Constrain>, Unbindable> {
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
         let compiler = self.compiler()?;
         Ok(Arc::new(GrammarConstraint::new(&compiler, grammar, after)))
     }
 
-    fn compiler(&self) -> Result<Compiler, Unbindable> {
+    fn compiler(&self) -> Result<Compiler, GrammarSetupError> {
         let mut compiler = self.compiler.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(compiler) = &*compiler {
             return Ok(compiler.clone());
         }
-        let settings = self.settings.as_ref().ok_or(Unbindable::NoTokenizer)?;
+        let settings = self
+            .settings
+            .as_ref()
+            .ok_or(GrammarSetupError::NoTokenizer)?;
         let (tokens, special) = (Arc::clone(&settings.tokens), settings.special.clone());
-        let vocabulary = Vocabulary::shared(tokens, special, &settings.ends)?;
+        let vocabulary = Vocabulary::shared(tokens, special, &settings.eos_token_ids)?;
         let made = Compiler::with_settings(vocabulary, settings.compiler.clone());
-        let made = made.map_err(|error| Unbindable::Thread(error.to_string()))?;
+        let made = made.map_err(|error| GrammarSetupError::Thread(error.to_string()))?;
         Ok(compiler.insert(made).clone())
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 
 use rustix::rand::GetRandomFlags;
 
-use crate::error::RuntimeError;
+use crate::error::EngineError;
 
 /// A Pie server numbers its groups from 0; ids of this crate have the highest bit.
 const OWN: u32 = 1 << 31;
@@ -12,16 +12,16 @@ const OWN: u32 = 1 << 31;
 /// A group id that no live driver has: 31 random bits. `/dev/shm` may be shared by containers, in which neither process ids nor
 /// files elsewhere are unique. Should two processes draw the same number at the same time, the second driver finds the region
 /// locked and does not start.
-pub(crate) fn unused_id() -> Result<u32, RuntimeError> {
+pub(crate) fn unused_id() -> Result<u32, EngineError> {
     unused(random, |id| pie_ring::region_exists(&region(id)))
 }
 
 fn unused(
     random: impl Fn() -> io::Result<u32>,
     is_used: impl Fn(u32) -> bool,
-) -> Result<u32, RuntimeError> {
+) -> Result<u32, EngineError> {
     loop {
-        let id = random().map_err(RuntimeError::Random)? | OWN;
+        let id = random().map_err(EngineError::Random)? | OWN;
         if !is_used(id) {
             return Ok(id);
         }

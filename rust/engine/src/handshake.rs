@@ -7,7 +7,7 @@ use std::thread;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::error::RuntimeError;
+use crate::error::EngineError;
 use crate::group::region;
 
 /// What the driver can do. A frame is one batch of requests; fields that are not listed are ignored.
@@ -62,8 +62,8 @@ impl Handshake {
     }
 
     /// Reads one line; the capabilities once the sentinel has come.
-    pub(crate) fn line(&mut self, line: &str) -> Result<Option<Capabilities>, RuntimeError> {
-        let wrong = |problem: String| RuntimeError::Handshake {
+    pub(crate) fn line(&mut self, line: &str) -> Result<Option<Capabilities>, EngineError> {
+        let wrong = |problem: String| EngineError::Handshake {
             line: line.chars().take(80).collect(),
             problem,
         };

@@ -1,78 +1,77 @@
-//! The client side of the driver, as a library.
+//! The engine: driver processes, the step loop between scheduler and driver, and a service of requests over several replicas.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `settings`, `group` | what a driver is started with, and the number that names its region |
-//! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
-//! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
-//! | `mask`, `logprobs` | which tokens may be drawn, as a frame says it; which log-probabilities are wanted |
-//! | `picture` | the images of a prompt: their names, positions, pixels |
+//! | `service`, `shared`, `output_collector` | requests in, tokens out: routing among replicas, merged outputs |
+//! | `replica`, `supervise`, `step_loop` | one replica: its thread, restarts of its driver, the loop between scheduler and driver |
+//! | `settings`, `group` | settings of a driver, and the id that names its shared memory |
+//! | `driver`, `process`, `log`, `handshake` | the driver's process, its log, its capabilities |
+//! | `frame`, `reply`, `link` | building frames, reading replies, sending one while the next is built |
+//! | `sampling`, `mask`, `logprobs` | sampling parameters, token masks, log-probabilities |
+//! | `prompt_images` | the images of a prompt: pixels, M-RoPE positions, pad values |
 //! | `constraint`, `grammars` | grammars as the scheduler's constraints |
-//! | `sampling` | from the parameters that users know to the samplers that the driver has |
-//! | `timeline` | what happened when to requests that are traced |
-//! | `trace` | steps as a file for a trace viewer, on request |
-//! | `figures`, `times` | how a replica stands, as named metrics; durations |
-//! | `service`, `shared`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
-//! | `replica`, `supervise`, `relay` | one of them: its thread, its drivers one after the other, the loop between scheduler and driver |
+//! | `metrics`, `histogram` | metrics of a replica, durations |
+//! | `timeline`, `trace` | timelines of traced requests, Chrome traces of steps |
 
-mod answer;
+#[cfg(test)]
+mod allocations;
 mod constraint;
 mod driver;
 mod error;
-mod figures;
 mod frame;
 mod grammars;
 mod group;
 mod handshake;
+mod histogram;
 mod link;
 mod log;
 mod logprobs;
 mod mask;
-mod outbox;
-mod picture;
+mod metrics;
+mod output_collector;
 mod process;
-mod relay;
+mod prompt_images;
 mod replica;
+mod reply;
 mod sampling;
 mod service;
 mod settings;
 mod shared;
-#[cfg(test)]
-mod steady;
+mod step_loop;
 mod supervise;
 mod timeline;
-mod times;
 mod trace;
 
-pub use answer::{Answer, Asked, Probes};
 pub use constraint::GrammarConstraint;
 pub use driver::{Driver, Exit};
-pub use error::{AnswerError, RuntimeError};
-pub use figures::{Figure, FigureKind, FigureReader};
-pub use frame::{Extended, FrameBuilder, FrameMeta, FrameRow, TokenPatch, fill};
-pub use grammars::{GrammarSettings, Unbindable};
+pub use error::{EngineError, ReplyError};
+pub use frame::{FrameBuilder, FrameMeta, FrameRow, RowExtension, TokenPatch, patch_tokens};
+pub use grammars::{GrammarSettings, GrammarSetupError};
 pub use handshake::Capabilities;
-pub use link::{Exchange, Flight, Link, Prepared, Room};
+pub use link::{FrameBudget, InFlightFrame, Link, PreparedFrame, StepTiming};
 pub use log::LogSink;
 pub use logprobs::LogprobParams;
-pub use outbox::{Batch, Delta, End};
-pub use picture::{Picture, PictureError, Pictures};
+pub use metrics::{Metric, MetricKind, MetricsReader};
+pub use output_collector::{FinishReason, OutputBatch, OutputDelta};
 pub use pie_grammar::{
     Compiler, CompilerCommand, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits,
     Settings as CompilerSettings, Vocabulary, compiler_process,
 };
 pub use pie_scheduler::{
-    Config, Constrain, Eviction, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Refusal,
-    Stats, StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
+    Config, Eviction, GrammarHandle, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Stats,
+    StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
+    ValidationError,
 };
-pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
+pub use pie_wire::{LogprobShape, Logprobs, Penalties, RequestExtension, Sampler};
+pub use prompt_images::{PromptImage, PromptImageError, PromptImages};
 pub use replica::Pause;
-pub use sampling::{Draw, Sampling, SamplingError};
-pub use service::{Rejected, Service};
+pub use reply::{ExpectedReply, Probes, StepReply};
+pub use sampling::{RowParams, SamplingError, SamplingParams};
+pub use service::{Service, SubmitError};
 pub use settings::DriverSettings;
 pub use shared::{ReplicaStats, ServiceLog, ServiceSettings};
 pub use timeline::{Timeline, Timelines, TraceParent, TracedRequest};
-pub use trace::{TraceEnd, TraceSettings};
+pub use trace::{TraceSettings, TraceSummary};
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -1,44 +1,44 @@
-//! Frames over the ring, with their times.
+//! The client of one driver: sends frames over the ring, and receives their replies.
 
 use std::time::{Duration, Instant};
 
-use pie_ring::{CallError, Client, Request, Sent};
+use pie_ring::{CallError, Client, InFlightRequest, RequestSlot};
 use pie_wire::{
     AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource,
     Frame, Payload, Reply,
 };
 
-use crate::answer::{Answer, Asked, Probes};
-use crate::error::{AnswerError, RuntimeError};
-use crate::frame::{FrameBuilder, FrameMeta, FrameRow, fill_gaps};
+use crate::error::{EngineError, ReplyError};
+use crate::frame::{FrameBuilder, FrameMeta, FrameRow, write_patches};
 use crate::handshake::Capabilities;
+use crate::reply::{ExpectedReply, Probes, StepReply};
 
-/// Pairs of pages in one frame of copies, which takes 8 bytes for each.
+/// Pairs of pages in one copy frame; each takes 8 bytes.
 const MAX_COPIES: usize = 4096;
 
-/// Sends one frame at a time, and lays the next one out meanwhile.
+/// Sends one frame at a time, and builds the next one meanwhile.
 pub struct Link<'c> {
     client: &'c Client,
     builder: FrameBuilder,
-    /// Where frames are encoded, as large as a slot's request.
+    /// Buffer for encoding, as large as a slot of the ring.
     frame: Vec<u8>,
-    /// Outlines to be used again.
+    /// Metadata to reuse.
     spare: Vec<FrameMeta>,
-    /// Requests of the last frame with a sampler.
-    last: usize,
-    /// When the last answer was seen.
+    /// Sampled requests of the last frame.
+    sampled: usize,
+    /// When the last reply arrived.
     seen: Option<Instant>,
-    answer: Answer,
+    reply: StepReply,
 }
 
-/// One frame and its answer.
+/// Times and sizes of one step.
 #[derive(Clone, Copy, Debug)]
-pub struct Exchange {
-    /// When the request was made, but not sent.
+pub struct StepTiming {
+    /// When the frame was complete, right before it was sent.
     pub sent: Instant,
-    /// From then to the answer seen, but not read.
+    /// From then to the arrival of the reply, before it is read.
     pub round_trip_ns: u64,
-    /// From the last answer seen to this request made: the load's own work that the driver waits for. 0 for the first frame.
+    /// Host gap: from the previous reply to this frame, while the driver waits for this side. 0 for the first frame.
     pub client_ns: u64,
     /// Size of the frame.
     pub request_bytes: usize,
@@ -50,30 +50,30 @@ pub struct Exchange {
     pub probes: Option<Probes>,
 }
 
-/// A frame that is whole, except for the tokens that it awaits.
+/// A frame that is complete except for the tokens of the step before it.
 #[must_use]
-pub struct Prepared<'c> {
-    outline: FrameMeta,
-    /// Where it lies, and its length. When no slot was free it still is the builder's.
-    made: Option<(Request<'c>, usize)>,
+pub struct PreparedFrame<'c> {
+    meta: FrameMeta,
+    /// Its slot and length; `None` when no slot was free: it still is in the builder.
+    encoded: Option<(RequestSlot<'c>, usize)>,
 }
 
-/// A frame that the driver has.
+/// A frame that was sent to the driver.
 #[must_use]
-pub struct Flight<'c> {
-    sent: Sent<'c>,
-    outline: FrameMeta,
+pub struct InFlightFrame<'c> {
+    sent: InFlightRequest<'c>,
+    meta: FrameMeta,
     at: Instant,
     client_ns: u64,
     request_bytes: usize,
 }
 
-impl Flight<'_> {
-    /// Sleeps until the answer is there, or for `limit`.
+impl InFlightFrame<'_> {
+    /// Sleeps until the reply arrives, or for `limit`.
     ///
     /// # Errors
-    /// [`RuntimeError::Call`] if the client was aborted.
-    pub fn sleep(&mut self, limit: Duration) -> Result<(), RuntimeError> {
+    /// [`EngineError::Call`] if the client was aborted.
+    pub fn sleep(&mut self, limit: Duration) -> Result<(), EngineError> {
         self.sent.sleep(limit)?;
         Ok(())
     }
@@ -87,52 +87,51 @@ impl<'c> Link<'c> {
             builder,
             frame: vec![0; client.layout().request_capacity()],
             spare: Vec::new(),
-            last: 0,
+            sampled: 0,
             seen: None,
-            answer: Answer::default(),
+            reply: StepReply::default(),
         }
     }
 
-    /// The last answer.
-    pub const fn answer(&self) -> &Answer {
-        &self.answer
+    /// The last reply.
+    pub const fn reply(&self) -> &StepReply {
+        &self.reply
     }
 
-    /// A frame may not have been taken; see [`FrameBuilder::forget_params`].
-    pub(crate) fn forget_params(&mut self) {
-        self.builder.forget_params();
+    /// See [`FrameBuilder::resend_params`].
+    pub(crate) fn resend_params(&mut self) {
+        self.builder.resend_params();
     }
 
-    /// Forgets when the last answer came: what follows is another series.
-    pub fn rest(&mut self) {
+    /// Ends a series of steps: the time until the next one is no host gap.
+    pub fn end_series(&mut self) {
         self.seen = None;
     }
 
-    /// Sends a frame of `turns` and waits for its answer; those that sample come first.
+    /// Sends a frame of `rows`, of which those that sample come first, and waits for its reply.
     ///
     /// # Errors
     /// Those of [`prepare`](Self::prepare), [`send`](Self::send) and [`receive`](Self::receive).
     pub fn forward<'a>(
         &mut self,
-        turns: impl Iterator<Item = FrameRow<'a>> + Clone,
-    ) -> Result<Exchange, RuntimeError> {
-        let prepared = self.prepare(turns)?;
+        rows: impl Iterator<Item = FrameRow<'a>> + Clone,
+    ) -> Result<StepTiming, EngineError> {
+        let prepared = self.prepare(rows)?;
         let flight = self.send(prepared)?;
         let exchange = self.receive(flight)?;
-        self.check_served()?;
+        self.check_none_rejected()?;
         Ok(exchange)
     }
 
-    /// Sends the frames that `next` prepares without drafts until it has no more, and gives their times to `done`. Both are
-    /// called while the driver computes, so that between an answer and the next request nothing is done but to take the
-    /// tokens from the one to the other.
+    /// Sends the frames that `next` prepares, without drafts, until it returns `None`, and passes their times to `done`. Both are called
+    /// while the driver computes: between a reply and the next frame only tokens are patched.
     ///
     /// # Errors
     /// Those of `next`, [`send`](Self::send) and [`receive`](Self::receive).
-    pub fn relay<E: From<RuntimeError>>(
+    pub fn pipeline<E: From<EngineError>>(
         &mut self,
-        mut next: impl FnMut(&mut Self) -> Result<Option<Prepared<'c>>, E>,
-        mut done: impl FnMut(&Exchange),
+        mut next: impl FnMut(&mut Self) -> Result<Option<PreparedFrame<'c>>, E>,
+        mut done: impl FnMut(&StepTiming),
     ) -> Result<(), E> {
         let Some(first) = next(self)? else {
             return Ok(());
@@ -141,106 +140,107 @@ impl<'c> Link<'c> {
         while let Some(sent) = flight {
             let prepared = next(self)?;
             let exchange = self.receive(sent)?;
-            self.check_served().map_err(RuntimeError::from)?;
+            self.check_none_rejected().map_err(EngineError::from)?;
             flight = prepared.map(|frame| self.send(frame)).transpose()?;
             done(&exchange);
         }
         Ok(())
     }
 
-    /// Makes a frame of `turns`. What they await is the answer to the frame that is sent before this one.
+    /// Builds a frame of `rows`, to be sent after the frame whose tokens they await.
     ///
     /// # Errors
-    /// [`RuntimeError::Wire`] if the frame is larger than a slot of the ring.
+    /// [`EngineError::Wire`] if the frame is larger than a slot of the ring.
     pub fn prepare<'a>(
         &mut self,
-        turns: impl Iterator<Item = FrameRow<'a>> + Clone,
-    ) -> Result<Prepared<'c>, RuntimeError> {
-        let mut outline = self.spare.pop().unwrap_or_default();
-        self.builder.lay_out_in(&mut outline, turns);
-        // The frame in flight may have the only slot.
-        let request = self.client.try_request();
-        Ok(Prepared {
-            outline,
-            made: request.map(|request| self.make(request)).transpose()?,
+        rows: impl Iterator<Item = FrameRow<'a>> + Clone,
+    ) -> Result<PreparedFrame<'c>, EngineError> {
+        let mut meta = self.spare.pop().unwrap_or_default();
+        self.builder.build_into(&mut meta, rows);
+        // The frame in flight may occupy the only slot.
+        let request = self.client.try_acquire_slot();
+        Ok(PreparedFrame {
+            meta,
+            encoded: request.map(|request| self.encode(request)).transpose()?,
         })
     }
 
-    fn make(&mut self, mut request: Request<'c>) -> Result<(Request<'c>, usize), RuntimeError> {
+    fn encode(
+        &mut self,
+        mut request: RequestSlot<'c>,
+    ) -> Result<(RequestSlot<'c>, usize), EngineError> {
         let length = self.builder.encode(&mut self.frame)?;
         request.write(0, &self.frame[..length])?;
         Ok((request, length))
     }
 
-    /// Puts the last answer's tokens into a frame and sends it.
+    /// Patches the last reply's tokens into a frame and sends it.
     ///
     /// # Errors
-    /// Those of [`prepare`](Self::prepare), and [`RuntimeError::Call`] if the driver has ended.
-    pub fn send(&mut self, prepared: Prepared<'c>) -> Result<Flight<'c>, RuntimeError> {
-        let Prepared { outline, made } = prepared;
-        let made = made.map_or_else(|| self.make(self.client.request()), Ok);
-        let (mut request, request_bytes) = made?;
-        let answered = |request| self.answer.last_of(request);
-        fill_gaps(&outline.gaps, answered, |at, token| {
-            request.write(at, token)
-        })?;
+    /// Those of [`prepare`](Self::prepare), and [`EngineError::Call`] if the driver has ended.
+    pub fn send(&mut self, prepared: PreparedFrame<'c>) -> Result<InFlightFrame<'c>, EngineError> {
+        let PreparedFrame { meta, encoded } = prepared;
+        let encoded = encoded.map_or_else(|| self.encode(self.client.acquire_slot()), Ok);
+        let (mut request, request_bytes) = encoded?;
+        let sampled = |row| self.reply.last_of(row);
+        write_patches(&meta.patches, sampled, |at, token| request.write(at, token))?;
         let at = Instant::now();
-        Ok(Flight {
+        Ok(InFlightFrame {
             sent: request.send(request_bytes)?,
-            outline,
+            meta,
             at,
             client_ns: self.seen.map_or(0, |last| (at - last).as_nanos() as u64),
             request_bytes,
         })
     }
 
-    /// Waits for the answer of a frame. It may have requests that the driver could not serve, without a token.
+    /// Waits for the reply to a frame. Requests that the driver rejected have no token.
     ///
     /// # Errors
-    /// [`RuntimeError::Call`] if the driver has ended or does not answer, [`RuntimeError::Wire`] and
-    /// [`RuntimeError::Answer`] if the answer is not what was asked for.
-    pub fn receive(&mut self, flight: Flight<'c>) -> Result<Exchange, RuntimeError> {
-        let Flight {
+    /// [`EngineError::Call`] if the driver has ended or does not reply, [`EngineError::Wire`] and
+    /// [`EngineError::Reply`] if the reply is not the expected one.
+    pub fn receive(&mut self, flight: InFlightFrame<'c>) -> Result<StepTiming, EngineError> {
+        let InFlightFrame {
             sent,
-            outline,
+            meta,
             at,
             client_ns,
             request_bytes,
         } = flight;
-        let answer = &mut self.answer;
+        let reply = &mut self.reply;
         let (seen, probes) = sent.receive(|bytes| {
             let seen = Instant::now();
             if bytes.is_empty() {
-                // What a driver answers that ends.
+                // The reply of a driver that shuts down.
                 return (seen, Err(CallError::Aborted.into()));
             }
-            (seen, answer.read(bytes, outline.asked()))
+            (seen, reply.read(bytes, meta.expected()))
         })?;
         self.seen = Some(seen);
-        let exchange = Exchange {
+        let exchange = StepTiming {
             sent: at,
             round_trip_ns: (seen - at).as_nanos() as u64,
             client_ns,
             request_bytes,
-            requests: outline.requests as u32,
-            tokens: outline.tokens as u32,
+            requests: meta.requests as u32,
+            tokens: meta.tokens as u32,
             probes: probes?,
         };
-        self.last = outline.sampled;
-        self.spare.push(outline);
+        self.sampled = meta.sampled;
+        self.spare.push(meta);
         Ok(exchange)
     }
 
-    /// Copies pages, each from the first of a pair to the second, and waits until they are there. None are no copy.
+    /// Copies pages, each from the first of a pair to the second, and waits for the copies.
     ///
     /// # Errors
-    /// [`RuntimeError::Answer`] if the driver has not made all of them; then some may have been made. Else those of
+    /// [`EngineError::Reply`] if not all copies were made; some may have been. Else those of
     /// [`receive`](Self::receive).
     pub fn copy(
         &mut self,
         direction: CopyDirection,
         pairs: impl Iterator<Item = (u32, u32)>,
-    ) -> Result<(), RuntimeError> {
+    ) -> Result<(), EngineError> {
         let mut pairs = pairs.peekable();
         while pairs.peek().is_some() {
             let (srcs, dsts) = pairs.by_ref().take(MAX_COPIES).unzip();
@@ -260,15 +260,14 @@ impl<'c> Link<'c> {
         Ok(())
     }
 
-    /// Every request of the last frame with a sampler must have a token.
-    fn check_served(&self) -> Result<(), AnswerError> {
-        self.answer
-            .check_served((0..self.last).map(|_| Asked::plainly(true)))
+    fn check_none_rejected(&self) -> Result<(), ReplyError> {
+        self.reply
+            .check_none_rejected((0..self.sampled).map(|_| ExpectedReply::without_drafts(true)))
     }
 }
 
-/// Has the driver read an adapter, and waits until requests may bind it. Frames go on meanwhile in other slots.
-pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), RuntimeError> {
+/// Loads a adapter in the driver, and waits for it. Steps continue meanwhile in other slots of the ring.
+pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), EngineError> {
     let request = AdapterRequest {
         op: AdapterOp::Load,
         adapter_id: id,
@@ -281,7 +280,7 @@ pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), R
     let mut bytes = vec![0; client.layout().request_capacity()];
     let length = pie_wire::encode_request(&frame, &mut bytes)?;
     client.call(&bytes[..length], |answer| match read_status(answer) {
-        Err(RuntimeError::Answer(AnswerError::Status(status))) => Err(RuntimeError::Adapter {
+        Err(EngineError::Reply(ReplyError::Status(status))) => Err(EngineError::Adapter {
             path: path.to_owned(),
             status,
             reason: pie_wire::reason_of(answer).map(str::to_owned),
@@ -290,35 +289,35 @@ pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), R
     })?
 }
 
-/// Whether an answer says that all went well.
-fn read_status(bytes: &[u8]) -> Result<(), RuntimeError> {
+/// Reads a status reply.
+fn read_status(bytes: &[u8]) -> Result<(), EngineError> {
     if bytes.is_empty() {
         return Err(CallError::Aborted.into());
     }
     let Reply::Frame(frame) = pie_wire::decode_reply(bytes)? else {
-        return Err(AnswerError::Outputs.into());
+        return Err(ReplyError::Outputs.into());
     };
     match &frame.payload {
-        _ if frame.aborted => Err(AnswerError::Aborted.into()),
+        _ if frame.aborted => Err(ReplyError::Aborted.into()),
         ArchivedResponsePayload::Status(status) => match status.status.to_native() {
             0 => Ok(()),
-            status => Err(AnswerError::Status(status).into()),
+            status => Err(ReplyError::Status(status).into()),
         },
-        ArchivedResponsePayload::Forward(_) => Err(AnswerError::Outputs.into()),
+        ArchivedResponsePayload::Forward(_) => Err(ReplyError::Outputs.into()),
     }
 }
 
-/// What still fits into a frame.
+/// What still fits into a frame: requests, tokens, page references.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct FrameBudget {
     requests: u32,
     tokens: u32,
     page_refs: u32,
 }
 
-impl Room {
-    /// An empty frame's.
-    pub const fn of(caps: &Capabilities) -> Self {
+impl FrameBudget {
+    /// Of an empty frame.
+    pub const fn new(caps: &Capabilities) -> Self {
         Self {
             requests: caps.max_forward_requests,
             tokens: caps.max_forward_tokens,
@@ -326,9 +325,9 @@ impl Room {
         }
     }
 
-    /// Takes a request's share; false, with nothing taken, when it does not fit.
+    /// Reserves room for a request. Returns false, with nothing reserved, when it does not fit.
     #[must_use]
-    pub fn take(&mut self, tokens: u32, page_refs: u32) -> bool {
+    pub fn reserve(&mut self, tokens: u32, page_refs: u32) -> bool {
         let fits = self.requests > 0 && tokens <= self.tokens && page_refs <= self.page_refs;
         if fits {
             self.requests -= 1;
@@ -345,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_frame_is_full_by_any_limit() {
-        let room = Room {
+        let budget = FrameBudget {
             requests: 3,
             tokens: 10,
             page_refs: 5,
@@ -358,9 +357,12 @@ mod tests {
             (&[(8, 1), (3, 1), (2, 1)], &[true, false, true]),
             (&[(1, 4), (1, 2), (1, 1)], &[true, false, true]),
         ] {
-            let mut room = room;
-            let taken: Vec<bool> = requests.iter().map(|&(t, p)| room.take(t, p)).collect();
-            assert_eq!(taken, expected, "{requests:?}");
+            let mut budget = budget;
+            let fits: Vec<bool> = requests
+                .iter()
+                .map(|&(t, p)| budget.reserve(t, p))
+                .collect();
+            assert_eq!(fits, expected, "{requests:?}");
         }
     }
 }

@@ -1,42 +1,42 @@
-//! Which log-probabilities a request wants, in `SGLang`'s words.
+//! Log-probability parameters of a request, as `SGLang` names them.
 
 use std::sync::Arc;
 
 use pie_scheduler::{Logprobs, NewRequest};
-use pie_wire::{AnswerRows, LogprobsAsked, PlaceShape};
+use pie_wire::{LogprobOptions, LogprobRows, LogprobShape};
 
 use crate::handshake::Capabilities;
-use crate::sampling::{Draw, SamplingError};
+use crate::sampling::{RowParams, SamplingError};
 
-/// Log-probabilities of each token of a request; names and meanings are `SGLang`'s.
+/// Log-probabilities that a request wants; names and meanings are `SGLang`'s.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogprobParams {
-    /// The most probable tokens of each place, so many.
+    /// Top-k log-probabilities of each position.
     pub top_logprobs_num: u32,
-    /// Tokens whose log-probabilities are wanted at each place.
+    /// Tokens whose log-probabilities are returned for each position.
     pub token_ids_logprob: Vec<u32>,
-    /// Of the prompt's tokens after the one at this index, too. `None`: only of produced ones.
+    /// Also return those of the prompt tokens after this index. `None`: only of generated tokens.
     pub logprob_start_len: Option<u32>,
-    /// Before the temperature, as with `SGLANG_RETURN_ORIGINAL_LOGPROB`. Penalties, biases and masks have been applied all the same.
+    /// Before temperature scaling, as with `SGLANG_RETURN_ORIGINAL_LOGPROB`; penalties, biases and masks are applied.
     pub original: bool,
 }
 
 impl LogprobParams {
-    /// What each place has.
+    /// What each position has.
     #[must_use]
-    pub const fn shape(&self) -> PlaceShape {
-        PlaceShape {
+    pub const fn shape(&self) -> LogprobShape {
+        LogprobShape {
             top: self.top_logprobs_num,
             given: self.token_ids_logprob.len() as u32,
         }
     }
 
-    /// Whether a request with a prompt of so many tokens can ask a model of so many tokens for them.
+    /// Checks the values against the length of the prompt and the vocabulary.
     ///
     /// # Errors
     /// [`SamplingError`].
     pub fn check(&self, prompt: usize, vocab_size: u32) -> Result<(), SamplingError> {
-        let wrong = |name, value: u32, wanted| {
+        let out_of_range = |name, value: u32, wanted| {
             let value = value.to_string();
             Err(SamplingError::Range {
                 name,
@@ -46,7 +46,7 @@ impl LogprobParams {
         };
         let top = self.top_logprobs_num;
         if top > vocab_size {
-            return wrong(
+            return out_of_range(
                 "top_logprobs_num",
                 top,
                 "at most the number of tokens of the model",
@@ -54,14 +54,14 @@ impl LogprobParams {
         }
         let mut ids = self.token_ids_logprob.iter();
         if let Some(&id) = ids.find(|&&id| id >= vocab_size) {
-            return wrong(
+            return out_of_range(
                 "a token of token_ids_logprob",
                 id,
                 "one of the model's tokens",
             );
         }
         match self.logprob_start_len {
-            Some(start) if start as usize > prompt => wrong(
+            Some(start) if start as usize > prompt => out_of_range(
                 "logprob_start_len",
                 start,
                 "at most the number of tokens of the prompt",
@@ -70,15 +70,15 @@ impl LogprobParams {
         }
     }
 
-    /// Has a request ask for them.
-    pub fn ask(self, arrival: &mut NewRequest<Draw>) {
+    /// Sets them in a request.
+    pub fn apply(self, request: &mut NewRequest<RowParams>) {
         let words = u32::try_from(self.shape().words()).unwrap_or(u32::MAX);
-        arrival.logprobs = Some(Logprobs {
+        request.logprobs = Some(Logprobs {
             words,
             prompt_from: self.logprob_start_len.map(|start| start.saturating_add(1)),
         });
-        let extension = Arc::make_mut(arrival.sampling.extension.get_or_insert_default());
-        extension.logprobs = Some(LogprobsAsked {
+        let extension = Arc::make_mut(request.sampling.extension.get_or_insert_default());
+        extension.logprobs = Some(LogprobOptions {
             scaled: !self.original,
             top: self.top_logprobs_num,
             token_ids: self.token_ids_logprob,
@@ -87,17 +87,17 @@ impl LogprobParams {
     }
 }
 
-/// Words of log-probabilities that an answer of so many bytes has room for, next to its tokens and drafts.
-pub(crate) fn room(caps: &Capabilities, answer_bytes: usize) -> u32 {
+/// 32-bit words of log-probabilities that fit into a reply of so many bytes, next to its tokens and drafts.
+pub(crate) fn max_logprob_words(caps: &Capabilities, reply_bytes: usize) -> u32 {
     const WORD: usize = size_of::<u32>();
-    /// The root of an archive, and the words of a request: offsets, a token, a row of log-probabilities.
+    /// Bytes of an archive's root, and of each request: offsets, a token, the header of its log-probabilities.
     const ROOT: usize = 4096;
-    const REQUEST: usize = 8 * WORD + AnswerRows::ROW_BYTES;
+    const REQUEST: usize = 8 * WORD + LogprobRows::ROW_BYTES;
     let requests = REQUEST * caps.max_forward_requests as usize;
-    // A draft that is verified, and one that is proposed with its position.
+    // A verified draft, and a proposed one with its position.
     let drafts = 3 * WORD * caps.max_forward_tokens as usize;
     let taken = ROOT + requests + drafts.min(1 << 20);
-    (answer_bytes.saturating_sub(taken) / WORD) as u32
+    (reply_bytes.saturating_sub(taken) / WORD) as u32
 }
 
 #[cfg(test)]
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_meaning_is_refused_by_name() {
+    fn invalid_values_are_refused_by_name() {
         let refused = |change| asked(change).check(8, 100).unwrap_err().to_string();
         for (error, text) in [
             (
@@ -139,21 +139,21 @@ mod tests {
     }
 
     #[test]
-    fn a_request_asks_for_them_beside_the_rest() {
-        let draw = Draw::from(Sampler::RawLogits);
-        let mut arrival = NewRequest::new(0, vec![1; 8], draw, 4);
+    fn logprobs_are_set_beside_the_other_parameters() {
+        let raw = RowParams::from(Sampler::RawLogits);
+        let mut request = NewRequest::new(0, vec![1; 8], raw, 4);
         let params = asked(|of| {
             of.top_logprobs_num = 2;
             of.token_ids_logprob = vec![5];
             of.logprob_start_len = Some(0);
         });
-        params.ask(&mut arrival);
+        params.apply(&mut request);
         let expected = Logprobs {
             words: 6,
             prompt_from: Some(1),
         };
-        assert_eq!(arrival.logprobs, Some(expected));
-        let extension = arrival.sampling.extension.unwrap();
+        assert_eq!(request.logprobs, Some(expected));
+        let extension = request.sampling.extension.unwrap();
         let asked = extension.logprobs.clone().unwrap();
         assert!(asked.scaled && asked.prompt.is_none());
         assert_eq!((asked.top, &asked.token_ids[..]), (2, &[5][..]));

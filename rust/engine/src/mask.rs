@@ -1,17 +1,17 @@
-//! Which tokens may be drawn, as the wire has it: the lengths of equal bits.
+//! Token masks of the wire format: bits, or run lengths (BRLE).
 
 use std::borrow::Cow;
 
 use pie_wire::Brle;
 
-/// Every token but these, which rise.
-pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
-    // Runs of false and true take turns, and false is the first.
+/// The run lengths of all tokens but `forbidden`, which is sorted.
+pub(crate) fn except(forbidden: &[u32]) -> Brle {
+    // Runs of zeros and ones alternate, zeros first.
     let mut buffer = vec![0];
     let mut end = 0;
     for &token in forbidden {
         match buffer.last_mut() {
-            // It follows the one before, so that their run grows.
+            // Consecutive tokens share a run.
             Some(run) if token == end => *run += 1,
             _ => buffer.extend([token - end, 1]),
         }
@@ -24,8 +24,8 @@ pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
     }
 }
 
-/// Writes the bits of a vocabulary without the forbidden tokens, unless no other is left.
-pub(crate) fn write_all_but(bits: &mut Vec<u32>, forbidden: &[u32], vocab_size: u32) {
+/// Writes the bits of all tokens but `forbidden`; of all tokens, if none is left.
+pub(crate) fn write_bits_except(bits: &mut Vec<u32>, forbidden: &[u32], vocab_size: u32) {
     let words = vocab_size.div_ceil(32) as usize;
     let fill = |bits: &mut Vec<u32>| {
         bits.clear();
@@ -40,7 +40,7 @@ pub(crate) fn write_all_but(bits: &mut Vec<u32>, forbidden: &[u32], vocab_size: 
     }
 }
 
-/// Writes the bits of a mask without the forbidden tokens, unless no other is left, in so many words over what is in `bits`.
+/// Writes `mask` without the forbidden tokens to `bits`, as `words` words; the whole mask, if none is left.
 pub(crate) fn write_bits(bits: &mut Vec<u32>, mask: &[u32], forbidden: &[u32], words: usize) {
     bits.clear();
     bits.extend_from_slice(mask);
@@ -50,12 +50,12 @@ pub(crate) fn write_bits(bits: &mut Vec<u32>, mask: &[u32], forbidden: &[u32], w
     bits.resize(words, 0);
 }
 
-/// The tokens of a mask without the forbidden ones, unless no other is left.
+/// The run lengths of `mask` without the forbidden tokens; of the whole mask, if none is left.
 pub(crate) fn only(mask: &[u32], forbidden: &[u32]) -> Brle {
     runs(&without(mask, forbidden))
 }
 
-/// The mask without the forbidden tokens; as it is where it has none of them, or no others.
+/// `mask` without the forbidden tokens; unchanged where it has none of them, or no others.
 fn without<'a>(mask: &'a [u32], forbidden: &[u32]) -> Cow<'a, [u32]> {
     if !forbidden.iter().any(|&token| bit(mask, token as usize)) {
         return Cow::Borrowed(mask);
@@ -68,7 +68,7 @@ fn without<'a>(mask: &'a [u32], forbidden: &[u32]) -> Cow<'a, [u32]> {
     }
 }
 
-/// Removes tokens from a mask; whether others are left.
+/// Removes tokens from a mask. Returns whether others are left.
 fn remove(mask: &mut [u32], tokens: &[u32]) -> bool {
     for &token in tokens {
         if let Some(word) = mask.get_mut(token as usize / 32) {
@@ -83,7 +83,7 @@ fn bit(mask: &[u32], at: usize) -> bool {
         .is_some_and(|word| word >> (at % 32) & 1 == 1)
 }
 
-/// The lengths of equal bits, those of zeros first.
+/// The run lengths of a bitmask, zeros first.
 fn runs(mask: &[u32]) -> Brle {
     let mut buffer = Vec::new();
     let (mut value, mut run) = (0, 0_u32);
@@ -135,7 +135,7 @@ mod tests {
             let wanted = tokens(&only(&words, &forbidden));
             let length = words.len() + more;
             if is_shorter_as_bits(&words, length) {
-                // Of a mask before, longer than this one.
+                // A reused buffer that is longer than this mask.
                 let mut found = vec![u32::MAX; 20];
                 write_bits(&mut found, &words, &forbidden, length);
                 prop_assert_eq!(found.len(), length);
@@ -178,12 +178,12 @@ mod tests {
         }
 
         #[test]
-        fn all_but_some_are_all_but_these(forbidden in prop::collection::btree_set(0_u32..399, 0..9)) {
+        fn all_tokens_but_the_forbidden_ones_are_allowed(forbidden in prop::collection::btree_set(0_u32..399, 0..9)) {
             let forbidden: Vec<u32> = forbidden.into_iter().collect();
             let wanted: Vec<u64> = (0..400).filter(|&token| !forbidden.contains(&(token as u32))).collect();
-            prop_assert_eq!(&tokens(&all_but(&forbidden)), &wanted);
+            prop_assert_eq!(&tokens(&except(&forbidden)), &wanted);
             let mut bits = vec![7];
-            write_all_but(&mut bits, &forbidden, 400);
+            write_bits_except(&mut bits, &forbidden, 400);
             prop_assert_eq!(tokens(&runs(&bits)), wanted);
         }
     }

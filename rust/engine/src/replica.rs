@@ -1,99 +1,87 @@
-//! One replica: its scheduler, its driver, and the thread that goes between them.
+//! One replica: its scheduler, and the state of its thread.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use pie_ring::RegionLayout;
-use pie_scheduler::{Config, Finish, Limits, NewRequest, Outputs, Scheduler, TokenBytes};
+use pie_scheduler::{Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
 
-use crate::error::RuntimeError;
-use crate::frame::bytes::{frame_bytes, params_bytes};
+use crate::error::EngineError;
+use crate::frame::bytes::frame_bytes;
 use crate::handshake::Capabilities;
+use crate::histogram::Histogram;
+use crate::link::StepTiming;
 use crate::log::LogSink;
 use crate::logprobs;
-use crate::outbox::{Delta, End};
-use crate::sampling::Draw;
+use crate::output_collector::{FinishReason, OutputDelta};
+use crate::sampling::RowParams;
 use crate::settings::DriverSettings;
 use crate::shared::{ServiceLog, ServiceSettings, Shared};
-use crate::times::Times;
-use crate::trace::{StepTrace, TraceEnd};
+use crate::trace::{StepTrace, TraceSummary};
 
-/// How often a driver that starts, or has nothing to do, is looked at.
-pub(crate) const WATCH: Duration = Duration::from_millis(50);
-/// As `WATCH`, while a request waits for its constraint.
-const COMPILING: Duration = Duration::from_millis(1);
-/// How old counts may be.
-const STATS: Duration = Duration::from_millis(20);
+mod commands;
 
-/// A message to a replica.
-pub(crate) enum Command {
-    Submit(Box<NewRequest<Draw>>),
-    SubmitAll(Vec<NewRequest<Draw>>),
-    Abort(u64),
-    EndSession(u64),
-    /// Answered with whether the prefix index was emptied.
-    Flush(Sender<bool>),
-    Pause(Option<Pause>),
-    Trace(Box<StepTrace>),
-    /// Answered with what became of the trace, if there was one.
-    EndTrace(Sender<Option<TraceEnd>>),
-    Stop,
-}
+pub(crate) use self::commands::Command;
+
+/// How often the process of a driver that starts or is idle is polled.
+pub(crate) const POLL: Duration = Duration::from_millis(50);
+/// Longest time between two updates of the statistics.
+const STATS_INTERVAL: Duration = Duration::from_millis(20);
 
 /// How a service pauses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pause {
-    /// Requests keep what was computed.
+    /// Requests keep their KV.
     InPlace,
-    /// They give it back, and are computed again afterwards.
+    /// Requests are retracted: their KV is freed, and computed again afterwards.
     Retract,
 }
 
-/// The thread's own things.
+/// State of a replica's thread.
 pub(crate) struct Replica {
     pub(crate) number: usize,
     pub(crate) driver: DriverSettings,
     config: Config,
     max_pages: Option<u32>,
     max_image_bytes: u32,
-    text: Option<Arc<dyn TokenBytes>>,
+    token_bytes: Option<Arc<dyn TokenBytes>>,
     pub(crate) max_restarts: u32,
-    log: ServiceLog,
-    begin: Instant,
+    log_sink: ServiceLog,
+    started: Instant,
     pub(crate) shared: Arc<Shared>,
     inbox: Receiver<Command>,
-    /// How many sequences have not ended, those among them that are still in the inbox.
+    /// Number of unfinished sequences, with those that are still in the inbox.
     open: Arc<AtomicUsize>,
-    /// Those that the scheduler has: request and sample.
+    /// Sequences of the scheduler: request and sample.
     sequences: HashSet<(u64, u32)>,
-    /// Made when the first driver has said what it can.
-    pub(crate) scheduler: Option<Scheduler<Draw>>,
+    /// Made from the capabilities of the first driver.
+    pub(crate) scheduler: Option<Scheduler<RowParams>>,
     outputs: Outputs,
-    /// No step is laid out while it is set.
+    /// No step is scheduled while it is set.
     pub(crate) pause: Option<Pause>,
-    /// From an answer seen to the next request made.
-    pub(crate) gaps: Times,
-    /// From a request made to its answer seen, of all steps.
-    pub(crate) driver_ns: u64,
-    counted: Instant,
+    /// Times from a reply to the next frame.
+    host_gaps: Histogram,
+    /// Time from a frame to its reply, of all steps.
+    driver_ns: u64,
+    stats_updated: Instant,
     pub(crate) trace: Option<Box<StepTrace>>,
-    /// Of a trace that ended by itself.
-    traced: Option<TraceEnd>,
+    /// The last trace, if it has ended.
+    ended_trace: Option<TraceSummary>,
 }
 
-/// Why a replica does not go on as it did.
+/// Why a replica's step loop ends.
 pub(crate) enum Halt {
-    /// It has to stop.
+    /// The service shuts down.
     Stop,
-    /// The driver cannot serve.
-    Lost(RuntimeError),
+    /// The driver failed.
+    Lost(EngineError),
 }
 
-impl From<RuntimeError> for Halt {
-    fn from(error: RuntimeError) -> Self {
+impl From<EngineError> for Halt {
+    fn from(error: EngineError) -> Self {
         Self::Lost(error)
     }
 }
@@ -102,7 +90,7 @@ impl Replica {
     pub(crate) fn new(
         settings: &ServiceSettings,
         number: usize,
-        begin: Instant,
+        started: Instant,
         shared: Arc<Shared>,
         inbox: Receiver<Command>,
         open: Arc<AtomicUsize>,
@@ -113,10 +101,10 @@ impl Replica {
             config: settings.scheduler.clone(),
             max_pages: settings.max_pages,
             max_image_bytes: settings.max_image_bytes,
-            text: settings.text.clone(),
+            token_bytes: settings.token_bytes.clone(),
             max_restarts: settings.max_restarts,
-            log: Arc::clone(&settings.log),
-            begin,
+            log_sink: Arc::clone(&settings.log),
+            started,
             shared,
             inbox,
             open,
@@ -124,27 +112,27 @@ impl Replica {
             scheduler: None,
             outputs: Outputs::default(),
             pause: None,
-            gaps: Times::default(),
+            host_gaps: Histogram::default(),
             driver_ns: 0,
-            counted: begin,
+            stats_updated: started,
             trace: None,
-            traced: None,
+            ended_trace: None,
         }
     }
 
-    /// Makes the scheduler by what the first driver can, whose frames lie in slots like this, and holds every later one to it.
+    /// Makes the scheduler from the first driver's capabilities, and checks that later drivers have no less.
     pub(crate) fn prepare(
         &mut self,
         caps: &Capabilities,
         slot: &RegionLayout,
-    ) -> Result<(), RuntimeError> {
+    ) -> Result<(), EngineError> {
         let limits = self.limits(caps, slot);
         if self.scheduler.is_some() {
             let first = self.shared.update(self.number, |state| state.caps.clone());
             let first = first.map(|caps| self.limits(&caps, slot));
             return match first.and_then(|first| shortfall(&first, &limits)) {
                 None => Ok(()),
-                Some((what, needed, found)) => Err(RuntimeError::Shrunk {
+                Some((what, needed, found)) => Err(EngineError::Shrunk {
                     what,
                     needed,
                     found,
@@ -156,7 +144,7 @@ impl Replica {
             config.max_running = limits.max_forward_requests;
         }
         let max_running = config.max_running;
-        let scheduler = Scheduler::new(config, limits, self.text.clone())?;
+        let scheduler = Scheduler::new(config, limits, self.token_bytes.clone())?;
         self.scheduler = Some(scheduler);
         self.shared.update(self.number, |state| {
             state.stats.total_pages = limits.total_pages;
@@ -179,7 +167,7 @@ impl Replica {
             max_image_bytes: self.max_image_bytes,
             max_model_len: caps.max_model_len,
             vocab_size: caps.vocab_size,
-            max_logprob_words: logprobs::room(caps, slot.response_capacity()),
+            max_logprob_words: logprobs::max_logprob_words(caps, slot.response_capacity()),
             frame: frame_bytes(
                 caps.vocab_size,
                 slot.request_capacity(),
@@ -188,113 +176,7 @@ impl Replica {
         }
     }
 
-    /// Does what was asked for since the last call.
-    pub(crate) fn take_commands(&mut self) -> Result<(), Halt> {
-        loop {
-            match self.inbox.try_recv() {
-                Ok(command) => self.obey(command)?,
-                Err(TryRecvError::Empty) => return Ok(()),
-                Err(TryRecvError::Disconnected) => return Err(Halt::Stop),
-            }
-        }
-    }
-
-    /// Waits until something is asked for, or a deadline passes, or the driver wants to be looked at.
-    pub(crate) fn wait_command(&mut self) -> Result<(), Halt> {
-        let deadline = self.scheduler.as_ref().and_then(Scheduler::next_deadline);
-        let left = deadline.map_or(WATCH, |deadline| {
-            Duration::from_micros(deadline.saturating_sub(self.now()))
-        });
-        // A grammar that is compiled now makes no sound.
-        let awaits = |scheduler: &Scheduler<_>| scheduler.awaits_constraint();
-        let watch = if self.scheduler.as_ref().is_some_and(awaits) {
-            COMPILING
-        } else {
-            WATCH
-        };
-        match self.inbox.recv_timeout(left.min(watch)) {
-            Ok(command) => self.obey(command),
-            Err(RecvTimeoutError::Timeout) => Ok(()),
-            Err(RecvTimeoutError::Disconnected) => Err(Halt::Stop),
-        }
-    }
-
-    fn obey(&mut self, command: Command) -> Result<(), Halt> {
-        match (command, &mut self.scheduler) {
-            (Command::Stop, _) => return Err(Halt::Stop),
-            (Command::Submit(arrival), _) => self.submit(*arrival),
-            (Command::SubmitAll(arrivals), _) => self.submit_all(arrivals),
-            (Command::Abort(request), Some(scheduler)) => {
-                scheduler.abort(request);
-            }
-            (Command::EndSession(session), Some(scheduler)) => {
-                scheduler.end_session(session);
-            }
-            (Command::Flush(sender), Some(scheduler)) => {
-                let idle = scheduler.is_idle();
-                if idle {
-                    scheduler.flush();
-                }
-                // The caller may have gone.
-                let _ = sender.send(idle);
-            }
-            (Command::Pause(pause), _) => self.pause = pause,
-            (Command::Trace(trace), _) => {
-                self.traced = None;
-                self.trace = Some(trace);
-            }
-            (Command::EndTrace(sender), _) => {
-                self.end_trace();
-                // The caller may have gone.
-                let _ = sender.send(self.traced.take());
-            }
-            (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
-        }
-        Ok(())
-    }
-
-    fn submit_all(&mut self, arrivals: Vec<NewRequest<Draw>>) {
-        for arrival in arrivals {
-            self.submit(arrival);
-        }
-    }
-
-    fn submit(&mut self, mut arrival: NewRequest<Draw>) {
-        if let Some(asked) = &mut arrival.sampling.extension {
-            // What comes after the prompt counts.
-            Arc::make_mut(asked).penalties.counted_from = arrival.prompt.len() as u32;
-        }
-        arrival.params_bytes = params_bytes(&arrival.sampling);
-        let (id, samples) = (arrival.id, arrival.samples);
-        let Some(scheduler) = &mut self.scheduler else {
-            return self.refuse(id, samples, &End::Aborted);
-        };
-        match scheduler.submit(arrival) {
-            Ok(()) => self
-                .sequences
-                .extend((0..samples).map(|sample| (id, sample))),
-            Err(refusal) => self.refuse(id, samples, &End::Refused(refusal)),
-        }
-    }
-
-    /// Closes the trace, if there is one.
-    pub(crate) fn end_trace(&mut self) {
-        if let Some(trace) = self.trace.take() {
-            let end = trace.close();
-            if let Some(failure) = &end.failure {
-                self.note(&format!(
-                    "pie-engine: the trace {} ends early: {failure}",
-                    end.path.display()
-                ));
-            }
-            self.traced = Some(end);
-        }
-        self.shared
-            .update(self.number, |state| state.tracing = false);
-    }
-
-    /// Ends requests whose deadline has passed; for the time in which no step does so, because there is no driver, or the service
-    /// is paused.
+    /// Ends requests whose deadline has passed, while no step does so.
     pub(crate) fn expire(&mut self) {
         let now = self.now();
         if let Some(scheduler) = &mut self.scheduler {
@@ -302,44 +184,46 @@ impl Replica {
         }
     }
 
-    /// Answers a request that no scheduler has.
-    fn refuse(&self, id: u64, samples: u32, end: &End) {
+    /// Ends a request that the scheduler does not have.
+    pub(crate) fn reject(&self, id: u64, samples: u32, end: &FinishReason) {
         for sample in 0..samples.clamp(1, 1024) {
             self.shared
-                .outbox
-                .push(Delta::ended(id, sample, end.clone()));
+                .outputs
+                .push(OutputDelta::finished(id, sample, end.clone()));
         }
         self.open.fetch_sub(samples as usize, Ordering::Relaxed);
     }
 
-    /// Gives out what is new.
+    /// Publishes new outputs.
     pub(crate) fn publish(&mut self) {
         self.publish_as(|finish, reason| match finish {
-            Finish::Length => End::Length,
-            Finish::StopToken(token) => End::StopToken(token),
-            Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
-            Finish::StopRegex { index } => End::StopRegex { index },
-            Finish::Aborted => End::Aborted,
-            Finish::Unready => End::Unready,
-            Finish::Deadline => End::Deadline,
-            Finish::Displaced => End::Displaced,
-            Finish::Constraint => End::Grammar(reason.unwrap_or_default().into()),
-            Finish::Busy => End::Busy(reason.unwrap_or_default().into()),
+            Finish::Length => FinishReason::Length,
+            Finish::StopToken(token) => FinishReason::StopToken(token),
+            Finish::StopString { index, text_bytes } => {
+                FinishReason::StopString { index, text_bytes }
+            }
+            Finish::StopRegex { index } => FinishReason::StopRegex { index },
+            Finish::Aborted => FinishReason::Aborted,
+            Finish::Unready => FinishReason::Unready,
+            Finish::Deadline => FinishReason::Deadline,
+            Finish::Displaced => FinishReason::Displaced,
+            Finish::Grammar => FinishReason::Grammar(reason.unwrap_or_default().into()),
+            Finish::Busy => FinishReason::Busy(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 let why = reason.unwrap_or("the driver gave it no token\n\nhint: its log says why");
-                End::Failed(why.into())
+                FinishReason::Failed(why.into())
             }
         });
     }
 
-    fn publish_as(&mut self, end: impl Fn(Finish, Option<&str>) -> End) {
+    fn publish_as(&mut self, end: impl Fn(Finish, Option<&str>) -> FinishReason) {
         let Some(scheduler) = &mut self.scheduler else {
             return;
         };
         scheduler.outputs(&mut self.outputs);
         let events = scheduler.take_kv_events();
         if !events.is_empty() {
-            self.shared.outbox.record(self.number, events);
+            self.shared.outputs.push_events(self.number, events);
         }
         if !self.outputs.is_empty() {
             for output in self.outputs.iter().filter(|output| output.finish.is_some()) {
@@ -348,107 +232,116 @@ impl Replica {
                 }
             }
         }
-        // The receiver of the last output finds it counted.
-        if self.counted.elapsed() >= STATS || self.sequences.is_empty() && !self.outputs.is_empty()
+        // Whoever receives the last output finds it counted.
+        if self.stats_updated.elapsed() >= STATS_INTERVAL
+            || self.sequences.is_empty() && !self.outputs.is_empty()
         {
-            self.count();
+            self.update_stats();
         }
-        self.shared.outbox.extend(self.outputs.iter(), end);
+        self.shared.outputs.extend(self.outputs.iter(), end);
     }
 
-    /// Tells how things stand.
-    pub(crate) fn count(&mut self) {
+    /// Updates the statistics that callers read.
+    pub(crate) fn update_stats(&mut self) {
         if let Some(scheduler) = &self.scheduler {
             let scheduler = scheduler.stats();
-            let gaps_ns = [0.5, 0.99].map(|share| self.gaps.quantile(share));
-            let (host_ns, driver_ns) = (self.gaps.sum(), self.driver_ns);
+            let gaps_ns = [0.5, 0.99].map(|share| self.host_gaps.quantile(share));
+            let (host_ns, driver_ns) = (self.host_gaps.sum(), self.driver_ns);
             self.shared.update(self.number, |state| {
                 state.stats.scheduler = scheduler;
                 state.stats.gaps_ns = gaps_ns;
                 (state.stats.host_ns, state.stats.driver_ns) = (host_ns, driver_ns);
             });
-            self.counted = Instant::now();
+            self.stats_updated = Instant::now();
         }
     }
 
-    /// Says that there will be no driver any more, and answers all that comes.
-    pub(crate) fn give_up(&mut self, error: RuntimeError) {
-        self.note(&error.to_string());
+    /// Fails all requests, and those that are still submitted, for good.
+    pub(crate) fn fail_all(&mut self, error: EngineError) {
+        self.log(&error.to_string());
         let reason: Arc<str> = error.to_string().into();
         let error = Arc::new(error);
         self.shared
             .update(self.number, |state| state.failed = Some(Arc::clone(&error)));
-        let failed = End::Failed(reason);
-        // What has finished did not fail.
+        let failed = FinishReason::Failed(reason);
+        // Finished requests did not fail.
         self.publish();
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
         self.publish_as(|_, _| failed.clone());
-        self.count();
+        self.update_stats();
         for (id, sample) in self.sequences.drain() {
-            let ended = Delta::ended(id, sample, failed.clone());
-            self.shared.outbox.push(ended);
+            let ended = OutputDelta::finished(id, sample, failed.clone());
+            self.shared.outputs.push(ended);
             self.open.fetch_sub(1, Ordering::Relaxed);
         }
-        while let Ok(command) = self.inbox.recv() {
-            match command {
-                Command::Stop => return,
-                Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
-                Command::SubmitAll(arrivals) => {
-                    for arrival in arrivals {
-                        self.refuse(arrival.id, arrival.samples, &failed);
-                    }
-                }
-                Command::Abort(_)
-                | Command::EndSession(_)
-                | Command::Flush(_)
-                | Command::Trace(_)
-                | Command::EndTrace(_)
-                | Command::Pause(_) => {}
-            }
-        }
+        self.reject_until_stop(&failed);
     }
 
-    /// Ends what there is.
-    pub(crate) fn leave(&mut self) {
+    /// Aborts all requests, and closes the inbox.
+    pub(crate) fn close(&mut self) {
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
         self.end_trace();
         self.publish();
-        self.count();
+        self.update_stats();
         self.scheduler = None;
-        // Nothing is handed in from here on. What was before is in the inbox, and answered like the rest.
+        // Nothing is sent from here on; what was sent before gets its answer.
         self.shared.update(self.number, |state| state.closed = true);
-        while let Ok(command) = self.inbox.try_recv() {
-            match command {
-                Command::Submit(arrival) => self.submit(*arrival),
-                Command::SubmitAll(arrivals) => self.submit_all(arrivals),
-                _ => {}
+        self.drain_inbox();
+    }
+
+    /// Closes the trace, if there is one.
+    fn end_trace(&mut self) {
+        if let Some(trace) = self.trace.take() {
+            let end = trace.close();
+            if let Some(failure) = &end.failure {
+                self.log(&format!(
+                    "pie-engine: the trace {} ends early: {failure}",
+                    end.path.display()
+                ));
             }
+            self.ended_trace = Some(end);
+        }
+        self.shared
+            .update(self.number, |state| state.tracing = false);
+    }
+
+    /// Adds a step to times and trace.
+    pub(crate) fn record_step(&mut self, timing: &StepTiming) {
+        self.driver_ns += timing.round_trip_ns;
+        if timing.client_ns > 0 {
+            self.host_gaps.add(timing.client_ns);
+        }
+        let number = self.number;
+        if let Some(trace) = &mut self.trace
+            && !trace.step(number, timing)
+        {
+            self.end_trace();
         }
     }
 
-    /// µs since the service began.
+    /// µs since the service started.
     pub(crate) fn now(&self) -> u64 {
-        self.begin.elapsed().as_micros() as u64
+        self.started.elapsed().as_micros() as u64
     }
 
-    /// Writes to the log.
-    pub(crate) fn note(&self, text: &str) {
+    pub(crate) fn log(&self, text: &str) {
         for line in text.lines() {
-            (self.log)(self.number, line);
+            (self.log_sink)(self.number, line);
         }
     }
 
+    /// The sink of a driver's log.
     pub(crate) fn sink(&self) -> LogSink {
-        let (log, number) = (Arc::clone(&self.log), self.number);
+        let (log, number) = (Arc::clone(&self.log_sink), self.number);
         Arc::new(move |line: &str| log(number, line))
     }
 }
 
-/// What a driver has less of than the first one had.
+/// The first capacity of which a driver has less than the first one.
 fn shortfall(first: &Limits, now: &Limits) -> Option<(&'static str, u32, u32)> {
     let pairs = [
         ("pages", first.total_pages, now.total_pages),
@@ -477,7 +370,9 @@ fn shortfall(first: &Limits, now: &Limits) -> Option<(&'static str, u32, u32)> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::mpsc::{self, Sender};
+
+    use pie_scheduler::NewRequest;
 
     use super::*;
     use crate::handshake::Handshake;
@@ -499,7 +394,7 @@ mod tests {
         (replica, commands)
     }
 
-    fn arrival(id: u64) -> NewRequest<Draw> {
+    fn request(id: u64) -> NewRequest<RowParams> {
         let greedy = pie_wire::Sampler::TopP {
             temperature: 0.0,
             p: 1.0,
@@ -508,22 +403,22 @@ mod tests {
     }
 
     #[test]
-    fn what_has_finished_when_the_driver_is_given_up_did_not_fail() {
+    fn requests_that_finished_before_the_driver_failed_did_not_fail() {
         let (mut replica, commands) = replica();
         let late = NewRequest {
             deadline: Some(0),
-            ..arrival(1)
+            ..request(1)
         };
-        replica.submit_all(vec![late, arrival(2)]);
+        replica.submit_all(vec![late, request(2)]);
         replica.expire();
         commands.send(Command::Stop).unwrap();
-        replica.give_up(RuntimeError::Panicked);
-        let ends = replica.shared.outbox.take(Duration::ZERO);
+        replica.fail_all(EngineError::Panicked);
+        let ends = replica.shared.outputs.take(Duration::ZERO);
         let ends: Vec<_> = ends
             .into_iter()
-            .map(|delta| (delta.request, delta.end))
+            .map(|delta| (delta.request, delta.finish))
             .collect();
-        let failed = End::Failed(RuntimeError::Panicked.to_string().into());
-        assert_eq!(ends, [(1, Some(End::Deadline)), (2, Some(failed))]);
+        let failed = FinishReason::Failed(EngineError::Panicked.to_string().into());
+        assert_eq!(ends, [(1, Some(FinishReason::Deadline)), (2, Some(failed))]);
     }
 }

@@ -1,15 +1,15 @@
-//! From the parameters that users know to what the driver is asked.
+//! Sampling parameters of users, and what they become in a frame.
 
 use std::sync::Arc;
 
 use pie_scheduler::NewRequest;
 use pie_wire::{CombinedSampler, Penalties, RequestExtension, Sampler};
 
-use crate::picture::Pictures;
+use crate::prompt_images::PromptImages;
 
-/// How tokens are drawn; names and meanings are `SGLang`'s.
+/// Sampling parameters of a request; names and meanings are `SGLang`'s.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sampling {
+pub struct SamplingParams {
     /// 0 for the most probable token, whatever the rest says.
     pub temperature: f32,
     /// Tokens kept; -1 or 0 for all.
@@ -18,19 +18,19 @@ pub struct Sampling {
     pub top_p: f32,
     /// Fraction of the largest probability that a token must have; 0 for none.
     pub min_p: f32,
-    /// With the position it fixes what is drawn; below 2^63.
+    /// Seed of this request's random numbers, with the token's position; below 2^63.
     pub seed: Option<u64>,
-    /// Taken from a token's logit for each time that it was produced; from -2 to 2.
+    /// Subtracted from a token's logit for each time that it was generated; from -2 to 2.
     pub frequency_penalty: f32,
-    /// Taken from the logit of a token that was produced; from -2 to 2.
+    /// Subtracted from the logit of a generated token; from -2 to 2.
     pub presence_penalty: f32,
-    /// Divides the logit of a token that was produced, or multiplies it if it is below 0; above 0 and at most 2.
+    /// Divides the logit of a generated token, or multiplies it if it is negative; above 0 and at most 2.
     pub repetition_penalty: f32,
     /// Tokens, and what is added to their logits.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
-impl Default for Sampling {
+impl Default for SamplingParams {
     fn default() -> Self {
         Self {
             temperature: 1.0,
@@ -46,37 +46,37 @@ impl Default for Sampling {
     }
 }
 
-/// What the rows of a request bring along, and how they draw.
+/// What every row of a request carries in a frame: sampler, parameters beyond the Pie protocol, images.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Draw {
-    /// Of the Pie protocol; what it cannot say is in the extension.
+pub struct RowParams {
+    /// Sampler of the Pie protocol; what that cannot express is in the extension.
     pub sampler: Sampler,
-    /// What it asks for beyond that protocol.
+    /// Parameters beyond that protocol.
     pub extension: Option<Arc<RequestExtension>>,
     /// The images of its prompt.
-    pub pictures: Option<Arc<Pictures>>,
+    pub images: Option<Arc<PromptImages>>,
 }
 
-impl Draw {
-    /// Gives a request its images, whose tokens its prompt has.
-    pub fn attach(pictures: Pictures, arrival: &mut NewRequest<Self>) {
-        pictures.name(&mut arrival.prompt);
-        arrival.images = pictures.images();
-        arrival.sampling.pictures = Some(Arc::new(pictures));
+impl RowParams {
+    /// Adds images to a request whose prompt has their tokens.
+    pub fn attach(images: PromptImages, request: &mut NewRequest<Self>) {
+        images.write_pad_values(&mut request.prompt);
+        request.images = images.spans();
+        request.sampling.images = Some(Arc::new(images));
     }
 }
 
-impl From<Sampler> for Draw {
+impl From<Sampler> for RowParams {
     fn from(sampler: Sampler) -> Self {
         Self {
             sampler,
             extension: None,
-            pictures: None,
+            images: None,
         }
     }
 }
 
-/// A parameter that has no meaning.
+/// An invalid sampling parameter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SamplingError {
@@ -87,7 +87,7 @@ pub enum SamplingError {
         name: &'static str,
         /// Its value.
         value: String,
-        /// What it may be.
+        /// The range.
         wanted: &'static str,
     },
 }
@@ -97,12 +97,12 @@ const GREEDY: Sampler = Sampler::TopP {
     p: 1.0,
 };
 
-impl Sampling {
-    /// What does this: a sampler of the Pie protocol where one does it alone, and an extension for the rest.
+impl SamplingParams {
+    /// Converts to a sampler of the Pie protocol, and an extension for what none of its samplers can express.
     ///
     /// # Errors
     /// [`SamplingError`].
-    pub fn draw(&self) -> Result<Draw, SamplingError> {
+    pub fn row_params(&self) -> Result<RowParams, SamplingError> {
         self.check()?;
         let (sampler, combined) = self.sampler();
         let extension = RequestExtension {
@@ -116,15 +116,15 @@ impl Sampling {
             biases: self.logit_bias.clone(),
             ..RequestExtension::default()
         };
-        let asks = extension != RequestExtension::default();
-        Ok(Draw {
+        let is_needed = extension != RequestExtension::default();
+        Ok(RowParams {
             sampler,
-            extension: asks.then(|| Arc::new(extension)),
-            pictures: None,
+            extension: is_needed.then(|| Arc::new(extension)),
+            images: None,
         })
     }
 
-    /// The sampler of the Pie protocol, and one in its place if none of its kinds does it.
+    /// The sampler of the Pie protocol, or a combined one in its place.
     fn sampler(&self) -> (Sampler, Option<CombinedSampler>) {
         let Self {
             temperature,
@@ -136,7 +136,7 @@ impl Sampling {
         if temperature == 0.0 || self.top_k == 1 {
             return (GREEDY, None);
         }
-        // More than there are tokens is all of them.
+        // A k beyond u32 is beyond every vocabulary: all tokens.
         let k = u32::try_from(self.top_k.max(0)).unwrap_or(0);
         let sampler = match (k, top_p < 1.0, min_p > 0.0, seed) {
             (0, false, false, None) => Sampler::Multinomial {
@@ -219,10 +219,10 @@ impl Sampling {
 mod tests {
     use super::*;
 
-    fn plain() -> Sampling {
-        Sampling {
+    fn plain() -> SamplingParams {
+        SamplingParams {
             temperature: 0.5,
-            ..Sampling::default()
+            ..SamplingParams::default()
         }
     }
 
@@ -234,39 +234,39 @@ mod tests {
         for (sampling, sampler) in [
             (plain(), Sampler::Multinomial { temperature, seed }),
             (
-                Sampling { top_k, ..plain() },
+                SamplingParams { top_k, ..plain() },
                 Sampler::TopK { temperature, k: 8 },
             ),
             (
-                Sampling {
+                SamplingParams {
                     top_k: 1 << 40,
                     ..plain()
                 },
                 Sampler::Multinomial { temperature, seed },
             ),
             (
-                Sampling { top_p, ..plain() },
+                SamplingParams { top_p, ..plain() },
                 Sampler::TopP {
                     temperature,
                     p: top_p,
                 },
             ),
             (
-                Sampling { min_p, ..plain() },
+                SamplingParams { min_p, ..plain() },
                 Sampler::MinP {
                     temperature,
                     p: min_p,
                 },
             ),
             (
-                Sampling {
+                SamplingParams {
                     top_k: 1,
                     ..plain()
                 },
                 GREEDY,
             ),
             (
-                Sampling {
+                SamplingParams {
                     temperature: 0.0,
                     min_p,
                     top_k,
@@ -276,14 +276,14 @@ mod tests {
                 GREEDY,
             ),
         ] {
-            assert_eq!(sampling.draw(), Ok(sampler.into()), "{sampling:?}");
+            assert_eq!(sampling.row_params(), Ok(sampler.into()), "{sampling:?}");
         }
     }
 
     #[test]
     fn filters_together_and_seeds_are_combined() {
-        let combined = |sampling: Sampling| {
-            let extension = sampling.draw().unwrap().extension.unwrap();
+        let combined = |sampling: SamplingParams| {
+            let extension = sampling.row_params().unwrap().extension.unwrap();
             assert!(!extension.penalties.any() && extension.biases.is_empty());
             extension.sampler.unwrap()
         };
@@ -296,7 +296,7 @@ mod tests {
             seed: Some(1),
         };
         let seed = Some(1);
-        let sampling = Sampling {
+        let sampling = SamplingParams {
             top_k,
             top_p,
             min_p,
@@ -304,27 +304,27 @@ mod tests {
             ..plain()
         };
         assert_eq!(combined(sampling), all);
-        // Not even top-k with top-p: the protocol takes the mass of what top-k leaves.
-        let pair = combined(Sampling {
+        // Top-k with top-p, too: Pie's protocol applies top-p to the renormalized top-k.
+        let pair = combined(SamplingParams {
             top_k,
             top_p,
             ..plain()
         });
         assert_eq!((pair.min_p, pair.seed), (0.0, None));
-        assert_eq!(combined(Sampling { seed, ..plain() }).seed, seed);
+        assert_eq!(combined(SamplingParams { seed, ..plain() }).seed, seed);
     }
 
     #[test]
     fn penalties_and_biases_go_with_any_sampler() {
-        let sampling = Sampling {
+        let sampling = SamplingParams {
             temperature: 0.0,
             frequency_penalty: 0.5,
             logit_bias: vec![(3, -1.0)],
             ..plain()
         };
-        let Draw {
+        let RowParams {
             sampler, extension, ..
-        } = sampling.draw().unwrap();
+        } = sampling.row_params().unwrap();
         let extension = extension.unwrap();
         assert_eq!(sampler, GREEDY);
         assert_eq!(
@@ -336,11 +336,11 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_meaning_is_refused_by_name() {
-        let refused = |change: fn(&mut Sampling)| {
+    fn invalid_values_are_refused_by_name() {
+        let refused = |change: fn(&mut SamplingParams)| {
             let mut sampling = plain();
             change(&mut sampling);
-            sampling.draw().unwrap_err().to_string()
+            sampling.row_params().unwrap_err().to_string()
         };
         for (error, names) in [
             (refused(|of| of.temperature = -0.1), "temperature is -0.1"),

@@ -1,4 +1,4 @@
-//! Requests in, tokens out: a scheduler with a driver, or several of both.
+//! The engine: replicas of a model, each a scheduler with a driver. Requests in, tokens out.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
@@ -8,38 +8,39 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pie_grammar::Grammar;
-use pie_ring::{CallError, Client};
-use pie_scheduler::{Constrain, NewRequest};
+use pie_scheduler::{GrammarHandle, NewRequest};
 
-use crate::error::RuntimeError;
-use crate::grammars::{Grammars, Unbindable};
+use crate::error::EngineError;
+use crate::grammars::{GrammarSetupError, Grammars};
 use crate::handshake::Capabilities;
-use crate::link;
-use crate::outbox::{Batch, Delta};
+use crate::output_collector::{OutputBatch, OutputDelta};
 use crate::replica::{Command, Pause, Replica};
-use crate::sampling::Draw;
+use crate::sampling::RowParams;
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
-use crate::trace::{StepTrace, TraceEnd, TraceSettings};
+use crate::trace::{StepTrace, TraceSettings, TraceSummary};
 
-/// Why a request was not taken.
+mod adapters;
+
+/// Why a request cannot be submitted.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Rejected {
+pub enum SubmitError {
     /// Some driver is still being started.
     #[error("the drivers are not ready\n\nhint: wait for `wait_ready`")]
     NotReady,
     /// The service was shut down.
     #[error("the service is shut down")]
     Stopped,
-    /// Every driver is gone for good.
+    /// Every driver has failed for good.
     #[error("no driver is left: {0}")]
-    Gone(Arc<RuntimeError>),
-    /// [`RuntimeError::Forked`].
+    Gone(Arc<EngineError>),
+    /// [`EngineError::Forked`].
     #[error(transparent)]
-    Forked(Arc<RuntimeError>),
+    Forked(Arc<EngineError>),
 }
 
-/// Replicas of one model, which share the requests. All work is done by a thread for each; calls only wait where they say so.
+/// Replicas of one model (data parallelism), among which requests are routed. Each has a thread of its own; methods block only where
+/// they say so.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -58,43 +59,41 @@ pub enum Rejected {
 #[derive(Debug)]
 pub struct Service {
     shared: Arc<Shared>,
-    replicas: Vec<Handle>,
+    replicas: Vec<ReplicaHandle>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     grammars: Grammars,
-    /// Requests so far.
-    requests: AtomicU64,
-    begin: Instant,
+    next_request: AtomicU64,
+    started: Instant,
     waiting_limit: Option<Duration>,
-    /// A forked child has no threads, and no drivers of its own.
-    process: u32,
+    /// The process that has the threads and drivers; a forked child has not.
+    pid: u32,
 }
 
-/// What the callers' threads need of a replica.
+/// A replica, as callers' threads see it.
 #[derive(Debug)]
-struct Handle {
+struct ReplicaHandle {
     commands: Sender<Command>,
     /// Sequences that have not ended.
     open: Arc<AtomicUsize>,
 }
 
 impl Service {
-    /// Starts every driver and returns at once; [`wait_ready`](Self::wait_ready) must follow.
+    /// Starts all drivers without waiting for them; [`wait_ready`](Self::wait_ready) must follow.
     ///
     /// # Errors
-    /// [`RuntimeError::Thread`] if a thread cannot be started. What is wrong with a driver
-    /// [`wait_ready`](Self::wait_ready) says.
-    pub fn start(settings: &ServiceSettings) -> Result<Self, RuntimeError> {
-        let begin = Instant::now();
+    /// [`EngineError::Thread`] if a thread cannot be started. Errors of drivers come from [`wait_ready`](Self::wait_ready).
+    pub fn start(settings: &ServiceSettings) -> Result<Self, EngineError> {
+        let started = Instant::now();
         let shared = Arc::new(Shared::new(settings.drivers.len()));
         let mut service = Self {
             shared: Arc::clone(&shared),
             replicas: Vec::new(),
             threads: Mutex::default(),
             grammars: Grammars::new(settings.grammars.clone()),
-            requests: AtomicU64::new(0),
-            begin,
+            next_request: AtomicU64::new(0),
+            started,
             waiting_limit: settings.waiting_limit,
-            process: std::process::id(),
+            pid: std::process::id(),
         };
         for number in 0..settings.drivers.len() {
             let (commands, inbox) = mpsc::channel();
@@ -102,7 +101,7 @@ impl Service {
             let replica = Replica::new(
                 settings,
                 number,
-                begin,
+                started,
                 Arc::clone(&shared),
                 inbox,
                 Arc::clone(&open),
@@ -110,21 +109,21 @@ impl Service {
             let thread = thread::Builder::new().name(format!("pie-replica-{number}"));
             let thread = thread.spawn(move || replica.run()).map_err(|source| {
                 let what = "a replica's thread";
-                RuntimeError::Thread { what, source }
+                EngineError::Thread { what, source }
             })?;
-            service.replicas.push(Handle { commands, open });
+            service.replicas.push(ReplicaHandle { commands, open });
             service.threads().push(thread);
         }
         Ok(service)
     }
 
-    /// Waits until every driver serves; false when the time is over.
+    /// Waits until every driver is ready; false after `limit`.
     ///
     /// # Errors
-    /// Why a driver cannot serve.
-    pub fn wait_ready(&self, limit: Duration) -> Result<bool, Arc<RuntimeError>> {
+    /// Why a driver failed.
+    pub fn wait_ready(&self, limit: Duration) -> Result<bool, Arc<EngineError>> {
         if self.is_forked() {
-            return Err(Arc::new(RuntimeError::Forked));
+            return Err(Arc::new(EngineError::Forked));
         }
         let until = Instant::now().checked_add(limit);
         let mut states = self.shared.lock();
@@ -149,54 +148,53 @@ impl Service {
         }
     }
 
-    /// What the first driver can, once it is ready.
+    /// Capabilities of the first driver, once it is ready.
     pub fn capabilities(&self) -> Option<Capabilities> {
         self.shared.lock().first()?.caps.clone()
     }
 
-    /// Hands a request in, and returns its id at once, which takes the place of the one that it has. It ends after
-    /// `deadline`, finished or not. A request that cannot be served, because it is too long, for example, ends as
-    /// [`End::Refused`](crate::End::Refused).
+    /// Submits a request and returns its id, which replaces the one in `request`. The request ends after `deadline`, finished or not. One
+    /// that cannot be served, because it is too long, for example, ends as [`FinishReason::Refused`](crate::FinishReason::Refused).
     ///
-    /// Of several replicas the one with the fewest sequences gets it; requests of one session, or with one routing key, get
-    /// the same.
+    /// It is routed to the replica with the fewest sequences; requests of one session, or with one routing key, to the same replica.
     ///
     /// # Errors
-    /// [`Rejected`].
+    /// [`SubmitError`].
     pub fn submit(
         &self,
-        arrival: NewRequest<impl Into<Draw>>,
+        request: NewRequest<impl Into<RowParams>>,
         deadline: Option<Duration>,
-    ) -> Result<u64, Rejected> {
+    ) -> Result<u64, SubmitError> {
         let alive = self.check_alive()?;
-        let (replica, arrival) = self.accept(arrival, deadline, &alive);
-        let (id, samples) = (arrival.id, arrival.samples);
-        self.send([(replica, samples, Command::Submit(Box::new(arrival)))])?;
+        let (replica, request) = self.assign(request, deadline, &alive);
+        let (id, samples) = (request.id, request.samples);
+        self.send([(replica, samples, Command::Submit(Box::new(request)))])?;
         Ok(id)
     }
 
-    /// Hands several requests in, each with its deadline, so that no step is laid out between them: those of a call that do not
-    /// stream then fill steps as large as can be. Returns their ids in order; see [`submit`](Self::submit).
+    /// Submits several requests, each with its deadline, and returns their ids in order. No step is scheduled between them, so that
+    /// those that do not stream fill whole steps. See [`submit`](Self::submit).
     ///
     /// # Errors
-    /// [`Rejected`].
-    pub fn submit_all<S: Into<Draw>>(
+    /// [`SubmitError`].
+    pub fn submit_all<S: Into<RowParams>>(
         &self,
-        arrivals: impl IntoIterator<Item = (NewRequest<S>, Option<Duration>)>,
-    ) -> Result<Vec<u64>, Rejected> {
+        requests: impl IntoIterator<Item = (NewRequest<S>, Option<Duration>)>,
+    ) -> Result<Vec<u64>, SubmitError> {
         let alive = self.check_alive()?;
         let mut shares = vec![Vec::new(); self.replicas.len()];
         let mut ids = Vec::new();
-        for (arrival, deadline) in arrivals {
-            let (replica, arrival) = self.accept(arrival, deadline, &alive);
-            ids.push(arrival.id);
-            shares[replica].push(arrival);
+        for (request, deadline) in requests {
+            let (replica, request) = self.assign(request, deadline, &alive);
+            ids.push(request.id);
+            shares[replica].push(request);
         }
         let shares = shares.into_iter().enumerate();
-        let filled = shares.filter(|(_, share): &(usize, Vec<NewRequest<Draw>>)| !share.is_empty());
+        let filled =
+            shares.filter(|(_, share): &(usize, Vec<NewRequest<RowParams>>)| !share.is_empty());
         let commands: Vec<_> = filled
             .map(|(replica, share)| {
-                let samples = share.iter().map(|arrival| arrival.samples).sum();
+                let samples = share.iter().map(|request| request.samples).sum();
                 (replica, samples, Command::SubmitAll(share))
             })
             .collect();
@@ -204,9 +202,9 @@ impl Service {
         Ok(ids)
     }
 
-    /// Sends requests to replicas, with the number of sequences in each command: all of them, or none. A request that was sent is
-    /// answered: a thread that ends says so first, and then answers what is in its inbox.
-    fn send<C>(&self, commands: C) -> Result<(), Rejected>
+    /// Sends commands with requests, and the number of sequences in each, to replicas: all of them, or none. Every request that is sent
+    /// gets an answer, because a replica closes its inbox under the same lock and drains it afterwards.
+    fn send<C>(&self, commands: C) -> Result<(), SubmitError>
     where
         C: AsRef<[(usize, u32, Command)]> + IntoIterator<Item = (usize, u32, Command)>,
     {
@@ -221,53 +219,56 @@ impl Service {
             // A thread that panicked while it ended has not closed its inbox.
             if is_closed || handle.commands.send(command).is_err() {
                 handle.open.fetch_sub(samples as usize, Ordering::Relaxed);
-                sent = Err(Rejected::Stopped);
+                sent = Err(SubmitError::Stopped);
             }
         }
         sent
     }
 
-    /// Names a request, and chooses the replica that gets it, whose it is from here on.
-    fn accept(
+    /// Assigns id, deadlines and replica.
+    fn assign(
         &self,
-        arrival: NewRequest<impl Into<Draw>>,
+        request: NewRequest<impl Into<RowParams>>,
         deadline: Option<Duration>,
         alive: &[bool],
-    ) -> (usize, NewRequest<Draw>) {
-        let mut arrival = arrival.map(Into::into);
-        let replica = self.choose(&arrival, alive);
-        let number = self.requests.fetch_add(1, Ordering::Relaxed);
-        arrival.id = number * self.replicas.len() as u64 + replica as u64;
-        let after = |limit| micros(self.begin.elapsed().saturating_add(limit));
-        arrival.deadline = deadline.map(after);
-        arrival.admit_by = self.waiting_limit.map(after);
-        arrival.namespace = namespace(arrival.adapter, arrival.namespace);
-        let samples = arrival.samples as usize;
+    ) -> (usize, NewRequest<RowParams>) {
+        let mut request = request.map(Into::into);
+        let replica = self.route(&request, alive);
+        let number = self.next_request.fetch_add(1, Ordering::Relaxed);
+        request.id = number * self.replicas.len() as u64 + replica as u64;
+        let after = |limit| micros(self.started.elapsed().saturating_add(limit));
+        request.deadline = deadline.map(after);
+        request.admit_by = self.waiting_limit.map(after);
+        request.namespace = namespace(request.adapter, request.namespace);
+        let samples = request.samples as usize;
         self.replicas[replica]
             .open
             .fetch_add(samples, Ordering::Relaxed);
-        (replica, arrival)
+        (replica, request)
     }
 
-    /// Asks for a grammar and returns at once what binds requests to it, as [`NewRequest::constraint`]: from their start on, or after
-    /// the tokens `after`, where a model thinks before it answers. A wrong grammar ends its requests as
-    /// [`End::Grammar`](crate::End::Grammar).
+    /// Starts to compile a grammar for [`NewRequest::constraint`]. It applies from the start, or after the tokens `after`, as the end of
+    /// reasoning. Does not block: requests with an invalid grammar end as [`FinishReason::Grammar`](crate::FinishReason::Grammar).
     ///
     /// # Errors
-    /// [`Unbindable`].
-    pub fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
-        self.grammars.bind(grammar, after)
+    /// [`GrammarSetupError`].
+    pub fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+        self.grammars.compile(grammar, after)
     }
 
-    /// Which replicas can take requests.
-    fn check_alive(&self) -> Result<Vec<bool>, Rejected> {
+    /// Which replicas accept requests.
+    fn check_alive(&self) -> Result<Vec<bool>, SubmitError> {
         // Checked first: another thread may have held the lock when the process was forked.
         if self.is_forked() {
-            return Err(Rejected::Forked(Arc::new(RuntimeError::Forked)));
+            return Err(SubmitError::Forked(Arc::new(EngineError::Forked)));
         }
         let states = self.shared.lock();
         if states.iter().any(|state| state.stopping) {
-            return Err(Rejected::Stopped);
+            return Err(SubmitError::Stopped);
         }
         let alive: Vec<bool> = states.iter().map(|state| state.failed.is_none()).collect();
         if alive.contains(&true) {
@@ -277,142 +278,89 @@ impl Service {
             return if ready {
                 Ok(alive)
             } else {
-                Err(Rejected::NotReady)
+                Err(SubmitError::NotReady)
             };
         }
         let failed = states.iter().find_map(|state| state.failed.clone());
-        Err(failed.map_or(Rejected::Stopped, Rejected::Gone))
+        Err(failed.map_or(SubmitError::Stopped, SubmitError::Gone))
     }
 
-    fn choose(&self, arrival: &NewRequest<Draw>, alive: &[bool]) -> usize {
-        let living = (0..alive.len()).filter(|&replica| alive[replica]);
-        let key = arrival
+    fn route(&self, request: &NewRequest<RowParams>, alive: &[bool]) -> usize {
+        let alive = (0..alive.len()).filter(|&replica| alive[replica]);
+        let key = request
             .session
-            .or_else(|| arrival.routing_key.as_deref().map(hash));
-        let found = match key {
+            .or_else(|| request.routing_key.as_deref().map(hash));
+        let replica = match key {
             Some(key) => {
-                let living: Vec<usize> = living.collect();
-                living.get(key as usize % living.len().max(1)).copied()
+                let alive: Vec<usize> = alive.collect();
+                alive.get(key as usize % alive.len().max(1)).copied()
             }
             None => {
-                living.min_by_key(|&replica| self.replicas[replica].open.load(Ordering::Relaxed))
+                alive.min_by_key(|&replica| self.replicas[replica].open.load(Ordering::Relaxed))
             }
         };
-        found.unwrap_or(0)
+        replica.unwrap_or(0)
     }
 
-    /// Has every driver read an adapter, and waits until requests may name it as [`NewRequest::adapter`]; those of others are
-    /// computed meanwhile. A driver that is started again reads it again. An id that was loaded before gets the new files:
-    /// only do so while no request has it.
-    ///
-    /// # Errors
-    /// [`RuntimeError::Adapter`] if a driver does not take it; then it counts as not loaded. Others, if there is no driver.
-    pub fn load_adapter(&self, id: u64, path: &str) -> Result<(), Arc<RuntimeError>> {
-        if self.is_forked() {
-            return Err(Arc::new(RuntimeError::Forked));
-        }
-        let mut replicas = 0..self.replicas.len();
-        for replica in replicas.clone() {
-            self.shared
-                .update(replica, |state| state.adapters.insert(id, path.to_owned()));
-        }
-        let loaded = replicas.try_for_each(|replica| {
-            let client = self.wait_client(replica)?;
-            Ok(link::load_adapter(&client, id, path)?)
-        });
-        if loaded.is_err() {
-            self.unload_adapter(id);
-        }
-        loaded
-    }
-
-    /// Forgets an adapter: a driver that is started again does not read it. One that has it drops it when it needs the room.
-    /// Only do so while no request has it; an id that is not loaded is ignored.
-    pub fn unload_adapter(&self, id: u64) {
-        for replica in 0..self.replicas.len() {
-            self.shared
-                .update(replica, |state| state.adapters.remove(&id));
-        }
-    }
-
-    /// By which a driver is called; waits for one that is being started again.
-    fn wait_client(&self, replica: usize) -> Result<Arc<Client>, Arc<RuntimeError>> {
-        let mut states = self.shared.lock();
-        loop {
-            let state = &states[replica];
-            if let Some(error) = &state.failed {
-                return Err(Arc::clone(error));
-            }
-            if state.stopping {
-                return Err(Arc::new(CallError::Aborted.into()));
-            }
-            if let Some(client) = &state.client {
-                return Ok(Arc::clone(&client.0));
-            }
-            let waited = self.shared.changed.wait(states);
-            states = waited.unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Ends a request. One that has ended, or never was, is ignored.
+    /// Aborts a request; unknown and finished ones are ignored.
     pub fn abort(&self, request: u64) {
-        self.tell(request as usize % self.replicas.len().max(1), || {
+        self.send_command(request as usize % self.replicas.len().max(1), || {
             Command::Abort(request)
         });
     }
 
-    /// Lets the pages of a session go, with all replicas.
+    /// Releases the KV of a session.
     pub fn end_session(&self, session: u64) {
         for replica in 0..self.replicas.len() {
-            self.tell(replica, || Command::EndSession(session));
+            self.send_command(replica, || Command::EndSession(session));
         }
     }
 
-    /// Computes nothing more, until it goes on with `None`. Requests are still taken, aborts obeyed, and late requests ended.
+    /// Pauses all steps, or resumes them with `None`. Meanwhile requests are queued and can be aborted, and deadlines hold.
     pub fn pause(&self, pause: Option<Pause>) {
         for replica in 0..self.replicas.len() {
-            self.tell(replica, || Command::Pause(pause));
+            self.send_command(replica, || Command::Pause(pause));
         }
     }
 
-    /// Writes each step from now on into a file, for a trace viewer.
+    /// Writes each step from now on to a Chrome trace file.
     ///
     /// # Errors
-    /// [`RuntimeError::Tracing`] if steps are traced already, [`RuntimeError::File`] if a file cannot be made.
-    pub fn start_trace(&self, settings: &TraceSettings) -> Result<(), RuntimeError> {
+    /// [`EngineError::Tracing`] if steps are traced already, [`EngineError::File`] if a file cannot be made.
+    pub fn start_trace(&self, settings: &TraceSettings) -> Result<(), EngineError> {
         let mut states = self.shared.lock();
         if states.iter().any(|state| state.tracing) {
-            return Err(RuntimeError::Tracing);
+            return Err(EngineError::Tracing);
         }
         let traces = (0..self.replicas.len()).map(|replica| StepTrace::create(settings, replica));
         let traces: Vec<StepTrace> = traces.collect::<Result<_, _>>()?;
         for (replica, trace) in traces.into_iter().enumerate() {
             states[replica].tracing = true;
-            self.tell(replica, || Command::Trace(Box::new(trace)));
+            self.send_command(replica, || Command::Trace(Box::new(trace)));
         }
         Ok(())
     }
 
-    /// Ends a trace and returns what became of it, also of one that ended by itself; one entry for each replica. None where
-    /// there was no trace, or when the time is over.
-    pub fn end_trace(&self, limit: Duration) -> Vec<TraceEnd> {
-        let ask = |replica| {
+    /// Ends a trace and returns a summary for each replica, also of one that ended by itself; none where there was no trace, or after
+    /// `limit`.
+    pub fn end_trace(&self, limit: Duration) -> Vec<TraceSummary> {
+        let end = |replica| {
             let (sender, answer) = mpsc::channel();
-            self.tell(replica, || Command::EndTrace(sender));
+            self.send_command(replica, || Command::EndTrace(sender));
             answer
         };
-        let answers: Vec<_> = (0..self.replicas.len()).map(ask).collect();
+        let answers: Vec<_> = (0..self.replicas.len()).map(end).collect();
         let ends = answers
             .iter()
             .filter_map(|answer| answer.recv_timeout(limit).ok());
         ends.flatten().collect()
     }
 
-    /// Empties the prefix indices. False, with nothing done where requests run or wait, or when the time is over.
+    /// Empties the prefix indices. False where requests run or wait, whose index is kept, or after `limit`.
     pub fn flush(&self, limit: Duration) -> bool {
         let (sender, answers) = mpsc::channel();
         for replica in 0..self.replicas.len() {
-            self.tell(replica, || Command::Flush(sender.clone()));
+            self.send_command(replica, || Command::Flush(sender.clone()));
         }
         drop(sender);
         let until = Instant::now().checked_add(limit);
@@ -426,39 +374,37 @@ impl Service {
         flushed
     }
 
-    /// Waits for outputs and returns all there are; none when the time is over, or after a shutdown. Outputs of one
-    /// sequence that were not fetched yet are one.
-    pub fn poll(&self, limit: Duration) -> Vec<Delta> {
+    /// Waits for outputs and returns all there are; none after `limit` or a shutdown. Outputs of one sequence since the last call are
+    /// merged.
+    pub fn poll(&self, limit: Duration) -> Vec<OutputDelta> {
         if self.is_forked() {
             return Vec::new();
         }
-        self.shared.outbox.take(limit)
+        self.shared.outputs.take(limit)
     }
 
-    /// As [`poll`](Self::poll), for a task: moves everything there is into `batch`, whose content is dropped, with the changes of
-    /// the prefix indices. While there is nothing, the task of the last call is woken by what comes. False after a shutdown, when
-    /// nothing is left. Only one caller gets an output, so a program has one task that calls this, or one thread that calls
-    /// `poll`.
-    pub fn poll_batch(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<bool> {
-        self.shared.outbox.poll(context, batch)
+    /// As [`poll`](Self::poll), for an async task: moves all outputs and prefix index events into `batch`, whose content is dropped. False
+    /// after a shutdown, when nothing is left. Each output is returned once, so only one task or thread may poll.
+    pub fn poll_batch(&self, context: &mut Context<'_>, batch: &mut OutputBatch) -> Poll<bool> {
+        self.shared.outputs.poll(context, batch)
     }
 
     /// Whether it was shut down.
     pub fn is_stopped(&self) -> bool {
-        self.is_forked() || self.shared.outbox.is_closed()
+        self.is_forked() || self.shared.outputs.is_closed()
     }
 
-    /// The moment from which [`Delta::admitted`] counts.
-    pub const fn began(&self) -> Instant {
-        self.begin
+    /// The start, from which [`OutputDelta::admitted`] counts.
+    pub const fn started_at(&self) -> Instant {
+        self.started
     }
 
-    /// How the replicas stand.
+    /// Statistics of each replica.
     pub fn stats(&self) -> Vec<ReplicaStats> {
         self.shared.lock().iter().map(|state| state.stats).collect()
     }
 
-    /// Ends every request, stops the drivers and waits for all threads. A second call does nothing.
+    /// Aborts all requests, stops the drivers and joins all threads. A second call does nothing.
     pub fn shutdown(&self) {
         if self.is_forked() {
             return;
@@ -468,7 +414,7 @@ impl Service {
                 state.stopping = true;
                 state.client.take()
             });
-            self.tell(replica, || Command::Stop);
+            self.send_command(replica, || Command::Stop);
             if let Some(client) = client {
                 client.0.abort();
             }
@@ -478,15 +424,15 @@ impl Service {
             // It only fails by a panic.
             let _ = thread.join();
         }
-        self.shared.outbox.close();
+        self.shared.outputs.close();
     }
 
     /// Whether this process is a forked child of the one that has the threads.
     fn is_forked(&self) -> bool {
-        std::process::id() != self.process
+        std::process::id() != self.pid
     }
 
-    fn tell(&self, replica: usize, command: impl FnOnce() -> Command) {
+    fn send_command(&self, replica: usize, command: impl FnOnce() -> Command) {
         if self.is_forked() {
             return;
         }
@@ -505,12 +451,12 @@ impl Drop for Service {
     }
 }
 
-/// A time in µs; one that is longer than the count goes is the longest.
+/// A time in µs, saturating.
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What keeps KV apart: what one adapter has computed is of no use to another. Different arguments give different results.
+/// The namespace in the prefix index: KV of different adapters is never shared. Injective.
 fn namespace(adapter: Option<u64>, name: Option<Box<str>>) -> Option<Box<str>> {
     match (adapter, name) {
         (Some(id), name) => Some(match name {
@@ -522,7 +468,7 @@ fn namespace(adapter: Option<u64>, name: Option<Box<str>>) -> Option<Box<str>> {
     }
 }
 
-/// The same in every process, as a router before several services may want it.
+/// A hash that is equal in all processes, for routers in front of several services.
 fn hash(key: &str) -> u64 {
     // FNV-1a.
     key.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

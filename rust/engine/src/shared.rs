@@ -1,4 +1,4 @@
-//! What a service and its replicas share: settings, how each stands, what was produced.
+//! State that a service shares with its replicas' threads, and its settings.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,36 +8,35 @@ use std::time::Duration;
 use pie_ring::Client;
 use pie_scheduler::{Config, Stats, TokenBytes};
 
-use crate::error::RuntimeError;
+use crate::error::EngineError;
 use crate::grammars::GrammarSettings;
 use crate::handshake::Capabilities;
-use crate::outbox::Outbox;
+use crate::output_collector::OutputCollector;
 use crate::settings::DriverSettings;
 
-/// Takes each line of the drivers' logs, with the number of the replica, on threads of its own. See [`LogSink`](crate::LogSink).
+/// Receives each line of the drivers' logs, with the replica's number, on separate threads. See [`LogSink`](crate::LogSink).
 pub type ServiceLog = Arc<dyn Fn(usize, &str) + Send + Sync>;
 
-/// What a service is made of.
+/// Settings of a service.
 #[derive(Clone)]
 pub struct ServiceSettings {
-    /// One replica each: a driver process and a scheduler of its own.
+    /// One for each replica.
     pub drivers: Vec<DriverSettings>,
-    /// How each scheduler decides. What it says of [`max_running`](Config::max_running) counts if it is not 0; else as many
-    /// requests run as a frame of the driver takes.
+    /// Settings of each scheduler. A [`max_running`](Config::max_running) of 0 is replaced by the driver's `max_forward_requests`.
     pub scheduler: Config,
-    /// Most pages of KV to use of what a driver has.
+    /// Most KV pages to use of a driver's pool.
     pub max_pages: Option<u32>,
-    /// Most bytes that the images of a step bring; 0: images are refused.
+    /// Most bytes of images in a step; 0: images are refused.
     pub max_image_bytes: u32,
     /// The bytes of tokens, for stop strings.
-    pub text: Option<Arc<dyn TokenBytes>>,
-    /// What grammars are compiled with; without it requests cannot be bound.
+    pub token_bytes: Option<Arc<dyn TokenBytes>>,
+    /// Vocabulary and limits for grammars; without it requests with a grammar are refused.
     pub grammars: Option<GrammarSettings>,
-    /// How long a request may wait for its admission; then it ends as [`End::Deadline`](crate::End::Deadline).
+    /// Longest time in the queue; then a request ends as [`FinishReason::Deadline`](crate::FinishReason::Deadline).
     pub waiting_limit: Option<Duration>,
-    /// How often in a row a driver may end or be stuck, without an answer in between, and is started again.
+    /// Most restarts of a driver in a row, without a reply in between.
     pub max_restarts: u32,
-    /// Takes the drivers' logs, and notes of the service's own.
+    /// Receives the drivers' logs and the service's own messages.
     pub log: ServiceLog,
 }
 
@@ -51,7 +50,7 @@ impl fmt::Debug for ServiceSettings {
 }
 
 impl ServiceSettings {
-    /// One driver, with defaults, whose log is not read.
+    /// One driver, with defaults, whose log is dropped.
     pub fn new(driver: DriverSettings) -> Self {
         Self {
             drivers: vec![driver],
@@ -61,7 +60,7 @@ impl ServiceSettings {
             },
             max_pages: None,
             max_image_bytes: 0,
-            text: None,
+            token_bytes: None,
             grammars: None,
             waiting_limit: None,
             max_restarts: 3,
@@ -70,61 +69,59 @@ impl ServiceSettings {
     }
 }
 
-/// How one replica stands.
+/// Statistics of one replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReplicaStats {
-    /// Its scheduler's counts; some milliseconds old while it computes.
+    /// Its scheduler's; some milliseconds old while it computes.
     pub scheduler: Stats,
-    /// How often its driver was started again.
+    /// Restarts of its driver.
     pub restarts: u64,
-    /// Pages that its scheduler uses.
+    /// KV pages that its scheduler uses.
     pub total_pages: u32,
-    /// Pages that it has on the host.
+    /// KV pages on the host.
     pub host_pages: u32,
     /// Tokens of a page.
     pub page_size: u32,
-    /// Sequences that may hold pages at once.
+    /// Most running sequences.
     pub max_running: u32,
-    /// Positions of a sequence.
+    /// Most positions of a sequence.
     pub max_model_len: u32,
-    /// From the answer to a step seen to the next one's request made, in ns: the median, and what one in a hundred exceeds. The
-    /// device waits so long for this side.
+    /// Host gap, from a reply to the next frame, in ns: median and 99th percentile. The device waits meanwhile.
     pub gaps_ns: [u64; 2],
-    /// All of these together.
+    /// Sum of the host gaps.
     pub host_ns: u64,
-    /// From a step's request made to its answer seen, of all steps together: the driver and its device.
+    /// Sum of the times from a frame to its reply: driver and device.
     pub driver_ns: u64,
     /// The driver's process id; 0 while there is none.
     pub driver_pid: u32,
 }
 
-/// What all threads share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) outbox: Outbox,
-    states: Mutex<Vec<State>>,
+    pub(crate) outputs: OutputCollector,
+    states: Mutex<Vec<ReplicaState>>,
     pub(crate) changed: Condvar,
 }
 
-/// How a replica stands.
+/// State of a replica, as callers' threads see it.
 #[derive(Debug, Default)]
-pub(crate) struct State {
+pub(crate) struct ReplicaState {
     pub(crate) caps: Option<Capabilities>,
     pub(crate) stats: ReplicaStats,
-    /// By which a wait for the driver is ended.
+    /// Aborts calls of the driver.
     pub(crate) client: Option<ClientHandle>,
-    /// Why there will be no driver any more.
-    pub(crate) failed: Option<Arc<RuntimeError>>,
+    /// Why the replica failed for good.
+    pub(crate) failed: Option<Arc<EngineError>>,
     pub(crate) stopping: bool,
-    /// Its thread takes no more commands. Commands are sent under this lock, so none can be sent after its last look.
+    /// Its thread has closed the inbox. Requests are sent under this lock, so none can be sent afterwards.
     pub(crate) closed: bool,
     /// Whether its steps are traced.
     pub(crate) tracing: bool,
-    /// Adapters that its driver has, or has to read when it starts again.
+    /// Adapters that a restarted driver has to load.
     pub(crate) adapters: BTreeMap<u64, String>,
 }
 
-/// A client that another thread calls.
+/// A client with `Debug`.
 pub(crate) struct ClientHandle(pub(crate) Arc<Client>);
 
 impl fmt::Debug for ClientHandle {
@@ -136,22 +133,26 @@ impl fmt::Debug for ClientHandle {
 impl Shared {
     pub(crate) fn new(replicas: usize) -> Self {
         let mut states = Vec::new();
-        states.resize_with(replicas, State::default);
+        states.resize_with(replicas, ReplicaState::default);
         Self {
-            outbox: Outbox::default(),
+            outputs: OutputCollector::default(),
             states: Mutex::new(states),
             changed: Condvar::new(),
         }
     }
 
-    /// Changes what is known of a replica.
-    pub(crate) fn update<R>(&self, replica: usize, change: impl FnOnce(&mut State) -> R) -> R {
+    /// Changes the state of a replica and wakes those who wait for it.
+    pub(crate) fn update<R>(
+        &self,
+        replica: usize,
+        change: impl FnOnce(&mut ReplicaState) -> R,
+    ) -> R {
         let changed = change(&mut self.lock()[replica]);
         self.changed.notify_all();
         changed
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<State>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<ReplicaState>> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! A replica's life: a driver is started, served with, and started again when it ends.
+//! Supervision of a replica's driver: start, step loop, restart.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
@@ -8,28 +8,28 @@ use std::time::Duration;
 use pie_ring::Client;
 
 use crate::driver::Driver;
-use crate::error::RuntimeError;
+use crate::error::EngineError;
 use crate::frame::FrameBuilder;
 use crate::link;
-use crate::relay::Relay;
-use crate::replica::{Halt, Replica, WATCH};
+use crate::replica::{Halt, POLL, Replica};
 use crate::shared::ClientHandle;
+use crate::step_loop::StepLoop;
 
-/// How often a replica whose driver reads adapters looks for something else to do.
-const LOOK: Duration = Duration::from_millis(2);
+/// How often commands are handled while a restarted driver loads adapters.
+const LOADING_POLL: Duration = Duration::from_millis(2);
 
 impl Replica {
-    /// Serves until it has to stop. Should that fail by a bug, every request is answered all the same.
+    /// Runs until the service shuts down. After a panic all requests fail.
     pub(crate) fn run(mut self) {
         if panic::catch_unwind(AssertUnwindSafe(|| self.run_drivers())).is_err() {
-            // What it knows may be wrong.
+            // Its state may be inconsistent.
             self.scheduler = None;
-            self.give_up(RuntimeError::Panicked);
-            self.leave();
+            self.fail_all(EngineError::Panicked);
+            self.close();
         }
     }
 
-    /// A driver that ends is started again, as long as that makes sense.
+    /// Restarts a driver that ends, up to the limit.
     fn run_drivers(&mut self) {
         let mut failures = 0;
         loop {
@@ -41,10 +41,10 @@ impl Replica {
             failures = if answered { 1 } else { failures + 1 };
             let started_before = self.scheduler.is_some();
             if !started_before || failures > self.max_restarts {
-                self.give_up(error);
+                self.fail_all(error);
                 break;
             }
-            self.note(&format!(
+            self.log(&format!(
                 "{error}\npie-engine: starting the driver again, {failures} of {} times in a row; its requests go on",
                 self.max_restarts
             ));
@@ -54,13 +54,13 @@ impl Replica {
             self.shared
                 .update(self.number, |state| state.stats.restarts += 1);
         }
-        self.leave();
+        self.close();
     }
 
-    /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
+    /// Runs one driver. `answered` is set once it has replied to a frame.
     fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
         let mut settings = self.driver.clone();
-        // Other processes may have taken memory since, and the pages of the requests that go on must be there.
+        // Running requests need as many pages, though other processes may have taken memory since.
         settings.kept_pages = self.shared.update(self.number, |state| {
             state.caps.as_ref().map_or(0, |caps| caps.total_pages)
         });
@@ -74,7 +74,7 @@ impl Replica {
             state.stopping
         });
         match served {
-            // A shutdown ends the wait for an answer, as the end of the driver does.
+            // A shutdown aborts the wait for a reply, like the death of the driver.
             Err(Halt::Lost(_)) if stopping => {
                 driver.stop();
                 Err(Halt::Stop)
@@ -94,10 +94,10 @@ impl Replica {
 
     fn serve_with(&mut self, driver: &mut Driver, answered: &mut bool) -> Result<(), Halt> {
         let caps = loop {
-            if let Some(caps) = driver.poll_ready(WATCH)? {
+            if let Some(caps) = driver.poll_ready(POLL)? {
                 break caps;
             }
-            self.take_commands()?;
+            self.handle_commands()?;
             self.expire();
             self.publish();
         };
@@ -109,11 +109,10 @@ impl Replica {
             state.caps.get_or_insert_with(|| caps.clone());
         });
         let builder = FrameBuilder::new(caps.kv_page_size).with_bit_masks(caps.vocab_size);
-        Relay::new(&client, builder, answered).serve(self, driver)
+        StepLoop::new(&client, builder, answered).run(self, driver)
     }
 
-    /// Has a driver that was started again read what the one before had. Requests whose adapter it does not take fail one by
-    /// one.
+    /// Loads in a restarted driver the adapters of the one before. Requests whose adapter it refuses fail one by one.
     fn load_adapters(&mut self, client: &Client) -> Result<(), Halt> {
         let adapters = self
             .shared
@@ -126,18 +125,18 @@ impl Replica {
         };
         thread::scope(|scope| {
             let loading = scope.spawn(load);
-            // Deadlines and aborts do not wait for a disk.
+            // Deadlines and aborts do not wait for the disk.
             while !loading.is_finished() {
-                if let Err(halt) = self.take_commands() {
+                if let Err(halt) = self.handle_commands() {
                     client.abort();
                     return Err(halt);
                 }
                 self.expire();
                 self.publish();
-                thread::sleep(LOOK);
+                thread::sleep(LOADING_POLL);
             }
             for error in loading.join().unwrap_or_default() {
-                self.note(&format!("pie-engine: {error}"));
+                self.log(&format!("pie-engine: {error}"));
             }
             Ok(())
         })

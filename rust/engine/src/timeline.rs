@@ -1,16 +1,16 @@
-//! What happened when to requests that are traced: one record each, which is fetched after the request's end.
+//! Timelines of traced requests: when each was received, admitted, got its first token, and finished.
 //!
-//! A frontend begins a [`Timeline`] for a request that is part of a trace, and shows it the request's outputs. Spans are made
-//! elsewhere, of the [`TracedRequest`]s that are fetched.
+//! A frontend begins a [`Timeline`] for a request that is part of a trace, and updates it by the request's outputs. The caller makes spans
+//! of the [`TracedRequest`]s that it fetches.
 
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::outbox::{Delta, End};
+use crate::output_collector::{FinishReason, OutputDelta};
 
-/// The span that a request is part of, as a `traceparent` of W3C's Trace Context names it.
+/// A `traceparent` of W3C Trace Context: the span that a request is part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceParent {
     /// Not 0.
@@ -22,7 +22,7 @@ pub struct TraceParent {
 }
 
 impl TraceParent {
-    /// Reads a `traceparent`; `None` for what is none.
+    /// Parses a `traceparent` header; `None` if it is invalid.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let mut parts = text.split(|&byte| byte == b'-');
         let mut field = |digits: usize| hex(parts.next().filter(|part| part.len() == digits)?);
@@ -38,7 +38,7 @@ impl TraceParent {
     }
 }
 
-/// A number in the digits that W3C allows.
+/// A number in lower-case hexadecimal digits.
 fn hex(digits: &[u8]) -> Option<u128> {
     digits.iter().try_fold(0, |number, &digit| {
         let value = match digit {
@@ -50,7 +50,7 @@ fn hex(digits: &[u8]) -> Option<u128> {
     })
 }
 
-/// A request that is traced, from its arrival to its end.
+/// The timeline of a request.
 #[derive(Clone, Debug)]
 pub struct Timeline {
     name: String,
@@ -62,20 +62,20 @@ pub struct Timeline {
     output_tokens: u32,
     retractions: u32,
     received: Instant,
-    /// In µs since the service began.
+    /// In µs since the service started.
     admitted: Option<u64>,
     /// The same.
     first_token: Option<u64>,
     ended: Instant,
     samples: u32,
-    /// Why sequences ended, by their numbers.
-    ends: BTreeMap<u32, End>,
-    /// Why the service did not get it.
+    /// Why sequences finished, by sample.
+    ends: BTreeMap<u32, FinishReason>,
+    /// Why it was not submitted.
     refusal: Option<String>,
 }
 
 impl Timeline {
-    /// A request of `samples` sequences, at its arrival. Without a parent it begins a trace.
+    /// A request of `samples` sequences that arrives now. Without a parent it begins a trace.
     pub fn begin(
         name: &str,
         parent: Option<TraceParent>,
@@ -102,23 +102,23 @@ impl Timeline {
         }
     }
 
-    /// The same with its place in the queue.
+    /// Sets the priority.
     #[must_use]
     pub const fn with_priority(mut self, priority: Option<i32>) -> Self {
         self.priority = priority;
         self
     }
 
-    /// Takes what is new of one of its sequences.
-    pub fn take(&mut self, delta: &Delta) {
+    /// Adds an output.
+    pub fn update(&mut self, delta: &OutputDelta) {
         if delta.sample >= self.samples || self.ends.contains_key(&delta.sample) {
             return;
         }
-        if let Some(end) = &delta.end {
+        if let Some(end) = &delta.finish {
             self.ends.insert(delta.sample, end.clone());
         }
         self.output_tokens += delta.tokens.len() as u32;
-        // The first sequence computes the prompt; others find it cached. Where no scheduler has it any longer, an end says nothing.
+        // The first sequence computes the prompt, the others find it cached. Ends without a scheduler have no counts.
         if delta.sample == 0 && delta.admitted.is_some() {
             self.cached_tokens = delta.cached_tokens;
             self.loaded_tokens = delta.loaded_tokens;
@@ -131,118 +131,120 @@ impl Timeline {
         }
     }
 
-    /// Ends the sequences that have not ended: their client is gone.
+    /// Aborts the unfinished sequences: their client is gone.
     pub fn abort(&mut self) {
         for sample in 0..self.samples {
-            self.ends.entry(sample).or_insert(End::Aborted);
+            self.ends.entry(sample).or_insert(FinishReason::Aborted);
         }
         self.ended = Instant::now();
     }
 
-    /// Ends a request that the service does not get, with the reason.
+    /// Ends a request that is not submitted.
     pub fn refuse(&mut self, reason: &str) {
         self.refusal = Some(reason.to_owned());
-        // It has none of the sequences that it asked for, however many they are.
+        // `n` was not validated, and may be huge.
         self.samples = 1;
         self.abort();
     }
 
-    /// Whether all of its sequences have ended.
+    /// Whether all sequences have finished.
     pub fn has_ended(&self) -> bool {
         self.ends.len() == self.samples as usize
     }
 }
 
-/// The earlier of two times, or the one that there is.
+/// The earlier of two times, or the only one.
 fn earlier(one: Option<u64>, other: Option<u64>) -> Option<u64> {
     one.into_iter().chain(other).min()
 }
 
-/// A request that was traced and has ended. Times are in ns since 1970, and none comes before the one that it follows.
+/// A traced request that has finished. Times are in ns since 1970, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TracedRequest {
-    /// Its caller's name of it.
+    /// The caller's request id.
     pub name: String,
-    /// The span that it is part of.
+    /// Its parent span.
     pub parent: Option<TraceParent>,
-    /// Its place in the queue, where it has one.
+    /// Its priority, if any.
     pub priority: Option<i32>,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Those whose KV was there.
+    /// Those found in the prefix cache.
     pub cached_tokens: u32,
-    /// Those of them that were loaded from the host.
+    /// Those of them that were loaded from host memory.
     pub loaded_tokens: u32,
-    /// New tokens of all sequences.
+    /// Generated tokens of all sequences.
     pub output_tokens: u32,
-    /// How often the pages of one of its sequences were taken from it.
+    /// Retractions of the sequence that had most.
     pub retractions: u32,
-    /// Why each sequence ended: `stop`, `length` or `abort`.
+    /// Finish reason of each sequence: `stop`, `length` or `abort`.
     pub finish_reasons: Vec<&'static str>,
-    /// What went wrong: a word for its kind, and a text.
+    /// Kind and message of an error.
     pub error: Option<(&'static str, String)>,
-    /// When it came.
+    /// Arrival.
     pub received_ns: u64,
-    /// When it was first admitted.
+    /// First admission.
     pub admitted_ns: Option<u64>,
-    /// When the step was answered that gave its first token.
+    /// End of the step of the first token.
     pub first_token_ns: Option<u64>,
-    /// When the frontend received its end.
+    /// When the frontend received its last output.
     pub ended_ns: u64,
 }
 
-/// Requests that are kept until they are fetched.
-const MOST: usize = 4096;
+/// Most requests that are kept until they are fetched.
+const CAPACITY: usize = 4096;
 
-/// Traced requests that have ended and were not fetched. Of what finds no room only the number is kept.
+/// Traced requests that have finished and were not fetched; those beyond the capacity are only counted.
 #[derive(Debug)]
 pub struct Timelines {
-    began: Instant,
+    started: Instant,
     kept: Mutex<(Vec<Timeline>, u64)>,
 }
 
 impl Timelines {
-    /// None. `began`: the moment from which the service counts.
-    pub fn new(began: Instant) -> Self {
+    /// `started`: the start of the service, from which outputs count their times.
+    pub fn new(started: Instant) -> Self {
         Self {
-            began,
+            started,
             kept: Mutex::default(),
         }
     }
 
-    /// Keeps a request that has ended.
+    /// Adds a request that has finished.
     pub fn push(&self, timeline: Timeline) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.0.len() < MOST {
+        if kept.0.len() < CAPACITY {
             kept.0.push(timeline);
         } else {
             kept.1 += 1;
         }
     }
 
-    /// Those that were kept, and the number of those that were not, since the last call.
+    /// Takes all requests, with the number of those dropped since the last call.
     pub fn take(&self) -> (Vec<TracedRequest>, u64) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let (timelines, lost) = mem::take(&mut *kept);
         drop(kept);
-        let clock = Clock::new(self.began);
-        let requests = timelines.into_iter().map(|timeline| clock.date(timeline));
+        let clock = Clock::new(self.started);
+        let requests = timelines
+            .into_iter()
+            .map(|timeline| clock.convert(timeline));
         (requests.collect(), lost)
     }
 }
 
-/// The time of day of moments. It may be set at any time, so it is read when requests are fetched, once for all of them.
+/// Converts instants to the time of day, which is read once per fetch because it may be set at any time.
 struct Clock {
-    began: Instant,
+    started: Instant,
     now: Instant,
     day: Duration,
 }
 
 impl Clock {
-    fn new(began: Instant) -> Self {
+    fn new(started: Instant) -> Self {
         let day = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
-            began,
+            started,
             now: Instant::now(),
             day: day.unwrap_or_default(),
         }
@@ -253,10 +255,9 @@ impl Clock {
         self.day.saturating_sub(since).as_nanos() as u64
     }
 
-    fn date(&self, timeline: Timeline) -> TracedRequest {
+    fn convert(&self, timeline: Timeline) -> TracedRequest {
         let (received, ended) = (timeline.received, timeline.ended);
-        // They are counted in whole µs.
-        let moment = |us| self.began + Duration::from_micros(us);
+        let moment = |us| self.started + Duration::from_micros(us);
         let admitted = timeline.admitted;
         let admitted = admitted.map(|us| moment(us).clamp(received, ended));
         let first_token = timeline.first_token;
@@ -283,26 +284,28 @@ impl Clock {
     }
 }
 
-const fn finish_reason(end: &End) -> &'static str {
+const fn finish_reason(end: &FinishReason) -> &'static str {
     match end {
-        End::Length => "length",
-        End::StopToken(_) | End::StopString { .. } | End::StopRegex { .. } => "stop",
+        FinishReason::Length => "length",
+        FinishReason::StopToken(_)
+        | FinishReason::StopString { .. }
+        | FinishReason::StopRegex { .. } => "stop",
         _ => "abort",
     }
 }
 
-/// What went wrong. A request that its client gave up is none.
-fn error(end: &End) -> Option<(&'static str, String)> {
+/// Kind and message of an error; an abort by the client is none.
+fn error(end: &FinishReason) -> Option<(&'static str, String)> {
     let kind = match end {
-        End::Deadline => return Some(("deadline", "its time was over".to_owned())),
-        End::Refused(_) => "refused",
-        End::Displaced => "displaced",
-        End::Grammar(_) => "grammar",
-        End::Busy(_) => "busy",
-        End::Failed(_) => "failed",
+        FinishReason::Deadline => return Some(("deadline", "its time was over".to_owned())),
+        FinishReason::Refused(_) => "refused",
+        FinishReason::Displaced => "displaced",
+        FinishReason::Grammar(_) => "grammar",
+        FinishReason::Busy(_) => "busy",
+        FinishReason::Failed(_) => "failed",
         _ => return None,
     };
-    Some((kind, end.reason().unwrap_or_default().into_owned()))
+    Some((kind, end.message().unwrap_or_default().into_owned()))
 }
 
 #[cfg(test)]

@@ -1,36 +1,36 @@
-//! Steps as Chrome trace events, for as long as a caller wants to see them.
+//! Chrome trace of steps.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use crate::error::RuntimeError;
-use crate::link::Exchange;
+use crate::error::EngineError;
+use crate::link::StepTiming;
 
-/// Rows of the trace.
+/// Thread ids in the trace: one row each.
 const STEPS: u32 = 1;
 const HOST: u32 = 2;
 
-/// What is traced.
+/// Settings of a trace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TraceSettings {
-    /// The file; with several replicas `.N` follows for each after the first.
+    /// The file; replicas after the first append `.N`.
     pub path: PathBuf,
-    /// Steps before the first that is written.
+    /// Steps to skip.
     pub skip: u64,
-    /// Steps that are written; then the trace ends by itself. `None`: until it is ended.
+    /// Steps to write, after which the trace ends; `None` for no limit.
     pub steps: Option<u64>,
 }
 
-/// What became of a trace.
+/// Summary of a trace that has ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TraceEnd {
+pub struct TraceSummary {
     /// The file.
     pub path: PathBuf,
     /// Steps in it.
     pub steps: u64,
-    /// Why it ends before its time: what the system said when the file was written.
+    /// The error that ended it early.
     pub failure: Option<String>,
 }
 
@@ -41,17 +41,17 @@ pub(crate) struct StepTrace {
     origin: Instant,
     skip: u64,
     left: Option<u64>,
-    end: TraceEnd,
+    end: TraceSummary,
 }
 
 impl StepTrace {
-    /// Makes the file.
-    pub(crate) fn create(settings: &TraceSettings, replica: usize) -> Result<Self, RuntimeError> {
+    /// Creates the file.
+    pub(crate) fn create(settings: &TraceSettings, replica: usize) -> Result<Self, EngineError> {
         let path = match replica {
             0 => settings.path.clone(),
             number => with_number(&settings.path, number),
         };
-        Self::begin(settings, replica, &path).map_err(|source| RuntimeError::File { path, source })
+        Self::begin(settings, replica, &path).map_err(|source| EngineError::File { path, source })
     }
 
     fn begin(settings: &TraceSettings, replica: usize, path: &Path) -> io::Result<Self> {
@@ -79,15 +79,15 @@ impl StepTrace {
             origin: Instant::now(),
             skip: settings.skip,
             left: settings.steps,
-            end: TraceEnd {
+            end: TraceSummary {
                 path: path.to_owned(),
-                ..TraceEnd::default()
+                ..TraceSummary::default()
             },
         })
     }
 
-    /// Adds a step. False when the trace is over.
-    pub(crate) fn step(&mut self, replica: usize, exchange: &Exchange) -> bool {
+    /// Writes a step. Returns false when the trace has ended.
+    pub(crate) fn step(&mut self, replica: usize, exchange: &StepTiming) -> bool {
         if self.skip > 0 {
             self.skip -= 1;
             return true;
@@ -104,7 +104,7 @@ impl StepTrace {
         self.left != Some(0)
     }
 
-    fn write(&mut self, replica: usize, exchange: &Exchange) -> io::Result<()> {
+    fn write(&mut self, replica: usize, exchange: &StepTiming) -> io::Result<()> {
         let sent_us = exchange
             .sent
             .saturating_duration_since(self.origin)
@@ -139,7 +139,7 @@ impl StepTrace {
     }
 
     /// Closes the file.
-    pub(crate) fn close(mut self) -> TraceEnd {
+    pub(crate) fn close(mut self) -> TraceSummary {
         let closed = writeln!(self.file, "\n]").and_then(|()| self.file.flush());
         if let Err(error) = closed {
             self.end.failure.get_or_insert(error.to_string());
@@ -159,7 +159,7 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::answer::Probes;
+    use crate::reply::Probes;
 
     #[test]
     fn the_file_has_the_steps_that_were_asked_for() {
@@ -171,7 +171,7 @@ mod tests {
             steps: Some(2),
         };
         let mut trace = StepTrace::create(&settings, 0).unwrap();
-        let exchange = |requests, tokens| Exchange {
+        let exchange = |requests, tokens| StepTiming {
             sent: Instant::now(),
             round_trip_ns: 2_500_000,
             client_ns: 3_000,

@@ -5,9 +5,9 @@
 //! |---|---|
 //! | [`contract`] | messages and services, generated from the published definitions |
 //! | `settings` | settings of a server, and the facts that it reports of its model |
-//! | `asked`, `core`, `handle` | requests, whichever contract they came by, and those that have not ended |
+//! | `generate_params`, `core`, `handle` | requests, whichever contract they came by, and those that have not ended |
 //! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
-//! | `media`, `grammars`, `unserved` | the images of a request, grammars that only the contracts name, what is refused |
+//! | `media`, `grammars`, `unsupported` | the images of a request, grammars that only the contracts name, what is refused |
 //! | `queue` | what a request has brought forth and its client has not fetched |
 //! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
 //! | `vllm`, `sglang` | the two contracts |
@@ -15,12 +15,12 @@
 //! | `tokenizer` | its files, for a gateway on another machine |
 //! | `server` | the thread, the socket, the connections |
 
-mod asked;
 pub mod contract;
 mod core;
 mod encoded;
 mod error;
 mod events;
+mod generate_params;
 mod grammars;
 mod handle;
 mod loads;
@@ -34,7 +34,7 @@ mod sglang;
 mod status;
 mod times;
 mod tokenizer;
-mod unserved;
+mod unsupported;
 mod vllm;
 
 pub use error::GatewayError;

@@ -2,37 +2,37 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `table` | where each field stands, by the installed classes; writing messages |
-//! | `msgpack`, `value` | values of a message, read in place |
-//! | `request`, `unserved` | a request as it comes, and what is refused of it |
+//! | `schema` | where each field stands, by the installed classes; writing messages |
+//! | `msgpack`, `value` | values of a message, read in index |
+//! | `request`, `unsupported` | a request as it comes, and what is refused of it |
 //! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
-//! | `open`, `output`, `logprobs` | what is known of a request, and what the detokenizer gets of it |
+//! | `open_request`, `output`, `logprobs` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
 //! | `trace` | the span of a request, in what the front end sends |
 //! | `backend` | who computes the requests |
-//! | `front` | all requests of a front end, over a [`Backend`] |
+//! | `frontend` | all requests of a front end, over a [`Backend`] |
 
 mod backend;
 mod error;
-mod front;
+mod frontend;
 mod logprobs;
 mod media;
 mod msgpack;
-mod open;
+mod open_request;
 mod output;
 mod request;
+mod schema;
 mod session;
-mod table;
 mod times;
 mod trace;
-mod unserved;
+mod unsupported;
 mod value;
 
 pub use backend::Backend;
-pub use error::FrontError;
-pub use front::{Front, FrontSettings, Outgoing};
+pub use error::SglangFrontendError;
+pub use frontend::{Outgoing, SglangFrontend, SglangFrontendSettings};
 pub use request::{Decoder, GenerateRequest, Incoming, TextParams};
+pub use schema::{MessageClass, MessageField};
 pub use session::SessionParams;
-pub use table::{MessageClass, MessageField};
 pub use times::{TimeStats, TimesTemplate};

@@ -1,19 +1,19 @@
-//! The memory that all matchers of a compiler take together.
+//! The memory budget of all matchers of a compiler.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Matchers that may always have their share, however much others take.
-const SHARES: usize = 256;
+/// A matcher may always use this fraction of the budget.
+const GUARANTEED_SHARES: usize = 256;
 
-/// Bytes of all matchers. They are estimates: what tables hold, not what the allocator reserves for them.
+/// Bytes of all matchers, estimated from table contents.
 #[derive(Debug)]
-pub(crate) struct Budget {
+pub(crate) struct MemoryBudget {
     limit: usize,
     used: AtomicUsize,
 }
 
-impl Budget {
+impl MemoryBudget {
     pub(crate) fn new(limit: usize) -> Arc<Self> {
         let used = AtomicUsize::new(0);
         Arc::new(Self { limit, used })
@@ -23,40 +23,40 @@ impl Budget {
         self.limit
     }
 
-    /// Whether less is used than half of it, so that something may be kept for later.
+    /// Whether less than half is used, so that matchers may be cached.
     pub(crate) fn has_room(&self) -> bool {
         self.used.load(Ordering::Relaxed) < self.limit / 2
     }
 }
 
-/// What one matcher takes. A clone takes as much again.
+/// Bytes charged for one matcher; a clone is charged as much again.
 #[derive(Debug)]
-pub(crate) struct Charge {
-    budget: Arc<Budget>,
+pub(crate) struct MemoryCharge {
+    budget: Arc<MemoryBudget>,
     bytes: usize,
 }
 
-impl Charge {
-    pub(crate) fn new(budget: Arc<Budget>) -> Self {
+impl MemoryCharge {
+    pub(crate) fn new(budget: Arc<MemoryBudget>) -> Self {
         Self { budget, bytes: 0 }
     }
 
-    pub(crate) fn budget(&self) -> &Budget {
+    pub(crate) fn budget(&self) -> &MemoryBudget {
         &self.budget
     }
 
-    /// Takes so many bytes from now on. Returns whether that is allowed: everything is while the limit holds, and a share of it always.
+    /// Sets the charge. Returns whether it is within the limit, or within the guaranteed fraction.
     pub(crate) fn set(&mut self, bytes: usize) -> bool {
         let used = &self.budget.used;
         let before = used.fetch_add(bytes, Ordering::Relaxed);
         used.fetch_sub(self.bytes, Ordering::Relaxed);
         let all = before + bytes - self.bytes;
         self.bytes = bytes;
-        all <= self.budget.limit || bytes <= self.budget.limit / SHARES
+        all <= self.budget.limit || bytes <= self.budget.limit / GUARANTEED_SHARES
     }
 }
 
-impl Clone for Charge {
+impl Clone for MemoryCharge {
     fn clone(&self) -> Self {
         let mut copy = Self::new(Arc::clone(&self.budget));
         copy.set(self.bytes);
@@ -64,7 +64,7 @@ impl Clone for Charge {
     }
 }
 
-impl Drop for Charge {
+impl Drop for MemoryCharge {
     fn drop(&mut self) {
         self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
@@ -76,11 +76,11 @@ mod tests {
 
     #[test]
     fn the_largest_gives_way() {
-        let budget = Budget::new(256 * 10);
-        let mut large = Charge::new(Arc::clone(&budget));
+        let budget = MemoryBudget::new(256 * 10);
+        let mut large = MemoryCharge::new(Arc::clone(&budget));
         assert!(budget.has_room() && large.set(2550));
         assert!(!budget.has_room());
-        let mut small = Charge::new(Arc::clone(&budget));
+        let mut small = MemoryCharge::new(Arc::clone(&budget));
         assert!(small.set(10) && !small.set(11));
         assert!(!large.set(2551));
         let copy = small.clone();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use crate::error::GrammarError;
 use crate::grammar::Grammar;
 use crate::limits::{Limits, Settings};
-use crate::pending::Pending;
+use crate::pending::PendingGrammar;
 use crate::shared::{Job, Shared};
 use crate::threads::{self, Task, lock};
 use crate::vocabulary::Vocabulary;
@@ -70,7 +70,7 @@ impl Compiler {
 
     /// Requests a grammar and returns at once. One that was requested before is not compiled again; one that was refused is only
     /// after [a while](Limits::retry_after).
-    pub fn compile(&self, grammar: &Grammar) -> Pending {
+    pub fn compile(&self, grammar: &Grammar) -> PendingGrammar {
         let shared = &self.0.shared;
         let limits = shared.settings.limits;
         let mut kept = lock(&shared.kept);
@@ -83,11 +83,11 @@ impl Compiler {
             // The matchers of sequences are theirs, those of grammars may go.
             kept.pop_lru();
         }
-        let pending = Pending::new(grammar, limits.time);
+        let pending = PendingGrammar::new(grammar, limits.time);
         let (kind, bytes) = (grammar.kind(), grammar.bytes());
         if bytes > limits.bytes {
             let limit = limits.bytes;
-            pending.settle(Err(GrammarError::TooLong { kind, bytes, limit }));
+            pending.resolve(Err(GrammarError::TooLong { kind, bytes, limit }));
             return pending;
         }
         if !shared.has_model() {
@@ -106,7 +106,7 @@ impl Compiler {
                 kept.put(grammar.clone(), pending.clone());
             }
             Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                pending.settle(Err(limits.busy()));
+                pending.resolve(Err(limits.busy()));
             }
         }
         pending

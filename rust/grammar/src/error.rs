@@ -1,4 +1,4 @@
-//! What can be wrong with a grammar, and with what is asked of a matcher.
+//! Errors of grammars and matchers.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub enum GrammarError {
         /// Most that are taken.
         limit: usize,
     },
-    /// The text is not what its format asks for.
+    /// The text is invalid in its format.
     #[error("the {kind} is wrong: {reason}")]
     Wrong {
         /// The format, in words.
@@ -91,7 +91,7 @@ pub enum GrammarError {
         /// Tokens of the vocabulary.
         size: usize,
     },
-    /// A `tokenizer.json` that does not say how texts become tokens.
+    /// An unusable `tokenizer.json`.
     #[error("the tokenizer cannot be used: {reason}")]
     Tokenizer {
         /// Why not.
@@ -103,19 +103,19 @@ pub enum GrammarError {
         /// The token.
         token: u32,
     },
-    /// The matcher cannot go on; the text of the compiler says why.
+    /// The matcher failed, for the reason of llguidance.
     #[error("the grammar cannot be followed any further: {0}")]
     Matcher(String),
     /// A panic of the matcher: a bug.
     #[error("the grammar cannot be followed any further: its matcher is broken")]
     Broken,
     /// A rollback over more tokens than were committed.
-    #[error("{wanted} tokens cannot be taken back, {committed} were committed")]
+    #[error("{wanted} tokens cannot be taken back, {accepted} were accepted")]
     Rollback {
         /// Tokens to take back.
         wanted: usize,
         /// Tokens since the start.
-        committed: usize,
+        accepted: usize,
     },
     /// A mask in a buffer of another length.
     #[error("a mask takes {needed} words of 32 bits, the buffer has {given}")]
@@ -128,7 +128,7 @@ pub enum GrammarError {
 }
 
 impl GrammarError {
-    /// A text that is not what its format asks for, with the reason of a compiler.
+    /// An invalid text, with the reason of the compiler.
     pub(crate) fn wrong(kind: &'static str, reason: &str) -> Self {
         let reason = one_line(reason);
         Self::Wrong { kind, reason }

@@ -1,4 +1,4 @@
-//! What a text may be bound by.
+//! The grammar formats.
 
 use llguidance::api::TopLevelGrammar;
 use serde::{Deserialize, Serialize};
@@ -29,7 +29,7 @@ pub enum Grammar {
     StructuralTag(Box<str>),
 }
 
-/// White space between the parts of JSON, where a schema says nothing of it by `x-guidance`.
+/// JSON whitespace, unless the schema sets it by `x-guidance`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JsonSpace {
     /// None; else as much as a text likes.

@@ -1,34 +1,34 @@
-//! Grammars that bind what a language model may say.
+//! Constrained decoding: token masks from grammars.
 //!
-//! A [`Compiler`] turns the text of a grammar into a [`Matcher`], on threads of its own and once for each text. A matcher stands
-//! after the tokens of one sequence: it says which tokens may come next, as a mask of bits, and goes on by the token that came.
-//! The work is done by the [`llguidance`] crate; this one adds the formats, the background, the cache, limits and errors.
+//! A [`Compiler`] compiles each grammar once, on threads of its own, into a [`Matcher`]. A matcher follows the tokens of one
+//! sequence: it fills the bit mask of allowed next tokens, and accepts the sampled token. Parsing and masks are by the
+//! [`llguidance`] crate; this one adds formats, background compilation, a cache, limits and errors.
 //!
-//! | type | what it is |
+//! | type | purpose |
 //! |---|---|
-//! | [`Vocabulary`] | the bytes of a model's tokens, and the tokens that end a text |
+//! | [`Vocabulary`] | the bytes of a model's tokens, and its EOS tokens |
 //! | [`Grammar`] | a JSON schema, a regular expression, a Lark or GBNF grammar, or structural tags |
-//! | [`Compiler`], [`Limits`], [`Pending`] | compiled in the background, kept by text, bounded in size and time |
-//! | [`Matcher`] | one sequence: masks, commits, rollbacks, forced tokens |
-//! | [`Follower`] | a matcher whose next mask is computed by the compiler's threads as soon as a token is known |
+//! | [`Compiler`], [`Limits`], [`PendingGrammar`] | background compilation with a cache and limits of size and time |
+//! | [`Matcher`] | one sequence: masks, accepted tokens, rollback, jump-forward tokens |
+//! | [`AsyncMatcher`] | a matcher whose next mask is computed in the background as soon as a token is known |
 //!
 //! # Modules
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `compiler`, `shared`, `limits`, `pending` | compiles in the background, keeps what was compiled, computes masks ahead |
-//! | `worker`, `process` | the threads that compile, and the processes in which a grammar is compiled first |
-//! | `model`, `parser`, `budget` | one vocabulary with its compiler; a parser of a sequence, and what all of them take |
+//! | `compiler`, `shared`, `limits`, `pending` | background compilation, cache, limits |
+//! | `worker`, `process` | the threads that compile, and sandbox processes that compile each grammar first |
+//! | `model`, `parser`, `budget` | the llguidance factory of a vocabulary; the parser of a sequence; the memory budget of all parsers |
 //! | `threads` | threads that survive panics |
-//! | `grammar`, `gbnf`, `tags`, `json` | the forms of grammars |
-//! | `matcher`, `follower` | one sequence and its grammar |
+//! | `grammar`, `gbnf`, `tags`, `json` | the grammar formats |
+//! | `matcher`, `async_matcher` | the grammar matcher of one sequence, and its background version |
 //! | [`patterns`] | the layer patterns of a PEFT adapter, as automata |
 //! | `vocabulary`, `tokenizer` | the tokens of a model, and how it writes a text |
 
+mod async_matcher;
 mod budget;
 mod compiler;
 mod error;
-mod follower;
 mod gbnf;
 mod grammar;
 mod json;
@@ -46,13 +46,13 @@ mod tokenizer;
 mod vocabulary;
 mod worker;
 
+pub use async_matcher::{AsyncMatcher, NextMask};
 pub use compiler::Compiler;
 pub use error::GrammarError;
-pub use follower::{Follower, Next};
 pub use grammar::{Grammar, JsonSpace};
 pub use limits::{CompilerCommand, Limits, Settings};
 pub use matcher::Matcher;
-pub use pending::{Pending, Progress, Ready};
+pub use pending::{CompiledGrammar, PendingGrammar, Progress};
 pub use process::compiler_process;
 pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;

@@ -1,4 +1,4 @@
-//! What compiling a grammar may cost, and how it is done.
+//! Limits and settings of compilation.
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -12,24 +12,24 @@ use crate::grammar::JsonSpace;
 /// Stack of the threads that compile and match in this process: as many times that of a trial, so that what passed one fits.
 const STACK_FACTOR: usize = 4;
 
-/// What compiling may cost.
+/// Limits of compilation and matchers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Threads that compile, each with a compiler process of its own where [`Settings::process`] is given.
     pub threads: NonZeroUsize,
-    /// Threads that compute masks ahead.
+    /// Threads that compute masks in the background.
     pub mask_threads: NonZeroUsize,
-    /// Grammars that are kept; the least recently used one is dropped first.
+    /// Size of the LRU cache of grammars.
     pub kept: NonZeroUsize,
-    /// Grammars that may wait to be compiled.
+    /// Maximum queued grammars.
     pub waiting: usize,
     /// Bytes of one grammar's text.
     pub bytes: usize,
-    /// Time for one grammar, from the request on, the wait for others included.
+    /// Timeout of one grammar, queueing included.
     pub time: Duration,
-    /// Time for compiling one grammar.
+    /// Timeout of compiling one grammar.
     pub compile_time: Duration,
-    /// Grammars that take longer than this are compiled one after the other, by a thread of their own, so that they do not hold up others.
+    /// Grammars that take longer than this move to a separate thread, so that they do not block others.
     pub slow: Duration,
     /// Bytes of memory that a compiler process may allocate for one grammar.
     pub memory: u64,
@@ -89,7 +89,7 @@ pub struct CompilerCommand {
 /// How a [`Compiler`](crate::Compiler) does its work.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// What compiling may cost.
+    /// Limits of compilation and matchers.
     pub limits: Limits,
     /// White space of JSON.
     pub space: JsonSpace,

@@ -1,4 +1,4 @@
-//! One sequence and its grammar.
+//! The grammar matcher of one sequence.
 
 use std::fmt;
 
@@ -6,21 +6,21 @@ use crate::error::GrammarError;
 use crate::parser::Parser;
 use crate::vocabulary::Vocabulary;
 
-/// Stands after the tokens of one sequence. A clone goes on by itself.
+/// Grammar state of one sequence. Clones are independent.
 #[derive(Clone)]
 pub struct Matcher {
     inner: Parser,
     vocabulary: Vocabulary,
-    /// Tokens since the start, an end among them.
-    committed: usize,
-    /// Whether an end token came.
+    /// Tokens accepted since the start, EOS included.
+    accepted: usize,
+    /// Whether EOS was accepted.
     ended: bool,
 }
 
 impl fmt::Debug for Matcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Matcher")
-            .field("committed", &self.committed)
+            .field("committed", &self.accepted)
             .field("ended", &self.ended)
             .finish_non_exhaustive()
     }
@@ -31,7 +31,7 @@ impl Matcher {
         Self {
             inner,
             vocabulary,
-            committed: 0,
+            accepted: 0,
             ended: false,
         }
     }
@@ -41,13 +41,13 @@ impl Matcher {
         &self.vocabulary
     }
 
-    /// Writes which tokens may come next: bit `i` of word `w` allows token `32 w + i`. Where the text is complete, so that nothing
-    /// may follow, the tokens that end it are allowed.
+    /// Fills the bit mask of allowed next tokens: bit `i` of word `w` allows token `32 w + i`. Where the grammar is complete, EOS tokens
+    /// are allowed.
     ///
     /// # Errors
     /// [`GrammarError::Buffer`] if `mask` has not [`Vocabulary::mask_words`] words; [`GrammarError::Matcher`] if a mask takes
     /// more work than the limits allow.
-    pub fn mask_into(&mut self, mask: &mut [u32]) -> Result<(), GrammarError> {
+    pub fn fill_bitmask(&mut self, mask: &mut [u32]) -> Result<(), GrammarError> {
         let needed = self.vocabulary.mask_words();
         if mask.len() != needed {
             let given = mask.len();
@@ -68,7 +68,7 @@ impl Matcher {
             *last &= (1 << (self.vocabulary.size() % 32)) - 1;
         }
         let mut ends = self.vocabulary.ends().iter();
-        // What ends a text by one token ends it by any.
+        // Where one EOS token is allowed, all are.
         if ends.any(|&end| mask[end as usize / 32] >> (end % 32) & 1 == 1) {
             self.allow_ends(mask);
         }
@@ -81,11 +81,11 @@ impl Matcher {
         }
     }
 
-    /// Goes on by a token. After one that ends the text, every other one is refused.
+    /// Accepts a token. After EOS every token is rejected.
     ///
     /// # Errors
     /// [`GrammarError::Forbidden`], with nothing changed; [`GrammarError::Matcher`] if it cannot go on.
-    pub fn commit(&mut self, token: u32) -> Result<(), GrammarError> {
+    pub fn accept_token(&mut self, token: u32) -> Result<(), GrammarError> {
         let forbidden = GrammarError::Forbidden { token };
         if self.ended || token as usize >= self.vocabulary.size() {
             return Err(forbidden);
@@ -103,46 +103,46 @@ impl Matcher {
             }
             self.inner.consume(token).map_err(GrammarError::Matcher)?;
         }
-        self.committed += 1;
+        self.accepted += 1;
         Ok(())
     }
 
-    /// As [`commit`](Self::commit), for a token that was drawn by the mask: after one that was not it cannot go on.
-    pub(crate) fn advance(&mut self, token: u32) -> Result<(), GrammarError> {
+    /// As [`accept_token`](Self::accept_token), for a token that was sampled with the mask; others put the matcher into an error state.
+    pub(crate) fn accept_unchecked(&mut self, token: u32) -> Result<(), GrammarError> {
         if self.ended || self.vocabulary.ends().contains(&token) {
-            return self.commit(token);
+            return self.accept_token(token);
         }
         self.inner.consume(token).map_err(GrammarError::Matcher)?;
-        self.committed += 1;
+        self.accepted += 1;
         Ok(())
     }
 
-    /// Goes back to the start. Whether it can, and there is memory to keep it.
+    /// Resets to the start; false if it cannot, or the memory budget does not allow keeping it.
     pub(crate) fn reset(&mut self) -> bool {
-        (self.committed, self.ended) = (0, false);
+        (self.accepted, self.ended) = (0, false);
         self.inner.may_be_kept() && self.inner.reset().is_ok()
     }
 
-    /// Takes the last tokens back.
+    /// Rolls back the last tokens.
     ///
     /// # Errors
     /// [`GrammarError::Rollback`], with nothing changed; [`GrammarError::Matcher`].
     pub fn rollback(&mut self, tokens: usize) -> Result<(), GrammarError> {
-        let committed = self.committed;
-        if tokens > committed {
+        let accepted = self.accepted;
+        if tokens > accepted {
             let wanted = tokens;
-            return Err(GrammarError::Rollback { wanted, committed });
+            return Err(GrammarError::Rollback { wanted, accepted });
         }
         if tokens == 0 {
             return Ok(());
         }
-        // The end is not the inner matcher's.
+        // EOS is not in the inner matcher.
         let inner = tokens - usize::from(self.ended);
         self.ended = false;
         if inner > 0 {
             self.inner.rollback(inner).map_err(GrammarError::Matcher)?;
         }
-        self.committed -= tokens;
+        self.accepted -= tokens;
         Ok(())
     }
 
@@ -154,8 +154,8 @@ impl Matcher {
     /// tokens.
     ///
     /// # Errors
-    /// Those of [`mask_into`](Self::mask_into) and [`commit`](Self::commit).
-    pub fn jump(
+    /// Those of [`fill_bitmask`](Self::fill_bitmask) and [`accept_token`](Self::accept_token).
+    pub fn jump_forward_tokens(
         &mut self,
         most: usize,
         mask: &mut [u32],
@@ -163,12 +163,12 @@ impl Matcher {
     ) -> Result<(), GrammarError> {
         let mut left = most;
         loop {
-            left -= self.jump_text(left, tokens)?;
-            self.mask_into(mask)?;
+            left -= self.jump_forced_text(left, tokens)?;
+            self.fill_bitmask(mask)?;
             let forced = only(mask).filter(|token| !self.vocabulary.ends().contains(token));
             match forced {
                 Some(token) if left > 0 => {
-                    self.advance(token)?;
+                    self.accept_unchecked(token)?;
                     tokens.push(token);
                     left -= 1;
                 }
@@ -177,21 +177,25 @@ impl Matcher {
         }
     }
 
-    /// Goes over the tokens of text that is forced. Returns how many.
-    fn jump_text(&mut self, most: usize, tokens: &mut Vec<u32>) -> Result<usize, GrammarError> {
+    /// Accepts the tokens of forced text; returns their number.
+    fn jump_forced_text(
+        &mut self,
+        most: usize,
+        tokens: &mut Vec<u32>,
+    ) -> Result<usize, GrammarError> {
         if most == 0 || !self.vocabulary.is_canonical() || self.is_stopped() {
             return Ok(0);
         }
         let forced = self.inner.forced();
         let forced = &forced[..forced.len().min(most)];
         for &token in forced {
-            self.advance(token)?;
+            self.accept_unchecked(token)?;
         }
         tokens.extend_from_slice(forced);
         Ok(forced.len())
     }
 
-    /// Whether the text may end here.
+    /// Whether EOS is allowed here.
     ///
     /// # Errors
     /// [`GrammarError::Matcher`].
@@ -199,18 +203,18 @@ impl Matcher {
         Ok(self.ended || self.inner.is_accepting().map_err(GrammarError::Matcher)?)
     }
 
-    /// Whether nothing but an end may follow.
+    /// Whether only EOS is allowed.
     pub fn is_stopped(&self) -> bool {
         self.ended || self.inner.is_stopped()
     }
 
-    /// Whether an end token was committed.
+    /// Whether EOS was accepted.
     pub fn has_ended(&self) -> bool {
         self.ended
     }
 }
 
-/// The token of a mask that has one bit.
+/// The token of a mask with a single bit.
 pub(crate) fn only(mask: &[u32]) -> Option<u32> {
     let mut found = None;
     for (at, &word) in (0..).zip(mask) {

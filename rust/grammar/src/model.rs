@@ -1,4 +1,4 @@
-//! A model's tokens with the compiler of `llguidance`, and one grammar compiled by it.
+//! The `llguidance` parser factory of a vocabulary.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,24 +7,24 @@ use std::time::Instant;
 
 use llguidance::ParserFactory;
 
-use crate::budget::Budget;
+use crate::budget::MemoryBudget;
 use crate::error::{GrammarError, one_line};
 use crate::grammar::{Grammar, JsonSpace};
 use crate::matcher::Matcher;
 use crate::parser::Parser;
-use crate::pending::Ready;
+use crate::pending::CompiledGrammar;
 use crate::tokenizer::Tokenizer;
 use crate::vocabulary::Vocabulary;
 
 /// States of the automaton that finds the lexemes of one sequence, each of 1 to 2 kB. Schemas have thousands.
 const LEXER_STATES: usize = 50_000;
 
-/// A model's tokens, ready to be followed.
+/// The parser factory of a vocabulary.
 pub(crate) struct Model {
     factory: ParserFactory,
     vocabulary: Vocabulary,
     space: JsonSpace,
-    budget: Arc<Budget>,
+    budget: Arc<MemoryBudget>,
 }
 
 impl Model {
@@ -33,7 +33,7 @@ impl Model {
         vocabulary: Vocabulary,
         tokenizer: Option<&PathBuf>,
         space: JsonSpace,
-        budget: Arc<Budget>,
+        budget: Arc<MemoryBudget>,
     ) -> Result<Self, String> {
         let read = |path: &PathBuf| Tokenizer::from_json(&fs::read(path).ok()?).ok();
         let vocabulary = match tokenizer.and_then(read) {
@@ -55,7 +55,7 @@ impl Model {
     }
 
     /// A matcher at the start of a text, and the first mask.
-    pub(crate) fn compile(&self, grammar: &Grammar) -> Result<Ready, GrammarError> {
+    pub(crate) fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         let kind = grammar.kind();
         let wrong = |reason: String| GrammarError::wrong(kind, &reason);
         let parsed = grammar.parse(&self.vocabulary, &self.space)?;
@@ -66,11 +66,11 @@ impl Model {
         let mut mask = vec![0; self.vocabulary.mask_words()];
         let begin = Instant::now();
         matcher
-            .mask_into(&mut mask)
+            .fill_bitmask(&mut mask)
             .map_err(|error| wrong(error.to_string()))?;
         if mask.iter().all(|&word| word == 0) {
             return Err(wrong("it allows no text".to_owned()));
         }
-        Ok(Ready::new(matcher, mask, begin.elapsed()))
+        Ok(CompiledGrammar::new(matcher, mask, begin.elapsed()))
     }
 }

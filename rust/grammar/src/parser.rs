@@ -1,4 +1,4 @@
-//! The parser of `llguidance`, which goes on until something fails.
+//! The `llguidance` parser of one sequence, which fails permanently after an error or panic.
 
 use std::fmt::Display;
 use std::panic::AssertUnwindSafe;
@@ -8,14 +8,14 @@ use llguidance::api::StopReason;
 use llguidance::toktrie::SimpleVob;
 use llguidance::{TokenParser, panic_utils};
 
-use crate::budget::{Budget, Charge};
+use crate::budget::{MemoryBudget, MemoryCharge};
 use crate::error::one_line;
 
 /// A parser of one sequence. After an error or a panic every call fails with the same reason.
 pub(crate) struct Parser {
     inner: TokenParser,
     error: Option<String>,
-    charge: Charge,
+    charge: MemoryCharge,
 }
 
 impl Clone for Parser {
@@ -30,12 +30,12 @@ impl Clone for Parser {
 }
 
 impl Parser {
-    pub(crate) fn new(mut inner: TokenParser, budget: Arc<Budget>) -> Self {
+    pub(crate) fn new(mut inner: TokenParser, budget: Arc<MemoryBudget>) -> Self {
         inner.start_without_prompt();
         Self {
             inner,
             error: None,
-            charge: Charge::new(budget),
+            charge: MemoryCharge::new(budget),
         }
     }
 
@@ -58,7 +58,7 @@ impl Parser {
         Err(error)
     }
 
-    /// Which tokens may come next; the ends where nothing else may.
+    /// The mask of allowed tokens; EOS tokens where nothing else is allowed.
     pub(crate) fn mask(&mut self) -> Result<SimpleVob, String> {
         let mask = self.attempt(|inner| {
             if inner.stop_reason() == StopReason::NotStopped {
@@ -79,7 +79,7 @@ impl Parser {
         Err(error)
     }
 
-    /// Goes on by a token.
+    /// Accepts a token.
     pub(crate) fn consume(&mut self, token: u32) -> Result<(), String> {
         let backtracks = self.attempt(|inner| {
             let tokens = inner.consume_token(token)?;
@@ -115,7 +115,7 @@ impl Parser {
         self.attempt(|inner| inner.rollback(tokens))
     }
 
-    /// Goes back to the start.
+    /// Resets to the start.
     pub(crate) fn reset(&mut self) -> Result<(), String> {
         self.attempt(TokenParser::reset)
     }

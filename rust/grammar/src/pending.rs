@@ -1,4 +1,4 @@
-//! A grammar that was asked for, and what has become of it.
+//! A requested grammar and its compilation.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -8,34 +8,34 @@ use crate::grammar::Grammar;
 use crate::matcher::Matcher;
 use crate::threads::lock;
 
-/// Most matchers of one grammar that are kept for other texts.
+/// Maximum recycled matchers of one grammar.
 const USED: usize = 16;
 
-/// How far a grammar is.
+/// Progress of a compilation.
 #[derive(Clone, Debug)]
 pub enum Progress {
-    /// It waits, or is being compiled.
+    /// Queued, or being compiled.
     Compiling,
-    /// A matcher at the start of a text, with its first mask. To be cloned.
-    Ready(Arc<Ready>),
-    /// It cannot be used.
+    /// Compiled.
+    Ready(Arc<CompiledGrammar>),
+    /// Failed.
     Failed(Arc<GrammarError>),
 }
 
 /// A compiled grammar.
 #[derive(Debug)]
-pub struct Ready {
+pub struct CompiledGrammar {
     /// Locked for the time of a clone.
     matcher: Mutex<Matcher>,
-    /// Matchers at the start again, which know more states of the grammar than a new one.
+    /// Recycled matchers, with warm lexer states.
     used: Mutex<Vec<Matcher>>,
     /// The first mask.
     pub(crate) mask: Arc<Vec<u32>>,
-    /// What it took.
+    /// Time of the first mask.
     pub(crate) took: Duration,
 }
 
-impl Ready {
+impl CompiledGrammar {
     pub(crate) fn new(matcher: Matcher, mask: Vec<u32>, took: Duration) -> Self {
         Self {
             matcher: Mutex::new(matcher),
@@ -45,14 +45,14 @@ impl Ready {
         }
     }
 
-    /// A matcher at the start of a text.
+    /// A matcher in its start state.
     pub fn matcher(&self) -> Matcher {
         let used = lock(&self.used).pop();
         used.unwrap_or_else(|| lock(&self.matcher).clone())
     }
 
-    /// Keeps a matcher for another text.
-    pub(crate) fn give_back(&self, mut matcher: Matcher) {
+    /// Keeps a matcher for reuse.
+    pub(crate) fn recycle(&self, mut matcher: Matcher) {
         if matcher.reset() {
             let mut used = lock(&self.used);
             if used.len() < USED {
@@ -62,9 +62,9 @@ impl Ready {
     }
 }
 
-/// A grammar that was asked for. Clones are of the same one.
+/// A requested grammar, shared by its clones.
 #[derive(Clone, Debug)]
-pub struct Pending(Arc<State>);
+pub struct PendingGrammar(Arc<State>);
 
 #[derive(Debug)]
 struct State {
@@ -77,7 +77,7 @@ struct State {
     refused: OnceLock<Instant>,
 }
 
-impl Pending {
+impl PendingGrammar {
     pub(crate) fn new(grammar: &Grammar, limit: Duration) -> Self {
         Self(Arc::new(State {
             kind: grammar.kind(),
@@ -89,7 +89,7 @@ impl Pending {
         }))
     }
 
-    /// How far it is now. What takes longer than the limit has failed.
+    /// Current progress; fails once the time limit has passed.
     pub fn progress(&self) -> Progress {
         let mut progress = lock(&self.0.progress);
         if matches!(*progress, Progress::Compiling) && self.0.asked.elapsed() > self.0.limit {
@@ -133,8 +133,8 @@ impl Pending {
         }
     }
 
-    /// Whether `others` are all that still know of it.
-    pub(crate) fn is_known_to(&self, others: usize) -> bool {
+    /// Whether only `others` references are left.
+    pub(crate) fn has_only_references(&self, others: usize) -> bool {
         Arc::strong_count(&self.0) == others
     }
 
@@ -142,8 +142,8 @@ impl Pending {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The result, which is ignored where the limit of time has passed.
-    pub(crate) fn settle(&self, result: Result<Arc<Ready>, GrammarError>) {
+    /// Sets the result, unless the time limit has passed.
+    pub(crate) fn resolve(&self, result: Result<Arc<CompiledGrammar>, GrammarError>) {
         let mut progress = lock(&self.0.progress);
         if result.as_ref().is_err_and(|error| !error.is_temporary()) {
             self.0.refused.get_or_init(Instant::now);

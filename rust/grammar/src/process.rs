@@ -1,9 +1,9 @@
-//! The compiler process: it compiles grammars where a stack overflow, a lack of memory or an endless loop harms nothing else.
+//! The compiler process, a sandbox in which a grammar may overflow the stack, exhaust memory or loop.
 //!
 //! Its parent is [`Process`](crate::process::parent::Process). Both ends share a socket, which is the standard input of the process:
 //!
 //! 1. The parent sends a [`Setup`] and the bytes of all tokens. The process builds the token trie, limits its own memory,
-//!    and answers [`Verdict::Ready`].
+//!    and answers [`CompileReply::Ready`].
 //! 2. For each [`Grammar`] it answers whether it compiles. It ends when the parent closes the socket or ends.
 //!
 //! A message is its length in bytes as a little-endian `u32`, and JSON; tokens are bytes.
@@ -21,7 +21,7 @@ use crate::grammar::JsonSpace;
 pub use child::compiler_process;
 pub(crate) use parent::{Failure, Process};
 
-/// What a compiler process is told first; the tokens follow.
+/// The first message to a compiler process; the token bytes follow.
 #[derive(Debug, Serialize, Deserialize)]
 struct Setup {
     /// Bytes of each token.
@@ -35,9 +35,9 @@ struct Setup {
     memory: u64,
 }
 
-/// What a compiler process answers.
+/// The reply of a compiler process.
 #[derive(Debug, Serialize, Deserialize)]
-enum Verdict {
+enum CompileReply {
     /// It compiles; as an answer to [`Setup`]: grammars may come.
     Ready,
     /// The grammar is wrong, for this reason.

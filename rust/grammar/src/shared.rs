@@ -1,31 +1,31 @@
-//! What a compiler and its threads share.
+//! State that a compiler and its threads share.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
 use lru::LruCache;
 
-use crate::budget::Budget;
+use crate::budget::MemoryBudget;
 use crate::grammar::Grammar;
 use crate::limits::Settings;
 use crate::model::Model;
-use crate::pending::Pending;
+use crate::pending::PendingGrammar;
 use crate::threads::lock;
 use crate::vocabulary::Vocabulary;
 
 /// A grammar to compile.
 pub(crate) struct Job {
     pub(crate) grammar: Grammar,
-    pub(crate) pending: Pending,
+    pub(crate) pending: PendingGrammar,
 }
 
-/// What the compiler and its threads know.
+/// State of the compiler and its threads.
 pub(crate) struct Shared {
     pub(crate) vocabulary: Vocabulary,
     pub(crate) settings: Settings,
     model: OnceLock<Result<Model, String>>,
-    pub(crate) kept: Mutex<LruCache<Grammar, Pending>>,
-    /// What the matchers of all grammars take.
-    pub(crate) budget: Arc<Budget>,
+    pub(crate) kept: Mutex<LruCache<Grammar, PendingGrammar>>,
+    /// Memory budget of all matchers.
+    pub(crate) budget: Arc<MemoryBudget>,
 }
 
 impl Shared {
@@ -36,7 +36,7 @@ impl Shared {
             settings,
             model: OnceLock::new(),
             kept: Mutex::new(LruCache::new(limits.kept)),
-            budget: Budget::new(limits.matchers),
+            budget: MemoryBudget::new(limits.matchers),
         }
     }
 
@@ -64,7 +64,7 @@ impl Shared {
         let mut kept = lock(&self.kept);
         let entry = kept.peek(&job.grammar);
         let is_kept = entry.is_some_and(|it| it.is_same(&job.pending));
-        let alone = job.pending.is_known_to(1 + usize::from(is_kept));
+        let alone = job.pending.has_only_references(1 + usize::from(is_kept));
         if alone && is_kept {
             kept.pop(&job.grammar);
         }

@@ -1,4 +1,4 @@
-//! How a model writes a text by its tokens: what is jumped over is written so.
+//! The model's tokenizer, which encodes jump-forward text.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a text; none where it cannot say.
+    /// The tokens of a text; empty on an error.
     fn tokens(&self, text: &str) -> Vec<u32> {
         let encoded = self.0.hf_tokenizer.encode_fast(text, false);
         encoded.map_or_else(|_| Vec::new(), |encoded| encoded.get_ids().to_vec())
@@ -42,12 +42,12 @@ impl Tokenizer {
 }
 
 /// The tokens of a model with its tokenizer.
-pub(crate) struct Canonical {
+pub(crate) struct CanonicalTokenizer {
     pub(crate) trie: TokTrie,
     pub(crate) tokenizer: Tokenizer,
 }
 
-impl Canonical {
+impl CanonicalTokenizer {
     /// Whether tokens are this text, byte by byte, and no special ones.
     fn write(&self, tokens: &[u32], text: &[u8]) -> bool {
         let mut rest = text;
@@ -61,7 +61,7 @@ impl Canonical {
     }
 }
 
-impl TokenizerEnv for Canonical {
+impl TokenizerEnv for CanonicalTokenizer {
     fn tok_trie(&self) -> &TokTrie {
         &self.trie
     }
@@ -88,11 +88,11 @@ mod tests {
 
     const POCKET: &[u8] = include_bytes!("../../../models/pocket/tokenizer.json");
 
-    static CANONICAL: LazyLock<Canonical> = LazyLock::new(|| {
+    static CANONICAL: LazyLock<CanonicalTokenizer> = LazyLock::new(|| {
         let tokenizer = Tokenizer::from_json(POCKET).unwrap();
         let words = tokenizer.0.token_bytes();
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, 0), &words);
-        Canonical { trie, tokenizer }
+        CanonicalTokenizer { trie, tokenizer }
     });
 
     #[test]

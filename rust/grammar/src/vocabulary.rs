@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 
 use crate::error::GrammarError;
-use crate::tokenizer::{Canonical, Tokenizer};
+use crate::tokenizer::{CanonicalTokenizer, Tokenizer};
 
 /// The bytes of a model's tokens, and the tokens that end a text. Clones share all of it.
 ///
@@ -72,7 +72,7 @@ impl Vocabulary {
         })))
     }
 
-    /// The same with the tokenizer of the model. Then [`Matcher::jump`](crate::Matcher::jump) goes over every text that a grammar
+    /// The same with the tokenizer of the model. Then [`Matcher::jump_forward_tokens`](crate::Matcher::jump_forward_tokens) goes over every text that a grammar
     /// forces, by the tokens that the model would write it with, and masks allow nothing else there.
     #[must_use]
     pub fn with_tokenizer(&self, tokenizer: Tokenizer) -> Self {
@@ -133,7 +133,7 @@ impl Vocabulary {
         self.0.env.get_or_init(|| {
             let trie = self.0.trie();
             match &self.0.tokenizer {
-                Some(tokenizer) => Arc::new(Canonical {
+                Some(tokenizer) => Arc::new(CanonicalTokenizer {
                     trie,
                     tokenizer: tokenizer.clone(),
                 }),

@@ -1,4 +1,4 @@
-//! The threads that compile: each has a grammar compiled by a process of its own, and then by itself.
+//! The threads that compile: each compiles a grammar in its compiler process first, then in this process.
 
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use crate::error::GrammarError;
 use crate::grammar::Grammar;
 use crate::limits::{CompilerCommand, Settings};
-use crate::pending::Ready;
+use crate::pending::CompiledGrammar;
 use crate::process::{Failure, Process};
 use crate::shared::{Job, Shared};
 use crate::threads;
 
 /// What has become of a job.
 enum Outcome {
-    Settled(Result<Arc<Ready>, GrammarError>),
+    Settled(Result<Arc<CompiledGrammar>, GrammarError>),
     /// It takes longer than others should wait for.
     Slow,
     /// Nothing waits for it.
@@ -68,7 +68,7 @@ impl Worker {
             let outcome = panic::catch_unwind(compile)
                 .unwrap_or(Outcome::Settled(Err(GrammarError::Panicked { kind })));
             match outcome {
-                Outcome::Settled(result) => job.pending.settle(result),
+                Outcome::Settled(result) => job.pending.resolve(result),
                 Outcome::Slow => self.pass_on(job),
                 Outcome::Abandoned => {}
             }
@@ -85,7 +85,7 @@ impl Worker {
         let sent = self.slow.as_ref().map(|slow| slow.try_send(job));
         if let Some(Err(error)) = sent {
             let (TrySendError::Full(job) | TrySendError::Disconnected(job)) = error;
-            job.pending.settle(Err(limits.busy()));
+            job.pending.resolve(Err(limits.busy()));
         }
     }
 

@@ -27,7 +27,7 @@ fn start(tokenizer: Option<PathBuf>, grammar: &Grammar) -> Matcher {
 
 fn mask(matcher: &mut Matcher) -> Vec<u32> {
     let mut mask = vec![0; matcher.vocabulary().mask_words()];
-    matcher.mask_into(&mut mask).unwrap();
+    matcher.fill_bitmask(&mut mask).unwrap();
     mask
 }
 
@@ -41,13 +41,15 @@ fn allowed(mask: &[u32]) -> Vec<u32> {
 fn forced_text_is_written_as_the_model_writes_it() {
     let sentence = "The name of the function is parse_arguments, and it returns ";
     let grammar = || Grammar::Regex(format!("{sentence}(True|None)").into());
-    let jump = |mut matcher: Matcher| {
+    let jump_forward_tokens = |mut matcher: Matcher| {
         let (mut tokens, mut room) = (Vec::new(), mask(&mut matcher));
-        matcher.jump(100, &mut room, &mut tokens).unwrap();
+        matcher
+            .jump_forward_tokens(100, &mut room, &mut tokens)
+            .unwrap();
         assert_eq!(room, mask(&mut matcher));
         tokens
     };
-    let tokens = jump(start(Some(file()), &grammar()));
+    let tokens = jump_forward_tokens(start(Some(file()), &grammar()));
     let tokenizer = ByteTokenizer::from_file(file()).unwrap();
     for end in ["True", "None"] {
         let text = format!("{sentence}{end}");
@@ -67,7 +69,7 @@ fn forced_text_is_written_as_the_model_writes_it() {
     );
     // A file that is no tokenizer is as none. Then every way to write the text is left.
     for without in [None, Some(file().with_file_name("config.json"))] {
-        assert!(jump(start(without, &grammar())).is_empty());
+        assert!(jump_forward_tokens(start(without, &grammar())).is_empty());
     }
 }
 
@@ -84,19 +86,19 @@ fn jumps_go_where_masks_go() {
         loop {
             let (mut tokens, mut room) = (Vec::new(), mask(&mut jumps));
             jumps
-                .jump(random.usize(1..20), &mut room, &mut tokens)
+                .jump_forward_tokens(random.usize(1..20), &mut room, &mut tokens)
                 .unwrap();
             for &token in &tokens {
                 assert_eq!(allowed(&mask(&mut draws)), [token]);
-                draws.commit(token).unwrap();
+                draws.accept_token(token).unwrap();
                 text.extend_from_slice(&words[token as usize]);
             }
             forced += tokens.len();
             assert_eq!(room, mask(&mut draws));
             let ways = allowed(&room);
             let token = ways[random.usize(..ways.len())];
-            jumps.commit(token).unwrap();
-            draws.commit(token).unwrap();
+            jumps.accept_token(token).unwrap();
+            draws.accept_token(token).unwrap();
             if jumps.has_ended() {
                 break;
             }

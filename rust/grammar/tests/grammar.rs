@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use pie_grammar::{
-    Compiler, Follower, Grammar, GrammarError, JsonSpace, Limits, Matcher, Next, Progress,
+    AsyncMatcher, Compiler, Grammar, GrammarError, JsonSpace, Limits, Matcher, NextMask, Progress,
     Settings, Vocabulary,
 };
 use proptest::prelude::*;
@@ -39,7 +39,7 @@ fn compiler() -> Compiler {
 
 fn mask(matcher: &mut Matcher) -> Vec<u32> {
     let mut mask = vec![0; matcher.vocabulary().mask_words()];
-    matcher.mask_into(&mut mask).unwrap();
+    matcher.fill_bitmask(&mut mask).unwrap();
     mask
 }
 
@@ -77,7 +77,7 @@ fn walk(matcher: &mut Matcher, random: &mut fastrand::Rng) -> Option<Vec<u8>> {
             }
             _ => tokens[random.usize(..tokens.len())],
         };
-        matcher.commit(token).unwrap();
+        matcher.accept_token(token).unwrap();
         if ends.contains(&token) {
             assert!(matcher.has_ended() && matcher.is_accepting().unwrap());
             return Some(text);
@@ -174,7 +174,7 @@ proptest! {
                 }
                 let tokens_now = allowed(&mask(&mut matcher));
                 let token = tokens_now[random.usize(..tokens_now.len())];
-                matcher.commit(token).unwrap();
+                matcher.accept_token(token).unwrap();
                 tokens.push(token);
             }
             let kept = matcher.clone();
@@ -185,7 +185,7 @@ proptest! {
             for (mut matcher, tokens) in [(matcher.clone(), &tokens), (kept, &before)] {
                 let mut anew = start.clone();
                 for &token in tokens {
-                    anew.commit(token).unwrap();
+                    anew.accept_token(token).unwrap();
                 }
                 prop_assert_eq!(mask(&mut matcher), mask(&mut anew));
                 prop_assert_eq!(matcher.is_accepting(), anew.is_accepting());
@@ -208,23 +208,23 @@ proptest! {
         // The later ones may get matchers of those before.
         for _ in 0..3 {
             let mut matcher = ready.matcher();
-            let mut follower = Follower::new(&compiler, &ready, jumps, 100);
+            let mut follower = AsyncMatcher::new(&compiler, &ready, jumps, 100);
             for _ in 0..40 {
                 match random.u8(..3) {
                     0 => std::thread::sleep(Duration::from_micros(random.u64(..300))),
                     1 => while !follower.prepare(&mut Duration::from_micros(50)) { std::thread::yield_now() },
                     _ => {}
                 }
-                let Next { forced, mask: found } = follower.following().unwrap();
+                let NextMask { forced, mask: found } = follower.next_mask().unwrap();
                 for &token in forced {
                     prop_assert_eq!(allowed(&mask(&mut matcher)), vec![token]);
-                    matcher.commit(token).unwrap();
+                    matcher.accept_token(token).unwrap();
                 }
                 prop_assert_eq!(&*found, &mask(&mut matcher));
                 let tokens = allowed(&found);
                 let token = tokens[random.usize(..tokens.len())];
-                matcher.commit(token).unwrap();
-                if follower.take(&[token], 100) {
+                matcher.accept_token(token).unwrap();
+                if follower.accept_tokens(&[token], 100) {
                     prop_assert!(matcher.has_ended());
                     break;
                 }
@@ -357,7 +357,9 @@ fn grammars_are_compiled_once_and_the_oldest_gives_way() {
 
 fn fits(compiler: &Compiler, grammar: &Grammar, text: &str) -> bool {
     let mut matcher = compiler.compile(grammar).wait().unwrap();
-    text.bytes().all(|byte| matcher.commit(byte.into()).is_ok()) && matcher.is_accepting().unwrap()
+    text.bytes()
+        .all(|byte| matcher.accept_token(byte.into()).is_ok())
+        && matcher.is_accepting().unwrap()
 }
 
 #[test]
@@ -444,15 +446,17 @@ fn special_tokens_of_a_structure_are_written_as_such() {
     let mut matcher = compiler.compile(&tag).wait().unwrap();
     let mut mask = vec![0; matcher.vocabulary().mask_words()];
     let mut forced = Vec::new();
-    matcher.jump(100, &mut mask, &mut forced).unwrap();
+    matcher
+        .jump_forward_tokens(100, &mut mask, &mut forced)
+        .unwrap();
     let text = b"{1}\n".iter().map(|&byte| u32::from(byte));
     let expected: Vec<u32> = [257].into_iter().chain(text).chain([258]).collect();
     assert_eq!(forced, expected);
     // Free text may follow, and another call.
     for token in [u32::from(b'x'), 257] {
-        matcher.commit(token).unwrap();
+        matcher.accept_token(token).unwrap();
     }
-    assert!(matcher.commit(u32::from(b'x')).is_err());
+    assert!(matcher.accept_token(u32::from(b'x')).is_err());
 }
 
 #[test]
@@ -463,21 +467,21 @@ fn an_end_is_taken_back_like_any_token() {
         .unwrap();
     let end = matcher.vocabulary().ends()[1];
     assert!(matches!(
-        matcher.commit(end),
+        matcher.accept_token(end),
         Err(GrammarError::Forbidden { .. })
     ));
-    matcher.commit(b'a'.into()).unwrap();
+    matcher.accept_token(b'a'.into()).unwrap();
     let before = mask(&mut matcher);
-    matcher.commit(end).unwrap();
+    matcher.accept_token(end).unwrap();
     assert!(matcher.has_ended() && matcher.is_stopped());
     assert_eq!(allowed(&mask(&mut matcher)).len(), 2);
     assert!(matches!(
-        matcher.commit(b'b'.into()),
+        matcher.accept_token(b'b'.into()),
         Err(GrammarError::Forbidden { .. })
     ));
     matcher.rollback(1).unwrap();
     assert_eq!(mask(&mut matcher), before);
-    matcher.commit(b'b'.into()).unwrap();
+    matcher.accept_token(b'b'.into()).unwrap();
     assert!(matcher.is_stopped() && !matcher.has_ended());
     let mut ends = matcher.vocabulary().ends().to_vec();
     ends.sort_unstable();

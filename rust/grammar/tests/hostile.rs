@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use pie_grammar::{
-    Compiler, CompilerCommand, Grammar, GrammarError, Limits, Pending, Settings, Vocabulary,
+    Compiler, CompilerCommand, Grammar, GrammarError, Limits, PendingGrammar, Settings, Vocabulary,
 };
 
 fn command() -> CompilerCommand {
@@ -46,7 +46,7 @@ fn compiler() -> Compiler {
     compiler_with(limits(), command())
 }
 
-fn failure(pending: &Pending) -> GrammarError {
+fn failure(pending: &PendingGrammar) -> GrammarError {
     (*pending.wait().unwrap_err()).clone()
 }
 
@@ -223,7 +223,9 @@ fn what_just_compiles_is_followed_with_little_stack() {
             let mut matcher = pending.wait().unwrap();
             let mut mask = vec![0; matcher.vocabulary().mask_words()];
             let mut forced = Vec::new();
-            matcher.jump(1000, &mut mask, &mut forced).unwrap();
+            matcher
+                .jump_forward_tokens(1000, &mut mask, &mut forced)
+                .unwrap();
             let copy = matcher.clone();
             drop((matcher, copy, pending));
         };

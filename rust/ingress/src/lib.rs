@@ -1,11 +1,11 @@
-//! What every frontend makes of a request.
+//! Request validation, limits and outcomes, shared by all frontends.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `limits` | the table of limits on what a request may hold |
-//! | `raw`, `spec` | a request as its frontend understood it, and as the engine takes it: [`Ingress::validate`] |
-//! | `refusal` | why a request is not served, in one line |
-//! | `outcome`, `logprobs` | on the way back: how sequences ended, and what log-probabilities are of |
+//! | `limits` | the table of request limits |
+//! | `raw`, `spec` | an unvalidated request; its validation by [`Ingress::validate`] |
+//! | `refusal` | validation errors |
+//! | `outcome`, `logprobs` | finish reasons, and the tokens that log-probabilities belong to |
 
 mod limits;
 mod logprobs;
@@ -19,4 +19,4 @@ pub use logprobs::LogprobRows;
 pub use outcome::{Failure, Outcome, StopTexts, one_line, outcome, shown};
 pub use raw::{RawLogprobs, RawRequest};
 pub use refusal::Refusal;
-pub use spec::{Ingress, ModelFacts, RequestSpec};
+pub use spec::{Ingress, ModelInfo, RequestSpec};

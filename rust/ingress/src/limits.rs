@@ -97,7 +97,7 @@ limits! {
 }
 
 impl RequestLimits {
-    /// Whether a field has no more than a limit of the table allows. Adapters ask before they make a list of what a client sent.
+    /// Checks a field against a limit of the table. Adapters call it before they collect a list.
     ///
     /// # Errors
     /// [`Refusal::Limit`].

@@ -1,10 +1,10 @@
-//! How a sequence ended, for its client.
+//! Outcomes: finish reasons for clients.
 
 use std::sync::Arc;
 
-use pie_engine::{End, Refusal as Unserved, StopRegexes, StopStrings};
+use pie_engine::{FinishReason, StopRegexes, StopStrings, ValidationError};
 
-/// The texts that end the sequences of a request, by which their ends are named.
+/// The stop strings and expressions of a request, for finish reasons.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopTexts {
     strings: StopStrings,
@@ -29,80 +29,80 @@ impl StopTexts {
     }
 }
 
-/// How a sequence ended.
+/// The outcome of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It has as many tokens as it may.
+    /// It reached its length limit.
     Length,
-    /// This token ended it.
+    /// A stop token.
     StopToken(u32),
-    /// This stop string ended it.
+    /// A stop string.
     StopString(String),
-    /// This expression ended it.
+    /// A stop expression.
     StopRegex(String),
-    /// It was aborted.
+    /// Aborted.
     Aborted,
-    /// The same, while its grammar was compiled.
+    /// Aborted while its grammar was compiling.
     AbortedUnready,
-    /// It has no answer, or only a part of it.
+    /// It failed, perhaps after a part of its output.
     Failed {
-        /// Whose fault it is.
+        /// The cause.
         failure: Failure,
-        /// One line, for the client.
+        /// One line for the client.
         message: String,
     },
 }
 
-/// Whose fault it is that a request has no answer.
+/// The cause of a failure, which determines the status code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The client's: 400.
+    /// Invalid request: 400.
     Invalid,
-    /// The client's: the request's name is that of one that runs.
+    /// The request id is in use.
     Known,
-    /// Nobody's: there is too much to do. 503.
+    /// Overloaded: 503.
     Busy,
-    /// Its time was over: 503.
+    /// Deadline exceeded: 503.
     Deadline,
-    /// The server's: 500.
+    /// Internal error: 500.
     Internal,
 }
 
-/// What an end is for the client of a request with these stop texts.
-pub fn outcome(end: &End, stops: &StopTexts) -> Outcome {
+/// The outcome of an end, with the stop texts of the request.
+pub fn outcome(end: &FinishReason, stops: &StopTexts) -> Outcome {
     let failed = |failure, message: &str| Outcome::Failed {
         failure,
         message: one_line(message),
     };
     match end {
-        End::Length => Outcome::Length,
-        End::StopToken(token) => Outcome::StopToken(*token),
-        End::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
-        End::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
-        End::Aborted => Outcome::Aborted,
-        End::Unready => Outcome::AbortedUnready,
-        End::Deadline => failed(Failure::Deadline, "its time was over"),
-        End::Refused(refusal) => {
+        FinishReason::Length => Outcome::Length,
+        FinishReason::StopToken(token) => Outcome::StopToken(*token),
+        FinishReason::StopString { index, .. } => Outcome::StopString(stops.string(*index)),
+        FinishReason::StopRegex { index } => Outcome::StopRegex(stops.regex(*index)),
+        FinishReason::Aborted => Outcome::Aborted,
+        FinishReason::Unready => Outcome::AbortedUnready,
+        FinishReason::Deadline => failed(Failure::Deadline, "its time was over"),
+        FinishReason::Refused(refusal) => {
             let failure = match refusal {
-                Unserved::QueueFull { .. } => Failure::Busy,
-                Unserved::Known { .. } => Failure::Known,
+                ValidationError::QueueFull { .. } => Failure::Busy,
+                ValidationError::Known { .. } => Failure::Known,
                 _ => Failure::Invalid,
             };
             failed(failure, &refusal.to_string())
         }
-        End::Displaced => failed(Failure::Busy, &end.reason().unwrap_or_default()),
-        End::Busy(reason) => failed(Failure::Busy, reason),
-        End::Grammar(reason) => failed(Failure::Invalid, reason),
-        End::Failed(reason) => failed(Failure::Internal, reason),
+        FinishReason::Displaced => failed(Failure::Busy, &end.message().unwrap_or_default()),
+        FinishReason::Busy(reason) => failed(Failure::Busy, reason),
+        FinishReason::Grammar(reason) => failed(Failure::Invalid, reason),
+        FinishReason::Failed(reason) => failed(Failure::Internal, reason),
     }
 }
 
-/// What a client wrote, as a message shows it: its first characters, on one line.
+/// A client's text for a message: its first characters, escaped.
 pub fn shown(text: &str) -> String {
     text.chars().take(60).flat_map(char::escape_debug).collect()
 }
 
-/// Clients get one line: the message and its hint.
+/// A message and its hint on one line.
 pub fn one_line(text: &str) -> String {
     text.replace("\n\nhint: ", ". ").replace('\n', " ")
 }

@@ -1,82 +1,82 @@
-//! A request as its frontend understood it.
+//! An unvalidated request.
 
 use std::time::Duration;
 
-use pie_engine::{Grammar, Pictures, Sampling};
+use pie_engine::{Grammar, PromptImages, SamplingParams};
 
-/// What a client asks for. Numbers are as wide as clients may send them, and nothing has been checked.
+/// An unvalidated request. Numbers are as wide as clients may send them.
 #[derive(Clone, Debug)]
 pub struct RawRequest {
-    /// The client's name of it; empty where a frontend has none.
+    /// The client's request id; empty where a frontend has none.
     pub name: String,
-    /// Tokens of the prompt.
+    /// Prompt tokens.
     pub prompt: Vec<u32>,
-    /// The images of the prompt.
-    pub pictures: Option<Pictures>,
-    /// How tokens are sampled, without biases.
-    pub sampling: Sampling,
-    /// Tokens, and what is added to their logits.
+    /// Images of the prompt.
+    pub images: Option<PromptImages>,
+    /// SamplingParams parameters without biases.
+    pub sampling: SamplingParams,
+    /// Token ids, and the biases of their logits.
     pub logit_bias: Vec<(i64, f32)>,
-    /// Most tokens to produce; `None` for as many as there is room for.
+    /// Most output tokens; `None` for as many as fit.
     pub max_new_tokens: Option<i64>,
-    /// Tokens before which no stop token may come.
+    /// Fewest output tokens: stop tokens are forbidden until then.
     pub min_new_tokens: i64,
-    /// Sequences that go on from the prompt.
+    /// Number of sequences.
     pub n: i64,
-    /// Tokens that end a sequence, besides the model's own.
+    /// Stop tokens besides the model's EOS tokens.
     pub stop_token_ids: Vec<i64>,
-    /// Texts that end a sequence.
+    /// Stop strings.
     pub stop: Vec<String>,
-    /// Expressions that end a sequence.
+    /// Stop expressions.
     pub stop_regex: Vec<String>,
-    /// The model's own stop tokens do not end it.
+    /// EOS tokens do not end it.
     pub ignore_eos: bool,
-    /// What constrains the output.
+    /// The grammar of the output.
     pub grammar: Option<Grammar>,
-    /// The tokens after which the grammar constrains, such as those that end a model's thinking; none for the start.
+    /// Tokens after which the grammar starts, such as the end of a model's thinking; empty for the start.
     pub grammar_after: Vec<u32>,
-    /// Which log-probabilities are wanted.
+    /// Requested log-probabilities.
     pub logprobs: Option<RawLogprobs>,
-    /// The place in the queue.
+    /// Queue priority.
     pub priority: Option<i64>,
-    /// For the policy of that name.
+    /// For the policy `routing-key`.
     pub routing_key: Option<String>,
-    /// Requests of different ones share no prefix.
+    /// Prefix cache namespace.
     pub extra_key: Option<String>,
     /// The engine's id of a loaded adapter.
     pub adapter: Option<u64>,
-    /// The engine's number of a session.
+    /// The engine's session id.
     pub session: Option<u64>,
-    /// Whether the driver may draft.
+    /// Whether it may use speculative decoding.
     pub speculates: bool,
-    /// Whether tokens are wanted as they come.
+    /// Whether tokens are streamed.
     pub streams: bool,
-    /// After which it ends, finished or not. One beyond all clocks is none.
+    /// Time limit after which it is ended. One beyond the clock is none.
     pub deadline: Option<Duration>,
 }
 
-/// Log-probabilities that are wanted.
+/// Requested log-probabilities.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RawLogprobs {
-    /// Most probable tokens of each place.
+    /// Most probable tokens at each position.
     pub top_logprobs_num: i64,
-    /// Tokens whose log-probabilities are wanted at each place.
+    /// Tokens whose log-probabilities are returned at each position.
     pub token_ids_logprob: Vec<i64>,
-    /// The index of a token of the prompt, those after which are wanted, too; -1 for none of the prompt.
+    /// Index of the prompt token after which they start; -1 for output tokens only.
     pub logprob_start_len: i64,
-    /// Before the temperature.
+    /// Without temperature.
     pub original: bool,
 }
 
 impl RawRequest {
-    /// A request for as many tokens as there is room for.
+    /// A request for as many tokens as fit.
     #[must_use]
     pub fn new(name: String, prompt: Vec<u32>) -> Self {
         Self {
             name,
             prompt,
-            pictures: None,
-            sampling: Sampling::default(),
+            images: None,
+            sampling: SamplingParams::default(),
             logit_bias: Vec::new(),
             max_new_tokens: None,
             min_new_tokens: 0,

@@ -1,28 +1,28 @@
-//! Why a request is not served.
+//! Validation errors.
 
-use pie_engine::{SamplingError, StopRegexError, StopStringError, Unbindable};
+use pie_engine::{GrammarSetupError, SamplingError, StopRegexError, StopStringError};
 use thiserror::Error;
 
 use crate::outcome::one_line;
 
-/// Why a request is not served: one line with the value, the limit and the remedy, the same by whichever frontend it came.
+/// Why a request is rejected: one line with the value, the limit and the remedy, the same for all frontends.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// A field that holds more than a limit of the table allows.
+    /// A field beyond a request limit.
     #[error(
         "`{field}` has {found} {unit}, {most} is the most: send fewer, or raise the request limit `{limit}`"
     )]
     Limit {
         /// The field.
         field: &'static str,
-        /// What it has.
+        /// Its size.
         found: u64,
-        /// Of what.
+        /// The unit.
         unit: &'static str,
-        /// How many it may have.
+        /// The limit.
         most: u64,
-        /// The row of the table.
+        /// Name of the limit.
         limit: &'static str,
     },
     /// A value out of range.
@@ -32,42 +32,42 @@ pub enum Refusal {
         field: &'static str,
         /// Its value.
         value: String,
-        /// What it may be.
+        /// The valid range.
         wanted: String,
     },
-    /// A token that the model does not have.
+    /// A token outside of the vocabulary.
     #[error(
         "token {token} of `{field}` is not in the vocabulary, which has {vocab}: send ids below that"
     )]
     Token {
-        /// Where it is.
+        /// The field.
         field: &'static str,
-        /// What stands for it.
+        /// The token.
         token: String,
-        /// Tokens of the model.
+        /// Vocabulary size.
         vocab: u32,
     },
-    /// What the scheduler would refuse, too.
+    /// Rejected by a check of the scheduler.
     #[error("{}", one_line(&.0.to_string()))]
-    Scheduler(#[from] pie_engine::Refusal),
-    /// A sampling parameter, or a wish for log-probabilities, that has no meaning.
+    Scheduler(#[from] pie_engine::ValidationError),
+    /// Invalid sampling or log-probability parameters.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// Stop strings that cannot be searched.
+    /// Invalid stop strings.
     #[error(transparent)]
     StopStrings(#[from] StopStringError),
-    /// Stop expressions that cannot be searched.
+    /// Invalid stop expressions.
     #[error("{}", one_line(&.0.to_string()))]
     StopRegexes(#[from] StopRegexError),
-    /// A grammar where there can be none.
+    /// A grammar that cannot be used.
     #[error("{kind}: {}", one_line(&.error.to_string()))]
     Grammar {
-        /// Which one.
+        /// Its kind.
         kind: &'static str,
-        /// What is wrong.
-        error: Unbindable,
+        /// The error.
+        error: GrammarSetupError,
     },
-    /// What only one frontend can get wrong: a field that it does not serve, or of a wrong type.
+    /// An error of a single frontend: an unsupported field, or a wrong type.
     #[error("{0}")]
     Other(String),
 }

@@ -1,11 +1,12 @@
-//! A request as the engine takes it.
+//! Request validation.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{
-    Constrain, Draw, Grammar, LogprobParams, MAX_SAMPLES, NewRequest, Pictures,
-    Refusal as Unserved, Sampling, StopCriteria, StopRegexes, StopStrings, Unbindable,
+    Grammar, GrammarHandle, GrammarSetupError, LogprobParams, MAX_SAMPLES, NewRequest,
+    PromptImages, RowParams, SamplingParams, StopCriteria, StopRegexes, StopStrings,
+    ValidationError,
 };
 
 use crate::limits::RequestLimits;
@@ -14,23 +15,23 @@ use crate::outcome::{StopTexts, shown};
 use crate::raw::{RawLogprobs, RawRequest};
 use crate::refusal::Refusal;
 
-/// A lower temperature is greedy, as in `SGLang`.
+/// Lower temperatures are greedy, as in `SGLang`.
 const GREEDY_BELOW: f32 = 1e-6;
-/// How `SGLang` says that all tokens are kept.
+/// `SGLang`'s `top_k` for no limit.
 const ALL_TOKENS: i64 = 1 << 30;
-/// Most most tokens: what comes after the prompt has 32-bit places.
+/// Largest `max_new_tokens`: output positions have 32 bits.
 const MOST_TOKENS: u32 = u32::MAX >> 1;
 
-/// What a model can take, as far as requests are measured by it.
+/// The properties of a model that requests are validated against.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelFacts {
-    /// Token ids are below it.
+pub struct ModelInfo {
+    /// Vocabulary size.
     pub vocab_size: u32,
-    /// The tokens that end a sequence, unless its request ignores them.
+    /// EOS tokens.
     pub eos_token_ids: Vec<u32>,
-    /// Most tokens of a prompt; `None` leaves it to the scheduler, which knows its pool.
+    /// Most prompt tokens; `None` leaves the check to the scheduler, which knows its pool.
     pub max_prompt_tokens: Option<u32>,
-    /// Most tokens of a prompt and its output together; `None` leaves it to the scheduler.
+    /// Most tokens of prompt and output; `None` leaves the check to the scheduler.
     pub context_length: Option<u32>,
 }
 
@@ -38,69 +39,69 @@ pub struct ModelFacts {
 #[derive(Clone, Debug)]
 pub struct Ingress {
     limits: RequestLimits,
-    model: ModelFacts,
+    model: ModelInfo,
 }
 
-/// A request that was validated. It is made by [`Ingress::validate`] alone.
+/// A validated request, made by [`Ingress::validate`] only.
 #[derive(Debug)]
 pub struct RequestSpec {
-    arrival: NewRequest<Draw>,
+    request: NewRequest<RowParams>,
     deadline: Option<Duration>,
     logprobs: Option<LogprobRows>,
     stops: StopTexts,
 }
 
 impl RequestSpec {
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub fn prompt(&self) -> &[u32] {
-        &self.arrival.prompt
+        &self.request.prompt
     }
 
-    /// Sequences that it has.
+    /// Number of sequences.
     pub const fn samples(&self) -> u32 {
-        self.arrival.samples
+        self.request.samples
     }
 
-    /// The log-probabilities that it wants.
+    /// The requested log-probabilities.
     pub const fn logprobs(&self) -> Option<&LogprobRows> {
         self.logprobs.as_ref()
     }
 
-    /// The texts that end its sequences, by which their ends are named.
+    /// The stop strings and expressions, for finish reasons.
     pub const fn stops(&self) -> &StopTexts {
         &self.stops
     }
 
-    /// What the service takes: the request, and after which time it ends.
-    pub fn into_arrival(self) -> (NewRequest<Draw>, Option<Duration>) {
-        (self.arrival, self.deadline)
+    /// The request for the service, and its time limit.
+    pub fn into_request(self) -> (NewRequest<RowParams>, Option<Duration>) {
+        (self.request, self.deadline)
     }
 }
 
 impl Ingress {
-    /// Requests for a model, within limits.
-    pub const fn new(limits: RequestLimits, model: ModelFacts) -> Self {
+    /// A validator for a model with these limits.
+    pub const fn new(limits: RequestLimits, model: ModelInfo) -> Self {
         Self { limits, model }
     }
 
-    /// The table that requests are held to.
+    /// The request limits.
     pub const fn limits(&self) -> &RequestLimits {
         &self.limits
     }
 
-    /// What requests are measured by.
-    pub const fn model(&self) -> &ModelFacts {
+    /// The model.
+    pub const fn model(&self) -> &ModelInfo {
         &self.model
     }
 
-    /// A token that a client names, which the model must have.
+    /// Validates a token id, which must be in the vocabulary.
     fn token(&self, field: &'static str, token: i64) -> Result<u32, Refusal> {
         let vocab = self.model.vocab_size;
         let known = u32::try_from(token).ok().filter(|&token| token < vocab);
         known.ok_or_else(|| self.no_token(field, &token))
     }
 
-    /// A token that a client names, and that the model need not have.
+    /// Validates a token id that need not be in the vocabulary.
     ///
     /// # Errors
     /// [`Refusal::Token`] for a number that is no token of any model.
@@ -108,7 +109,7 @@ impl Ingress {
         u32::try_from(token).map_err(|_| self.no_token(field, &token))
     }
 
-    /// The number of a token that a client names by its digits, as in `OpenAI`'s API.
+    /// Parses a token id, as in `OpenAI`'s `logit_bias`.
     ///
     /// # Errors
     /// [`Refusal::Token`] for what is no number.
@@ -125,17 +126,17 @@ impl Ingress {
         }
     }
 
-    /// Validates a request. `bind` asks for what constrains it by a grammar, if all else is well.
+    /// Validates a request. `bind` starts the compilation of its grammar, if all else is valid.
     ///
     /// # Errors
     /// [`Refusal`].
     pub fn validate(
         &self,
         raw: RawRequest,
-        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>,
     ) -> Result<RequestSpec, Refusal> {
         self.check_names(&raw)?;
-        self.check_prompt(&raw.prompt, raw.pictures.as_ref())?;
+        self.check_prompt(&raw.prompt, raw.images.as_ref())?;
         let samples = self.samples(raw.n)?;
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
@@ -143,27 +144,22 @@ impl Ingress {
         let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
         let sampling = self.sampling(raw.sampling, raw.logit_bias)?;
-        let draw = sampling.draw()?;
-        let logprobs = raw
-            .logprobs
-            .as_ref()
-            .map(|wanted| self.logprobs(wanted, raw.prompt.len()));
-        // Of the client's tokens: those of images get other names.
-        let logprobs = logprobs.transpose()?;
-        let logprobs = logprobs.map(|wanted| LogprobRows::new(wanted, &raw.prompt));
-        let constraint = match &raw.grammar {
-            Some(grammar) => {
-                let kind = grammar.kind();
-                self.limits
-                    .check(kind, "grammar_bytes", grammar.bytes() as u64)?;
-                let bound = bind(grammar, &raw.grammar_after);
-                Some(bound.map_err(|error| Refusal::Grammar { kind, error })?)
-            }
+        let row_params = sampling.row_params()?;
+        // Of the prompt before image tokens get their placeholders.
+        let logprobs = match &raw.logprobs {
+            Some(wanted) => Some(LogprobRows::new(
+                self.logprobs(wanted, raw.prompt.len())?,
+                &raw.prompt,
+            )),
+            None => None,
+        };
+        let grammar = match &raw.grammar {
+            Some(grammar) => Some(self.grammar(grammar, &raw.grammar_after, bind)?),
             None => None,
         };
         let stops = StopTexts::new(stop_strings.clone(), stop_regexes.clone());
-        let mut arrival = NewRequest {
-            ends: StopCriteria {
+        let mut request = NewRequest {
+            stop: StopCriteria {
                 max_tokens,
                 min_tokens,
                 stop_tokens,
@@ -177,22 +173,34 @@ impl Ingress {
             routing_key: raw.routing_key.map(String::into_boxed_str),
             session: raw.session,
             drafts: raw.speculates,
-            constraint,
+            grammar,
             streams: raw.streams,
-            ..NewRequest::new(0, raw.prompt, draw, max_tokens)
+            ..NewRequest::new(0, raw.prompt, row_params, max_tokens)
         };
         if let Some(rows) = &logprobs {
-            rows.params().clone().ask(&mut arrival);
+            rows.params().clone().apply(&mut request);
         }
-        if let Some(pictures) = raw.pictures {
-            Draw::attach(pictures, &mut arrival);
+        if let Some(images) = raw.images {
+            RowParams::attach(images, &mut request);
         }
         Ok(RequestSpec {
-            arrival,
+            request,
             deadline: raw.deadline,
             logprobs,
             stops,
         })
+    }
+
+    fn grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>,
+    ) -> Result<Arc<dyn GrammarHandle>, Refusal> {
+        let kind = grammar.kind();
+        let bytes = grammar.bytes() as u64;
+        self.limits.check(kind, "grammar_bytes", bytes)?;
+        bind(grammar, after).map_err(|error| Refusal::Grammar { kind, error })
     }
 
     fn check_names(&self, raw: &RawRequest) -> Result<(), Refusal> {
@@ -204,7 +212,7 @@ impl Ingress {
         self.check_name("extra_key", raw.extra_key.as_deref().unwrap_or_default())
     }
 
-    /// Whether a name is short enough.
+    /// Checks the length of a name.
     ///
     /// # Errors
     /// [`Refusal::Limit`].
@@ -212,24 +220,23 @@ impl Ingress {
         self.limits.check(field, "name_bytes", name.len() as u64)
     }
 
-    fn check_prompt(&self, prompt: &[u32], pictures: Option<&Pictures>) -> Result<(), Refusal> {
+    fn check_prompt(&self, prompt: &[u32], images: Option<&PromptImages>) -> Result<(), Refusal> {
         let (tokens, vocab) = (prompt.len(), self.model.vocab_size);
         if prompt.is_empty() {
-            return Err(Unserved::Empty.into());
+            return Err(ValidationError::Empty.into());
         }
         let longest = self.model.max_prompt_tokens.unwrap_or(u32::MAX);
         if tokens > longest as usize {
-            return Err(Unserved::TooLong {
+            return Err(ValidationError::TooLong {
                 tokens,
                 limit: longest,
                 reason: "the context length, or the KV cache",
             }
             .into());
         }
-        if let Some(pictures) = pictures {
-            self.limits
-                .check("images", "images", pictures.len() as u64)?;
-            return self.limits.check("images", "image_bytes", pictures.bytes());
+        if let Some(images) = images {
+            self.limits.check("images", "images", images.len() as u64)?;
+            return self.limits.check("images", "image_bytes", images.bytes());
         }
         match prompt.iter().find(|&&token| token >= vocab) {
             None => Ok(()),
@@ -244,7 +251,7 @@ impl Ingress {
         Ok(n)
     }
 
-    /// Fewest and most tokens to produce, cut to what there is room for.
+    /// `min_new_tokens` and `max_new_tokens`, cut to the context length.
     fn tokens(&self, raw: &RawRequest) -> Result<(u32, u32), Refusal> {
         let many = i64::from(MOST_TOKENS);
         let count = |field, value: i64| {
@@ -254,7 +261,7 @@ impl Ingress {
         let max = count("max_new_tokens", raw.max_new_tokens.unwrap_or(many))?;
         let min = count("min_new_tokens", raw.min_new_tokens)?;
         if min > max {
-            return Err(Unserved::MinTokens { min, max }.into());
+            return Err(ValidationError::MinTokens { min, max }.into());
         }
         let room = self.model.context_length.map_or(MOST_TOKENS, |length| {
             length.saturating_sub(raw.prompt.len() as u32)
@@ -270,7 +277,7 @@ impl Ingress {
             .check("stop", "stop_string_bytes", sizes().max().unwrap_or(0))?;
         self.limits
             .check("stop", "stop_total_bytes", sizes().sum())?;
-        // An empty one asks for nothing.
+        // Empty ones are ignored.
         let texts = stop.into_iter().filter(|text| !text.is_empty());
         Ok(StopStrings::new(texts.map(String::into_bytes))?)
     }
@@ -280,7 +287,7 @@ impl Ingress {
         self.limits
             .check("stop_regex", "stop_regexes", patterns.len() as u64)?;
         self.limits.check("stop_regex", "stop_regex_bytes", bytes)?;
-        // An empty one asks for nothing.
+        // Empty ones are ignored.
         let patterns: Vec<&String> = patterns.iter().filter(|text| !text.is_empty()).collect();
         if patterns.is_empty() {
             return Ok(None);
@@ -288,7 +295,7 @@ impl Ingress {
         Ok(Some(Arc::new(StopRegexes::new(&patterns)?)))
     }
 
-    /// Those that can be sampled: a token that the model does not have ends nothing.
+    /// Stop tokens in the vocabulary: others are never sampled.
     fn stop_tokens(&self, tokens: &[i64], ignore_eos: bool) -> Result<Vec<u32>, Refusal> {
         self.limits
             .check("stop_token_ids", "stop_token_ids", tokens.len() as u64)?;
@@ -305,9 +312,9 @@ impl Ingress {
 
     fn sampling(
         &self,
-        mut sampling: Sampling,
+        mut sampling: SamplingParams,
         logit_bias: Vec<(i64, f32)>,
-    ) -> Result<Sampling, Refusal> {
+    ) -> Result<SamplingParams, Refusal> {
         let entries = logit_bias.len() as u64;
         self.limits.check("logit_bias", "logit_bias", entries)?;
         let bias = |(token, bias)| Ok((self.token("logit_bias", token)?, bias));

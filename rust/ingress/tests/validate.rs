@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_engine::{Constrain, Grammar, Unbindable};
-use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits};
+use pie_engine::{Grammar, GrammarHandle, GrammarSetupError};
+use pie_ingress::{Ingress, ModelInfo, RawLogprobs, RawRequest, RequestLimits};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 1000;
 
 fn ingress() -> Ingress {
-    let facts = ModelFacts {
+    let facts = ModelInfo {
         vocab_size: VOCAB,
         eos_token_ids: vec![2],
         max_prompt_tokens: Some(20),
@@ -19,8 +19,8 @@ fn ingress() -> Ingress {
     Ingress::new(RequestLimits::default(), facts)
 }
 
-fn unbound(_: &Grammar, _: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
-    Err(Unbindable::NoTokenizer)
+fn unbound(_: &Grammar, _: &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+    Err(GrammarSetupError::NoTokenizer)
 }
 
 fn raw() -> RawRequest {
@@ -180,7 +180,7 @@ fn a_limit_that_is_raised_is_the_limit() {
 }
 
 #[test]
-fn what_is_asked_is_cut_to_what_there_is_room_for() {
+fn max_tokens_are_cut_to_the_context_length() {
     let cut = |min, max| {
         let raw = RawRequest {
             min_new_tokens: min,
@@ -188,10 +188,10 @@ fn what_is_asked_is_cut_to_what_there_is_room_for() {
             stop_token_ids: vec![7, i64::from(u32::MAX)],
             ..raw()
         };
-        let (arrival, _) = ingress().validate(raw, unbound).unwrap().into_arrival();
+        let (request, _) = ingress().validate(raw, unbound).unwrap().into_request();
         // One that the model does not have ends nothing.
-        assert_eq!(arrival.ends.stop_tokens, [7, 2]);
-        (arrival.ends.min_tokens, arrival.ends.max_tokens)
+        assert_eq!(request.stop.stop_tokens, [7, 2]);
+        (request.stop.min_tokens, request.stop.max_tokens)
     };
     assert_eq!(cut(0, None), (0, 23));
     assert_eq!(cut(4, Some(9)), (4, 9));
@@ -201,15 +201,15 @@ fn what_is_asked_is_cut_to_what_there_is_room_for() {
 
 #[test]
 fn a_bias_of_every_token_of_a_large_vocabulary_is_served() {
-    let facts = ModelFacts {
+    let facts = ModelInfo {
         vocab_size: 262_208,
         ..ingress().model().clone()
     };
     let ingress = Ingress::new(RequestLimits::default(), facts);
     let mut raw = raw();
     raw.logit_bias = (0..262_208).rev().map(|token| (token, -1.0)).collect();
-    let (arrival, _) = ingress.validate(raw, unbound).unwrap().into_arrival();
-    assert_eq!(arrival.sampling.extension.unwrap().biases.len(), 262_208);
+    let (request, _) = ingress.validate(raw, unbound).unwrap().into_request();
+    assert_eq!(request.sampling.extension.unwrap().biases.len(), 262_208);
 }
 
 fn number() -> impl Strategy<Value = i64> {
@@ -275,22 +275,22 @@ proptest! {
 
     /// Whatever numbers come, a request is refused by one line, or is within its limits.
     #[test]
-    fn any_request_is_refused_or_within_its_limits(raw in any_raw()) {
+    fn any_request_is_rejected_or_within_its_limits(raw in any_raw()) {
         let (least, most) = (raw.min_new_tokens, raw.max_new_tokens);
         match ingress().validate(raw, unbound) {
             Err(refusal) => prop_assert!(!refusal.to_string().contains('\n'), "{}", refusal),
             Ok(spec) => {
                 let prompt = spec.prompt().len() as u32;
-                let (arrival, _) = spec.into_arrival();
-                let ends = &arrival.ends;
+                let (request, _) = spec.into_request();
+                let ends = &request.stop;
                 prop_assert!(ends.min_tokens <= ends.max_tokens);
                 prop_assert!(ends.max_tokens <= 26 - prompt);
                 prop_assert!(most.is_none_or(|most| i64::from(ends.max_tokens) <= most));
                 prop_assert!(i64::from(ends.min_tokens) <= least);
-                prop_assert!((1..=1024).contains(&arrival.samples));
+                prop_assert!((1..=1024).contains(&request.samples));
                 prop_assert!(ends.stop_tokens.iter().all(|&token| token < VOCAB));
-                prop_assert!(arrival.prompt.iter().all(|&token| token < VOCAB));
-                let biases = arrival.sampling.extension.map(|extension| extension.biases.clone());
+                prop_assert!(request.prompt.iter().all(|&token| token < VOCAB));
+                let biases = request.sampling.extension.map(|extension| extension.biases.clone());
                 prop_assert!(biases.unwrap_or_default().windows(2).all(|pair| pair[0].0 < pair[1].0));
             }
         }

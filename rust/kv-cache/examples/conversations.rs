@@ -6,7 +6,7 @@ use std::error::Error;
 use std::io::{Write, stdout};
 
 use pie_kv_cache::pages::{Order, Pool};
-use pie_kv_cache::radix::{Config, Evicted, Insertion, Key, RadixIndex};
+use pie_kv_cache::radix::{Config, EvictResult, InsertParams, Key, RadixIndex};
 
 const PAGE_SIZE: usize = 16;
 const CONVERSATIONS: u32 = 6;
@@ -17,7 +17,7 @@ struct Cache {
     index: RadixIndex,
     device: Pool,
     host: Pool,
-    evicted: Evicted,
+    evicted: EvictResult,
     now: u64,
 }
 
@@ -53,9 +53,9 @@ impl Cache {
         pages.extend(loaded);
         let computed = self.allocate(text.len() / PAGE_SIZE - pages.len())?;
         pages.extend(&computed);
-        let how = Insertion {
+        let how = InsertParams {
             now: self.now,
-            ..Insertion::default()
+            ..InsertParams::default()
         };
         self.index.insert_after(found.node, key, &pages, how)?;
         self.device.cache(&computed)?;
@@ -73,7 +73,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         })?,
         device: Pool::new(0..60, Order::LowestFirst),
         host: Pool::new(60..120, Order::LowestFirst),
-        evicted: Evicted::default(),
+        evicted: EvictResult::default(),
         now: 0,
     };
     let mut texts: Vec<Vec<u32>> = vec![(0..160).collect(); CONVERSATIONS as usize];

@@ -35,6 +35,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Err(error @ PoolError::Cached { .. }) => writeln!(out, "freeing it now: {error}")?,
         other => writeln!(out, "{other:?}")?,
     }
-    pool.audit(fork[..2].iter().copied())?;
+    pool.check_invariants(fork[..2].iter().copied())?;
     Ok(())
 }

@@ -1,12 +1,10 @@
-//! A pool of page ids: reference counts, copy-on-write, pages that a running step still writes.
+//! A page pool: reference counts and free list of KV pages, copy-on-write, and deferred frees for pages that a running step
+//! writes.
 //!
-//! KV caches are cut into pages, and each user of one holds its id: requests, the prefix index, steps that the device
-//! has not finished. [`Pool`] counts these references, and a page without any is free. It owns no memory and knows
-//! neither tokens nor requests.
+//! [`Pool`] counts the references of requests, the prefix index and running steps to each page id; a page without any is free.
+//! It owns no memory and knows neither tokens nor requests.
 //!
-//! **One owner.** All methods that change a pool take `&mut self`, so the borrow checker keeps two threads, and two
-//! calls, apart: there are no locks and no atomics, and every call happens as a whole. A pool is [`Send`]; who shares
-//! one wraps it in a mutex.
+//! All changes take `&mut self`: no locks, no atomics. A pool is [`Send`].
 
 mod bitmap;
 mod error;

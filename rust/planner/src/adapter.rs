@@ -1,17 +1,17 @@
-//! Adapters: which of them requests may bind, and how many a pass can hold.
+//! `LoRA` adapters: which are loaded, and how many fit a pass.
 
 use std::num::{NonZeroI64, NonZeroUsize};
 
 use rustc_hash::FxHashSet;
 
-use crate::fault::RequestFault;
+use crate::error::RequestError;
 
-/// The adapter that a warm-up may bind without loading one; no request of the runtime can.
+/// The adapter id of warm-ups, which needs no load; requests of the runtime cannot use it.
 pub const WARM_UP_ADAPTER: i64 = i64::MAX;
-/// What a request that binds no adapter names.
+/// The id of requests without adapter.
 pub(crate) const NO_ADAPTER: i64 = -1;
 
-/// The adapter of a request, if it has one.
+/// The adapter id of a request, if it has one.
 pub(crate) type Binding = Option<NonZeroI64>;
 
 /// The adapters of an engine.
@@ -22,12 +22,12 @@ pub(crate) struct Adapters {
 }
 
 impl Adapters {
-    /// For an engine of which a pass can hold `slots` different bindings.
+    /// Enables adapters, with `slots` distinct bindings per pass.
     pub(crate) const fn set_slots(&mut self, slots: NonZeroUsize) {
         self.slots = Some(slots);
     }
 
-    /// Different bindings that a pass can hold, to none being one of them; `None` when the engine takes no adapters.
+    /// Distinct bindings per pass, "no adapter" included; `None` without `LoRA`.
     pub(crate) const fn slots(&self) -> Option<NonZeroUsize> {
         self.slots
     }
@@ -40,36 +40,36 @@ impl Adapters {
         self.loaded.remove(&id);
     }
 
-    /// What a request is bound to, by the id that its frame names.
-    pub(crate) fn binding(&self, id: i64) -> Result<Binding, RequestFault> {
+    /// Checks the adapter id of a request.
+    pub(crate) fn binding(&self, id: i64) -> Result<Binding, RequestError> {
         match id {
             NO_ADAPTER => Ok(None),
-            ..1 => Err(RequestFault::AdapterId { id }),
-            _ if self.slots.is_none() => Err(RequestFault::AdaptersOff { id }),
+            ..1 => Err(RequestError::AdapterId { id }),
+            _ if self.slots.is_none() => Err(RequestError::AdaptersOff { id }),
             _ if self.loaded.contains(&id) => Ok(NonZeroI64::new(id)),
-            _ => Err(RequestFault::UnknownAdapter { id }),
+            _ => Err(RequestError::UnknownAdapter { id }),
         }
     }
 }
 
-/// The different bindings of the pass that is being cut.
+/// The distinct bindings of the pass under construction.
 #[derive(Debug, Default)]
 pub(crate) struct PassAdapters {
     bindings: Vec<Binding>,
 }
 
 impl PassAdapters {
-    /// Begins a pass without bindings.
+    /// Starts a pass.
     pub(crate) fn start(&mut self) {
         self.bindings.clear();
     }
 
-    /// Whether a pass of so many `slots` can take a request of this binding, too.
+    /// Whether a request with this binding fits the pass.
     pub(crate) fn admits(&self, binding: Binding, slots: usize) -> bool {
         self.bindings.contains(&binding) || self.bindings.len() < slots
     }
 
-    /// Adds a request of this binding.
+    /// Adds a request with this binding.
     pub(crate) fn add(&mut self, binding: Binding) {
         if !self.bindings.contains(&binding) {
             self.bindings.push(binding);

@@ -1,4 +1,4 @@
-//! The arrays of the two blocks, each declared once: the staging block of a pass, and the block of a captured step.
+//! The staging blocks: names, types and sizes of the arrays of a pass, and of a step of a captured graph.
 
 pub(crate) mod layout;
 
@@ -6,16 +6,15 @@ use bytemuck::Pod;
 
 use crate::block::layout::{Field, Layout};
 use crate::limits::Limits;
-use crate::sampler::extra::Record;
-use crate::slot::Slot;
-use crate::stages::error::StageError;
+use crate::sampler::logits_processors::LogitsRecord;
+use crate::slot::SamplingSlot;
+use crate::staging::error::StageError;
 
-/// What a step's block says of a slot's place.
-pub(crate) type StepPlace = [i32; 6];
+/// Log-probability request of a slot; see [`StepFieldId::Places`].
+pub(crate) type StepLogprobs = [i32; 6];
 
-/// Declares a block: an id for each array, in the order in which they lie, the arrays with their capacities, the layout
-/// that follows from these, and the views. `Id = name: [entry; size];` is an array of `size` entries, a field of the
-/// sizes; `pad` says what fills an array after the entries in use.
+/// Declares a block: an id for each array, in memory order, the arrays with their capacities, their layout and views. `Id = name: [entry; size];` is an array of `size` entries, a field of the
+/// sizes; `pad` is the value of unused entries.
 macro_rules! block {
     (
         $(#[$block_doc:meta])*
@@ -54,8 +53,7 @@ macro_rules! block {
     };
     (@narrowed $Block:ident of $Sizes:ident { $( $name:ident: $size:ident; )* }) => {
         impl $Block<'_> {
-            /// The first entries of each array, so that their lengths are checked once: inlined, for the caller's loops rely
-            /// on them.
+            /// The first entries of each array: one bounds check for the loops of the caller, hence inlined.
             #[inline(always)]
             fn narrowed(&mut self, sizes: &$Sizes) -> $Block<'_> {
                 $Block { $( $name: &mut self.$name[..sizes.$size], )* }
@@ -64,7 +62,7 @@ macro_rules! block {
     };
     (@padded $Block:ident of $Sizes:ident { $( $name:ident: $size:ident $(, pad $pad:expr)?; )* }) => {
         impl $Block<'_> {
-            /// Makes the rows from `first` on such that they touch only the padding page and no slot samples them.
+            /// Fills the entries from `first` on with padding: tokens that use the padding page only and are not sampled.
             pub(crate) fn pad(&mut self, first: usize) {
                 $( $( self.$name[first..].fill($pad); )? )*
             }
@@ -84,21 +82,21 @@ struct PassSizes {
 block! {
     /// The staging block of a pass, as its arrays.
     pub struct PassBlock of PassSizes: narrowed;
-    /// The arrays of the staging block, in the order in which they lie.
+    /// The arrays of the staging block, in memory order.
     pub enum FieldId {
-        /// `[slots]` int64: row of the pass whose logits the slot samples.
+        /// `[slots]` int64: logits row that the slot samples.
         SlotRows = slot_rows: [i64; slots];
-        /// `[slots]` float32: temperature, 1 for greedy slots; 0 for a distribution with all mass on the arg-max.
+        /// `[slots]` float32: temperature, 1 for greedy slots; 0 = all mass on the arg-max.
         Temperatures = temperatures: [f32; slots];
-        /// `[slots]` float32: top-p mass, 1 = all; below 0 the negated share of the whole distribution, not of what top-k leaves.
+        /// `[slots]` float32: top-p, 1 = off; negative: `-top_p` of the full distribution, not of what top-k leaves.
         TopPs = top_ps: [f32; slots];
-        /// `[slots]` float32: min-p share of the largest probability, 0 = all.
+        /// `[slots]` float32: min-p, 0 = off.
         MinPs = min_ps: [f32; slots];
-        /// `[slots]` float32: the slot's uniform number in `[0, 1)`.
+        /// `[slots]` float32: uniform random number in `[0, 1)`.
         Uniforms = uniforms: [f32; slots];
-        /// `[slots]` int32: top-k count, or ids of a distribution; the vocabulary size = all.
+        /// `[slots]` int32: top-k, or number of ids of a distribution; the vocabulary size = off.
         TopKs = top_ks: [i32; slots];
-        /// `[slots, 2]` int32: first word of the slot's logit mask and how many edges it has; 0 edges = no mask, -1 = bits.
+        /// `[slots, 2]` int32: first word of the slot's logit mask and number of edges; 0 = no mask, -1 = bit mask.
         SlotMasks = slot_masks: [[i32; 2]; slots];
         /// `[requests]` int64: block-table row.
         ReqPoolIndices = req_pool_indices: [i64; requests];
@@ -114,13 +112,13 @@ block! {
         InputIds = input_ids: [i64; tokens];
         /// `[tokens]` int64: absolute positions.
         Positions = positions: [i64; tokens];
-        /// `[tokens]` int64: storage slots, 0 = the padding page.
+        /// `[tokens]` int64: KV slots (slot mapping), 0 = padding page.
         OutCacheLoc = out_cache_loc: [i64; tokens];
-        /// `[updates, 2]` int64: changed entry of the block table (`row * row_pages + column`) and the first storage slot of
-        /// the page that it now names. After the pass's arrays, so that a copy can end with the entries in use.
+        /// `[updates, 2]` int64: changed block-table entry (`row * row_pages + column`) and first KV slot of its page. Near
+        /// the end, so that a copy can stop after the entries in use.
         TableUpdates = table_updates: [[i64; 2]; updates];
-        /// `[words]` int32: logit masks one after the other. Edges `e0 < e1 < e2 < …` allow the tokens `e0..e1`, `e2..e3`
-        /// and so on; where bits take less room, bit `i` of word `w` allows token `32 w + i`.
+        /// `[words]` int32: concatenated logit masks. Edges `e0 < e1 < e2 < …` allow the tokens `e0..e1`, `e2..e3` and so
+        /// on; if that is smaller, a bit mask: bit `i` of word `w` allows token `32 w + i`.
         MaskWords = mask_words: [i32; words];
     }
 }
@@ -152,10 +150,10 @@ impl PassBlock<'_> {
         }
     }
 
-    /// Writes the parameters of a slot of the pass whose first row is `base`.
-    pub(crate) fn put(&mut self, entry: usize, slot: &Slot, base: usize) {
+    /// Writes the parameters of a slot; `base` is the first query token of the pass.
+    pub(crate) fn put(&mut self, entry: usize, slot: &SamplingSlot, base: usize) {
         self.slot_rows[entry] = (slot.row() - base) as i64;
-        // Only what the tempered distribution decides divides by the temperature.
+        // Greedy slots and probes do not divide by the temperature.
         self.temperatures[entry] = if slot.class().is_tempered() {
             slot.temperature()
         } else {
@@ -168,7 +166,7 @@ impl PassBlock<'_> {
     }
 }
 
-/// Changed block-table entries that a step's block carries. Those of one more context have a place of their own.
+/// Block-table updates in a step's block; further ones go to [`StepMemory::mask_words`](crate::StepMemory::mask_words).
 pub(crate) const STEP_UPDATES: usize = 512;
 /// Words of a step's header.
 const HEADER: usize = 8;
@@ -178,11 +176,11 @@ struct StepSizes {
     header: usize,
     rows: usize,
     slots: usize,
-    /// Slots whose row is named.
+    /// Slots with an explicit token index.
     named: usize,
-    /// Rows that may be in groups.
+    /// Tokens that may be in prefix groups.
     grouped: usize,
-    /// Slots whose logits may be changed.
+    /// Slots with penalties, biases or log-probabilities.
     extended: usize,
     updates: usize,
 }
@@ -190,22 +188,22 @@ struct StepSizes {
 block! {
     /// The block of a step, as its arrays.
     pub struct StepBlock of StepSizes: padded;
-    /// The arrays of a step's block, in the order in which they lie.
+    /// The arrays of a step's block, in memory order.
     pub enum StepFieldId {
         /// `[8]` int32: number of the step; changed block-table entries, rows, words outside of the block and entries of
-        /// `prefix_order` in use; of the words the first one of pairs of storage slot and token, and how many pairs; 0.
+        /// `prefix_order` in use; of the words the first one of pairs of KV slot and token, and how many pairs; 0.
         Header = header: [i32; header];
         /// `[rows]` int64: token ids.
         InputIds = input_ids: [i64; rows], pad 0;
         /// `[rows]` int64: absolute positions.
         Positions = positions: [i64; rows], pad 0;
-        /// `[rows]` int64: storage slots, 0 = the padding page.
+        /// `[rows]` int64: KV slots (slot mapping), 0 = padding page.
         OutCacheLoc = out_cache_loc: [i64; rows], pad 0;
         /// `[rows]` int64: block-table row, 0 = padding.
         ReqPoolIndices = req_pool_indices: [i64; rows], pad 0;
-        /// `[rows]` int64: KV that the row sees, itself included.
+        /// `[rows]` int64: KV length that the token attends to, itself included.
         SeqLens = seq_lens: [i64; rows], pad 1;
-        /// `[slots]` float32: temperature, 0 = arg-max, below 0 = the row is not sampled.
+        /// `[slots]` float32: temperature, 0 = arg-max, negative = not sampled.
         Temperatures = temperatures: [f32; slots];
         /// `[slots]` float32: as in the staging block.
         TopPs = top_ps: [f32; slots];
@@ -219,35 +217,35 @@ block! {
         SlotMasks = slot_masks: [[i32; 2]; slots];
         /// `[slots]` int64: row of each slot; empty if there are as many slots as rows.
         SlotRows = slot_rows: [i64; named];
-        /// `[rows]` int32: first tokens of the KV that the row shares with its group, a multiple of 128; 0 = in no group.
-        /// Empty, as the next three, if the graph knows no groups.
+        /// `[rows]` int32: length of the shared prefix of the token's group, a multiple of 128; 0 = no group. Empty, as the
+        /// next three, if the graph has no prefix groups.
         PrefixLens = prefix_lens: [i32; grouped];
-        /// `[rows]` int32: of a row that is in a group its entry of `prefix_order`.
+        /// `[rows]` int32: index in `prefix_order` of a token in a group.
         PrefixPlaces = prefix_places: [i32; grouped];
-        /// `[rows]` int32: the rows of all groups, one group after the other.
+        /// `[rows]` int32: the tokens of all groups, group by group.
         PrefixOrder = prefix_order: [i32; grouped];
-        /// `[rows]` int32: for each entry of `prefix_order` the first entry of its group.
+        /// `[rows]` int32: first index of the group, for each entry of `prefix_order`.
         PrefixStarts = prefix_starts: [i32; grouped];
-        /// `[slots, 8]` int32: what is asked of each slot's logits, see [`RECORD_WORDS`](crate::RECORD_WORDS); biases lie
-        /// outside of the block. Empty, unless the graph is an extended one.
-        Records = records: [Record; extended];
-        /// `[slots, 6]` int32, zeros for a slot without log-probabilities, else 1; first one of the words that it writes; most
-        /// probable tokens; given tokens. The last two are where these begin outside of the block, and what its logits are
-        /// divided by (bits of float32). Empty, unless the graph is an extended one.
-        Places = places: [StepPlace; extended];
+        /// `[slots, 8]` int32: penalties and biases of each slot, see [`RECORD_WORDS`](crate::RECORD_WORDS); biases lie outside
+        /// of the block. Empty unless the graph is an extended one.
+        Records = records: [LogitsRecord; extended];
+        /// `[slots, 6]` int32, 0 for a slot without log-probabilities, else `[1, first word that it writes, top-k, further token
+        /// ids, first word of these outside of the block, temperature to divide by (bits of float32)]`. Empty unless the graph
+        /// is an extended one.
+        Places = places: [StepLogprobs; extended];
         /// `[512, 2]` int64: as in the staging block; further ones are the first of
         /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).
         TableUpdates = table_updates: [[i64; 2]; updates];
     }
 }
 
-/// What a step needs, and what a graph has room for. A graph of as many slots as rows samples each row in the slot of the
-/// same number; one of fewer slots, which is for prompts, gets the row of each.
+/// Size of a step, or capacity of a captured graph. A graph with as many slots as tokens samples token `i` in slot `i`; one with
+/// fewer slots, for prompts, reads the token index of each slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSize {
     /// Tokens.
     pub rows: usize,
-    /// Sampled rows.
+    /// Sampled tokens.
     pub slots: usize,
 }
 
@@ -260,14 +258,14 @@ impl StepSize {
 }
 
 impl From<usize> for StepSize {
-    /// As many slots as rows.
+    /// As many slots as tokens.
     fn from(rows: usize) -> Self {
         Self { rows, slots: rows }
     }
 }
 
 impl Layout {
-    /// That of the staging block, with the arrays of [`FieldId`].
+    /// Layout of the staging block, with the arrays of [`FieldId`].
     #[must_use]
     pub fn new(limits: &Limits) -> Self {
         let (slots, requests) = (limits.max_slots as usize, limits.max_requests as usize);
@@ -281,19 +279,19 @@ impl Layout {
         })
     }
 
-    /// That of a graph's block, with the arrays of [`StepFieldId`].
+    /// Layout of a graph's block, with the arrays of [`StepFieldId`].
     #[must_use]
     pub fn graph(size: impl Into<StepSize>) -> Self {
         Self::graph_of(size.into(), 0, 0)
     }
 
-    /// That of a graph that knows [groups](crate::Planner::find_groups), with as many slots as rows.
+    /// Layout of a graph with [shared-prefix groups](crate::Planner::find_prefix_groups), and as many slots as tokens.
     #[must_use]
     pub fn grouped_graph(rows: usize) -> Self {
         Self::graph_of(rows.into(), rows, 0)
     }
 
-    /// That of a graph that changes logits before they are sampled, with as many slots as rows.
+    /// Layout of a graph with penalties, biases and log-probabilities, and as many slots as tokens.
     #[must_use]
     pub fn extended_graph(rows: usize) -> Self {
         Self::graph_of(rows.into(), 0, rows)
@@ -318,7 +316,7 @@ impl Layout {
     }
 }
 
-/// The part of a block whose arrays are still to be taken, in the order of the layout.
+/// The rest of a block, from which arrays are split off in the order of the layout.
 struct Rest<'a, 'l> {
     fields: std::slice::Iter<'l, Field>,
     at: usize,

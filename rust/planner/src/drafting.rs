@@ -1,9 +1,7 @@
-//! Drafts for the next step: what requests said goes to the n-gram drafter, and what it offers, as far as that pays, goes
-//! into the reply.
+//! N-gram speculative decoding: tokens of requests feed the drafter, and the drafts that pay off go into the reply.
 //!
-//! What a request brings along is taken while the device computes, and so is everything that can wait: what contexts said
-//! before they asked, the shared history. After an answer there is work only for requests that may get drafts: the
-//! tokens of the others reach the drafter with their next request.
+//! While the device computes, [`Drafting::prepare`] appends the inputs of requests, and text of contexts that the drafter has not
+//! seen. After sampling, only requests that may get drafts are processed; tokens of others come with their next request.
 
 pub(crate) mod history;
 pub(crate) mod verify;
@@ -13,95 +11,95 @@ use std::ops::Range;
 use std::time::Duration;
 
 use pie_speculation::{
-    Config, ConfigError, Counters as DraftCounters, Drafter, Drafts, Kind, Offer, Policy, Step,
+    Config, ConfigError, Counters as DraftCounters, DraftProposal, Drafter, Drafts, Policy, Step,
+    StepKind,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::drafting::history::{PagePool, PageTokens};
 use crate::drafting::verify::token_count;
-use crate::frame::request::Request;
-use crate::frame::rows::Rows;
+use crate::frame::query_tokens::QueryTokens;
+use crate::frame::request::PlannedRequest;
 use crate::limits::Limits;
-use crate::slot::{Slot, Slots};
+use crate::slot::{SamplingSlot, SamplingSlots};
 use crate::table::BlockTable;
 
-/// Tokens before a request's own that must be those that the drafter knows; else its context is another one.
-const CHECKED: usize = 16;
-/// Tokens that are read again from their pages in a second, with room to spare.
+/// Last tokens of a context that must match the drafter's; otherwise the context id was reused.
+const OVERLAP_TOKENS: usize = 16;
+/// Tokens per second that can be re-read from pages, conservatively.
 const REREAD_PER_SECOND: f64 = 1e6;
-/// Of those, in one frame: at least, and at most.
+/// Minimum and maximum of re-read tokens per frame.
 const REREAD: (usize, usize) = (256, 1 << 16);
-/// Steps, or drafts that were verified, before the first report, and the most of either between two later ones; in the
-/// meantime their number doubles.
+/// Steps or verified drafts before the first report; the interval then doubles up to the maxima below.
 const FIRST_REPORT: u64 = 1 << 8;
 const REPORT_STEPS: u64 = 1 << 14;
 const REPORT_DRAFTS: u64 = 1 << 20;
-/// Contexts whose drafts are pending; when there are more, all are forgotten.
+/// Maximum contexts with pending drafts; beyond it all are dropped.
 const MAX_PENDING: usize = 1 << 16;
 
-/// How to draft.
+/// Options of speculative decoding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DraftOptions {
-    /// The index.
+    /// The n-gram index.
     pub ngram: Config,
-    /// Most drafts of a request.
+    /// Maximum drafts per request.
     pub num_drafts: usize,
-    /// Rows of the graphs that a step may run as, rising: what steps cost is learnt for each.
-    pub rungs: Vec<usize>,
-    /// Pages of the host's pool.
+    /// Captured batch sizes, ascending: the policy learns the step time of each.
+    pub graph_sizes: Vec<usize>,
+    /// Pages of the host pool.
     pub host_pages: u32,
 }
 
-/// A request of the current frame that asks for drafts.
+/// A request of the current frame that wants drafts.
 #[derive(Debug, Clone, Copy)]
 struct DraftRequest {
     request: usize,
     context: u64,
-    /// Whether drafts after its answer are worth their cost.
+    /// Whether drafts are likely to pay off.
     promising: bool,
 }
 
-const NOTHING: Offer = Offer {
+const NO_OFFER: DraftProposal = DraftProposal {
     context: 0,
     match_length: 0,
     drafts: 0,
 };
 
-/// What is drafted after a request of the current frame.
+/// The drafts of a request.
 #[derive(Debug, Clone, Default)]
 struct Draft {
     tokens: Range<usize>,
     first_position: u32,
 }
 
-/// What a frame's requests ask of the drafter, and what they get.
+/// Draft requests and drafts of a frame.
 #[derive(Debug, Default)]
 pub(crate) struct FrameDrafts {
     requests: Vec<DraftRequest>,
-    /// The drafter has what the requests brought along.
+    /// [`Drafting::prepare`] has run.
     prepared: bool,
-    /// A graph computes the frame.
+    /// The frame runs as a captured graph.
     graph: bool,
-    kind: Kind,
+    kind: StepKind,
     tokens: Vec<u32>,
     drafts: Vec<Draft>,
-    offers: Vec<Offer>,
+    offers: Vec<DraftProposal>,
     marks: Vec<bool>,
     lengths: Vec<usize>,
 }
 
 impl FrameDrafts {
-    /// Begins a frame.
+    /// Starts a frame.
     pub(crate) fn clear(&mut self) {
         self.requests.clear();
         self.lengths.clear();
         self.prepared = false;
         self.graph = false;
-        self.kind = Kind::Plain;
+        self.kind = StepKind::Plain;
     }
 
-    /// Notes that a request asks for drafts.
-    pub(crate) fn ask(&mut self, request: usize, context: u64) {
+    /// Adds a request that wants drafts.
+    pub(crate) fn request(&mut self, request: usize, context: u64) {
         if context != 0 {
             self.requests.push(DraftRequest {
                 request,
@@ -111,17 +109,17 @@ impl FrameDrafts {
         }
     }
 
-    /// Notes of what kind the frame is.
-    pub(crate) fn set_kind(&mut self, kind: Kind) {
+    /// Sets the cost class of the frame.
+    pub(crate) fn set_kind(&mut self, kind: StepKind) {
         self.kind = kind;
     }
 
-    /// Whether the frame's reply has drafts.
+    /// Whether the reply has drafts.
     pub(crate) fn any(&self) -> bool {
         self.lengths.iter().any(|&length| length > 0)
     }
 
-    /// Tokens and first position of the drafts of each request, in the frame's order; nothing when no request has some.
+    /// Tokens and first position of each request's drafts, in the frame's order; empty without drafts.
     pub(crate) fn drafts(&self) -> impl Iterator<Item = (&[u32], u32)> {
         let drafts = if self.any() { &self.drafts[..] } else { &[] };
         let requests = drafts.iter().zip(&self.lengths);
@@ -131,7 +129,7 @@ impl FrameDrafts {
         })
     }
 
-    /// Leaves out requests whose context a later one has, too.
+    /// Keeps only the last request of each context.
     fn keep_last(&mut self, seen: &mut FxHashSet<u64>) {
         seen.clear();
         self.requests.reverse();
@@ -140,65 +138,69 @@ impl FrameDrafts {
     }
 }
 
-/// What drafting reads of a frame.
+/// Inputs of drafting: the plan of the frame.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Drafted<'a> {
+pub(crate) struct DraftInputs<'a> {
     pub(crate) limits: &'a Limits,
     /// Number of the frame.
     pub(crate) number: u64,
-    pub(crate) requests: &'a [Request],
-    pub(crate) rows: &'a Rows,
-    pub(crate) slots: &'a Slots,
+    pub(crate) requests: &'a [PlannedRequest],
+    pub(crate) query_tokens: &'a QueryTokens,
+    pub(crate) slots: &'a SamplingSlots,
 }
 
-impl Drafted<'_> {
-    /// The pages before a request's own tokens, as the block table's mirror has them; `None` when it has others.
-    fn known_pages<'t>(&self, table: &'t BlockTable, request: &Request) -> Option<&'t [u32]> {
+impl DraftInputs<'_> {
+    /// The pages of the cached prefix, from the block table; `None` if the row was reused.
+    fn known_pages<'t>(
+        &self,
+        table: &'t BlockTable,
+        request: &PlannedRequest,
+    ) -> Option<&'t [u32]> {
         let count = request.prefix().div_ceil(self.limits.page_size as usize);
-        // A row that requests of one frame share has the pages of one of them, and a later frame has its own.
+        // Shared rows, and rows after a later frame, have pages of other requests.
         let shared = self.requests.len() > self.limits.max_requests as usize;
         let others = shared || table.frame() != self.number;
-        let pages = table.pages(request.place().row());
+        let pages = table.pages(request.table_row().index());
         pages.get(..count).filter(|_| !others)
     }
 
-    /// Tokens that the reply returns.
+    /// Tokens of the reply.
     fn answered_tokens(&self) -> usize {
-        let count = |request: &Request| {
+        let count = |request: &PlannedRequest| {
             let slots = self.slots.of(request.slots());
-            token_count(request, slots, self.rows.token_ids())
+            token_count(request, slots, self.query_tokens.token_ids())
         };
         self.requests.iter().map(count).sum()
     }
 
-    /// If the frame is a step of the model: its rows, whether some of them are drafts, and how many tokens it answers.
+    /// For a decode step: its query tokens, whether some are drafts, and the tokens of the reply.
     fn step(&self, passes: usize) -> Option<(usize, bool, usize)> {
-        let mut computed = (self.requests.iter()).filter(|request| !request.rows().is_empty());
+        let mut computed = (self.requests.iter()).filter(|request| !request.tokens().is_empty());
         let step =
-            passes == 1 && computed.all(|request| request.rows().len() == request.drafts() + 1);
+            passes == 1 && computed.all(|request| request.tokens().len() == request.drafts() + 1);
         let drafted = || (self.requests.iter()).any(|request| request.drafts() > 0);
-        step.then(|| (self.rows.len(), drafted(), self.answered_tokens()))
+        step.then(|| (self.query_tokens.len(), drafted(), self.answered_tokens()))
     }
 }
 
-/// The drafter, and what it has learnt.
+/// The drafter, its policy and the text of pages.
 #[derive(Debug)]
 pub(crate) struct Drafting {
     drafter: Drafter,
     policy: Policy,
     pages: PageTokens,
-    /// Contexts that ask, while they are looked through.
+    /// Scratch: contexts seen so far.
     seen: FxHashSet<u64>,
-    /// Tokens of earlier frames that may be read again in the next one.
+    /// Tokens that may be re-read in the next frame.
     reread: usize,
-    /// Some frame was computed by a graph.
+    /// Some frame ran as a graph.
     graphs: bool,
-    /// How long the match was that a context's drafts were offered for.
+    /// Match length of the pending drafts of each context.
     pending: FxHashMap<u64, usize>,
-    /// What a request adds to its context.
+    /// Scratch: tokens to append to a context.
     text: Vec<u32>,
     found: Drafts,
-    /// Steps and drafts with which the next report is due.
+    /// Steps and drafts at which the next report is due.
     next_report: (u64, u64),
 }
 
@@ -206,7 +208,7 @@ impl Drafting {
     pub(crate) fn new(options: &DraftOptions, limits: &Limits) -> Result<Self, ConfigError> {
         Ok(Self {
             drafter: Drafter::new(options.ngram)?,
-            policy: Policy::new(options.num_drafts, &options.rungs),
+            policy: Policy::new(options.num_drafts, &options.graph_sizes),
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
             seen: FxHashSet::default(),
             reread: REREAD.0,
@@ -218,36 +220,36 @@ impl Drafting {
         })
     }
 
-    /// Notes what a request stores in its pages, from KV index `start` on.
+    /// Records the tokens that a request stores from KV index `start` on.
     pub(crate) fn store(&mut self, pages: &[u32], start: usize, tokens: &[u32]) {
         self.pages.store(pages, start, tokens);
     }
 
-    /// Notes that a page was copied.
+    /// Records a page copy.
     pub(crate) fn page_copied(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
         self.pages.copy(source, target);
     }
 
-    /// Notes that it is not known any more what a page holds.
-    pub(crate) fn page_lost(&mut self, page: (PagePool, u32)) {
+    /// Marks the content of a page as unknown.
+    pub(crate) fn page_invalidated(&mut self, page: (PagePool, u32)) {
         self.pages.forget(page);
     }
 
-    /// Notes that a graph computes a frame.
+    /// Records that a frame runs as a graph.
     pub(crate) fn runs_as_graph(&mut self, drafts: &mut FrameDrafts) {
         (drafts.graph, self.graphs) = (true, true);
     }
 
-    /// What became of drafts so far.
+    /// Draft acceptance counters.
     pub(crate) fn counters(&self) -> DraftCounters {
         self.policy.counters()
     }
 
-    /// Takes what the requests brought along, and finds out which may get drafts.
+    /// Appends the inputs of the requests, and preselects those that may get drafts.
     pub(crate) fn prepare(
         &mut self,
         drafts: &mut FrameDrafts,
-        frame: Drafted<'_>,
+        frame: DraftInputs<'_>,
         table: &BlockTable,
     ) {
         if mem::replace(&mut drafts.prepared, true) || drafts.requests.is_empty() {
@@ -256,9 +258,9 @@ impl Drafting {
         self.policy.set_kind(drafts.kind);
         self.drafter.flush_shared();
         drafts.keep_last(&mut self.seen);
-        // Every request is a row of the next step, whether it asks for drafts or not.
+        // Every request takes part in the next step.
         drafts.offers.clear();
-        drafts.offers.resize(frame.requests.len(), NOTHING);
+        drafts.offers.resize(frame.requests.len(), NO_OFFER);
         for &DraftRequest {
             request, context, ..
         } in &drafts.requests
@@ -267,20 +269,21 @@ impl Drafting {
             if self.catch_up(frame, table, asked, context) {
                 let inputs = asked.inputs();
                 self.text.clear();
-                self.text.extend_from_slice(&frame.rows.token_ids()[inputs]);
+                self.text
+                    .extend_from_slice(&frame.query_tokens.token_ids()[inputs]);
                 drafts.offers[request] = self.append(context, asked.prefix(), 1);
             }
         }
         self.policy.preselect(&drafts.offers, &mut drafts.marks);
         for request in &mut drafts.requests {
-            // One that was not appended would start anew with its token.
+            // A context that was not appended would restart with its next token.
             let known = drafts.offers[request.request].context == request.context;
             request.promising = known && drafts.marks[request.request];
         }
     }
 
-    /// Takes what is in `text` as the context's end from KV index `start` on, and drafts what follows.
-    fn append(&mut self, context: u64, start: usize, drafts: usize) -> Offer {
+    /// Appends `text` to the context from KV index `start` on, and drafts its continuation.
+    fn append(&mut self, context: u64, start: usize, drafts: usize) -> DraftProposal {
         let step = Step {
             context,
             position: start as u32,
@@ -289,18 +292,18 @@ impl Drafting {
         };
         self.found.clear();
         self.drafter.append(&step, &mut self.found);
-        Offer {
+        DraftProposal {
             context,
             match_length: self.found.match_length(0),
             drafts: self.found.tokens(0).len(),
         }
     }
 
-    /// Takes what the requests of a computed frame were answered, and chooses their drafts.
+    /// Appends the sampled tokens of a computed frame, and chooses drafts.
     pub(crate) fn propose(
         &mut self,
         drafts: &mut FrameDrafts,
-        frame: Drafted<'_>,
+        frame: DraftInputs<'_>,
         table: &BlockTable,
     ) {
         if drafts.requests.is_empty() {
@@ -311,7 +314,7 @@ impl Drafting {
         drafts.tokens.clear();
         drafts.drafts.clear();
         drafts.drafts.resize(frame.requests.len(), Draft::default());
-        drafts.offers.fill(NOTHING);
+        drafts.offers.fill(NO_OFFER);
         for index in 0..drafts.requests.len() {
             self.draft(drafts, frame, drafts.requests[index]);
         }
@@ -325,8 +328,8 @@ impl Drafting {
         }
     }
 
-    /// Takes the choice of drafts back.
-    pub(crate) fn take_back(&mut self, drafts: &mut FrameDrafts) {
+    /// Discards the chosen drafts.
+    pub(crate) fn discard(&mut self, drafts: &mut FrameDrafts) {
         let offered = drafts.offers.iter().zip(&drafts.lengths);
         for (offer, _) in offered.filter(|(_, length)| **length > 0) {
             self.pending.remove(&offer.context);
@@ -334,7 +337,7 @@ impl Drafting {
         drafts.lengths.clear();
     }
 
-    fn draft(&mut self, drafts: &mut FrameDrafts, frame: Drafted<'_>, asked: DraftRequest) {
+    fn draft(&mut self, drafts: &mut FrameDrafts, frame: DraftInputs<'_>, asked: DraftRequest) {
         let DraftRequest {
             request: index,
             context,
@@ -346,8 +349,8 @@ impl Drafting {
             return;
         }
         let slots = frame.slots.of(request.slots());
-        let count = token_count(request, slots, frame.rows.token_ids());
-        // It was emptied, or has no samplers.
+        let count = token_count(request, slots, frame.query_tokens.token_ids());
+        // Rejected, or without samplers.
         if count == 0 {
             return;
         }
@@ -358,7 +361,7 @@ impl Drafting {
                 .verified(context, match_length, drafted, count - 1);
         }
         let inputs = request.inputs();
-        // Without drafts, a token that does not follow the last input continues nothing.
+        // Without drafts, only a token sampled after the last input continues the context.
         let tokens = slots.iter().filter(|slot| slot.class().is_token());
         let follows =
             drafted > 0 || (count == 1 && tokens.clone().all(|slot| slot.row() + 1 == inputs.end));
@@ -366,16 +369,17 @@ impl Drafting {
             return;
         }
         self.text.clear();
-        self.text.extend(tokens.take(count).map(Slot::token));
+        self.text
+            .extend(tokens.take(count).map(SamplingSlot::token));
         let limits = frame.limits;
-        let last_position = frame.rows.positions()[inputs.end - 1];
+        let last_position = frame.query_tokens.positions()[inputs.end - 1];
         let first_position = last_position.saturating_add(count as u32 + 1);
         let start = request.prefix() + inputs.len();
         let room = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
         let limit = self.policy.max_drafts().min(room);
         let offer = self.append(context, start, limit);
-        // A placeholder of an image is not a token.
+        // Image placeholders are not tokens.
         let found = self.found.tokens(0).iter();
         let usable = found.take_while(|&&token| token < limits.vocab_size);
         let first = drafts.tokens.len();
@@ -384,19 +388,18 @@ impl Drafting {
             tokens: first..drafts.tokens.len(),
             first_position,
         };
-        drafts.offers[index] = Offer {
+        drafts.offers[index] = DraftProposal {
             drafts: drafts.tokens.len() - first,
             ..offer
         };
     }
 
-    /// Brings the drafter up to what the context has said before this request; `false` if there is more of that than may be
-    /// read in one frame, and the rest comes with the next.
+    /// Feeds the drafter the text of the context before this request; `false` if more is left than one frame may re-read.
     fn catch_up(
         &mut self,
-        frame: Drafted<'_>,
+        frame: DraftInputs<'_>,
         table: &BlockTable,
-        request: &Request,
+        request: &PlannedRequest,
         context: u64,
     ) -> bool {
         let prefix = request.prefix();
@@ -405,13 +408,13 @@ impl Drafting {
         };
         let known = self.drafter.length(context).min(prefix);
         self.text.clear();
-        let recent = known.saturating_sub(CHECKED)..known;
+        let recent = known.saturating_sub(OVERLAP_TOKENS)..known;
         let start = self.pages.load(pages, recent, &mut self.text);
         let holds = self.drafter.holds(context, start, &self.text);
         let known = if holds && self.drafter.can_rewind(context, known) {
             known
         } else {
-            // What it has in common with what was said before is found again while it is read from its pages.
+            // Re-read from its pages.
             if holds {
                 self.drafter.release(context);
             }
@@ -427,12 +430,11 @@ impl Drafting {
         end == prefix
     }
 
-    /// Learns how long the device took for a frame of so many passes, and how much time its answer came after the one
-    /// before.
-    pub(crate) fn took(
+    /// Reports the device time of a frame, and the time since the answer before it.
+    pub(crate) fn record_time(
         &mut self,
         drafts: &FrameDrafts,
-        (frame, passes): (Drafted<'_>, usize),
+        (frame, passes): (DraftInputs<'_>, usize),
         time: Duration,
         cycle: Duration,
     ) {
@@ -441,19 +443,19 @@ impl Drafting {
         let Some((rows, drafted, tokens)) = frame.step(passes) else {
             return;
         };
-        // Where there are graphs, a step without one says nothing about theirs, unless none ever runs such steps.
-        if drafts.kind == Kind::Plain && drafts.graph != self.graphs {
+        // Eager steps say nothing about graphs.
+        if drafts.kind == StepKind::Plain && drafts.graph != self.graphs {
             return;
         }
         self.policy.set_kind(drafts.kind);
         self.policy.timed(rows, drafted, time);
-        // Nothing was chosen where no request asks.
+        // Without draft requests nothing was chosen.
         if !drafts.lengths.is_empty() {
             self.policy.answered(tokens, cycle);
         }
     }
 
-    /// What became of drafts so far, if it is time to say so.
+    /// Draft acceptance counters, if a report is due.
     pub(crate) fn report(&mut self) -> Option<DraftCounters> {
         let counters = self.policy.counters();
         let (steps, drafted) = (counters.steps, counters.drafted);

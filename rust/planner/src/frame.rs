@@ -1,12 +1,12 @@
-//! The frame's arrays as slices, and the checks that concern the frame as a whole.
+//! The arrays of a frame as slices, and the validation of the frame as a whole.
 
 pub(crate) mod check;
+pub(crate) mod query_tokens;
 pub(crate) mod request;
-pub(crate) mod rows;
 
 use pie_wire::{ArchivedBrle, ArchivedForwardRequest, ArchivedSampler, NativeSlice};
 
-use crate::fault::FrameError;
+use crate::error::FrameError;
 
 /// Borrowed arrays of one forward frame. Absent optional offset arrays are empty and read as zeros.
 pub(crate) struct Frame<'a> {
@@ -33,14 +33,14 @@ pub(crate) struct Frame<'a> {
     pub(crate) audio_indptr: &'a [u32],
     /// 0 = no context; empty when the frame names no contexts.
     pub(crate) context_ids: &'a [u64],
-    /// Of recurrent state; empty when the frame names none, and so are the flags.
+    /// Recurrent state slots; empty, as the flags, when the frame has none.
     pub(crate) state_slots: &'a [u32],
     pub(crate) state_flags: &'a [u8],
     pub(crate) request: &'a ArchivedForwardRequest,
 }
 
 impl<'a> Frame<'a> {
-    /// Reads the arrays and checks every length and offset array against the others.
+    /// Checks every array length and offset array against the others.
     pub(crate) fn check(request: &'a ArchivedForwardRequest) -> Result<Self, FrameError> {
         let frame = Self::view(request);
         let requests = frame.requests;
@@ -158,7 +158,7 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
-    /// Whether request `index` asks for drafts for its next step.
+    /// Whether request `index` wants drafts for its next step.
     pub(crate) fn wants_drafts(&self, index: usize) -> bool {
         let flags = &self.request.output_spec_flags;
         flags.get(index).is_some_and(|flag| *flag)
@@ -178,7 +178,7 @@ pub(crate) fn range(indptr: &[u32], index: usize) -> std::ops::Range<usize> {
     }
 }
 
-/// Checks that an offset array cuts data of length `end` into `requests` ranges.
+/// Checks that an offset array splits data of length `end` into `requests` ranges.
 pub(crate) fn check_indptr(
     array: &'static str,
     indptr: &[u32],
@@ -193,7 +193,7 @@ pub(crate) fn check_indptr(
         });
     }
     let starts = indptr[0] == 0 && indptr[requests] as usize == end;
-    // Without an early exit, so that several entries are compared at a time.
+    // No early exit, so that the loop vectorizes.
     let pairs = indptr.iter().zip(&indptr[1..]);
     let falls = pairs.fold(0, |falls, (a, b)| falls | u32::from(a > b));
     if starts && falls == 0 {

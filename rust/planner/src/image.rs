@@ -1,4 +1,4 @@
-//! Image spans: the rows whose embeddings a vision encoder computes from pixels.
+//! Images: placeholder tokens whose embeddings the vision encoder computes from pixels.
 
 pub(crate) mod error;
 
@@ -6,23 +6,23 @@ use std::ops::Range;
 
 use pie_wire::NativeSlice;
 
-use crate::fault::{FrameError, Medium, RequestFault};
+use crate::error::{FrameError, Modality, RequestError};
 use crate::frame::{Frame, check_indptr, range};
 use crate::image::error::ImageError;
 use crate::limits::{LimitError, Limits};
 
-/// What the engine's vision encoder takes.
+/// Geometry of the vision encoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Vision {
-    /// Numbers of one patch: channels x frames x height x width.
+pub struct VisionConfig {
+    /// Values of one patch: channels x frames x height x width.
     pub patch_values: u32,
-    /// Side of the square of patches that one row stands for.
+    /// Side of the square of patches merged into one token.
     pub merge_size: u32,
     /// Longest side of an image, in patches.
     pub max_side: u32,
 }
 
-impl Vision {
+impl VisionConfig {
     /// Checks that nothing is 0.
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl Vision {
         zero.map_or(Ok(()), |(name, _)| Err(LimitError::Zero(name)))
     }
 
-    /// Rows that an image of this grid (time, height, width in patches) takes.
+    /// Tokens of an image with this grid (time, height, width in patches).
     fn rows(self, [_, height, width]: [u32; 3]) -> u64 {
         u64::from(height / self.merge_size) * u64::from(width / self.merge_size)
     }
@@ -69,24 +69,26 @@ impl Vision {
     }
 }
 
-/// The arrays that describe a frame's images; what is counted per span has the right length.
+/// The image arrays of a frame, with checked lengths.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ImageArrays<'a> {
-    vision: Vision,
+    vision: VisionConfig,
     grids: &'a [[u32; 3]],
     anchor_positions: &'a [u32],
     anchor_rows: &'a [u32],
     pixel_indptr: &'a [u32],
     axes: &'a [u32],
     axes_indptr: &'a [u32],
-    /// There are two patch positions for each patch that the pixels hold, or none. They are for encoders that know no
-    /// grid; this one takes an image's patches in the order of its grid.
+    /// Whether there are two patch positions per patch, or none. They are otherwise ignored: patches are in grid order.
     patch_positions_fit: bool,
 }
 
 impl<'a> ImageArrays<'a> {
-    /// `None` when the frame brings no images.
-    pub(crate) fn check(frame: &Frame<'a>, vision: Vision) -> Result<Option<Self>, FrameError> {
+    /// `None` when the frame has no images.
+    pub(crate) fn check(
+        frame: &Frame<'a>,
+        vision: VisionConfig,
+    ) -> Result<Option<Self>, FrameError> {
         let spans = frame.image_indptr.last().map_or(0, |&end| end as usize);
         if spans == 0 {
             return Ok(None);
@@ -135,8 +137,8 @@ impl<'a> ImageArrays<'a> {
         &self.axes[range(self.axes_indptr, span)]
     }
 
-    /// Checks one span of the request with the given rows, counted from the frame's first. `free` is the first row that
-    /// the span may have. Returns its rows.
+    /// Checks one image of the request whose tokens in the frame are `rows`; `free` is the first token after the image before.
+    /// Returns its tokens.
     fn check_span(
         &self,
         frame: &Frame<'_>,
@@ -185,16 +187,16 @@ impl<'a> ImageArrays<'a> {
         frame: &Frame<'_>,
         limits: &Limits,
         index: usize,
-    ) -> Result<(), RequestFault> {
+    ) -> Result<(), RequestError> {
         let spans = range(frame.image_indptr, index);
         let rows = range(frame.qo_indptr, index);
         let mut free = rows.start;
         for (number, span) in spans.clone().enumerate() {
-            let fault = |problem| RequestFault::Image { number, problem };
+            let error = |problem| RequestError::Image { number, problem };
             let checked = self.check_span(frame, limits, span, &rows, free);
-            free = checked.map_err(fault)?.end;
+            free = checked.map_err(error)?.end;
             if !self.patch_positions_fit {
-                return Err(fault(ImageError::PatchPositions));
+                return Err(error(ImageError::PatchPositions));
             }
         }
         Ok(())
@@ -213,53 +215,53 @@ fn check_axes(axes: &[u32], tokens: u64, limits: &Limits) -> Result<(), ImageErr
     }
 }
 
-/// Refuses the media of request `index` that the model does not take, and images that are wrong.
+/// Rejects unsupported modalities and invalid images of request `index`.
 pub(crate) fn check_media(
     frame: &Frame<'_>,
     images: Option<&ImageArrays<'_>>,
     limits: &Limits,
     index: usize,
-) -> Result<(), RequestFault> {
+) -> Result<(), RequestError> {
     let spans = range(frame.image_indptr, index).len();
     match images {
         Some(images) => images.check_request(frame, limits, index)?,
         None if spans > 0 => {
-            let medium = Medium::Image;
-            return Err(RequestFault::Media { medium, spans });
+            let medium = Modality::Image;
+            return Err(RequestError::Media { medium, spans });
         }
         None => {}
     }
     let spans = range(frame.audio_indptr, index).len();
     if spans > 0 {
-        let medium = Medium::Audio;
-        return Err(RequestFault::Media { medium, spans });
+        let medium = Modality::Audio;
+        return Err(RequestError::Media { medium, spans });
     }
     Ok(())
 }
 
-/// An image of a request that is served.
+/// An image of an accepted request.
 #[derive(Debug, Clone)]
 struct Span {
-    /// Its rows of the plan.
+    /// Its query tokens in the plan.
     rows: Range<usize>,
     grid: [u32; 3],
     /// Its bytes of `image_pixels`.
     pixels: Range<usize>,
-    /// Its rotary positions in [`Images::axes`], three per row; none: as for text.
+    /// Its M-RoPE positions in [`Images::axes`], three per token; empty = as text.
     axes: Range<usize>,
 }
 
-/// The images of a frame, in the order of their rows.
+/// The images of a frame, in the order of their tokens.
 #[derive(Debug, Default)]
 pub(crate) struct Images {
     spans: Vec<Span>,
     axes: Vec<u32>,
-    /// Number of the first one: images of all frames before.
+    /// Number of the first image: images of all earlier frames.
     first: u64,
 }
 
 impl Images {
-    /// Begins a frame, whose first image has number `first`.
+    /// Starts a frame, whose first image has number `first`.
     pub(crate) fn start(&mut self, first: u64) {
         self.first = first;
         self.spans.clear();
@@ -275,8 +277,7 @@ impl Images {
         self.spans.is_empty()
     }
 
-    /// Takes the checked images of request `index`, whose rows of the plan begin at `first_row`. Their tokens become
-    /// `placeholder`.
+    /// Adds the checked images of request `index`, whose query tokens begin at `first_row`. Their tokens become `placeholder`.
     pub(crate) fn add(
         &mut self,
         frame: &Frame<'_>,
@@ -302,7 +303,7 @@ impl Images {
         }
     }
 
-    /// Which spans have rows among `rows`.
+    /// The spans with tokens among `rows`.
     fn within(&self, rows: &Range<usize>) -> Range<usize> {
         let spans = &self.spans;
         let start = spans.partition_point(|span| span.rows.end <= rows.start);
@@ -310,13 +311,13 @@ impl Images {
         start..end
     }
 
-    /// Whether some of `rows` are an image's.
+    /// Whether some of `rows` belong to an image.
     pub(crate) fn touch(&self, rows: &Range<usize>) -> bool {
         !self.spans.is_empty() && !self.within(rows).is_empty()
     }
 
-    /// The images of the pass that computes `rows`; `None` when it has none. `positions` are those of all rows of the plan.
-    /// `locate` gives the request within the pass that has certain rows, and their KV indices.
+    /// The images of the pass that computes `rows`; `None` without any. `positions` are those of the whole plan; `locate` returns the
+    /// request within the pass and the KV indices of tokens.
     pub(crate) fn of_pass(
         &self,
         rows: &Range<usize>,
@@ -345,7 +346,7 @@ impl Images {
         })
     }
 
-    /// `[3, rows]`: an image's own positions, the row's position on every axis elsewhere.
+    /// `[3, tokens]` M-RoPE positions: those of images, and for text the position on every axis.
     fn axis_positions(&self, rows: &Range<usize>, positions: &[u32], spans: &[Span]) -> Vec<i64> {
         let plain = positions[rows.clone()].iter().map(|&at| i64::from(at));
         let mut positions: Vec<i64> = plain.clone().chain(plain.clone()).chain(plain).collect();
@@ -363,16 +364,16 @@ impl Images {
     }
 }
 
-/// An image with rows in a pass.
+/// An image with tokens in a pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageSpan {
-    /// Distinguishes it from every other image that the planner has seen.
+    /// Unique over all frames of the planner.
     pub number: u64,
     /// Its request within the pass.
     pub request: usize,
-    /// KV indices of its rows, also of those in other passes.
+    /// KV indices of its tokens, those in other passes included.
     pub kv: Range<usize>,
-    /// Whether a later pass has rows of it.
+    /// Whether a later pass has tokens of it.
     pub continues: bool,
     /// Patches in time, height and width.
     pub grid: [u32; 3],
@@ -383,8 +384,8 @@ pub struct ImageSpan {
 /// The images of a pass.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PassImages {
-    /// In the order of their rows.
+    /// In the order of their tokens.
     pub spans: Vec<ImageSpan>,
-    /// `[3, tokens]`: rotary position of each row on the axes time, height and width.
+    /// `[3, tokens]`: M-RoPE position on the axes time, height and width.
     pub positions: Vec<i64>,
 }

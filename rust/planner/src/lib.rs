@@ -1,42 +1,41 @@
-//! From a Pie forward frame to what a model needs, and back.
+//! The batch planner: turns a Pie forward frame into a model batch, and sampled tokens into the response.
 //!
 //! ```text
-//! ArchivedForwardRequest ──Planner::plan──▶ Plan (owned copy, faults, passes)
+//! ArchivedForwardRequest ──Planner::plan──▶ Plan (owned copy, request errors, passes)
 //!                        ──Planner::stage──▶ StagedPass: one staging block per pass ──▶ forward
 //!                        ──StagedPass::stage_slots──▶ StagedGroup ──▶ sampling ──StagedGroup::put_outputs──▶ …
-//! all outputs            ──▶ Computed ──Planner::reply──▶ response bytes
+//! all outputs            ──▶ ComputedPlan ──Planner::reply──▶ response bytes
 //! ```
 //!
-//! [`Planner::plan`] checks the frame as the Pie driver protocol asks, copies everything that the forward pass and the
-//! reply need, and cuts the batch into passes of at most [`Limits::chunk_tokens`] tokens. After it returns nothing
-//! refers to the request bytes. [`Planner::stage`] writes one pass into a block of memory that the engine owns (pinned on
-//! CUDA) at the offsets of its [`Layout`], so that one copy brings all of it to the device.
+//! [`Planner::plan`] validates the frame, copies what the forward pass and the reply need, and splits the batch into passes
+//! of at most [`Limits::chunk_tokens`] tokens (chunked prefill). It keeps no reference to the request bytes.
+//! [`Planner::stage`] writes one pass into a staging block (pinned host memory of the engine on CUDA) at the offsets of its
+//! [`Layout`], so that one host-to-device copy transfers all arrays.
 //!
-//! A [`Planner`] keeps what lasts, a [`Plan`] what is of one frame; each stage of a plan is a type of its own.
+//! A [`Planner`] holds the state across frames, a [`Plan`] that of one frame. Each stage of a plan has its own type.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `planner` | what lasts from frame to frame, and the calls that take a frame to its reply |
-//! | `limits`, `fault`, `extent` | sizes that a driver serves; what refuses a frame or a request; ranges in half the room |
-//! | `frame` | the arrays of a frame. `check`: what is checked of each request. `rows`, `request`: what requests bring, copied |
-//! | `sampler` | parameters of samplers. `extra`: what an extension adds. `random`: uniform numbers |
-//! | `mask` | attention masks of requests. `attention`: the mask of a pass. `logit`: logit masks of slots |
-//! | `image` | images: checked, and the rows that they are. `error`: what is wrong with them |
-//! | `state`, `adapter` | recurrent state; which adapters may be bound, and how many a pass can hold |
-//! | `table` | the mirror of the block table. `changes`: what changes there. `storage`: where rows store their KV. `pairs`: how far rows begin with the same pages |
-//! | `prefix` | groups of rows whose KV begins with the same pages |
-//! | `plan` | the plan of a frame. `contents`: what its requests bring, taken one by one. `passes`: its cuts. `bindings`: adapters and recurrent state of each request |
-//! | `slot` | sampling slots and their answers. `plan`: slots of a request. `group`: those of one class in a pass. `outputs`: what was computed for them |
-//! | `block` | which arrays a block has. `layout`: where they lie |
-//! | `stages` | the order of these calls, as types. `pass`, `graph`: what is written of a pass, and for a step of a captured graph. `error`: calls that do not fit |
-//! | `drafting` | drafts for the next step. `history`: the tokens that pages hold. `verify`: which drafts came true |
-//! | `reply` | the response. `fit`: what of it a response has room for |
+//! | `planner` | state across frames, and the calls from a frame to its reply |
+//! | `limits`, `error`, `range32` | sizes of model and pools; errors of frames and of single requests; ranges of 32-bit indices |
+//! | `frame` | the arrays of a frame. `check`: validation of each request. `query_tokens`, `request`: their copies in the plan |
+//! | `sampler` | sampler parameters. `params`: parameters registered per context. `logits_processors`: penalties, logit biases, log-probabilities. `random`: uniform numbers |
+//! | `mask` | custom attention masks. `attention`: the mask of a pass. `logit`: allowed-token masks of sampling slots |
+//! | `image` | images: validation, placeholder tokens, M-RoPE positions. `error`: why one is rejected |
+//! | `state`, `adapter` | recurrent state slots; `LoRA` adapters: which are loaded, how many fit a pass |
+//! | `table` | mirror of the device's block table. `updates`: changed entries. `slot_mapping`: KV slot of each token. `common_lengths`: common prefixes of table rows |
+//! | `prefix` | shared-prefix groups: sequences whose KV begins with the same pages |
+//! | `plan` | the plan of a frame. `batch_arrays`: its arrays, request by request. `passes`: chunked prefill. `pass_inputs`: adapters, recurrent state and images of a pass |
+//! | `slot` | sampling slots and their outputs. `plan`: the slots of a request. `group`: sampling groups of a pass. `outputs`: what the engine computed |
+//! | `block` | the arrays of the staging blocks. `layout`: their offsets |
+//! | `staging` | the call order as types. `pass`, `graph`: arrays of a pass, and of a step of a CUDA graph. `error`: wrong calls |
+//! | `drafting` | n-gram drafts for the next step. `history`: tokens of each KV page. `verify`: accepted drafts |
+//! | `reply` | the response. `capacity`: which outputs fit it |
 
 mod adapter;
 mod block;
 mod drafting;
-mod extent;
-mod fault;
+mod error;
 mod frame;
 mod image;
 mod limits;
@@ -44,10 +43,11 @@ mod mask;
 mod plan;
 mod planner;
 mod prefix;
+mod range32;
 mod reply;
 mod sampler;
 mod slot;
-mod stages;
+mod staging;
 mod state;
 mod table;
 
@@ -56,9 +56,9 @@ pub use block::layout::{DType, Field, Layout};
 pub use block::{FieldId, PassBlock, StepBlock, StepFieldId, StepSize};
 pub use drafting::DraftOptions;
 pub use drafting::history::PagePool;
-pub use fault::{FrameError, Medium, RequestFault};
+pub use error::{FrameError, Modality, RequestError};
 pub use image::error::ImageError;
-pub use image::{ImageSpan, PassImages, Vision};
+pub use image::{ImageSpan, PassImages, VisionConfig};
 pub use limits::{LimitError, Limits};
 pub use mask::attention::AttentionMask;
 pub use pie_speculation::{
@@ -66,12 +66,12 @@ pub use pie_speculation::{
 };
 pub use plan::Plan;
 pub use planner::Planner;
-pub use reply::{Answered, Probes, ReplyError};
-pub use sampler::extra::{RECORD_WORDS, STEP_EXTRA_WORDS};
+pub use reply::{ForwardTimings, ReplyError, TokenCounts};
+pub use sampler::logits_processors::{RECORD_WORDS, STEP_EXTRA_WORDS};
 pub use sampler::{SamplerParams, SlotClass};
-pub use slot::group::{PLACE_WORDS, Place, SlotGroup};
+pub use slot::group::{LOGPROB_POSITION_WORDS, LogprobPosition, SlotGroup};
 pub use slot::outputs::Outputs;
-pub use stages::error::StageError;
-pub use stages::graph::{STEP_PLACE_WORDS, STEP_TOP, StepMemory};
-pub use stages::pass::Pass;
-pub use stages::{Computed, Staged, StagedGroup, StagedPass, StagedSlots, StagedStep};
+pub use staging::error::StageError;
+pub use staging::graph::{STEP_LOGPROB_WORDS, STEP_TOP, StepMemory};
+pub use staging::pass::Pass;
+pub use staging::{ComputedPlan, Staged, StagedGroup, StagedPass, StagedSlots, StagedStep};

@@ -1,11 +1,11 @@
-//! What the model, its KV pool and the driver's configuration allow.
+//! Limits of the model, its KV pool and the configuration.
 
 use thiserror::Error;
 
-/// Words of attention masks that a pass of any size may have: 4 MiB.
+/// Words of attention masks that every pass may have: 4 MiB.
 const ATTENTION_WORDS: usize = 1 << 20;
 
-/// The bounds that a plan keeps to. All counts are in the unit that the field names.
+/// Limits of every plan, in the units that the fields name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Tokens of one KV page.
@@ -28,7 +28,7 @@ pub struct Limits {
     pub reply_bytes: u32,
 }
 
-/// A limit that no plan can keep to.
+/// An unusable limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum LimitError {
     /// A limit is 0.
@@ -45,7 +45,7 @@ pub enum LimitError {
 }
 
 impl Limits {
-    /// Checks that every index derived from the limits fits its type.
+    /// Checks that no limit is 0 and every derived index fits 31 bits.
     ///
     /// # Errors
     /// [`LimitError`] names the first limit that is 0 or too large.
@@ -103,14 +103,14 @@ impl Limits {
         self.vocab_size.div_ceil(32) as usize
     }
 
-    /// Words for the block-table changes that a step has beyond those of its block: all of one context.
+    /// Words for the block-table updates of a step beyond those in its block: a full row.
     #[must_use]
     pub const fn extra_update_words(&self) -> usize {
         2 * self.row_pages as usize
     }
 
-    /// Words of the attention masks of one pass, at most; passes are cut so. A pass of one context without a cached prefix
-    /// always fits, and so does a row of the longest one.
+    /// Maximum words of the attention masks of one pass. A full pass of one context without cached prefix always fits, and so
+    /// does one token of the longest context.
     #[must_use]
     pub const fn attention_words(&self) -> usize {
         let (chunk, row) = (
@@ -131,20 +131,20 @@ impl Limits {
         }
     }
 
-    /// Storage slots of the whole pool, the padding page included.
+    /// KV slots of the whole pool, the padding page included.
     #[must_use]
     pub const fn storage_slots(&self) -> usize {
         (self.total_pages as usize + 1) * self.page_size as usize
     }
 
-    /// The block-table change that makes entry `column` of `row` name `page`: index of the entry and first storage slot of
-    /// the page. Row 0 of the engine's table belongs to padding.
+    /// The block-table update that sets entry `column` of `row` to `page`: `[entry index, first KV slot of the page]`. Row 0 of the
+    /// engine's table is for padding.
     pub(crate) fn table_update(&self, row: usize, column: usize, page: u32) -> [i64; 2] {
         let entry = (row as i64 + 1) * i64::from(self.row_pages) + column as i64;
         [entry, i64::from(self.first_slot(page))]
     }
 
-    /// Storage slot of offset 0 of `page`. The engine keeps page 0 of its pool as the padding page, so the runtime's
+    /// First KV slot of `page`. The engine keeps page 0 of its pool as the padding page, so the runtime's
     /// page `p` is the pool's page `p + 1`.
     #[must_use]
     pub const fn first_slot(&self, page: u32) -> u32 {

@@ -1,4 +1,4 @@
-//! User attention masks: which KV indices a row may attend to, one bit each.
+//! Custom attention masks, one bit per query token and KV index.
 
 pub(crate) mod attention;
 pub(crate) mod logit;
@@ -7,25 +7,25 @@ use std::ops::Range;
 
 use pie_wire::{NativeSlice, brle};
 
-use crate::extent::Extent;
 use crate::frame::{Frame, range};
+use crate::range32::Range32;
 
-/// What the rows of a request may attend to.
+/// The attention mask of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Visibility {
-    /// Every KV index up to the row's own.
+pub(crate) enum MaskMode {
+    /// Causal attention.
     #[default]
     Causal,
-    /// What the request's mask admits, and nothing after the row.
-    Masked,
-    /// What the request's mask admits; of some row that is KV of later rows, so one pass must store all of them.
-    MaskedAhead,
+    /// A custom mask within the causal mask.
+    Custom,
+    /// A custom mask in which some token attends to later ones, so one pass must hold the whole request.
+    CustomLookahead,
 }
 
-/// Mask rows of a frame's masked requests.
+/// Run-length encoded mask rows of the requests with custom masks.
 #[derive(Debug, Default)]
 pub(crate) struct MaskRows {
-    /// Where each row's runs lie.
+    /// Range of each row's runs.
     rows: Vec<Range<usize>>,
     runs: Vec<u32>,
 }
@@ -36,29 +36,29 @@ impl MaskRows {
         self.runs.clear();
     }
 
-    /// Copies the rows of request `index`; returns where they stand.
-    pub(crate) fn add(&mut self, frame: &Frame<'_>, index: usize) -> Extent {
+    /// Copies the mask rows of request `index`; returns their range.
+    pub(crate) fn add(&mut self, frame: &Frame<'_>, index: usize) -> Range32 {
         let first = self.rows.len();
         for row in &frame.masks[range(frame.mask_indptr, index)] {
             let start = self.runs.len();
             self.runs.extend_from_slice(row.buffer.native());
             self.rows.push(start..self.runs.len());
         }
-        Extent::new(first, self.rows.len())
+        Range32::new(first, self.rows.len())
     }
 
-    /// The runs of a row: how many KV indices it may not see, may see, may not see, and so on.
+    /// The runs of a row: masked, visible, masked, … KV indices.
     pub(crate) fn runs(&self, row: usize) -> &[u32] {
         &self.runs[self.rows[row].clone()]
     }
 }
 
-/// Words of the mask of `rows` rows that end with a context's KV index `kv_end - 1`: each row has a bit for each index.
+/// Words of the mask of `rows` query tokens with KV length `kv_end`: `[rows, ceil(kv_end / 32)]`.
 pub(crate) const fn attention_words(rows: usize, kv_end: usize) -> usize {
     rows.saturating_mul(kv_end.div_ceil(WORD_BITS))
 }
 
-/// How many of `rows` rows, the first of which has KV index `kv_start`, have a mask of `room` words at most.
+/// How many of `rows` query tokens, the first with KV index `kv_start`, have a mask of at most `room` words.
 pub(crate) fn rows_within(room: usize, kv_start: usize, rows: usize) -> usize {
     let (mut fitting, mut excess) = (0, rows + 1);
     while excess - fitting > 1 {
@@ -90,13 +90,12 @@ pub(crate) fn set_bits(words: &mut [i32], bits: Range<u64>) {
     words[last_word] |= tail.cast_signed();
 }
 
-/// Appends where the runs begin to allow ids below `limit` and where they end to, in turn: no range is empty, and none touches
-/// the next.
+/// Appends the edges of allowed ranges below `limit`: start, end, start, end, …; ranges are not empty and do not touch.
 pub(crate) fn push_edges(runs: &[u32], limit: u32, edges: &mut Vec<i32>) {
     let (first, limit) = (edges.len(), u64::from(limit));
-    // A forbidding run at the end changes nothing.
+    // A masked run at the end has no effect.
     let runs = runs.as_chunks::<2>().0.as_flattened();
-    // Usually each run ends at an edge.
+    // Fast path: each run ends at an edge.
     let (mut end, mut empty) = (0, 0);
     edges.extend(runs.iter().map(|&run| {
         end += u64::from(run);

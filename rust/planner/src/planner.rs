@@ -1,4 +1,4 @@
-//! The planner: what lasts from frame to frame, and the calls that take a frame from request to reply.
+//! The planner: state across frames, and the calls from a request to its reply.
 
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
@@ -11,48 +11,48 @@ use crate::block::PassBlock;
 use crate::block::layout::Layout;
 use crate::drafting::history::PagePool;
 use crate::drafting::{DraftOptions, Drafting};
-use crate::fault::FrameError;
-use crate::frame::check::FrameFacts;
+use crate::error::FrameError;
+use crate::frame::check::FrameChecks;
 use crate::frame::{Frame, range};
-use crate::image::Vision;
+use crate::image::VisionConfig;
 use crate::limits::Limits;
 use crate::plan::Plan;
-use crate::plan::contents::Lasting;
-use crate::reply::{Answered, Probes, Reply, ReplyError};
+use crate::plan::batch_arrays::PlannerState;
+use crate::reply::{ForwardTimings, Reply, ReplyError, TokenCounts};
 use crate::sampler::params::ParamsStore;
-use crate::stages::error::StageError;
-use crate::stages::graph::{StepMemory, write_step};
-use crate::stages::{Computed, InFlight, Staged, StagedPass, StagedStep};
+use crate::staging::error::StageError;
+use crate::staging::graph::{StepMemory, write_step};
+use crate::staging::{ComputedPlan, InFlight, Staged, StagedPass, StagedStep};
 use crate::table::BlockTable;
-use crate::table::storage::Storage;
+use crate::table::slot_mapping::SlotMapping;
 
-/// Turns frames into [plans](Plan) and plans into replies. Keeps what outlasts a frame: the mirror of the device's block
-/// table, the adapters, the drafter, and the memory of plans that were answered.
+/// Turns frames into [plans](Plan) and plans into replies. Its state across frames: the mirror of the device's block table,
+/// adapter ids, context parameters, the drafter, and spare plans.
 #[derive(Debug)]
 pub struct Planner {
     limits: Limits,
     layout: Layout,
     random_seed: u64,
     table: BlockTable,
-    storage: Storage,
+    slot_mapping: SlotMapping,
     adapters: Adapters,
     states: u32,
     masks: bool,
-    vision: Option<Vision>,
+    vision: Option<VisionConfig>,
     /// Images of all frames so far.
     images: u64,
-    /// What contexts ask for in all their steps.
+    /// Parameters registered per context.
     params: ParamsStore,
     drafting: Option<Box<Drafting>>,
     /// Number of the last frame, if it has passes that were not staged.
     unstaged: Option<u64>,
     reply: Reply,
-    /// Memory for plans to come.
+    /// Plans whose buffers are reused.
     spare: Vec<Plan>,
 }
 
 impl Planner {
-    /// A planner for one engine. `random_seed` keys the randomness of unseeded samplers. The limits must pass
+    /// A planner for one engine. `random_seed` keys samplers without a seed. The limits must pass
     /// [`Limits::check`].
     #[must_use]
     pub fn new(limits: Limits, random_seed: u64) -> Self {
@@ -61,7 +61,7 @@ impl Planner {
             layout: Layout::new(&limits),
             random_seed,
             table: BlockTable::new(&limits),
-            storage: Storage::new(&limits),
+            slot_mapping: SlotMapping::new(&limits),
             adapters: Adapters::default(),
             states: 0,
             masks: true,
@@ -75,45 +75,45 @@ impl Planner {
         }
     }
 
-    /// For an engine that cannot apply attention masks: a request whose mask is not causal is emptied.
+    /// Disables custom attention masks: requests with a non-causal mask are rejected.
     #[must_use]
     pub const fn without_masks(mut self) -> Self {
         self.masks = false;
         self
     }
 
-    /// For an engine with recurrent state: the runtime may name slots `0..slots`, fewer than 2^31.
+    /// Enables recurrent state, with slots `0..slots`, fewer than 2^31.
     #[must_use]
     pub const fn with_states(mut self, slots: u32) -> Self {
         self.states = slots;
         self
     }
 
-    /// For an engine with adapters, of which a pass can hold `slots`; requests without one take a slot together.
+    /// Enables `LoRA` adapters, at most `slots` distinct ones per pass; "no adapter" counts as one.
     #[must_use]
     pub const fn with_adapters(mut self, slots: NonZeroUsize) -> Self {
         self.adapters.set_slots(slots);
         self
     }
 
-    /// For an engine with this encoder, which must pass [`Vision::check`]; without one requests with images are
-    /// emptied. Rows whose embeddings come from an image are staged with token `vocab_size`, which no text has.
+    /// Enables images; `vision` must pass [`VisionConfig::check`]. Without it requests with images are rejected. Tokens whose
+    /// embeddings come from an image are staged with the placeholder id `vocab_size`.
     #[must_use]
-    pub const fn with_vision(mut self, vision: Vision) -> Self {
+    pub const fn with_vision(mut self, vision: VisionConfig) -> Self {
         self.vision = Some(vision);
         self
     }
 
-    /// Drafts for requests that ask for it, from the next frame on.
+    /// Enables n-gram drafts for requests that want them, from the next frame on.
     ///
     /// # Errors
     /// [`ConfigError`] for options out of range.
-    pub fn draft(&mut self, options: &DraftOptions) -> Result<(), ConfigError> {
+    pub fn enable_drafts(&mut self, options: &DraftOptions) -> Result<(), ConfigError> {
         self.drafting = Some(Box::new(Drafting::new(options, &self.limits)?));
         Ok(())
     }
 
-    /// The bounds that plans keep to.
+    /// The limits of all plans.
     #[must_use]
     pub const fn limits(&self) -> &Limits {
         &self.limits
@@ -139,18 +139,18 @@ impl Planner {
         self.states
     }
 
-    /// Whether the engine takes adapters.
+    /// Whether the engine supports adapters.
     #[must_use]
-    pub const fn takes_adapters(&self) -> bool {
+    pub const fn supports_adapters(&self) -> bool {
         self.adapters.slots().is_some()
     }
 
-    /// From now on requests may bind the adapter.
+    /// Allows requests to use the adapter from now on.
     pub fn add_adapter(&mut self, id: i64) {
         self.adapters.load(id);
     }
 
-    /// From now on requests may not bind the adapter.
+    /// Stops requests from using the adapter.
     pub fn remove_adapter(&mut self, id: i64) {
         self.adapters.unload(id);
     }
@@ -158,8 +158,8 @@ impl Planner {
     /// Plans one frame.
     ///
     /// # Errors
-    /// [`FrameError`] when the frame's arrays contradict each other. A single request that cannot be served is not an error:
-    /// it is listed in [`Plan::faults`].
+    /// [`FrameError`] when the frame's arrays contradict each other. A single request that cannot be served is rejected, and
+    /// listed in [`Plan::request_errors`].
     pub fn plan(
         &mut self,
         driver_id: u32,
@@ -168,7 +168,7 @@ impl Planner {
         self.plan_extended(driver_id, request, &Extension::default())
     }
 
-    /// Plans one frame with what its extension asks for.
+    /// Plans one frame with its extension.
     ///
     /// # Errors
     /// As [`Planner::plan`], and [`FrameError::Extension`] when the extension is of other requests.
@@ -179,8 +179,8 @@ impl Planner {
         extension: &Extension<'_>,
     ) -> Result<Plan, FrameError> {
         if self.unstaged.is_some() {
-            // Changes that the mirror holds never reached the device.
-            self.forget_table();
+            // Updates in the mirror never reached the device.
+            self.invalidate_block_table();
         }
         let frame = Frame::check(request)?;
         let requests = frame.requests;
@@ -188,16 +188,16 @@ impl Planner {
         if let Some(request) = extension.last_request().filter(beyond) {
             return Err(FrameError::Extension { request, requests });
         }
-        let facts = FrameFacts::of(&frame, &self.limits, self.vision)?;
+        let checks = FrameChecks::of(&frame, &self.limits, self.vision)?;
         self.params.take(extension.params(), self.limits.vocab_size);
         self.table.start_frame();
         for index in 0..frame.requests {
             self.table
-                .expect(&frame.pages[range(frame.page_indptr, index)]);
+                .precompare(&frame.pages[range(frame.page_indptr, index)]);
         }
         let spare = self.spare.pop();
         let mut plan = spare.unwrap_or_else(|| Plan::new(self.limits));
-        let lasting = Lasting {
+        let planner = PlannerState {
             table: &mut self.table,
             adapters: &self.adapters,
             drafting: self.drafting.as_deref_mut(),
@@ -208,7 +208,7 @@ impl Planner {
             extension: extension.rows(),
             params: &self.params,
         };
-        plan.make(driver_id, (&frame, &facts), lasting);
+        plan.make(driver_id, (&frame, &checks), planner);
         self.images += plan.images().len() as u64;
         self.unstaged = (plan.pass_count() > 0).then(|| plan.number());
         Ok(plan)
@@ -217,28 +217,28 @@ impl Planner {
     /// Writes the next pass of a plan into the staging block.
     ///
     /// # Errors
-    /// [`StageError::Superseded`] when the block table is not the plan's any more; the plan is of no use then.
+    /// [`StageError::Superseded`] when another frame was planned since; the plan cannot be used any more.
     pub fn stage(
         &mut self,
         mut plan: Plan,
         block: &mut PassBlock<'_>,
     ) -> Result<Staged, StageError> {
-        self.check_newest(&plan)?;
-        let pass = plan.stage(&mut self.table, &mut self.storage, block);
-        self.note_staged(&plan);
+        self.check_latest(&plan)?;
+        let pass = plan.stage(&mut self.table, &mut self.slot_mapping, block);
+        self.mark_staged(&plan);
         Ok(match pass {
             Some(pass) => Staged::Pass(StagedPass::new(plan, pass)),
-            None => Staged::Computed(Computed::new(plan)),
+            None => Staged::Computed(ComputedPlan::new(plan)),
         })
     }
 
-    /// Puts rows that read the same KV first into groups, where that saves reading. They are staged for graphs that know
-    /// them. Returns whether they save more than so many rows cost that such a graph has and another would not.
-    pub fn find_groups(&mut self, plan: &mut Plan, more_rows: usize) -> bool {
-        plan.find_groups(&mut self.table, more_rows)
+    /// Finds shared-prefix groups where reading the shared KV once saves time; graphs that support them get these staged.
+    /// Returns whether they save more than `more_rows` further rows of padding cost.
+    pub fn find_prefix_groups(&mut self, plan: &mut Plan, more_rows: usize) -> bool {
+        plan.find_prefix_groups(&mut self.table, more_rows)
     }
 
-    /// Writes a plan's one pass as step number `step` for a graph that [runs](crate::StepSize::runs) steps of
+    /// Writes a plan's only pass as step number `step` of a graph that [runs](crate::StepSize::runs) steps of
     /// [`Plan::graph_size`].
     ///
     /// # Errors
@@ -253,19 +253,19 @@ impl Planner {
         memory: StepMemory<'_>,
         step: u32,
     ) -> Result<StagedStep, StageError> {
-        self.check_newest(&plan)?;
-        let parts = (&self.table, &mut self.storage);
+        self.check_latest(&plan)?;
+        let parts = (&self.table, &mut self.slot_mapping);
         let written = write_step(&plan, parts, layout, memory, step)?;
         if let Some(drafting) = &mut self.drafting {
             drafting.runs_as_graph(plan.drafting().0);
         }
         plan.skip_passes();
-        self.note_staged(&plan);
+        self.mark_staged(&plan);
         Ok(StagedStep::new(plan, written))
     }
 
-    /// Does what can be done for a frame's drafts before its tokens are known; call it while the device computes. Without
-    /// this call the reply waits for it. Call it before another frame is planned, or contexts that are not known yet stay so.
+    /// Runs the part of drafting that does not need the sampled tokens; call it while the device computes, before another frame
+    /// is planned. Otherwise the reply does it.
     pub fn prepare_drafts(&mut self, staged: &mut impl InFlight) {
         if let Some(drafting) = &mut self.drafting {
             let (drafts, frame) = staged.plan_mut().drafting();
@@ -281,8 +281,8 @@ impl Planner {
     /// [`ReplyError`] when the buffer is smaller, or the arrays contradict each other.
     pub fn reply(
         &mut self,
-        frame: &mut Computed,
-        probes: Probes,
+        frame: &mut ComputedPlan,
+        timings: ForwardTimings,
         buffer: &mut [u8],
     ) -> Result<usize, ReplyError> {
         let started = Instant::now();
@@ -291,75 +291,74 @@ impl Planner {
             let (drafts, frame) = plan.drafting();
             drafting.propose(drafts, frame, &self.table);
         }
-        match self.reply.write(plan, probes, buffer, started) {
-            // The frame was planned for a reply without drafts, which may be left out at any time.
+        match self.reply.write(plan, timings, buffer, started) {
+            // The capacity check does not count new drafts, which are optional.
             Err(ReplyError::Wire(_)) if plan.drafts().any() => {
                 if let Some(drafting) = &mut self.drafting {
-                    drafting.take_back(plan.drafting().0);
+                    drafting.discard(plan.drafting().0);
                 }
-                self.reply.write(plan, probes, buffer, started)
+                self.reply.write(plan, timings, buffer, started)
             }
             written => written,
         }
     }
 
-    /// What the last [reply](Self::reply) gives to the runtime.
+    /// Token counts of the last [reply](Self::reply).
     #[must_use]
-    pub const fn answered(&self) -> Answered {
-        self.reply.answered()
+    pub const fn token_counts(&self) -> TokenCounts {
+        self.reply.token_counts()
     }
 
-    /// Notes how long the device took for a frame, and how much time its answer came after the one before: what drafts
-    /// cost is learnt from frames that are steps. Call it once the frame is answered.
-    pub fn step_took(&mut self, frame: &mut Computed, time: Duration, cycle: Duration) {
+    /// Reports the device time of an answered frame, and the time since the answer before it (`cycle`). The draft policy learns
+    /// the cost of verification from decode steps.
+    pub fn record_step_time(&mut self, frame: &mut ComputedPlan, time: Duration, cycle: Duration) {
         if let Some(drafting) = &mut self.drafting {
             let plan = frame.plan_mut();
             let passes = plan.pass_count();
             let (drafts, drafted) = plan.drafting();
-            drafting.took(drafts, (drafted, passes), time, cycle);
+            drafting.record_time(drafts, (drafted, passes), time, cycle);
         }
     }
 
-    /// Takes the memory of an answered frame for frames to come.
-    pub fn recycle(&mut self, frame: Computed) {
+    /// Returns the buffers of an answered frame for reuse.
+    pub fn recycle(&mut self, frame: ComputedPlan) {
         self.spare.push(frame.into_plan());
     }
 
-    /// What became of drafts so far, as a line; `None` when the planner does not draft.
+    /// Draft acceptance counters; `None` without drafting.
     #[must_use]
     pub fn draft_counters(&self) -> Option<DraftCounters> {
         self.drafting.as_ref().map(|drafting| drafting.counters())
     }
 
-    /// What became of drafts so far, if it is time to say so. That is with the first 256 drafts that were verified, or steps
-    /// that asked for some, and then whenever there were twice as many of either. Later it is with every 2^20 drafts or
-    /// 2^14 steps. Call it once a frame is answered.
+    /// Draft acceptance counters, when a log line is due: after 256 verified drafts or drafting steps, at each doubling of either
+    /// count, and from 2^20 drafts or 2^14 steps on at each of these. Call it once a frame is answered.
     pub fn draft_report(&mut self) -> Option<DraftCounters> {
         self.drafting.as_mut()?.report()
     }
 
-    /// Notes that a page was copied, from pool and page to pool and page.
+    /// Records a page copy, from (pool, page) to (pool, page).
     pub fn page_copied(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
         if let Some(drafting) = &mut self.drafting {
             drafting.page_copied(source, target);
         }
     }
 
-    /// Notes that it is not known any more what a page holds.
-    pub fn page_lost(&mut self, page: (PagePool, u32)) {
+    /// Marks the content of a page as unknown.
+    pub fn page_invalidated(&mut self, page: (PagePool, u32)) {
         if let Some(drafting) = &mut self.drafting {
-            drafting.page_lost(page);
+            drafting.page_invalidated(page);
         }
     }
 
-    /// Forgets what the device's block table holds; call it after a pass failed half-way.
-    pub fn forget_table(&mut self) {
+    /// Invalidates the mirror of the block table; call it after a failed pass.
+    pub fn invalidate_block_table(&mut self) {
         self.unstaged = None;
-        self.table.forget();
+        self.table.invalidate();
     }
 
-    /// Checks that the block table is as the plan left it, if it has a pass to stage.
-    fn check_newest(&self, plan: &Plan) -> Result<(), StageError> {
+    /// Checks that no other frame was planned since, if passes are left.
+    fn check_latest(&self, plan: &Plan) -> Result<(), StageError> {
         let frame = plan.number();
         if plan.next_pass() < plan.pass_count() && self.unstaged != Some(frame) {
             return Err(StageError::Superseded { frame });
@@ -367,8 +366,8 @@ impl Planner {
         Ok(())
     }
 
-    /// Notes whether a plan still has passes to stage.
-    fn note_staged(&mut self, plan: &Plan) {
+    /// Records whether the plan has passes left.
+    fn mark_staged(&mut self, plan: &Plan) {
         if self.unstaged == Some(plan.number()) && plan.next_pass() == plan.pass_count() {
             self.unstaged = None;
         }

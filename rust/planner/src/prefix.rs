@@ -1,70 +1,69 @@
-//! Groups of requests whose KV begins with the same pages: attention reads what a group shares once for all its rows.
+//! Shared-prefix groups (cascade attention): sequences whose KV begins with the same pages, which attention reads once.
 //!
-//! Requests that begin with the same page stand in a bucket, in the order of the step. Neighbours are compared page by
-//! page, and each bucket is cut such that its groups save most.
+//! Sequences with the same first page form a bucket, in the order of the step. Neighbours are compared page by page, and each
+//! bucket is partitioned into the groups that save most.
 
 use std::ops::Range;
 
-/// Tokens of the attention kernel's largest block; what a group shares is a multiple of them.
+/// Largest tile of the attention kernel, in tokens; shared prefixes are multiples of it.
 const PREFIX_STEP: usize = 128;
 
-/// A row of a group costs as much as reading so many tokens. By `benches/notebook/gpu.md`, groups of rows that share 512
-/// tokens take as long as these rows alone, which find most of the KV in the cache. Rows of one request read its KV once
-/// as it is.
+/// Cost of a query token in a group, in tokens of KV read: measured break-even, because tokens outside of groups find most of
+/// the shared KV in the L2 cache (`benches/notebook/gpu.md`). Tokens of one request share its KV anyway.
 pub(crate) const ROW_COST: i64 = 512;
 
-/// First pages that the filter distinguishes.
+/// Bits of the filter for repeated first pages.
 const FILTER_BITS: usize = 1 << 16;
 
-/// What the rows of one request read.
+/// The KV that the query tokens of one request read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
-    /// The first of its pages.
+    /// Its first page.
     pub(crate) first_page: u32,
-    /// Where its pages are.
+    /// Its block-table row.
     pub(crate) table_row: usize,
-    /// KV index of its first row.
+    /// KV index of its first query token.
     pub(crate) kv_start: usize,
-    /// Rows in the pass.
+    /// Query tokens in the pass.
     pub(crate) rows: usize,
 }
 
 impl Sequence {
-    /// The page that it may share first.
+    /// Its first page, if it is full.
     fn first_page(&self, page_size: usize) -> Option<u32> {
         (self.kv_start >= page_size).then_some(self.first_page)
     }
 
-    /// The pages that are full before its first row.
+    /// Number of full pages before its first query token.
     fn full_pages(&self, page_size: usize) -> usize {
         self.kv_start / page_size
     }
 }
 
-/// A sequence of the step that may share its first page. Ordered by that page, then by place.
+/// A sequence that may share its first page. Ordered by that page, then by index in the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Member {
     first_page: u32,
     index: u32,
 }
 
-/// At least two sequences that begin with the same tokens.
+/// A shared-prefix group: at least two sequences.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Group {
     /// In [`PrefixGroups::members`].
     members: Range<usize>,
-    /// Tokens.
+    /// Length of the shared prefix, in tokens.
     shared: usize,
 }
 
-/// The groups of one step. Owns every buffer and reuses it from step to step.
+/// The shared-prefix groups of one step; buffers are reused.
 #[derive(Debug)]
 pub(crate) struct PrefixGroups {
-    /// Bit set of the first pages, which it distinguishes by their low bits.
+    /// Bit set of first pages, by their low bits.
     seen: Box<[u64; FILTER_BITS / 64]>,
     members: Vec<Member>,
     groups: Vec<Group>,
-    /// Tokens.
+    /// KV reads saved, in tokens.
     saved: i64,
     partition: Partition,
 }
@@ -88,13 +87,12 @@ impl PrefixGroups {
         self.saved = 0;
     }
 
-    /// Tokens that the groups save, less what their rows cost; more than 0 if there are any.
+    /// Tokens of KV reads that the groups save, less their cost; positive if there are groups.
     pub(crate) const fn saved(&self) -> i64 {
         self.saved
     }
 
-    /// Groups the sequences `0..count` of a step, replacing the groups of the last one. `common` tells of two table rows how
-    /// many of so many pages they have in common, from the first on.
+    /// Groups the sequences `0..count` of a step. `common(rows, max)` returns the number of common first pages of two table rows.
     pub(crate) fn find(
         &mut self,
         count: usize,
@@ -130,7 +128,7 @@ impl PrefixGroups {
         }
     }
 
-    /// The sequences of each group in the order of the step, and the tokens that they share.
+    /// The sequences of each group, in the order of the step, and the length of their shared prefix.
     pub(crate) fn groups(&self) -> impl Iterator<Item = (impl Iterator<Item = usize>, usize)> {
         self.groups.iter().map(|group| {
             let members = &self.members[group.members.clone()];
@@ -141,7 +139,7 @@ impl PrefixGroups {
         })
     }
 
-    /// Whether two of the pages may be the same.
+    /// Whether two of the pages may be equal; false positives are possible.
     fn repeat(&mut self, pages: impl Iterator<Item = u32>) -> bool {
         self.seen.fill(0);
         let mut repeated = 0;
@@ -155,33 +153,32 @@ impl PrefixGroups {
     }
 }
 
-/// Where a group that begins with a member may end.
+/// A possible end of a group that begins with a certain member.
 #[derive(Debug, Clone, Copy)]
 struct End {
-    /// Tokens that the group shares.
+    /// Length of the shared prefix.
     shared: i64,
-    /// Of the ends with as many shared tokens, the one that saves most.
+    /// The end with this length that saves most.
     member: usize,
 }
 
-/// A bucket, cut into groups. Groups are intervals of members; those that save most together are found from the last
-/// member to the first.
+/// Partition of a bucket into groups, which are intervals of members: dynamic programming from the last member to the first.
 #[derive(Debug, Default)]
 struct Partition {
-    /// Tokens that each member shares with the next one, in whole steps.
+    /// Shared prefix of each member and the next, rounded down to [`PREFIX_STEP`].
     shared: Vec<i64>,
-    /// Rows before each member, then those of all.
+    /// Prefix sums of query tokens.
     rows_before: Vec<i64>,
-    /// Tokens that the groups of each member and the later ones save, then 0.
+    /// Best savings of each suffix of members.
     saved: Vec<i64>,
-    /// The end of the group that begins with each member, and what it shares; 0 tokens = it begins none.
+    /// `(end, shared prefix)` of the group that begins with each member; 0 tokens = no group.
     begun: Vec<(usize, i64)>,
-    /// The nearest ends, which share most, stand last.
+    /// Stack of ends; the nearest, which share most, are last.
     ends: Vec<End>,
 }
 
 impl Partition {
-    /// Takes the members of another bucket.
+    /// Loads a bucket.
     fn compare(
         &mut self,
         bucket: impl Iterator<Item = Sequence>,
@@ -204,7 +201,7 @@ impl Partition {
         self.rows_before.push(rows);
     }
 
-    /// Finds the groups. There is an [`End`] for each number of shared tokens: 17 at most where no two share over 2,048.
+    /// Finds the groups. There is one [`End`] per distinct shared length.
     fn solve(&mut self) {
         let members = self.shared.len() + 1;
         self.ends.clear();
@@ -228,15 +225,15 @@ impl Partition {
         }
     }
 
-    /// Adds the end after `first` and the next member. Groups to any end now share no more than these two.
+    /// Adds the end after `first` and the next member, which bounds the shared length of all longer groups.
     fn add_end(&mut self, first: usize) {
         let (shared, nearest) = (self.shared[first], first + 2);
-        // Where less is shared nearer ends may be better, and never farther ones.
+        // With a shorter shared prefix nearer ends may be better, farther ones never.
         let mut farthest = nearest;
         while let Some(end) = self.ends.pop_if(|end| end.shared > shared) {
             farthest = end.member;
         }
-        // What is saved with an end, without what all ends have in common.
+        // Savings of an end, up to a common constant.
         let worth =
             |&end: &usize| self.saved[end] + end as i64 * shared - self.rows_before[end] * ROW_COST;
         let member = (nearest..=farthest).max_by_key(worth).unwrap_or(nearest);

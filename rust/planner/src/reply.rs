@@ -1,25 +1,25 @@
-//! From the slots' outputs to response bytes.
+//! Encodes the response of a computed plan.
 
-pub(crate) mod fit;
+pub(crate) mod capacity;
 
 use std::mem;
 use std::time::Instant;
 
 use pie_wire::{
-    AnswerRows, ForwardResponse, PlaceShape, ResponseFrame, ResponsePayload, ResponseRule,
+    ForwardResponse, LogprobRows, LogprobShape, ResponseFrame, ResponsePayload, ResponseRule,
     WireError,
 };
 use thiserror::Error;
 
 use crate::drafting::verify::token_count;
-use crate::frame::request::Request;
+use crate::frame::request::PlannedRequest;
 use crate::plan::Plan;
 use crate::sampler::SlotClass;
-use crate::slot::{Slot, Slots};
+use crate::slot::{SamplingSlot, SamplingSlots};
 
 /// Driver-side timings of one forward, in µs; 0 = not measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Probes {
+pub struct ForwardTimings {
     /// Copying and validating the archive.
     pub wire_parse: u32,
     /// Planning and staging.
@@ -43,19 +43,19 @@ pub enum ReplyError {
     Rule(#[from] ResponseRule),
 }
 
-/// What an answer gives to the runtime.
+/// Token counts of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Answered {
-    /// Tokens, accepted drafts among them.
+pub struct TokenCounts {
+    /// Tokens, accepted drafts included.
     pub tokens: usize,
-    /// Drafts that were verified.
+    /// Verified drafts.
     pub drafts: usize,
-    /// Of these, drafts that came true.
+    /// Accepted drafts.
     pub accepted: usize,
 }
 
-impl Answered {
-    /// Notes a request with drafts that returns `tokens` tokens: those accepted, and one more; none if nothing verifies.
+impl TokenCounts {
+    /// Counts a request with drafts that returns `tokens` tokens: the accepted drafts and one more; 0 without verification.
     const fn verified(&mut self, drafts: usize, tokens: usize) {
         if tokens > 0 {
             self.drafts += drafts;
@@ -64,51 +64,51 @@ impl Answered {
     }
 }
 
-/// The response under construction; its arrays are reused.
+/// Builds responses; its arrays are reused.
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     response: ForwardResponse,
-    places: AnswerRows,
-    answered: Answered,
+    places: LogprobRows,
+    token_counts: TokenCounts,
 }
 
 impl Reply {
-    /// What the last answer gave.
-    pub(crate) const fn answered(&self) -> Answered {
-        self.answered
+    /// Token counts of the last response.
+    pub(crate) const fn token_counts(&self) -> TokenCounts {
+        self.token_counts
     }
 
-    /// Encodes the answer to a computed frame into `buffer` and returns its length. It is the fast token reply when every
-    /// request has exactly one token. Else it is a response archive, which says how much time went by since `started`.
+    /// Encodes the response into `buffer` and returns its length: the fast token reply when every request has exactly one token,
+    /// else an archive, which includes the time since `started`.
     pub(crate) fn write(
         &mut self,
         plan: &Plan,
-        probes: Probes,
+        timings: ForwardTimings,
         buffer: &mut [u8],
         started: Instant,
     ) -> Result<usize, ReplyError> {
         if self.gather_fast(plan) {
             let tokens = &self.response.tokens;
             let length = pie_wire::encode_fast_tokens(plan.driver_id(), tokens, buffer)?;
-            return self.append_places(plan, buffer, length);
+            return self.append_logprobs(plan, buffer, length);
         }
         self.gather(plan);
         self.response.check()?;
-        let length = self.encode(plan.driver_id(), probes, buffer)?;
+        let length = self.encode(plan.driver_id(), timings, buffer)?;
         let micros = u32::try_from(started.elapsed().as_micros()).unwrap_or(u32::MAX);
         pie_wire::set_response_build_us(&mut buffer[..length], micros);
-        self.append_places(plan, buffer, length)
+        self.append_logprobs(plan, buffer, length)
     }
 
-    /// Writes the log-probabilities of all places after the answer, which has `length` bytes; returns the length of both.
-    fn append_places(
+    /// Appends the log-probabilities to a response of `length` bytes; returns the length of both.
+    fn append_logprobs(
         &mut self,
         plan: &Plan,
         buffer: &mut [u8],
         length: usize,
     ) -> Result<usize, ReplyError> {
         let slots = plan.slots();
-        if slots.place_bytes() == 0 {
+        if slots.logprob_bytes() == 0 {
             return Ok(length);
         }
         self.places.clear();
@@ -117,33 +117,38 @@ impl Reply {
             let Some(shape) = own.iter().find_map(|slot| slots.shape(slot)) else {
                 continue;
             };
-            self.add_places(plan, (index, request), shape);
+            self.add_logprobs(plan, (index, request), shape);
         }
         Ok(self.places.append(buffer, length)?)
     }
 
-    fn add_places(&mut self, plan: &Plan, (index, request): (usize, &Request), shape: PlaceShape) {
+    fn add_logprobs(
+        &mut self,
+        plan: &Plan,
+        (index, request): (usize, &PlannedRequest),
+        shape: LogprobShape,
+    ) {
         let slots = plan.slots();
         let own = slots.of(request.slots());
         let prompt = || own.iter().filter(|slot| slot.class() == SlotClass::Prompt);
-        let tokens = token_count(request, own, plan.rows().token_ids());
+        let tokens = token_count(request, own, plan.query_tokens().token_ids());
         let drawn = own.iter().filter(|slot| slot.class().is_token());
         let places = prompt().chain(drawn.take(tokens));
-        let words = places.flat_map(|slot| slots.place(slot).iter().copied());
+        let words = places.flat_map(|slot| slots.logprobs(slot).iter().copied());
         let counts = (prompt().count() as u32, tokens as u32);
         self.places.push(index as u32, shape, counts, words);
     }
 
-    /// Lists one token for each request; `false` when some request has more or fewer.
+    /// Collects one token per request; `false` when some request has more or fewer.
     fn gather_fast(&mut self, plan: &Plan) -> bool {
         if plan.slots().has_probes() || plan.drafts().any() {
             return false;
         }
         let (requests, slots) = (plan.requests(), plan.slots());
-        let token_ids = plan.rows().token_ids();
+        let token_ids = plan.query_tokens().token_ids();
         let tokens = &mut self.response.tokens;
         tokens.clear();
-        let mut answered = Answered::default();
+        let mut token_counts = TokenCounts::default();
         for request in requests {
             match (request.drafts(), slots.of(request.slots())) {
                 (0, [slot]) if slot.class().is_token() => tokens.push(slot.token()),
@@ -153,30 +158,30 @@ impl Reply {
                     tokens.push(slot.token());
                 }
                 (drafts @ 1.., slots) if token_count(request, slots, token_ids) == 1 => {
-                    answered.verified(drafts, 1);
+                    token_counts.verified(drafts, 1);
                     tokens.push(slots[0].token());
                 }
                 _ => return false,
             }
         }
-        answered.tokens = tokens.len();
-        self.answered = answered;
+        token_counts.tokens = tokens.len();
+        self.token_counts = token_counts;
         !requests.is_empty()
     }
 
-    /// Lists the outputs of every request, each kind in the order of its samplers.
+    /// Collects the outputs of every request, each kind in the order of its samplers.
     fn gather(&mut self, plan: &Plan) {
         let vocab_size = plan.limits().vocab_size;
         let slots = plan.slots();
         self.start(plan.request_count(), slots);
-        let mut answered = Answered::default();
+        let mut token_counts = TokenCounts::default();
         for request in plan.requests() {
             let own = slots.of(request.slots());
             let mut tokens = match request.drafts() {
                 0 => own.len(),
                 drafts => {
-                    let tokens = token_count(request, own, plan.rows().token_ids());
-                    answered.verified(drafts, tokens);
+                    let tokens = token_count(request, own, plan.query_tokens().token_ids());
+                    token_counts.verified(drafts, tokens);
                     tokens
                 }
             };
@@ -190,8 +195,8 @@ impl Reply {
             }
             self.end_request(slots);
         }
-        answered.tokens = self.response.tokens.len();
-        self.answered = answered;
+        token_counts.tokens = self.response.tokens.len();
+        self.token_counts = token_counts;
         self.gather_drafts(plan);
     }
 
@@ -212,16 +217,16 @@ impl Reply {
     fn encode(
         &mut self,
         driver_id: u32,
-        probes: Probes,
+        timings: ForwardTimings,
         buffer: &mut [u8],
     ) -> Result<usize, WireError> {
         let response = &mut self.response;
-        response.probe_wire_parse_us = probes.wire_parse;
-        response.probe_plan_us = probes.plan;
-        response.probe_h2d_us = probes.h2d;
-        response.probe_kernel_launch_us = probes.kernel_launch;
-        response.probe_sync_us = probes.sync;
-        // The payload owns the arrays only while it is encoded; they come back for the next frame.
+        response.probe_wire_parse_us = timings.wire_parse;
+        response.probe_plan_us = timings.plan;
+        response.probe_h2d_us = timings.h2d;
+        response.probe_kernel_launch_us = timings.kernel_launch;
+        response.probe_sync_us = timings.sync;
+        // The payload borrows the arrays by value while it is encoded.
         let frame = ResponseFrame {
             driver_id,
             aborted: false,
@@ -234,8 +239,8 @@ impl Reply {
         written
     }
 
-    /// Empties the arrays and gives those of the kinds that are asked for their first offset.
-    fn start(&mut self, requests: usize, slots: &Slots) {
+    /// Clears the arrays, and starts the offset arrays of the requested kinds with 0.
+    fn start(&mut self, requests: usize, slots: &SamplingSlots) {
         let r = &mut self.response;
         r.num_requests = requests as u32;
         for offsets in [
@@ -286,7 +291,7 @@ impl Reply {
         }
     }
 
-    fn add_probe(&mut self, slot: &Slot, slots: &Slots, vocab_size: u32) {
+    fn add_probe(&mut self, slot: &SamplingSlot, slots: &SamplingSlots, vocab_size: u32) {
         let r = &mut self.response;
         let values = slot.output(vocab_size);
         match slot.class() {
@@ -313,8 +318,8 @@ impl Reply {
         }
     }
 
-    /// Notes where the outputs of a request end.
-    fn end_request(&mut self, slots: &Slots) {
+    /// Appends the end offsets of a request.
+    fn end_request(&mut self, slots: &SamplingSlots) {
         let r = &mut self.response;
         r.tokens_indptr.push(r.tokens.len() as u32);
         for (class, offsets, entries) in [

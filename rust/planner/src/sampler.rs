@@ -1,30 +1,30 @@
-//! Samplers, with their parameters brought into range.
+//! Sampler parameters, clamped to their ranges.
 
-pub(crate) mod extra;
+pub(crate) mod logits_processors;
 pub(crate) mod params;
 pub(crate) mod random;
 
 use pie_wire::{CombinedSampler, SamplerView};
 
-/// What a slot makes of its logit row. Slots of one class lie together in a group, in this order.
+/// The output kind of a sampling slot. A sampling group is sorted by class, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum SlotClass {
     /// A token: arg-max, lowest id on ties.
     Greedy,
-    /// A token of the whole tempered distribution.
+    /// A token sampled with temperature only.
     Plain,
-    /// A token of the distribution that top-k, top-p or min-p restrict.
+    /// A token sampled with top-k, top-p or min-p.
     Filtered,
     /// The most probable tokens with their probabilities.
     Dist,
-    /// The logits themselves.
+    /// Raw logits.
     Logits,
     /// Log-probabilities of given tokens.
     Logprobs,
     /// The distribution's entropy.
     Entropy,
-    /// Log-probabilities that the extension asks for of a token of the prompt, from the row before it.
+    /// Log-probabilities of a prompt token, from the logits row before it.
     Prompt,
 }
 
@@ -44,20 +44,18 @@ impl SlotClass {
     }
 }
 
-/// A sampler's parameters, clamped as the Pie driver protocol asks. Those that a class does not know have the value that
-/// restricts nothing.
+/// Sampler parameters, clamped as the Pie driver protocol requires. Unused parameters are neutral.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SamplerParams {
-    /// Temperature; 0 = arg-max, or all mass on it.
+    /// Temperature; 0 = arg-max.
     pub temperature: f32,
-    /// Keep, or report, the k most probable; `vocab_size` = all.
+    /// Top-k, or number of reported ids; `vocab_size` = off.
     pub top_k: u32,
-    /// Keep the smallest head of the distribution with at least this mass; 1 = all, 0 = one. Below 0 it is the negated share
-    /// of the whole distribution, and not of what `top_k` leaves.
+    /// Top-p (nucleus); 1 = off. Negative: `-top_p` of the full distribution instead of what `top_k` leaves.
     pub top_p: f32,
-    /// Keep ids with at least this share of the largest probability; 0 = all.
+    /// Min-p; 0 = off.
     pub min_p: f32,
-    /// Caller's seed; `None` = fresh randomness.
+    /// Seed of the caller, if any.
     pub seed: Option<u64>,
 }
 
@@ -65,7 +63,7 @@ pub struct SamplerParams {
 const GREEDY_TEMPERATURE: f32 = 1e-5;
 
 impl SamplerParams {
-    /// Those of the arg-max sampler.
+    /// Parameters of the greedy sampler.
     #[must_use]
     pub const fn greedy(vocab_size: u32) -> Self {
         Self {
@@ -77,7 +75,7 @@ impl SamplerParams {
         }
     }
 
-    /// Reads a sampler off the wire; `None` for the reserved one, which has no output.
+    /// Converts a sampler of the frame; `None` for the reserved one, which has no output.
     #[must_use]
     #[inline(always)]
     #[expect(
@@ -133,7 +131,7 @@ impl SamplerParams {
         })
     }
 
-    /// The parameters of a combined sampler, which were checked, and the class of its slots.
+    /// Class and parameters of a validated combined sampler.
     #[must_use]
     pub fn combined(sampler: &CombinedSampler, vocab_size: u32) -> (SlotClass, Self) {
         let top_k = clamp_k(sampler.top_k, vocab_size);
@@ -141,14 +139,14 @@ impl SamplerParams {
         let params = Self {
             temperature: clamp_temperature(sampler.temperature),
             top_k,
-            // Where nothing else restricts, both shares are the same.
+            // Without top-k both meanings of top-p are equal.
             top_p: if top_p < 1.0 && top_k < vocab_size {
                 -top_p
             } else {
                 top_p
             },
             min_p: sampler.min_p,
-            // The upper half of the keys is for samplers without a seed.
+            // The upper half of the key space is for samplers without a seed.
             seed: sampler.seed.map(|seed| seed & (u64::MAX >> 1)),
         };
         (params.token_class(vocab_size), params)

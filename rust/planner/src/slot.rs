@@ -1,4 +1,4 @@
-//! Sampling slots: planned from a request's samplers, answered by the engine's outputs.
+//! Sampling slots: one logits row and its sampler each; planned from requests, filled by the engine's outputs.
 
 pub(crate) mod group;
 pub(crate) mod outputs;
@@ -6,52 +6,52 @@ mod plan;
 
 use std::ops::Range;
 
-use pie_wire::PlaceShape;
+use pie_wire::LogprobShape;
 
-use crate::extent::Extent;
 use crate::mask::logit::LogitMasks;
+use crate::range32::Range32;
 use crate::sampler::SlotClass;
-use crate::sampler::extra::Extras;
+use crate::sampler::logits_processors::LogitsProcessors;
 use crate::slot::outputs::{Outputs, ProbeOutputs};
 
 /// Bytes of one index or number of a response.
 pub(crate) const WORD: usize = 4;
 
-/// One logit row and what to make of it. There are many, and planning finds the caches cold: a slot is kept small.
+/// One logits row with its sampler. Kept small: there are many, and planning runs with cold caches.
 #[derive(Debug, Clone)]
-pub(crate) struct Slot {
-    /// Row of the plan.
+pub(crate) struct SamplingSlot {
+    /// Logits row: query token index in the plan.
     row: u32,
     class: SlotClass,
-    /// Parameters as those of [`SamplerParams`].
+    /// Parameters as in [`SamplerParams`].
     temperature: f32,
     top_k: u32,
     top_p: f32,
     min_p: f32,
     uniform: f32,
-    /// Its request's mask in [`Slots::masks`], or [`UNMASKED`].
+    /// Index in [`SamplingSlots::masks`], or [`UNMASKED`].
     mask: u32,
-    /// What its request's extension asks for in [`Slots::extras`], or [`UNEXTENDED`].
-    extra: u32,
-    /// Whether it is a place whose log-probabilities its request's extension asks for.
-    is_place: bool,
-    /// Its tokens in [`Slots::labels`], of a log-probability slot; the token of a prompt's place.
-    labels: Extent,
+    /// Index in [`SamplingSlots::processors`], or [`NO_PROCESSOR`].
+    processor: u32,
+    /// Whether the extension requests log-probabilities for it.
+    returns_logprobs: bool,
+    /// Its range of [`SamplingSlots::labels`]: tokens of a log-probability slot, or the prompt token.
+    labels: Range32,
     /// The token, once sampled, or [`INVALID_TOKEN`].
     token: u32,
-    /// Where its output begins among those of its class, or its words among those of places, once computed.
+    /// Start of its output among those of its class, or of its log-probabilities, once computed.
     output: u32,
 }
 
-/// Of slots without a mask.
+/// Mask index of slots without one.
 const UNMASKED: u32 = u32::MAX;
-/// Of slots of requests without an extension.
-const UNEXTENDED: u32 = u32::MAX;
-/// In a slot whose logits were no numbers.
+/// Processor index of slots without one.
+const NO_PROCESSOR: u32 = u32::MAX;
+/// Token of a slot with NaN logits.
 const INVALID_TOKEN: u32 = u32::MAX;
 
-impl Slot {
-    /// Row of the plan.
+impl SamplingSlot {
+    /// Logits row: query token index in the plan.
     pub(crate) const fn row(&self) -> usize {
         self.row as usize
     }
@@ -77,46 +77,46 @@ impl Slot {
         self.min_p
     }
 
-    /// Uniform number in `[0, 1)`; 0 for slots that draw nothing.
+    /// Uniform random number in `[0, 1)`; 0 for slots that are not sampled at random.
     pub(crate) const fn uniform(&self) -> f32 {
         self.uniform
     }
 
-    /// The token that was sampled.
+    /// The sampled token.
     pub(crate) const fn token(&self) -> u32 {
         self.token
     }
 
-    /// Whether its logits were no numbers.
+    /// Whether its logits were NaN.
     pub(crate) const fn is_invalid(&self) -> bool {
         self.token == INVALID_TOKEN
     }
 
-    /// What its request's extension asks for in [`Slots::extras`].
-    pub(crate) const fn extra(&self) -> u32 {
-        self.extra
+    /// Index in [`SamplingSlots::processors`].
+    pub(crate) const fn processor(&self) -> u32 {
+        self.processor
     }
 
-    /// The same, as far as its logits are to be changed: a prompt's are the model's own.
-    pub(crate) fn changes(&self) -> u32 {
+    /// Its logits processor; none for prompt log-probabilities, which are of the unchanged logits.
+    pub(crate) fn adjusting_processor(&self) -> u32 {
         if self.class == SlotClass::Prompt {
-            UNEXTENDED
+            NO_PROCESSOR
         } else {
-            self.extra
+            self.processor
         }
     }
 
-    /// Whether its request's extension asks for log-probabilities of its place.
-    pub(crate) const fn is_place(&self) -> bool {
-        self.is_place
+    /// Whether the extension requests log-probabilities for it.
+    pub(crate) const fn returns_logprobs(&self) -> bool {
+        self.returns_logprobs
     }
 
-    /// Its request's mask in [`Slots::masks`].
+    /// Index of its mask in [`SamplingSlots::masks`].
     pub(crate) fn mask(&self) -> Option<usize> {
         (self.mask != UNMASKED).then_some(self.mask as usize)
     }
 
-    /// Takes its token as an engine gives it; `false` when that is outside the vocabulary.
+    /// Stores the sampled token; `false` when it is outside the vocabulary.
     fn take_token(&mut self, token: i64, vocab_size: u32) -> bool {
         let token = u32::try_from(token).ok();
         let token = token.filter(|&token| token < vocab_size);
@@ -124,7 +124,7 @@ impl Slot {
         token.is_some()
     }
 
-    /// Values of a probe's output.
+    /// Number of output values of a probe.
     pub(crate) fn len(&self, vocab_size: u32) -> usize {
         match self.class {
             SlotClass::Dist => self.top_k as usize,
@@ -135,12 +135,12 @@ impl Slot {
         }
     }
 
-    /// Where its output lies among those of its class.
+    /// Its output range among those of its class.
     pub(crate) fn output(&self, vocab_size: u32) -> Range<usize> {
         self.output as usize..self.output as usize + self.len(vocab_size)
     }
 
-    /// Bytes that its output takes in a response; a token is counted by its request.
+    /// Response bytes of a probe; tokens are counted per request.
     pub(crate) fn probe_bytes(&self, vocab_size: u32) -> usize {
         let values = self.len(vocab_size);
         match self.class {
@@ -152,9 +152,9 @@ impl Slot {
     }
 }
 
-/// What holds for all slots of a frame.
+/// What all slots of a frame share.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Sampling {
+pub(crate) struct SamplingContext {
     /// Rows of the embedding table.
     pub(crate) vocab_size: u32,
     /// Key of unseeded samplers.
@@ -163,31 +163,31 @@ pub(crate) struct Sampling {
     pub(crate) frame: u64,
 }
 
-/// The slots of a frame, and what they share.
+/// The sampling slots of a frame, with their masks, processors and outputs.
 #[derive(Debug, Default)]
-pub(crate) struct Slots {
-    all: Vec<Slot>,
+pub(crate) struct SamplingSlots {
+    all: Vec<SamplingSlot>,
     counts: [usize; SlotClass::COUNT],
     probe_bytes: usize,
-    /// Bytes that the places take in an answer, each with its request's row.
-    place_bytes: usize,
+    /// Upper bound of the response bytes of log-probabilities.
+    logprob_bytes: usize,
     masks: LogitMasks,
-    extras: Extras,
-    /// Tokens whose log-probabilities are asked for.
+    processors: LogitsProcessors,
+    /// Tokens whose log-probabilities are requested.
     labels: Vec<u32>,
     outputs: ProbeOutputs,
-    sampling: Sampling,
+    sampling: SamplingContext,
 }
 
-impl Slots {
-    /// Begins a frame.
-    pub(crate) fn start(&mut self, sampling: Sampling) {
+impl SamplingSlots {
+    /// Starts a frame.
+    pub(crate) fn start(&mut self, sampling: SamplingContext) {
         self.sampling = sampling;
         self.all.clear();
         self.counts = [0; SlotClass::COUNT];
-        (self.probe_bytes, self.place_bytes) = (0, 0);
+        (self.probe_bytes, self.logprob_bytes) = (0, 0);
         self.masks.clear();
-        self.extras.clear();
+        self.processors.clear();
         self.labels.clear();
         self.outputs.clear();
     }
@@ -198,12 +198,12 @@ impl Slots {
     }
 
     /// All slots of the frame.
-    pub(crate) fn all(&self) -> &[Slot] {
+    pub(crate) fn all(&self) -> &[SamplingSlot] {
         &self.all
     }
 
     /// The slots of a request.
-    pub(crate) fn of(&self, slots: Extent) -> &[Slot] {
+    pub(crate) fn of(&self, slots: Range32) -> &[SamplingSlot] {
         &self.all[slots.range()]
     }
 
@@ -212,8 +212,8 @@ impl Slots {
         self.counts[class as usize]
     }
 
-    /// Whether all slots are of one class.
-    pub(crate) fn are_alike(&self) -> bool {
+    /// Whether all slots have one class.
+    pub(crate) fn have_one_class(&self) -> bool {
         self.counts.iter().filter(|&&count| count > 0).count() <= 1
     }
 
@@ -222,38 +222,40 @@ impl Slots {
         self.counts[SlotClass::Dist as usize..SlotClass::Prompt as usize] != [0; 4]
     }
 
-    /// Whether each slot yields a token and nothing else, as those of decodes do.
-    pub(crate) fn are_tokens(&self) -> bool {
+    /// Whether every slot yields a token and nothing else: plain decodes.
+    pub(crate) fn yield_only_tokens(&self) -> bool {
         let classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
         let tokens: usize = classes.iter().map(|&class| self.count(class)).sum();
-        tokens == self.all.len() && self.place_bytes == 0
+        tokens == self.all.len() && self.logprob_bytes == 0
     }
 
-    /// Sum of [`Slot::probe_bytes`].
+    /// Sum of [`SamplingSlot::probe_bytes`].
     pub(crate) const fn probe_bytes(&self) -> usize {
         self.probe_bytes
     }
 
-    /// Most bytes that places take in an answer; 0 when no log-probabilities are asked for.
-    pub(crate) const fn place_bytes(&self) -> usize {
-        self.place_bytes
+    /// Upper bound of the response bytes of log-probabilities; 0 without any.
+    pub(crate) const fn logprob_bytes(&self) -> usize {
+        self.logprob_bytes
     }
 
-    /// What each place of a slot's request has; `None` where it asks for no log-probabilities.
-    pub(crate) fn shape(&self, slot: &Slot) -> Option<PlaceShape> {
-        let asked = self.extras.asked(slot.extra);
-        asked.filter(|_| slot.is_place).map(|asked| asked.shape)
+    /// Log-probabilities requested for a slot, if any.
+    pub(crate) fn shape(&self, slot: &SamplingSlot) -> Option<LogprobShape> {
+        let logprobs = self.processors.logprobs(slot.processor);
+        logprobs
+            .filter(|_| slot.returns_logprobs)
+            .map(|logprobs| logprobs.shape)
     }
 
-    /// Words of the place of a slot.
-    pub(crate) fn place_words(&self, slot: &Slot) -> usize {
-        self.shape(slot).map_or(0, PlaceShape::words)
+    /// Words of the log-probabilities of a slot.
+    pub(crate) fn logprob_words(&self, slot: &SamplingSlot) -> usize {
+        self.shape(slot).map_or(0, LogprobShape::words)
     }
 
-    /// The computed words of the place of a slot.
-    pub(crate) fn place(&self, slot: &Slot) -> &[u32] {
+    /// The computed log-probabilities of a slot.
+    pub(crate) fn logprobs(&self, slot: &SamplingSlot) -> &[u32] {
         let start = slot.output as usize;
-        self.outputs.place(start..start + self.place_words(slot))
+        self.outputs.place(start..start + self.logprob_words(slot))
     }
 
     /// The logit masks.
@@ -261,35 +263,35 @@ impl Slots {
         &self.masks
     }
 
-    /// What the frame's extension asks for.
-    pub(crate) const fn extras(&self) -> &Extras {
-        &self.extras
+    /// Penalties, biases and log-probability requests.
+    pub(crate) const fn processors(&self) -> &LogitsProcessors {
+        &self.processors
     }
 
     /// The tokens of a log-probability slot.
-    pub(crate) fn labels(&self, slot: &Slot) -> &[u32] {
+    pub(crate) fn labels(&self, slot: &SamplingSlot) -> &[u32] {
         &self.labels[slot.labels.range()]
     }
 
-    /// What probes yielded so far.
+    /// Outputs of probes so far.
     pub(crate) const fn outputs(&self) -> &ProbeOutputs {
         &self.outputs
     }
 
-    /// Gives a slot its token; false when that is outside the vocabulary.
+    /// Stores the token of a slot; false when it is outside the vocabulary.
     pub(crate) fn put_token(&mut self, slot: usize, token: u32, vocab_size: u32) -> bool {
         let valid = token < vocab_size;
         self.all[slot].token = if valid { token } else { INVALID_TOKEN };
         valid
     }
 
-    /// Gives the place of a slot its words, as many as [`place_words`](Self::place_words).
-    pub(crate) fn put_place(&mut self, slot: usize, words: impl Iterator<Item = u32>) {
-        self.all[slot].output = self.outputs.place_words() as u32;
+    /// Stores the log-probabilities of a slot: [`logprob_words`](Self::logprob_words) words.
+    pub(crate) fn put_logprobs(&mut self, slot: usize, words: impl Iterator<Item = u32>) {
+        self.all[slot].output = self.outputs.logprob_words() as u32;
         self.outputs.push_words(words);
     }
 
-    /// Hands each slot of a group its token; as [`put_outputs`](Self::put_outputs) does, where there is nothing else.
+    /// [`put_outputs`](Self::put_outputs) for a group that only yields tokens.
     fn put_tokens(&mut self, group: &[u32], tokens: &[i64], vocab_size: u32) -> bool {
         let all = &mut self.all[..];
         let mut valid = true;
@@ -299,28 +301,31 @@ impl Slots {
         valid
     }
 
-    /// Hands each slot of a group its output; `false` when a token is outside the vocabulary.
+    /// Stores the outputs of a group; `false` when a token is outside the vocabulary.
     pub(crate) fn put_outputs(
         &mut self,
         group: &[u32],
         outputs: &Outputs<'_>,
         vocab_size: u32,
     ) -> bool {
-        if self.are_tokens() {
+        if self.yield_only_tokens() {
             return self.put_tokens(group, outputs.tokens, vocab_size);
         }
         let mut tokens = outputs.tokens.iter();
         let mut next = self.outputs.lens();
-        let mut place_words = outputs.place_words.iter().map(|word| word.cast_unsigned());
+        let mut logprob_words = outputs
+            .logprob_words
+            .iter()
+            .map(|word| word.cast_unsigned());
         let mut valid = true;
-        let (all, extras) = (&mut self.all[..], &self.extras);
+        let (all, processors) = (&mut self.all[..], &self.processors);
         for &index in group {
             let slot = &mut all[index as usize];
-            if slot.is_place
-                && let Some(asked) = extras.asked(slot.extra)
+            if slot.returns_logprobs
+                && let Some(logprobs) = processors.logprobs(slot.processor)
             {
-                slot.output = self.outputs.place_words() as u32;
-                let words = place_words.by_ref().take(asked.shape.words());
+                slot.output = self.outputs.logprob_words() as u32;
+                let words = logprob_words.by_ref().take(logprobs.shape.words());
                 self.outputs.push_words(words);
             }
             if slot.class.is_token() {

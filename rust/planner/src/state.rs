@@ -1,51 +1,50 @@
-//! Recurrent state: which slot of the engine's state pool a request's layers read and advance.
+//! Recurrent state (Mamba, linear attention): the slot in the engine's state pool of each request.
 
-use crate::fault::RequestFault;
+use crate::error::RequestError;
 use crate::frame::Frame;
 
-/// Bit 0 of `rs_slot_flags`: the request starts anew, from zeros.
+/// Bit 0 of `rs_slot_flags`: reset to zeros.
 const RESET: u8 = 1;
 
-/// A request's slot, and whether it starts from zeros: twice the engine's slot, and one for the zeros.
+/// The engine's state slot times 2, plus 1 to reset it to zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct State(u32);
+pub(crate) struct RecurrentState(u32);
 
-impl Default for State {
-    /// The engine's padding slot, from zeros.
+impl Default for RecurrentState {
+    /// The padding slot, reset.
     fn default() -> Self {
         Self(1)
     }
 }
 
-impl State {
-    /// The slot of request `index`, which brings `drafts`, for an engine with `slots` of them. Rejected drafts would spoil
-    /// the state.
+impl RecurrentState {
+    /// The state slot of request `index`, for a pool of `slots`. Drafts are rejected: the state cannot be rolled back.
     pub(crate) fn of(
         frame: &Frame<'_>,
         slots: u32,
         index: usize,
         drafts: u32,
-    ) -> Result<Self, RequestFault> {
+    ) -> Result<Self, RequestError> {
         if drafts > 0 {
-            return Err(RequestFault::StateDrafts { drafts });
+            return Err(RequestError::StateDrafts { drafts });
         }
         let slot = *frame
             .state_slots
             .get(index)
-            .ok_or(RequestFault::NoStateSlot)?;
+            .ok_or(RequestError::NoStateSlot)?;
         if slot >= slots {
-            return Err(RequestFault::StateSlot { slot, slots });
+            return Err(RequestError::StateSlot { slot, slots });
         }
         let flags = frame.state_flags.get(index).copied().unwrap_or(0);
         Ok(Self(2 * (slot + 1) + u32::from(flags & RESET)))
     }
 
-    /// The engine's slot; 0 is for padding.
+    /// The engine's slot; 0 = padding.
     pub(crate) const fn slot(self) -> u32 {
         self.0 / 2
     }
 
-    /// Whether the request starts from zeros.
+    /// Whether the state is reset to zeros.
     pub(crate) const fn resets(self) -> bool {
         self.0 % 2 == 1
     }

@@ -1,60 +1,59 @@
-//! The host's mirror of the device's block table: which context a row was last used for, and which pages the row names.
-//! Only entries that differ travel.
+//! Host mirror of the device's block table, so that only changed entries are transferred.
 //!
-//! A context finds its row again by its id, so that its pages need not be sent anew when its place in the batch changes.
-//! Ids only make that likely: a row's pages are compared with the frame's before they are relied on.
+//! A context keeps its row while it is found by its id, whatever its index in the batch. The id is a hint: a row's pages are
+//! compared with those of the frame.
 
-pub(crate) mod changes;
-pub(crate) mod pairs;
-pub(crate) mod storage;
+pub(crate) mod common_lengths;
+pub(crate) mod slot_mapping;
+pub(crate) mod updates;
 
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::limits::Limits;
-use crate::table::pairs::Pairs;
+use crate::table::common_lengths::CommonLengths;
 
 /// Context id of requests that name none.
 const ANONYMOUS: u64 = 0;
 
 #[derive(Debug, Clone, Default)]
-struct Row {
+struct TableRow {
     context: u64,
-    /// What the device's row names; entries after a shorter list stay, they may be right again later.
+    /// Pages in the device's row. Entries beyond a shorter list stay, for later reuse.
     pages: Vec<u32>,
     /// Number of the last frame that used the row.
     used: u64,
-    /// Neighbours in the order of use.
+    /// Neighbours in the LRU list.
     older: usize,
     newer: usize,
 }
 
-/// A row for each request of a pass.
+/// The mirror: one row per request of a pass, reused least recently used first.
 #[derive(Debug)]
 pub(crate) struct BlockTable {
-    /// One more than there are: the last one links the newest row with the oldest.
-    rows: Vec<Row>,
+    /// One more than the table has: the last is the sentinel of the LRU list.
+    rows: Vec<TableRow>,
     by_context: FxHashMap<u64, usize>,
-    /// The rows of this frame's requests so far, then those of the last frame: the next request most likely wants the
-    /// row that its predecessor had.
+    /// Rows of this frame's requests so far, then those of the last frame: the next request most likely has the row of its
+    /// predecessor.
     order: Vec<usize>,
-    /// Of each request of this frame the row that [`BlockTable::expect`] looked at, and how many of its entries agree.
+    /// `[row, matching entries]` of [`BlockTable::precompare`], for each request of this frame.
     expected: Vec<[u32; 2]>,
     /// Requests of this frame that have a row.
     taken: usize,
     frame: u64,
-    /// What rows have in common.
-    pairs: Pairs,
+    /// Common prefixes of rows.
+    common_lengths: CommonLengths,
 }
 
 impl BlockTable {
     pub(crate) fn new(limits: &Limits) -> Self {
         let count = limits.max_requests as usize;
-        // Twice the entries, so that removed ones are cleared away in place.
+        // Twice the size, so that tombstones are removed without reallocation.
         let by_context = FxHashMap::with_capacity_and_hasher(2 * count, FxBuildHasher);
-        let rows = (0..=count).map(|row| Row {
+        let rows = (0..=count).map(|row| TableRow {
             older: row.checked_sub(1).unwrap_or(count),
             newer: if row == count { 0 } else { row + 1 },
-            ..Row::default()
+            ..TableRow::default()
         });
         Self {
             rows: rows.collect(),
@@ -63,11 +62,11 @@ impl BlockTable {
             expected: Vec::new(),
             taken: 0,
             frame: 0,
-            pairs: Pairs::new(count),
+            common_lengths: CommonLengths::new(count),
         }
     }
 
-    /// Number of the frame whose requests have the rows.
+    /// Number of the current frame.
     pub(crate) const fn frame(&self) -> u64 {
         self.frame
     }
@@ -77,28 +76,28 @@ impl BlockTable {
         self.rows.len() - 1
     }
 
-    /// Frees every row for the requests of a new frame.
+    /// Starts a frame: every row is free.
     pub(crate) fn start_frame(&mut self) {
         self.frame += 1;
         self.taken = 0;
         self.expected.clear();
     }
 
-    /// Compares the pages of the next request in order with the row that it will most likely get. The mirror is larger than
-    /// all else that planning reads, and cold: read in one go, row after row, its cache misses overlap.
-    pub(crate) fn expect(&mut self, pages: &[u32]) {
+    /// Compares the pages of the next request with the row that it will most likely get. The mirror is large and cold: read for
+    /// all requests in a row, its cache misses overlap.
+    pub(crate) fn precompare(&mut self, pages: &[u32]) {
         let next = self.order.get(self.expected.len());
         let row = next.copied().unwrap_or(self.len());
         let matching = common_prefix(&self.rows[row].pages, pages);
         self.expected.push([row as u32, matching as u32]);
     }
 
-    /// A free row for the next request, that of its context if there is one; `None` when this frame has used all.
-    pub(crate) fn find(&self, context: u64) -> Option<usize> {
+    /// A free row for the next request, if possible that of its context; `None` when all are used.
+    pub(crate) fn find_row(&self, context: u64) -> Option<usize> {
         if self.taken >= self.len() {
             return None;
         }
-        let free = |row: &Row| row.used != self.frame;
+        let free = |row: &TableRow| row.used != self.frame;
         let expected = self.order.get(self.taken).copied();
         let expected = expected.filter(|&row| {
             let row = &self.rows[row];
@@ -108,12 +107,12 @@ impl BlockTable {
             let row = self.by_context.get(&context).copied();
             row.filter(|&row| free(&self.rows[row]))
         };
-        // Rows of this frame are newer than all others, so the oldest is free.
+        // Rows of this frame are the newest, so the oldest is free.
         let oldest = || self.rows[self.len()].newer;
         Some(expected.or_else(named).unwrap_or_else(oldest))
     }
 
-    /// How many entries of `pages` the row names already, from the first on.
+    /// Length of the common prefix of the row and `pages`.
     pub(crate) fn matching(&self, row: usize, pages: &[u32]) -> usize {
         common_prefix(&self.rows[row].pages, pages)
     }
@@ -126,11 +125,11 @@ impl BlockTable {
         }
     }
 
-    /// Gives `row` to the next request of the frame.
-    pub(crate) fn take(&mut self, row: usize, context: u64) {
+    /// Assigns `row` to the next request of the frame.
+    pub(crate) fn assign(&mut self, row: usize, context: u64) {
         self.rows[row].used = self.frame;
         self.make_newest(row);
-        self.rename(row, context);
+        self.set_context(row, context);
         match self.order.get_mut(self.taken) {
             Some(place) => *place = row,
             None => self.order.push(row),
@@ -139,7 +138,7 @@ impl BlockTable {
     }
 
     fn make_newest(&mut self, row: usize) {
-        let Row { older, newer, .. } = self.rows[row];
+        let TableRow { older, newer, .. } = self.rows[row];
         self.rows[older].newer = newer;
         self.rows[newer].older = older;
         let end = self.len();
@@ -148,9 +147,9 @@ impl BlockTable {
         (self.rows[row].older, self.rows[row].newer) = (newest, end);
     }
 
-    /// A row for one request more than there are rows. It is that of the request as many places before, which no pass
-    /// holds together with this one; update it when its turn has come.
-    pub(crate) fn take_over(&mut self) -> usize {
+    /// A row for a request beyond the number of rows: that of the request `len()` before it, which is in an earlier pass. Update it
+    /// when its pass is staged.
+    pub(crate) fn share_row(&mut self) -> usize {
         let row = self.order[self.taken - self.len()];
         self.order.truncate(self.taken);
         self.order.push(row);
@@ -158,8 +157,8 @@ impl BlockTable {
         row
     }
 
-    /// Notes that `row` is now used for `context`.
-    fn rename(&mut self, row: usize, context: u64) {
+    /// Assigns `row` to `context`.
+    fn set_context(&mut self, row: usize, context: u64) {
         let old = std::mem::replace(&mut self.rows[row].context, context);
         if old == context {
             return;
@@ -172,8 +171,7 @@ impl BlockTable {
         }
     }
 
-    /// Makes `row` name `pages`, of which the first `matching` are known to agree, and reports each `(column, page)`
-    /// that changed.
+    /// Sets `row` to `pages`, of which the first `matching` are equal already, and reports each changed `(column, page)`.
     pub(crate) fn update(
         &mut self,
         row: usize,
@@ -193,36 +191,34 @@ impl BlockTable {
             changed(column, page);
         }
         if same < pages.len() {
-            self.pairs.cut(row, same);
+            self.common_lengths.cut(row, same);
         }
     }
 
-    /// How many of their first `count` entries two rows have in common, from the first on. Rows that are compared again are
-    /// read from where they may differ.
-    pub(crate) fn common(&mut self, earlier: usize, later: usize, count: usize) -> usize {
+    /// Length of the common prefix of two rows, up to `count` entries. Known common entries are skipped.
+    pub(crate) fn common_pages(&mut self, earlier: usize, later: usize, count: usize) -> usize {
         let [a, b] = [earlier, later].map(|row| &self.rows[row].pages[..count]);
-        self.pairs.common(earlier, later, |start| {
+        self.common_lengths.common(earlier, later, |start| {
             let start = start.min(count);
             start + common_prefix(&a[start..], &b[start..])
         })
     }
 
-    /// The pages of a row; those of its request come first.
+    /// The pages of a row; its request may have fewer.
     pub(crate) fn pages(&self, row: usize) -> &[u32] {
         &self.rows[row].pages
     }
 
-    /// Forgets what the device holds: after a failed pass its state is unknown.
-    pub(crate) fn forget(&mut self) {
+    /// Clears the mirror: after a failed pass the device's table is unknown.
+    pub(crate) fn invalidate(&mut self) {
         self.rows.iter_mut().for_each(|row| row.pages.clear());
-        self.pairs.clear();
+        self.common_lengths.clear();
     }
 }
 
-/// How many entries two lists have in common, from the first on.
+/// Length of the common prefix of two lists.
 pub(crate) fn common_prefix(a: &[u32], b: &[u32]) -> usize {
-    // Blocks are compared far faster than their elements. Memory is read once: of a large block that differs the caches
-    // have what is read again.
+    // Block comparison is vectorized; the block that differs is in the cache when it is read again.
     const LARGE: usize = 1024;
     const SMALL: usize = 64;
     let len = a.len().min(b.len());
@@ -266,20 +262,20 @@ mod tests {
         BlockTable::new(&limits)
     }
 
-    /// One frame of `(context, pages)`; returns the row of each and how many entries travelled.
+    /// One frame of `(context, pages)`; returns the row of each and the number of updates.
     fn frame(table: &mut BlockTable, requests: &[(u64, Vec<u32>)]) -> (Vec<usize>, usize) {
         table.start_frame();
         for (_, pages) in requests {
-            table.expect(pages);
+            table.precompare(pages);
         }
         let mut rows = Vec::new();
         let mut updates = 0;
         for (index, (context, pages)) in requests.iter().enumerate() {
             let row = table
-                .find(*context)
+                .find_row(*context)
                 .unwrap_or_else(|| panic!("{rows:?} leave a row"));
             let matching = table.matching_free(row, index, pages);
-            table.take(row, *context);
+            table.assign(row, *context);
             table.update(row, pages, matching, |_, _| updates += 1);
             rows.push(row);
         }
@@ -372,19 +368,19 @@ mod tests {
             let mut device = vec![vec![u32::MAX; 12]; ROWS];
             for (requests, lost) in frames {
                 if lost {
-                    table.forget();
+                    table.invalidate();
                     device = vec![vec![u32::MAX; 12]; ROWS];
                 }
                 table.start_frame();
                 for (_, pages) in &requests {
-                    table.expect(pages);
+                    table.precompare(pages);
                 }
                 let mut used = Vec::new();
                 for (index, (context, pages)) in requests.iter().enumerate() {
-                    let row = table.find(*context).expect("no more requests than rows");
+                    let row = table.find_row(*context).expect("no more requests than rows");
                     let matching = table.matching_free(row, index, pages);
                     prop_assert_eq!(matching, table.matching(row, pages));
-                    table.take(row, *context);
+                    table.assign(row, *context);
                     table.update(row, pages, matching, |column, page| {
                         assert_ne!(device[row][column], page);
                         device[row][column] = page;
@@ -401,10 +397,10 @@ mod tests {
                 for ((a, pages), (b, others)) in lists.clone().zip(lists.skip(1)) {
                     let most = pages.len().min(others.len());
                     let common = common_prefix(pages, others);
-                    prop_assert_eq!(table.common(a, b, most), common);
-                    prop_assert_eq!(table.common(a, b, most / 2), common.min(most / 2));
+                    prop_assert_eq!(table.common_pages(a, b, most), common);
+                    prop_assert_eq!(table.common_pages(a, b, most / 2), common.min(most / 2));
                 }
-                prop_assert_eq!(table.find(1).is_none(), requests.len() == ROWS);
+                prop_assert_eq!(table.find_row(1).is_none(), requests.len() == ROWS);
             }
         }
     }

@@ -6,7 +6,7 @@ use allocation_counter::measure;
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
 use common::engine::{Engine, memory};
-use pie_planner::{DraftOptions, Layout, Limits, NgramConfig, Planner, Probes, StepMemory};
+use pie_planner::{DraftOptions, ForwardTimings, Layout, Limits, NgramConfig, Planner, StepMemory};
 use pie_wire::{ForwardRequest, Sampler};
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ struct Driver {
     masks: Vec<i32>,
     buffer: Vec<u64>,
     /// Of the last frame.
-    faults: usize,
+    errors: usize,
     tokens: usize,
 }
 
@@ -35,7 +35,7 @@ impl Driver {
             masks: vec![0; ROWS * limits.mask_words()],
             buffer: vec![0; 1 << 13],
             engine: Engine::default(),
-            faults: 0,
+            errors: 0,
             tokens: 0,
             planner,
         }
@@ -47,7 +47,7 @@ impl Driver {
         let planned = self.planner.plan(DRIVER, encoded.forward());
         let mut plan = planned.expect("a sound frame");
         let size = plan.graph_size(ROWS);
-        self.planner.find_groups(&mut plan, 0);
+        self.planner.find_prefix_groups(&mut plan, 0);
         if size.is_none_or(|size| size.rows > ROWS) {
             let block = bytemuck::cast_slice_mut(&mut self.block);
             let computed = self.engine.run(&mut self.planner, plan, block);
@@ -65,9 +65,11 @@ impl Driver {
             .expect("the memory fits")
             .put_tokens(|row| row as u32, |_| 0);
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
-        let reply = self.planner.reply(&mut computed, Probes::default(), buffer);
+        let reply = self
+            .planner
+            .reply(&mut computed, ForwardTimings::default(), buffer);
         if let Some(time) = took {
-            self.planner.step_took(&mut computed, time, time);
+            self.planner.record_step_time(&mut computed, time, time);
         }
         self.planner.recycle(computed);
         reply.is_ok()
@@ -85,8 +87,10 @@ impl Driver {
         let mut computed = self.engine.run(&mut self.planner, plan, block);
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
         let buffer = &mut buffer[..capacity];
-        let reply = self.planner.reply(&mut computed, Probes::default(), buffer);
-        self.faults = computed.faults().len();
+        let reply = self
+            .planner
+            .reply(&mut computed, ForwardTimings::default(), buffer);
+        self.errors = computed.request_errors().len();
         self.tokens = computed.token_count();
         self.planner.recycle(computed);
         reply.is_ok()
@@ -253,9 +257,9 @@ fn recurrent_state_is_planned_without_allocations() {
         let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
         let memory = bytemuck::cast_slice_mut(&mut block);
         let computed = engine.run(&mut planner, plan, memory);
-        let faults = computed.faults().len();
+        let errors = computed.request_errors().len();
         planner.recycle(computed);
-        faults
+        errors
     };
     assert_eq!((plan(), plan()), (0, 0));
     assert_eq!(allocations(|| assert_eq!(plan(), 0)), 0);
@@ -272,12 +276,12 @@ fn drafting_allocates_nothing_in_the_steady_state() {
     let options = DraftOptions {
         ngram: NgramConfig::default(),
         num_drafts: 60,
-        rungs: vec![8, 1024],
+        graph_sizes: vec![8, 1024],
         host_pages: 0,
     };
     driver
         .planner
-        .draft(&options)
+        .enable_drafts(&options)
         .expect("the options are right");
     // The answer of row `r` is `r`, which makes the text of request `r` go on.
     let prompt = |r: u32| Req::new(16, 0, &[r, 500, r, 500, r, 500, r], &[r]).sample(6, GREEDY);
@@ -316,7 +320,7 @@ fn a_lost_block_table_costs_no_memory() {
     let encoded = Encoded::new(DRIVER, &frames()[0]);
     assert!(driver.step(&encoded, 1 << 15));
     let count = allocations(|| {
-        driver.planner.forget_table();
+        driver.planner.invalidate_block_table();
         assert!(driver.step(&encoded, 1 << 15));
     });
     assert_eq!(count, 0);
@@ -349,9 +353,9 @@ fn outputs_that_do_not_fit_take_no_memory() {
         let many: Vec<_> = (0..100_000_u32)
             .map(|r| Req::new(16, 3, &[1], &[r % 64]).sample(0, probe.clone()))
             .collect();
-        for (requests, faults) in [(vec![one], 1), (many, 100_000)] {
+        for (requests, errors) in [(vec![one], 1), (many, 100_000)] {
             let (peak, driver) = peak(limits, &frame(&requests));
-            assert_eq!(driver.faults, faults);
+            assert_eq!(driver.errors, errors);
             assert_eq!(driver.tokens, requests.len());
             // A slot and a request are records of some hundred bytes.
             assert!(peak < 1000 * 100_000, "{peak} bytes");
@@ -368,7 +372,7 @@ fn requests_that_do_not_fit_do_not_accumulate() {
     let mut driver = Driver::new(limits);
     let encoded = Encoded::new(DRIVER, &frames()[0]);
     assert!(driver.step(&encoded, 5000));
-    assert!(driver.faults > 0);
+    assert!(driver.errors > 0);
     let again = measure(|| {
         for _ in 0..100 {
             assert!(driver.step(&encoded, 5000));

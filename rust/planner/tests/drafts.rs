@@ -3,12 +3,12 @@
 use std::cell::Cell;
 use std::time::Duration;
 
+use crate::common::answer::{Answer, answer};
 use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
-use crate::common::device::{Answer, answer};
 use crate::common::engine::{Engine, memory};
 use pie_planner::{
-    Computed, DraftCounters, DraftOptions, Layout, Limits, NgramConfig, PagePool, Plan, Planner,
-    Probes, StepMemory,
+    ComputedPlan, DraftCounters, DraftOptions, ForwardTimings, Layout, Limits, NgramConfig,
+    PagePool, Plan, Planner, StepMemory,
 };
 
 const NUM_DRAFTS: usize = 4;
@@ -28,7 +28,7 @@ struct Server<F> {
 
 /// What a request was answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Answered {
+struct TokenCounts {
     tokens: Vec<u32>,
     drafts: Vec<u32>,
     positions: Vec<u32>,
@@ -40,10 +40,12 @@ impl<F: Fn(u32) -> u32> Server<F> {
         let options = DraftOptions {
             ngram: NgramConfig::default(),
             num_drafts: NUM_DRAFTS,
-            rungs: vec![1, 2, 4, 8, 16, 32, ROWS],
+            graph_sizes: vec![1, 2, 4, 8, 16, 32, ROWS],
             host_pages: 8,
         };
-        planner.draft(&options).expect("the options are right");
+        planner
+            .enable_drafts(&options)
+            .expect("the options are right");
         Self {
             planner,
             text,
@@ -54,7 +56,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
     }
 
     /// Requests with their context, and whether they ask for drafts.
-    fn run(&mut self, requests: &[(Req, u64, bool)]) -> (Vec<Answered>, bool) {
+    fn run(&mut self, requests: &[(Req, u64, bool)]) -> (Vec<TokenCounts>, bool) {
         let parts: Vec<Req> = requests
             .iter()
             .map(|(request, ..)| request.clone())
@@ -67,7 +69,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             .planner
             .plan(crate::common::device::DRIVER, encoded.forward());
         let plan = planned.expect("a right frame");
-        assert_eq!(plan.faults(), []);
+        assert_eq!(plan.request_errors(), []);
         let positions: Vec<u32> = parts
             .iter()
             .flat_map(|request| request.positions.iter().chain(&request.draft_positions))
@@ -77,15 +79,17 @@ impl<F: Fn(u32) -> u32> Server<F> {
         let capacity = self.planner.limits().reply_bytes as usize;
         let mut words = vec![0_u64; capacity.div_ceil(8)];
         let bytes = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
-        let length = self.planner.reply(&mut computed, Probes::default(), bytes);
+        let length = self
+            .planner
+            .reply(&mut computed, ForwardTimings::default(), bytes);
         let length = length.expect("the reply fits");
         let time = (self.cost)(positions.len());
-        self.planner.step_took(&mut computed, time, time);
+        self.planner.record_step_time(&mut computed, time, time);
         self.planner.recycle(computed);
         self.reports.extend(self.planner.draft_report());
         match answer(&bytes[..length]) {
             Answer::Fast(tokens) => {
-                let alone = |token| Answered {
+                let alone = |token| TokenCounts {
                     tokens: vec![token],
                     drafts: Vec::new(),
                     positions: Vec::new(),
@@ -99,7 +103,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
                     ends => values[ends[index] as usize..ends[index + 1] as usize].to_vec(),
                 };
                 let r = &response;
-                let answered = |index| Answered {
+                let answered = |index| TokenCounts {
                     tokens: part(&r.tokens_indptr, &r.tokens, index),
                     drafts: part(&r.spec_indptr, &r.spec_tokens, index),
                     positions: part(&r.spec_indptr, &r.spec_positions, index),
@@ -109,7 +113,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
         }
     }
 
-    fn compute(&mut self, plan: Plan, positions: &[u32]) -> Computed {
+    fn compute(&mut self, plan: Plan, positions: &[u32]) -> ComputedPlan {
         let size = plan.graph_size(ROWS);
         let rows = size.expect("a graph takes it").rows;
         let layout = Layout::graph(rows);
@@ -159,8 +163,8 @@ impl Context {
             .verify(&self.drafts)
     }
 
-    fn take(&mut self, answered: &Answered) {
-        let Answered {
+    fn take(&mut self, answered: &TokenCounts) {
+        let TokenCounts {
             tokens,
             drafts,
             positions,
@@ -311,7 +315,7 @@ fn batches_that_no_graph_runs_say_nothing_of_graphs() {
                 let memory = bytemuck::cast_slice_mut(&mut memory);
                 let mut computed = Engine::default().run(&mut server.planner, plan, memory);
                 let time = Duration::from_millis(100);
-                server.planner.step_took(&mut computed, time, time);
+                server.planner.record_step_time(&mut computed, time, time);
             }
         }
         context.drafted

@@ -4,12 +4,12 @@ use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine::{memory, next_group, next_pass};
 use pie_planner::{
-    Layout, Plan, Planner, RECORD_WORDS, RequestFault, STEP_EXTRA_WORDS, SamplerParams, SlotClass,
+    Layout, Plan, Planner, RECORD_WORDS, RequestError, STEP_EXTRA_WORDS, SamplerParams, SlotClass,
     StepMemory, StepSize,
 };
 use pie_wire::{
-    CombinedSampler, LogprobsAsked, Params, ParamsRef, Penalties, PromptLogprobs, RequestExtension,
-    StepRow, append_extension, extension_len, split_request, write_extension,
+    CombinedSampler, LogprobOptions, Params, ParamsRef, Penalties, PromptLogprobs,
+    RequestExtension, StepRow, append_extension, extension_len, split_request, write_extension,
 };
 
 type Record = [i32; RECORD_WORDS];
@@ -56,7 +56,7 @@ fn plan_kept(
     let rows = rows.iter().map(|&(request, params)| StepRow {
         request,
         params,
-        wants_logprobs: true,
+        returns_logprobs: true,
         ..StepRow::default()
     });
     planned(planner, requests, |bytes, length| {
@@ -93,9 +93,13 @@ fn kept_parameters_hold_until_they_are_replaced() {
     let requests = [decode(30, 5, &[1, 2]), decode(31, 6, &[3, 4])];
     let kept = [(0, ParamsRef::Kept(5)), (1, ParamsRef::Kept(5))];
     let stage = |planner: &mut Planner, plan: Plan| {
-        assert!(plan.faults().is_empty(), "{:?}", plan.faults());
+        assert!(
+            plan.request_errors().is_empty(),
+            "{:?}",
+            plan.request_errors()
+        );
         let (records, words, _) = staged(planner, plan);
-        planner.forget_table();
+        planner.invalidate_block_table();
         (records, words)
     };
     let mut planner = Planner::new(ROOMY, 1);
@@ -133,14 +137,14 @@ fn a_request_that_names_what_is_not_kept_fails_alone() {
     let kept = |handle| ParamsRef::Kept(handle);
     let rows = [(0, kept(1)), (1, kept(2)), (2, kept(3))];
     let params = [(1, &wrong), (3, &none)];
-    let faults = |plan: Plan| {
-        let faults = plan.faults().iter();
-        faults
-            .map(|(request, fault)| (*request, fault.to_string()))
+    let errors = |plan: Plan| {
+        let errors = plan.request_errors().iter();
+        errors
+            .map(|(request, error)| (*request, error.to_string()))
             .collect::<Vec<_>>()
     };
     let plan = plan_kept(&mut planner, &requests, &params, &rows);
-    let found = faults(plan);
+    let found = errors(plan);
     assert_eq!(found.len(), 2);
     assert!(
         found[0].0 == 0 && found[0].1.contains("logit_bias"),
@@ -150,13 +154,13 @@ fn a_request_that_names_what_is_not_kept_fails_alone() {
         found[1].0 == 1 && found[1].1.contains("parameters"),
         "{found:?}"
     );
-    planner.forget_table();
+    planner.invalidate_block_table();
     // What was wrong stays so until it is replaced.
     let plan = plan_kept(&mut planner, &requests[..1], &[], &rows[..1]);
-    assert_eq!(faults(plan).len(), 1);
-    planner.forget_table();
+    assert_eq!(errors(plan).len(), 1);
+    planner.invalidate_block_table();
     let plan = plan_kept(&mut planner, &requests[..1], &[(1, &none)], &rows[..1]);
-    assert!(faults(plan).is_empty());
+    assert!(errors(plan).is_empty());
 }
 
 /// Records and words of the one group of the one pass, and what the pass notes.
@@ -166,7 +170,7 @@ fn staged(planner: &mut Planner, plan: Plan) -> (Vec<Record>, Vec<i32>, Option<V
     let Ok(pass) = next_pass(planner, plan, block) else {
         panic!("a pass is left");
     };
-    let noted = pass.noted().map(<[_]>::to_vec);
+    let noted = pass.token_history().map(<[_]>::to_vec);
     let Ok(group) = next_group(planner, pass, block) else {
         panic!("a group is left");
     };
@@ -191,7 +195,7 @@ fn each_slot_has_the_record_of_its_request() {
     ];
     let rows = [(0, penalized(25)), (1, bias)];
     let plan = plan(&mut planner, &requests, &rows);
-    assert!(plan.is_extended() && plan.faults().is_empty());
+    assert!(plan.is_extended() && plan.request_errors().is_empty());
     let (records, words, noted) = staged(&mut planner, plan);
     let penalties = [bits(0.5), bits(0.25), bits(2.0)];
     let row = |record: &Record| record[0];
@@ -371,7 +375,7 @@ fn a_prompt_of_which_nothing_counts_is_plain() {
     ] {
         let planned = plan(&mut planner, &[prompt(samples)], &[(0, row)]);
         assert_eq!(planned.is_extended(), extended);
-        planner.forget_table();
+        planner.invalidate_block_table();
     }
 }
 
@@ -417,7 +421,7 @@ fn parts_of_a_prompt_are_noted_and_history_once() {
         let Ok(pass) = next_pass(&mut planner, plan, block) else {
             panic!("three passes");
         };
-        noted.push(pass.noted().map(<[_]>::to_vec));
+        noted.push(pass.token_history().map(<[_]>::to_vec));
         plan = next_group(&planner, pass, block).expect_err("only the last one samples");
     }
     let (records, _, last) = staged(&mut planner, plan);
@@ -432,12 +436,12 @@ fn what_has_no_meaning_is_refused_by_name() {
         let mut planner = Planner::new(ROOMY, 1);
         let requests = [decode(31, 5, &[1, 2]), decode(31, 5, &[3, 4])];
         let plan = plan(&mut planner, &requests, &[(1, row)]);
-        let [(1, fault)] = plan.faults() else {
-            panic!("{:?}", plan.faults());
+        let [(1, error)] = plan.request_errors() else {
+            panic!("{:?}", plan.request_errors());
         };
-        assert!(fault.keeps_kv());
-        match fault {
-            RequestFault::Extension { parameter, .. } => (*parameter).to_owned(),
+        assert!(error.keeps_kv());
+        match error {
+            RequestError::Extension { parameter, .. } => (*parameter).to_owned(),
             other => other.kind().to_owned(),
         }
     };
@@ -450,32 +454,32 @@ fn what_has_no_meaning_is_refused_by_name() {
     assert_eq!(changed(|row| row.history = vec![1; 32]), "history");
     assert_eq!(changed(|row| row.history = vec![1000]), "history");
     assert_eq!(changed(|row| row.mask = vec![1; 31]), "mask");
-    let asks = |asked: LogprobsAsked| RequestExtension {
+    let asks = |asked: LogprobOptions| RequestExtension {
         logprobs: Some(asked),
         ..RequestExtension::default()
     };
     for (asked, parameter) in [
         (
-            LogprobsAsked {
+            LogprobOptions {
                 top: 1001,
-                ..LogprobsAsked::default()
+                ..LogprobOptions::default()
             },
             "top_logprobs_num",
         ),
         (
-            LogprobsAsked {
+            LogprobOptions {
                 token_ids: vec![1000],
-                ..LogprobsAsked::default()
+                ..LogprobOptions::default()
             },
             "token_ids_logprob",
         ),
         (
-            LogprobsAsked {
+            LogprobOptions {
                 prompt: Some(PromptLogprobs {
                     next: 1000,
                     ..PromptLogprobs::default()
                 }),
-                ..LogprobsAsked::default()
+                ..LogprobOptions::default()
             },
             "next_token",
         ),
@@ -492,8 +496,10 @@ fn what_has_no_meaning_is_refused_by_name() {
             mask: vec![1; 32],
             ..RequestExtension::default()
         };
-        plan(planner, &[request], &[(0, row)]).faults().to_vec()
+        plan(planner, &[request], &[(0, row)])
+            .request_errors()
+            .to_vec()
     };
-    let faults = both(&mut Planner::new(ROOMY, 1));
-    assert_eq!(faults, [(0, RequestFault::LogitMasks { masks: 2 })]);
+    let errors = both(&mut Planner::new(ROOMY, 1));
+    assert_eq!(errors, [(0, RequestError::LogitMasks { masks: 2 })]);
 }

@@ -4,16 +4,17 @@
 
 use std::time::{Duration, Instant};
 
+use crate::common::answer::answer;
 use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use crate::common::device::{DRIVER, answer};
+use crate::common::device::DRIVER;
 use crate::common::engine::{self, Engine, put};
 use pie_planner::{
-    Computed, LimitError, Limits, Outputs, Planner, Probes, RequestFault, StagedGroup,
+    ComputedPlan, ForwardTimings, LimitError, Limits, Outputs, Planner, RequestError, StagedGroup,
 };
 use pie_wire::{ForwardRequest, Sampler};
 
 /// Runs a frame from plan to reply with token 1 everywhere; returns the frame and the tokens of each request.
-fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Computed, Vec<Vec<u32>>) {
+fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (ComputedPlan, Vec<Vec<u32>>) {
     let limits = Limits {
         reply_bytes: capacity as u32,
         ..limits
@@ -31,7 +32,7 @@ fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Computed, 
     let plan = planner.plan(DRIVER, encoded.forward());
     let plan = plan.expect("a sound frame");
     let mut computed = Engine::default().run(&mut planner, plan, block);
-    let length = planner.reply(&mut computed, Probes::default(), buffer);
+    let length = planner.reply(&mut computed, ForwardTimings::default(), buffer);
     let length = length.expect("it fits");
     let elapsed = started.elapsed();
     assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
@@ -57,7 +58,7 @@ fn a_hundred_thousand_faults() {
     let mut outside = decode(3, 1, &[64]);
     outside.masks = Vec::new();
     let (computed, _) = run(ROOMY, &frame(&vec![outside; 100_000]), 1 << 20);
-    assert_eq!(computed.faults().len(), 100_000);
+    assert_eq!(computed.request_errors().len(), 100_000);
     assert_eq!(computed.pass_count(), 0);
 }
 
@@ -93,7 +94,7 @@ fn a_hundred_thousand_probes_of_every_kind() {
         ..ROOMY
     };
     let (computed, tokens) = run(limits, &frame(&[request]), 1 << 23);
-    assert!(computed.faults().is_empty());
+    assert!(computed.request_errors().is_empty());
     assert_eq!(tokens, [vec![1; 20_000]]);
 }
 
@@ -103,8 +104,12 @@ fn a_hundred_thousand_requests_for_logits_that_do_not_fit() {
     request.samplers = vec![(0, Sampler::RawLogits)];
     let (computed, _) = run(ROOMY, &frame(&vec![request; 100_000]), 1 << 20);
     // Offsets of all requests twice, and what is left for rows of 1000.
-    assert_eq!(computed.faults().len(), 100_000 - 62);
-    assert!(computed.faults().is_sorted_by_key(|(request, _)| *request));
+    assert_eq!(computed.request_errors().len(), 100_000 - 62);
+    assert!(
+        computed
+            .request_errors()
+            .is_sorted_by_key(|(request, _)| *request)
+    );
     assert_eq!(computed.token_count(), 100_000);
 }
 
@@ -127,7 +132,7 @@ fn a_hundred_thousand_spoilt_requests() {
         put(group, &outputs)
     };
     let computed = engine::run(&mut planner, plan, block, |_, _| {}, spoil);
-    assert_eq!(computed.faults().len(), 100_000);
+    assert_eq!(computed.request_errors().len(), 100_000);
     let elapsed = started.elapsed();
     assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
 }
@@ -138,7 +143,10 @@ fn a_logit_mask_for_each_of_a_hundred_thousand_requests() {
         .map(|r| decode(3, 1, &[0]).allow(&[r % 900, 1 + r % 7]))
         .collect();
     let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
-    assert_eq!((computed.faults().len(), tokens.len()), (0, 100_000));
+    assert_eq!(
+        (computed.request_errors().len(), tokens.len()),
+        (0, 100_000)
+    );
 }
 
 #[test]
@@ -147,7 +155,10 @@ fn a_long_logit_mask_is_packed() {
     runs[999_999] = 4;
     let requests = vec![decode(3, 1, &[0]).allow(&runs); 3];
     let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 12);
-    assert_eq!((computed.faults().len(), tokens), (0, vec![vec![1]; 3]));
+    assert_eq!(
+        (computed.request_errors().len(), tokens),
+        (0, vec![vec![1]; 3])
+    );
 }
 
 #[test]
@@ -201,10 +212,10 @@ fn many_drafts_are_counted_without_wrapping() {
         request.last_page_len = last_page_len;
         let (computed, _) = run(limits, &frame(&[request]), 1 << 20);
         assert!(matches!(
-            computed.faults(),
+            computed.request_errors(),
             [(
                 0,
-                RequestFault::Geometry {
+                RequestError::Geometry {
                     tokens: 100_001,
                     capacity: 1 | 16
                 }
@@ -231,10 +242,10 @@ fn consecutive_draft_positions_do_not_wrap() {
     request.draft_positions.clear();
     let (computed, _) = run(limits, &frame(&[request]), 1 << 12);
     assert!(matches!(
-        computed.faults(),
+        computed.request_errors(),
         [(
             0,
-            RequestFault::Position {
+            RequestError::Position {
                 position: u32::MAX,
                 ..
             }
@@ -251,7 +262,10 @@ fn a_long_mask_row_is_read_once() {
     let mut request = frame(&[request]);
     request.has_user_mask = true;
     let (computed, tokens) = run(ROOMY, &request, 1 << 12);
-    assert_eq!((computed.faults().len(), tokens), (0, vec![vec![1]]));
+    assert_eq!(
+        (computed.request_errors().len(), tokens),
+        (0, vec![vec![1]])
+    );
 }
 
 #[test]

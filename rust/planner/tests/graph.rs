@@ -8,8 +8,8 @@ use crate::common::device::DRIVER;
 use crate::common::engine::{self, Engine, memory};
 use crate::common::generate;
 use pie_planner::{
-    Computed, FieldId, Layout, Limits, Pass, Plan, Planner, Probes, SlotClass, StageError,
-    StagedGroup, StagedPass, StagedStep, StepMemory, StepSize,
+    ComputedPlan, FieldId, ForwardTimings, Layout, Limits, Pass, Plan, Planner, SlotClass,
+    StageError, StagedGroup, StagedPass, StagedStep, StepMemory, StepSize,
 };
 use pie_wire::{ForwardRequest, Sampler};
 use proptest::prelude::*;
@@ -62,12 +62,12 @@ impl GraphPath {
         array(layout, &self.block, name)
     }
 
-    fn reply(&mut self, computed: &mut Computed) -> Vec<u8> {
+    fn reply(&mut self, computed: &mut ComputedPlan) -> Vec<u8> {
         let mut buffer = vec![0_u64; self.planner.limits().reply_bytes as usize / 8 + 1];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
         let length = self
             .planner
-            .reply(computed, Probes::default(), bytes)
+            .reply(computed, ForwardTimings::default(), bytes)
             .expect("the reply fits");
         bytes[..length].to_vec()
     }
@@ -89,7 +89,7 @@ fn run(
     plan: Plan,
     block: &mut [u64],
     salt: u32,
-) -> (Computed, Option<Pass>, Vec<Slot>) {
+) -> (ComputedPlan, Option<Pass>, Vec<Slot>) {
     let layout = planner.layout().clone();
     let top_ks = layout.field(FieldId::TopKs).offset;
     let limits = *planner.limits();
@@ -299,7 +299,7 @@ fn differ(
         pass.tokens
     };
     assert_eq!(step.results(), awaited);
-    assert_eq!(step.place_words(), 0);
+    assert_eq!(step.logprob_words(), 0);
     let sampled = |slot: usize| {
         assert!(slot < awaited);
         token(salt, rows[slot].expect("a sampled slot"))
@@ -307,11 +307,11 @@ fn differ(
     let mut answered = step.put_tokens(sampled, |_| 0);
     let mut buffer = vec![0_u64; limits.reply_bytes as usize / 8 + 1];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
-    if let Ok(length) = general.reply(&mut computed, Probes::default(), bytes) {
+    if let Ok(length) = general.reply(&mut computed, ForwardTimings::default(), bytes) {
         let reply = graph_path.reply(&mut answered);
         assert_eq!(tokens_of(&reply), tokens_of(&bytes[..length]));
     }
-    assert_eq!(answered.faults(), computed.faults());
+    assert_eq!(answered.request_errors(), computed.request_errors());
     graph_path.planner.recycle(answered);
     general.recycle(computed);
     Some(pass.tokens)
@@ -330,7 +330,7 @@ fn room(needed: StepSize, salt: u32) -> StepSize {
 
 /// All but the time that the reply took to build.
 fn tokens_of(reply: &[u8]) -> Vec<Vec<u32>> {
-    crate::common::device::answer(reply).tokens()
+    crate::common::answer::answer(reply).tokens()
 }
 
 proptest! {

@@ -1,10 +1,11 @@
 //! Arbitrary bytes go through access, plan, staging and reply without a panic, and leave no trace.
 
+use crate::common::answer::check_archive;
 use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use crate::common::device::{DRIVER, Device, check_archive};
+use crate::common::device::{DRIVER, Device};
 use crate::common::engine::Engine;
 use crate::common::generate;
-use pie_planner::{Limits, Planner, Probes, ReplyError, StagedPass};
+use pie_planner::{ForwardTimings, Limits, Planner, ReplyError, StagedPass};
 use pie_wire::{
     ForwardRequest, Reply, ResponsePayload, Sampler, WireError, decode_reply, decode_response,
 };
@@ -43,7 +44,7 @@ fn feed(planner: &mut Planner, encoded: &Encoded) -> bool {
     for capacity in [1 << 16, 300, 0] {
         let mut words = vec![0_u64; capacity / 8];
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        match planner.reply(&mut computed, Probes::default(), buffer) {
+        match planner.reply(&mut computed, ForwardTimings::default(), buffer) {
             Ok(length) => check_reply(&buffer[..length], computed.request_count()),
             Err(ReplyError::Wire(WireError::BufferTooSmall { .. })) => {}
             Err(error) => panic!("{error}"),
@@ -72,7 +73,7 @@ fn serves_honest_frames(device: &mut Device) {
     let prompt = Req::new(page_size, 0, &[1, 2, 3], pages);
     let step = Req::new(page_size, 0, &[4], &[3]).sample(0, GREEDY);
     device.run(&frame(&[prompt, step]), |_, _| 1);
-    assert!(device.faults().is_empty());
+    assert!(device.request_errors().is_empty());
 }
 
 /// One change to the bytes of a frame.
@@ -230,7 +231,7 @@ fn cpu_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// CPU time to plan a frame in which each request binds an adapter that is not there, and every third has another fault, too.
+/// CPU time to plan a frame in which each request binds an adapter that is not there, and every third has another error, too.
 fn refusal_time(requests: u32) -> Duration {
     let rows: Vec<Req> = (0..requests)
         .map(|index| Req {
@@ -246,7 +247,7 @@ fn refusal_time(requests: u32) -> Duration {
         let plan = planner.plan(DRIVER, encoded.forward());
         let took = cpu_time().saturating_sub(started);
         let plan = plan.expect("a sound frame");
-        assert_eq!(plan.faults().len(), requests as usize);
+        assert_eq!(plan.request_errors().len(), requests as usize);
         took
     };
     (0..7).map(once).min().expect("seven")

@@ -2,23 +2,24 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::common::answer::answer;
 use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use crate::common::device::{DRIVER, Device, answer};
+use crate::common::device::{DRIVER, Device};
 use crate::common::engine::{memory, next_group, next_pass};
 use crate::common::generate::{self, VOCAB};
-use crate::common::places::{self, Answered};
+use crate::common::places::{self, TokenCounts};
 use pie_planner::{
-    Computed, Layout, Limits, Outputs, Plan, Planner, Probes, STEP_EXTRA_WORDS, STEP_TOP,
-    StageError, StepMemory,
+    ComputedPlan, ForwardTimings, Layout, Limits, Outputs, Plan, Planner, STEP_EXTRA_WORDS,
+    STEP_TOP, StageError, StepMemory,
 };
 use pie_wire::{
-    AnswerRows, ForwardRequest, LogprobsAsked, PlaceShape, PromptLogprobs, Sampler, split_answer,
-    split_request,
+    ForwardRequest, LogprobOptions, LogprobRows, LogprobShape, PromptLogprobs, Sampler,
+    split_request, split_response,
 };
 use proptest::collection::{hash_map, vec};
 use proptest::prelude::*;
 
-fn asked() -> impl Strategy<Value = LogprobsAsked> {
+fn asked() -> impl Strategy<Value = LogprobOptions> {
     let prompt = (0_u32..40, 0_u32..60, 0..VOCAB).prop_map(|(from, end, next)| PromptLogprobs {
         from,
         end,
@@ -27,7 +28,7 @@ fn asked() -> impl Strategy<Value = LogprobsAsked> {
     let top = prop_oneof![4 => 0_u32..4, 1 => Just(VOCAB)];
     let prompt = proptest::option::weighted(0.7, prompt);
     (any::<bool>(), top, vec(0..VOCAB, 0..4), prompt).prop_map(
-        |(scaled, top, token_ids, prompt)| LogprobsAsked {
+        |(scaled, top, token_ids, prompt)| LogprobOptions {
             scaled,
             top,
             token_ids,
@@ -66,7 +67,7 @@ proptest! {
 fn plan(
     planner: &mut Planner,
     frame: &ForwardRequest,
-    asked: &HashMap<usize, LogprobsAsked>,
+    asked: &HashMap<usize, LogprobOptions>,
 ) -> Plan {
     let bytes = places::encode(frame, asked);
     let (archive, extension) = split_request(&bytes).unwrap();
@@ -76,11 +77,11 @@ fn plan(
         .unwrap()
 }
 
-fn top(top: u32) -> LogprobsAsked {
-    LogprobsAsked {
+fn top(top: u32) -> LogprobOptions {
+    LogprobOptions {
         top,
         token_ids: vec![7, 8],
-        ..LogprobsAsked::default()
+        ..LogprobOptions::default()
     }
 }
 
@@ -113,32 +114,34 @@ impl Step {
     }
 
     /// Stages a plan, and answers token 40 and the words 100, 101 …
-    fn run(&mut self, planner: &mut Planner, plan: Plan) -> (Computed, usize) {
+    fn run(&mut self, planner: &mut Planner, plan: Plan) -> (ComputedPlan, usize) {
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut self.block),
             mask_words: &mut self.words,
         };
         let step = planner.stage_graph(plan, &self.layout, memory, 3).unwrap();
-        let words = step.place_words();
+        let words = step.logprob_words();
         (step.put_tokens(|_| 40, |word| 100 + word as u32), words)
     }
 }
 
 fn answered(
     planner: &mut Planner,
-    computed: &mut Computed,
-) -> (Vec<Vec<u32>>, BTreeMap<u32, Answered>) {
+    computed: &mut ComputedPlan,
+) -> (Vec<Vec<u32>>, BTreeMap<u32, TokenCounts>) {
     let mut words = vec![0_u64; planner.limits().reply_bytes as usize / 8];
     let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-    let length = planner.reply(computed, Probes::default(), buffer).unwrap();
-    let (reply, extension) = split_answer(&buffer[..length]).unwrap();
+    let length = planner
+        .reply(computed, ForwardTimings::default(), buffer)
+        .unwrap();
+    let (reply, extension) = split_response(&buffer[..length]).unwrap();
     let rows = extension.rows().map(|row| {
         let words: Vec<u32> = row.words().collect();
-        let (prompt, tokens) = row.places();
+        let (prompt, tokens) = row.position_counts();
         let mut places = words.chunks_exact(row.shape().words()).map(<[u32]>::to_vec);
         let prompt = places.by_ref().take(prompt as usize).collect();
         let tokens = places.take(tokens as usize).collect();
-        (row.request(), Answered { prompt, tokens })
+        (row.request(), TokenCounts { prompt, tokens })
     });
     (answer(reply).tokens(), rows.collect())
 }
@@ -156,13 +159,13 @@ fn a_graph_writes_the_places_of_accepted_drafts() {
         decode(19, 6, &[3, 4]).verify(&[40, 8]),
         Req::new(16, 40, &[7], &[5, 6, 7]).sample(0, temperature),
     ];
-    let scaled = LogprobsAsked {
+    let scaled = LogprobOptions {
         scaled: true,
         ..top(3)
     };
     let asked = HashMap::from([(1, top(2)), (2, scaled)]);
     let plan = plan(&mut planner, &frame(&requests), &asked);
-    assert!(plan.is_extended() && plan.faults().is_empty());
+    assert!(plan.is_extended() && plan.request_errors().is_empty());
     let size = plan.graph_size(8).unwrap();
     assert_eq!(size.rows, 5);
     let mut step = Step::new(8);
@@ -190,20 +193,20 @@ fn a_graph_writes_the_places_of_accepted_drafts() {
 fn fast_replies_have_places_too() {
     let mut planner = Planner::new(ROOMY, 1);
     let requests = [decode(30, 5, &[1, 2]), decode(19, 6, &[3, 4])];
-    let asked = HashMap::from([(1, LogprobsAsked::default())]);
+    let asked = HashMap::from([(1, LogprobOptions::default())]);
     let plan = plan(&mut planner, &frame(&requests), &asked);
     let (mut computed, words) = Step::new(2).run(&mut planner, plan);
     assert_eq!(words, 1);
     let mut buffer = [0_u8; 256];
     let length = planner
-        .reply(&mut computed, Probes::default(), &mut buffer)
+        .reply(&mut computed, ForwardTimings::default(), &mut buffer)
         .unwrap();
     let fast = pie_wire::fast_tokens_len(2);
     assert_eq!(
         length,
-        fast + AnswerRows::ROW_BYTES + 4 + AnswerRows::END_BYTES
+        fast + LogprobRows::ROW_BYTES + 4 + LogprobRows::END_BYTES
     );
-    let (reply, _) = split_answer(&buffer[..length]).unwrap();
+    let (reply, _) = split_response(&buffer[..length]).unwrap();
     assert_eq!(reply.len(), fast);
 }
 
@@ -213,24 +216,24 @@ fn what_a_graph_cannot_find_goes_by_passes() {
         reply_bytes: 1 << 20,
         ..ROOMY
     };
-    let size = |asked: LogprobsAsked| {
+    let size = |asked: LogprobOptions| {
         let mut planner = Planner::new(limits, 1);
         let asked = HashMap::from([(0, asked)]);
         let request = decode(30, 5, &[1, 2]);
         let plan = plan(&mut planner, &frame(&[request]), &asked);
-        assert!(plan.faults().is_empty());
+        assert!(plan.request_errors().is_empty());
         plan.graph_size(8).map(|size| size.rows)
     };
     assert_eq!(size(top(STEP_TOP)), Some(1));
     assert_eq!(size(top(STEP_TOP + 1)), None);
-    let many = LogprobsAsked {
+    let many = LogprobOptions {
         token_ids: vec![1; STEP_EXTRA_WORDS / 2 - 1],
-        ..LogprobsAsked::default()
+        ..LogprobOptions::default()
     };
     assert_eq!(size(many.clone()), Some(1));
-    let more = LogprobsAsked { top: 1, ..many };
+    let more = LogprobOptions { top: 1, ..many };
     assert_eq!(size(more), None, "two words more");
-    let prompt = LogprobsAsked {
+    let prompt = LogprobOptions {
         prompt: Some(PromptLogprobs {
             from: 0,
             end: 40,
@@ -252,13 +255,13 @@ fn parts_of_a_prompt_have_their_places() {
     });
     let mut run = |start: usize, end: usize, samples: bool| {
         let next = prompt.get(end).copied().unwrap_or(0);
-        let asked = LogprobsAsked {
+        let asked = LogprobOptions {
             prompt: Some(PromptLogprobs {
                 from: 4,
                 end: prompt.len() as u32,
                 next,
             }),
-            ..LogprobsAsked::default()
+            ..LogprobOptions::default()
         };
         device.places.asked = HashMap::from([(0, asked)]);
         let request = Req::new(16, start as u32, &prompt[start..end], &[1]);
@@ -292,7 +295,7 @@ fn places_of_another_number_are_refused() {
     for words in [0, 6, 8] {
         let wrong = Outputs {
             tokens: &[5],
-            place_words: &[0; 8][..words],
+            logprob_words: &[0; 8][..words],
             ..Outputs::default()
         };
         let (same, error) = group.put_outputs(&wrong).expect_err("7 words");
@@ -306,7 +309,7 @@ fn places_of_another_number_are_refused() {
     }
     let right = Outputs {
         tokens: &[5],
-        place_words: &[0; 7],
+        logprob_words: &[0; 7],
         ..Outputs::default()
     };
     assert!(group.put_outputs(&right).is_ok());
@@ -314,7 +317,7 @@ fn places_of_another_number_are_refused() {
 
 #[test]
 fn shapes_read_their_places() {
-    let shape = PlaceShape { top: 2, given: 1 };
+    let shape = LogprobShape { top: 2, given: 1 };
     let words = [
         1.0_f32.to_bits(),
         5,
@@ -324,7 +327,7 @@ fn shapes_read_their_places() {
         2.0_f32.to_bits(),
         9,
     ];
-    let places: Vec<_> = shape.places(&words).collect();
+    let places: Vec<_> = shape.positions(&words).collect();
     assert_eq!(places.len(), 1);
     assert_eq!(places[0].top, [(5, 0.5), (6, 0.25)]);
     assert_eq!((places[0].token, &places[0].given[..]), (1.0, &[2.0][..]));

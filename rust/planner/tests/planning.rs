@@ -2,15 +2,20 @@
 
 mod common;
 
+mod capacity;
 mod drafts;
 mod extension;
 mod extremes;
 mod frames;
 mod graph;
 mod hostile;
+mod image_errors;
+mod image_properties;
 mod images;
 mod logprobs;
+mod mask_modes;
 mod masks;
+mod outputs;
 mod prefixes;
 mod properties;
 mod reply;

@@ -30,7 +30,11 @@ fn plan(planner: &mut Planner, request: &ForwardRequest) -> Plan {
     let computed = Engine::default().run(planner, plan, block);
     planner.recycle(computed);
     let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
-    assert!(plan.faults().is_empty(), "{:?}", plan.faults());
+    assert!(
+        plan.request_errors().is_empty(),
+        "{:?}",
+        plan.request_errors()
+    );
     plan
 }
 
@@ -38,7 +42,7 @@ fn plan(planner: &mut Planner, request: &ForwardRequest) -> Plan {
 fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefixes {
     let mut plan = plan(planner, request);
     let layout = Layout::grouped_graph(rows);
-    planner.find_groups(&mut plan, 0);
+    planner.find_prefix_groups(&mut plan, 0);
     let mut block = vec![0x5555_5555_5555_5555_u64; layout.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
@@ -147,9 +151,9 @@ fn requests_that_fail_are_in_no_group() {
     let encoded = Encoded::new(DRIVER, &frame(&[failing, fork(692)]));
     let mut planner = Planner::new(LIMITS, 9);
     let mut plan = planner.plan(DRIVER, encoded.forward()).unwrap();
-    assert_eq!((plan.faults().len(), plan.token_count()), (1, 1));
+    assert_eq!((plan.request_errors().len(), plan.token_count()), (1, 1));
     let layout = Layout::grouped_graph(1);
-    assert!(!planner.find_groups(&mut plan, 0));
+    assert!(!planner.find_prefix_groups(&mut plan, 0));
     let mut block = vec![0_u64; layout.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
@@ -188,6 +192,6 @@ fn groups_are_staged_for_graphs_that_know_them() {
     assert_eq!(bytemuck::cast_slice::<u64, i32>(&block)[4], 0);
     // Three times 2,560 tokens less four times 512 are saved, as much as eleven rows cost.
     let mut fresh = plan(&mut planner, &frame(&forks));
-    assert!(planner.find_groups(&mut fresh, 10));
-    assert!(!planner.find_groups(&mut fresh, 11));
+    assert!(planner.find_prefix_groups(&mut fresh, 10));
+    assert!(!planner.find_prefix_groups(&mut fresh, 11));
 }

@@ -3,8 +3,9 @@
 use std::cell::Cell;
 use std::collections::HashSet;
 
+use crate::common::answer::Answer;
 use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use crate::common::device::{Answer, DRIVER, Device};
+use crate::common::device::{DRIVER, Device};
 use crate::common::engine::memory;
 use crate::common::generate::{self, VOCAB};
 use crate::common::naive::{Plan, Slot};
@@ -348,14 +349,14 @@ fn a_plan_is_not_staged_against_a_table_that_was_forgotten() {
     let mut memory = memory(planner.layout());
     let memory = bytemuck::cast_slice_mut(&mut memory);
     let plan = planner.plan(DRIVER, encoded.forward());
-    planner.forget_table();
+    planner.invalidate_block_table();
     let mut block = planner.block(memory).expect("it fits");
     let staged = planner.stage(plan.expect("a sound frame"), &mut block);
     assert!(matches!(staged, Err(StageError::Superseded { frame: 1 })));
     let layout = Layout::graph(1);
     let mut step = vec![0_u64; layout.bytes() / 8];
     let plan = planner.plan(DRIVER, encoded.forward());
-    planner.forget_table();
+    planner.invalidate_block_table();
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut step),
         mask_words: &mut [],

@@ -4,7 +4,7 @@ use std::slice;
 
 use crate::common::builder::{Encoded, ROOMY, Req, decode, frame};
 use crate::common::engine::{Engine, memory, next_pass};
-use pie_planner::{Computed, Limits, Planner, RequestFault, StagedPass};
+use pie_planner::{ComputedPlan, Limits, Planner, RequestError, StagedPass};
 use pie_wire::ForwardRequest;
 use proptest::prelude::*;
 
@@ -20,7 +20,7 @@ fn planner() -> Planner {
 }
 
 /// Plans a frame and stages all of it: the states of each pass.
-fn run(planner: &mut Planner, request: &ForwardRequest) -> (Vec<Vec<[i64; 2]>>, Computed) {
+fn run(planner: &mut Planner, request: &ForwardRequest) -> (Vec<Vec<[i64; 2]>>, ComputedPlan) {
     let encoded = Encoded::new(0, request);
     let plan = planner.plan(0, encoded.forward());
     let plan = plan.expect("the frame is consistent");
@@ -74,7 +74,7 @@ fn the_later_of_two_requests_keeps_the_slot() {
     );
 }
 
-/// A request that is emptied must not take the slot from an earlier one that is served.
+/// A request that is rejected must not take the slot from an earlier one that is served.
 #[test]
 fn a_request_that_is_not_computed_keeps_nothing() {
     let requests = [decode(3, 1, &[9]), decode(3, 2, &[64])];
@@ -92,30 +92,30 @@ fn an_engine_without_states_ignores_them() {
     let mut block = memory(planner.layout());
     let block = bytemuck::cast_slice_mut(&mut block);
     let pass = next_pass(&mut planner, plan, block).expect("a pass");
-    assert_eq!((pass.states(), pass.faults()), (None, &[][..]));
+    assert_eq!((pass.states(), pass.request_errors()), (None, &[][..]));
 }
 
 #[test]
 fn what_states_do_not_allow() {
-    let fault = |request: Req, states: &[(u32, u8)]| {
+    let error = |request: Req, states: &[(u32, u8)]| {
         let request = with_states(slice::from_ref(&request), states);
         let mut planner = planner();
         let (passes, computed) = run(&mut planner, &request);
         assert!(passes.is_empty());
-        let [(0, fault)] = computed.faults() else {
-            panic!("one fault")
+        let [(0, error)] = computed.request_errors() else {
+            panic!("one error")
         };
-        assert!(!fault.keeps_kv());
-        fault.clone()
+        assert!(!error.keeps_kv());
+        error.clone()
     };
-    assert_eq!(fault(decode(3, 1, &[9]), &[]), RequestFault::NoStateSlot);
+    assert_eq!(error(decode(3, 1, &[9]), &[]), RequestError::NoStateSlot);
     for slot in [SLOTS, u32::MAX] {
-        let expected = RequestFault::StateSlot { slot, slots: SLOTS };
-        assert_eq!(fault(decode(3, 1, &[9]), &[(slot, 0)]), expected);
+        let expected = RequestError::StateSlot { slot, slots: SLOTS };
+        assert_eq!(error(decode(3, 1, &[9]), &[(slot, 0)]), expected);
     }
     assert_eq!(
-        fault(decode(3, 1, &[9]).verify(&[4, 5]), &[(1, 0)]),
-        RequestFault::StateDrafts { drafts: 2 }
+        error(decode(3, 1, &[9]).verify(&[4, 5]), &[(1, 0)]),
+        RequestError::StateDrafts { drafts: 2 }
     );
 }
 

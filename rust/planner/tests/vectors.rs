@@ -10,7 +10,7 @@ use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::device::Device;
 use crate::common::engine::{memory, next_group, next_pass, put};
 use crate::common::naive::Plan;
-use pie_planner::{Limits, Outputs, Planner, Probes, SlotGroup};
+use pie_planner::{ForwardTimings, Limits, Outputs, Planner, SlotGroup};
 use pie_wire::{
     ForwardRequest, Frame, Payload, ResponsePayload, Sampler, decode_request, decode_response,
     encode_response,
@@ -34,23 +34,23 @@ struct Expected {
     /// KV indices that each request writes.
     rows: &'static [Range<u64>],
     /// Fault kinds by request.
-    faults: &'static [(usize, &'static str)],
+    errors: &'static [(usize, &'static str)],
 }
 
 const fn served(name: &'static str, rows: &'static [Range<u64>]) -> Expected {
     Expected {
         name,
         rows,
-        faults: &[],
+        errors: &[],
     }
 }
 
 const fn faulty(
     name: &'static str,
     rows: &'static [Range<u64>],
-    faults: &'static [(usize, &'static str)],
+    errors: &'static [(usize, &'static str)],
 ) -> Expected {
-    Expected { name, rows, faults }
+    Expected { name, rows, errors }
 }
 
 #[expect(clippy::single_range_in_vec_init, reason = "one range per request")]
@@ -163,9 +163,9 @@ fn check(folder: &Path, expected: &Expected) {
     let request = read(&folder.join(format!("{name}.bin"))).expect("a forward");
     let plan = run(LIMITS, &request);
     assert_eq!(written(&plan), expected.rows, "{name}");
-    let mut faults = Vec::new();
+    let mut errors = Vec::new();
     for (index, request) in plan.requests.iter().enumerate() {
-        faults.extend(
+        errors.extend(
             request
                 .refused
                 .iter()
@@ -173,7 +173,7 @@ fn check(folder: &Path, expected: &Expected) {
                 .map(|&kind| (index, kind)),
         );
     }
-    assert_eq!(faults, expected.faults, "{name}");
+    assert_eq!(errors, expected.errors, "{name}");
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn trimmed_lists_count_from_their_own_start() {
 }
 
 #[test]
-fn prompts_beyond_the_models_positions_are_emptied() {
+fn prompts_beyond_the_models_positions_are_rejected() {
     if let Some(request) = captured("prefill_2100") {
         let plan = run(
             Limits {
@@ -377,7 +377,7 @@ fn the_worked_mixed_batch_is_planned() {
         page_12 + 3,
     ];
     assert_eq!(stored(&plan), expected);
-    assert!(device.faults().is_empty());
+    assert!(device.request_errors().is_empty());
 }
 
 /// The protocol's response to its worked example.
@@ -431,7 +431,7 @@ fn the_worked_mixed_batch_is_answered_byte_for_byte() {
     let mut reply = vec![0_u64; 512];
     let reply: &mut [u8] = bytemuck::cast_slice_mut(&mut reply);
     let length = planner
-        .reply(&mut computed, Probes::default(), reply)
+        .reply(&mut computed, ForwardTimings::default(), reply)
         .expect("it fits");
     pie_wire::set_response_build_us(&mut reply[..length], 0);
 

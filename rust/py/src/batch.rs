@@ -121,7 +121,7 @@ impl Batch {
     /// Takes what the last staged slot group yields: for each class its slots' values one after the other.
     ///
     /// Args:
-    ///     tokens: `[token slots]` int64; one outside the vocabulary empties its request.
+    ///     tokens: `[token slots]` int64; one outside the vocabulary rejects its request.
     ///     dist_ids: `[listed]` int64: the tokens of each distribution, most probable first.
     ///     dist_probs: `[listed]` float32: their probabilities.
     ///     logits: `[raw slots * vocabulary]` float32.
@@ -159,7 +159,7 @@ impl Batch {
             logits: &logits?,
             logprobs: &logprobs?,
             entropies: &entropies?,
-            place_words: &values(py, place_words)?,
+            logprob_words: &values(py, place_words)?,
         };
         self.inner.put_outputs(&outputs).map_err(from_batch)
     }

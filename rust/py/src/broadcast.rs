@@ -2,7 +2,7 @@
 
 use std::os::fd::RawFd;
 
-use pie_driver::Lead;
+use pie_driver::Leader;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -12,7 +12,7 @@ use crate::error::from_ring;
 /// Sends the other ranks of a model what this one is about to do, in shared memory without a name.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Broadcast {
-    pub(crate) lead: Lead,
+    pub(crate) lead: Leader,
 }
 
 #[pymethods]
@@ -23,7 +23,7 @@ impl Broadcast {
     ///     RingError: The memory cannot be had.
     #[new]
     fn new(followers: usize) -> PyResult<Self> {
-        let lead = Lead::new(followers).map_err(from_ring)?;
+        let lead = Leader::new(followers).map_err(from_ring)?;
         Ok(Self { lead })
     }
 

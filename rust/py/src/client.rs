@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{WireError, from_ring};
-use crate::places::{Place, places};
+use crate::logprobs::{Place, places};
 use crate::request::{Request, encode, encode_batch};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
@@ -230,7 +230,7 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
         reply.aborted = true;
         return Ok(reply);
     }
-    let (bytes, extension) = pie_wire::split_answer(bytes).map_err(text)?;
+    let (bytes, extension) = pie_wire::split_response(bytes).map_err(text)?;
     reply.places = extension.rows().map(row_places).collect();
     if let pie_wire::Reply::Tokens(tokens) = pie_wire::decode_reply(bytes).map_err(text)? {
         reply.fast = true;
@@ -252,7 +252,10 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
 fn row_places(row: pie_wire::LogprobRow<'_>) -> (u32, Vec<Place>, Vec<Place>) {
     let words: Vec<u32> = row.words().collect();
     let mut places = places(&words, row.shape());
-    let prompt = places.by_ref().take(row.places().0 as usize).collect();
+    let prompt = places
+        .by_ref()
+        .take(row.position_counts().0 as usize)
+        .collect();
     (row.request(), prompt, places.collect())
 }
 

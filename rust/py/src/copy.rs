@@ -42,7 +42,7 @@ impl Copy {
     /// Sources and targets, cut so that copying the parts in order, and each of them at once, gives the result of
     /// copying pair by pair. Only lists that overlap have more than one part.
     fn groups(&self) -> Vec<(&[u32], &[u32])> {
-        self.inner.groups().collect()
+        self.inner.batches().collect()
     }
 
     /// Answers with a status code: 0 = done, 5 = internal failure.

@@ -179,7 +179,7 @@ impl Counts {
         let bound = |exponent: u32| {
             (
                 (1_u64 << exponent) as f64 / 1e9,
-                histogram.below_power(exponent),
+                histogram.count_below_power_of_two(exponent),
             )
         };
         let bounds = (FIRST..=LAST).map(bound);

@@ -43,7 +43,7 @@ fn with_hint(text: &str, hint: &str) -> String {
 }
 
 /// Errors of the runtime end with their remedy, where they have one.
-pub(crate) fn from_runtime(error: &pie_engine::RuntimeError) -> PyErr {
+pub(crate) fn from_engine(error: &pie_engine::EngineError) -> PyErr {
     let text = error.to_string();
     match text.split_once("\n\nhint: ") {
         Some((message, hint)) => StartError::new_err((message.to_owned(), hint.to_owned())),
@@ -51,7 +51,9 @@ pub(crate) fn from_runtime(error: &pie_engine::RuntimeError) -> PyErr {
     }
 }
 
-pub(crate) fn from_front(error: &pie_frontends::sglang_zmq::FrontError) -> PyErr {
+pub(crate) fn from_sglang_frontend(
+    error: &pie_frontends::sglang_zmq::SglangFrontendError,
+) -> PyErr {
     FrontEndError::new_err(error.to_string())
 }
 

@@ -1,6 +1,6 @@
 //! What a request asks for beyond the Pie protocol, as Python builds it.
 
-use pie_wire::{CombinedSampler, LogprobsAsked, Penalties, PromptLogprobs, RequestExtension};
+use pie_wire::{CombinedSampler, LogprobOptions, Penalties, PromptLogprobs, RequestExtension};
 use pyo3::prelude::*;
 
 /// What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
@@ -83,7 +83,7 @@ impl Extension {
             biases: logit_bias,
             suppressed,
             suppressed_until,
-            logprobs: logprobs.map(|top| LogprobsAsked {
+            logprobs: logprobs.map(|top| LogprobOptions {
                 scaled: logprobs_scaled,
                 top,
                 token_ids: logprobs_of,

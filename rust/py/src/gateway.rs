@@ -38,7 +38,7 @@ impl Gateway {
     ///     bos_token_id: Begins texts.
     ///     pad_token_id: Fills batches.
     ///     context_length: Most tokens of prompt and output together; the driver may allow fewer.
-    ///     default_sampling: Sampling parameters for what a client leaves out, as a JSON object.
+    ///     default_sampling: SamplingParams parameters for what a client leaves out, as a JSON object.
     ///     weight_version: Names the weights.
     ///     version: Of this program.
     ///     max_running_requests: As the runtime has it.

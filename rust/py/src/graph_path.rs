@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
-use pie_driver::Lead;
+use pie_driver::Leader;
 use pie_driver::launch::{CudaGraphs, Launch, LaunchError};
-use pie_planner::{Layout, STEP_PLACE_WORDS, StepMemory, StepSize};
+use pie_planner::{Layout, STEP_LOGPROB_WORDS, StepMemory, StepSize};
 use pie_ring::Wait;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -27,7 +27,7 @@ struct Parts {
     grouped: Vec<usize>,
     extended: Vec<usize>,
     most: usize,
-    lead: Option<Lead>,
+    lead: Option<Leader>,
 }
 
 #[pymethods]
@@ -188,7 +188,7 @@ impl GraphPath {
         let words = if extended.is_empty() {
             0
         } else {
-            STEP_PLACE_WORDS
+            STEP_LOGPROB_WORDS
         };
         check("places", &memory.places, words * size_of::<i32>())?;
         Ok(Self {
@@ -220,7 +220,7 @@ impl GraphPath {
         let graph_path = pie_driver::GraphPath::new(device, Box::new(memory), &sizes, most, wait);
         let graph_path = graph_path.grouped(&grouped).extended(&extended);
         Ok(match lead {
-            Some(lead) => graph_path.leading(lead),
+            Some(lead) => graph_path.with_leader(lead),
             None => graph_path,
         })
     }
@@ -278,7 +278,7 @@ impl pie_driver::Memory for Buffers {
         }
     }
 
-    fn places(&self) -> &[AtomicU32] {
+    fn logprobs(&self) -> &[AtomicU32] {
         // SAFETY: as for the results.
         unsafe {
             std::slice::from_raw_parts(

@@ -7,8 +7,8 @@
 //! | `copy`, `load`, `step` | the other jobs, and what needs no work |
 //! | `planner`, `graph_path`, `counts`, `guard` | what a driver is set up with, what it counts, how it ends |
 //! | `ranks`, `broadcast` | a model on several devices |
-//! | `runtime`, `traced` | drivers with schedulers, for the engine and both servers |
-//! | `front`, `gateway`, `pictures`, `places` | the two servers, images that Python reads, log-probabilities |
+//! | `runtime`, `traced` | the engine: drivers with schedulers; traced requests |
+//! | `sglang_frontend`, `gateway`, `image_backend`, `logprobs` | the server frontends, images that Python reads, log-probabilities |
 //! | `client`, `request`, `extension` | the other side of the ring, for the demo, tests and tools |
 //! | `radix`, `radix_results`, `pages`, `drafter`, `patterns` | parts of the driver by themselves |
 //! | `arrays`, `error` | ids and errors, between the languages |
@@ -25,17 +25,16 @@ mod counts;
 mod drafter;
 mod error;
 mod extension;
-mod front;
 mod gateway;
 mod graph_path;
 mod guard;
+mod image_backend;
 mod images;
 mod load;
+mod logprobs;
 mod pages;
 mod pass;
 mod patterns;
-mod pictures;
-mod places;
 mod planner;
 mod radix;
 mod radix_results;
@@ -43,6 +42,7 @@ mod ranks;
 mod request;
 mod runtime;
 mod server;
+mod sglang_frontend;
 mod shared;
 mod slot_group;
 mod step;
@@ -64,7 +64,7 @@ mod _core {
     const STEP_EXTRA_WORDS: usize = pie_planner::STEP_EXTRA_WORDS;
     /// Words of log-probabilities that an extended graph writes at most.
     #[pymodule_export]
-    const STEP_PLACE_WORDS: usize = pie_planner::STEP_PLACE_WORDS;
+    const STEP_PLACE_WORDS: usize = pie_planner::STEP_LOGPROB_WORDS;
     /// Most probable tokens that such a graph finds for a slot.
     #[pymodule_export]
     const STEP_TOP: u32 = pie_planner::STEP_TOP;
@@ -85,8 +85,6 @@ mod _core {
     #[pymodule_export]
     use crate::extension::Extension;
     #[pymodule_export]
-    use crate::front::Front;
-    #[pymodule_export]
     use crate::gateway::Gateway;
     #[pymodule_export]
     use crate::graph_path::GraphPath;
@@ -105,9 +103,9 @@ mod _core {
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
     #[pymodule_export]
-    use crate::radix::{Match, RadixIndex};
+    use crate::radix::RadixIndex;
     #[pymodule_export]
-    use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo};
+    use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo};
     #[pymodule_export]
     use crate::ranks::{Follower, die_with_parent};
     #[pymodule_export]
@@ -116,6 +114,8 @@ mod _core {
     use crate::runtime::{Output, Requests, Runtime, check_request_limits, run_grammar_compiler};
     #[pymodule_export]
     use crate::server::{Server, region_bytes};
+    #[pymodule_export]
+    use crate::sglang_frontend::SglangFrontend;
     #[pymodule_export]
     use crate::slot_group::SlotGroup;
     #[pymodule_export]

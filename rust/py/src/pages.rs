@@ -216,7 +216,7 @@ impl PagePool {
     ///     PagesError: A page leaked, or was freed too often.
     fn audit(&mut self, held: Ids<'_, '_>) -> PyResult<()> {
         self.read(held)?;
-        let audited = self.inner.audit(self.ids.iter().copied());
+        let audited = self.inner.check_invariants(self.ids.iter().copied());
         audited.map_err(from_pages)
     }
 

@@ -51,7 +51,7 @@ impl Pass {
         let states = batch.pass_states();
         let states =
             states.map(|states| PyByteArray::new(py, bytemuck::cast_slice(&states)).unbind());
-        let noted = batch.pass_noted();
+        let noted = batch.pass_token_history();
         let noted = noted.map(|pairs| PyBytes::new(py, bytemuck::cast_slice(pairs)).unbind());
         Ok(Self {
             tokens: pass.tokens,

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use pie_planner::{DraftOptions, LimitError, Limits, NgramConfig, Vision};
+use pie_planner::{DraftOptions, LimitError, Limits, NgramConfig, VisionConfig};
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -30,10 +30,10 @@ impl Planner {
     ///     max_slots: Logit rows computed at once.
     ///     random_seed: Key of the randomness of unseeded samplers.
     ///     states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
-    ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
+    ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are rejected.
     ///     adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
     ///     vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
-    ///         the longest side. None: requests with images are emptied.
+    ///         the longest side. None: requests with images are rejected.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
@@ -79,7 +79,7 @@ impl Planner {
             inner = inner.with_adapters(slots);
         }
         if let Some((patch_values, merge_size, max_side)) = vision {
-            let vision = Vision {
+            let vision = VisionConfig {
                 patch_values,
                 merge_size,
                 max_side,
@@ -134,13 +134,13 @@ impl Planner {
                 context_bytes,
             },
             num_drafts,
-            rungs,
+            graph_sizes: rungs,
             host_pages,
         };
         let given_away = || PyValueError::new_err("the planner already serves");
         let planner = self.inner.as_mut().ok_or_else(given_away)?;
         planner
-            .draft(&options)
+            .enable_drafts(&options)
             .map_err(|error| PyValueError::new_err(error.to_string()))
     }
 

@@ -1,15 +1,12 @@
 //! The prefix index by itself, for engines other than the driver's.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use pie_kv_cache::radix::{Config, Insertion, Key, Policy};
-use pyo3::exceptions::PyRuntimeError;
+use pie_kv_cache::radix::{Config, InsertParams, Key, Policy};
 use pyo3::prelude::*;
 
 use crate::arrays::{self, Array, Ids, NodeNumber, View};
 use crate::error::{from_pages, from_radix};
 use crate::pages::PagePool;
-use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo, moved};
+use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo, moved};
 
 /// Which KV pages hold the KV of which tokens: a radix tree over pages of tokens.
 ///
@@ -24,7 +21,7 @@ pub(crate) struct RadixIndex {
     now: u64,
     tokens: Vec<u32>,
     pages: Vec<u32>,
-    evicted: pie_kv_cache::radix::Evicted,
+    evicted: pie_kv_cache::radix::EvictResult,
 }
 
 #[pymethods]
@@ -55,7 +52,7 @@ impl RadixIndex {
             now: 0,
             tokens: Vec::new(),
             pages: Vec::new(),
-            evicted: pie_kv_cache::radix::Evicted::default(),
+            evicted: pie_kv_cache::radix::EvictResult::default(),
         })
     }
 
@@ -169,7 +166,7 @@ impl RadixIndex {
         arrays::read("pages", pages, None, arrays::PAGES, &mut self.pages)?;
         self.put(
             namespace,
-            Insertion {
+            InsertParams {
                 now,
                 priority,
                 chunked,
@@ -219,7 +216,7 @@ impl RadixIndex {
         taken
             .and_then(|()| pool.inner.cache(&pages[existing..]))
             .map_err(from_pages)?;
-        let how = Insertion {
+        let how = InsertParams {
             now,
             priority,
             chunked,
@@ -456,7 +453,7 @@ impl RadixIndex {
         arrays::read("tokens", tokens, limit, arrays::TOKENS, &mut self.tokens)
     }
 
-    fn put(&mut self, namespace: Option<&str>, how: Insertion) -> PyResult<Inserted> {
+    fn put(&mut self, namespace: Option<&str>, how: InsertParams) -> PyResult<Inserted> {
         let key = key(&self.tokens, namespace);
         let inserted = self.inner.insert(key, &self.pages, how);
         let inserted = inserted.map_err(|error| from_radix(&error))?;
@@ -470,109 +467,4 @@ impl RadixIndex {
 
 fn key<'a>(tokens: &'a [u32], namespace: Option<&'a str>) -> Key<'a> {
     Key { namespace, tokens }
-}
-
-/// The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
-#[pyclass(frozen, module = "pie_driver_sglang._core")]
-pub(crate) struct Match {
-    /// Pages of the prefix on the device, int32.
-    pages: Array,
-    found: pie_kv_cache::radix::Match,
-    /// The index in which a lock is held.
-    index: Option<Py<RadixIndex>>,
-    held: AtomicBool,
-}
-
-impl Match {
-    /// A match, with a lock in `index`.
-    pub(crate) fn new(
-        pages: Array,
-        found: pie_kv_cache::radix::Match,
-        index: Option<Py<RadixIndex>>,
-    ) -> Self {
-        let held = AtomicBool::new(index.is_some());
-        Self {
-            pages,
-            found,
-            index,
-            held,
-        }
-    }
-
-    pub(crate) fn found(&self) -> &pie_kv_cache::radix::Match {
-        &self.found
-    }
-}
-
-#[pymethods]
-impl Match {
-    /// Pages of the prefix that are on the device, int32.
-    #[getter]
-    fn pages(&self, py: Python<'_>) -> Array {
-        self.pages.clone_ref(py)
-    }
-
-    /// The node in which the prefix ends, on any tier; 0 if nothing matched.
-    #[getter]
-    fn node(&self) -> u64 {
-        self.found.node.to_bits()
-    }
-
-    /// The node in which the prefix ends on the device.
-    #[getter]
-    fn device_node(&self) -> u64 {
-        self.found.device_node.to_bits()
-    }
-
-    /// Pages after those of the device that are on the host.
-    #[getter]
-    fn host_pages(&self) -> usize {
-        self.found.host_pages
-    }
-
-    /// Gives the lock back.
-    ///
-    /// Raises:
-    ///     RuntimeError: There is none: it was given back before, or the match came from `match_prefix`.
-    fn unlock(&self, py: Python<'_>) -> PyResult<()> {
-        let held = self.held.swap(false, Ordering::Relaxed);
-        let index = self.index.as_ref().filter(|_| held);
-        let index = index.ok_or_else(|| PyRuntimeError::new_err("this match holds no lock"))?;
-        index
-            .borrow_mut(py)
-            .unlock(NodeNumber(self.found.node))
-            .map(drop)
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    fn __exit__(
-        &self,
-        py: Python<'_>,
-        _kind: &Bound<'_, PyAny>,
-        _error: &Bound<'_, PyAny>,
-        _trace: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        if self.held.load(Ordering::Relaxed) {
-            self.unlock(py)
-        } else {
-            Ok(())
-        }
-    }
-
-    fn __repr__(&self) -> String {
-        let held = if self.held.load(Ordering::Relaxed) {
-            ", locked"
-        } else {
-            ""
-        };
-        format!(
-            "Match(node={}, device_pages={}, host_pages={}{held})",
-            self.node(),
-            self.found.device_pages,
-            self.found.host_pages
-        )
-    }
 }

@@ -1,9 +1,118 @@
-//! What the prefix index answers.
+//! Results of the prefix index.
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pie_kv_cache::radix::Event;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arrays::Array;
+use crate::arrays::{Array, NodeNumber};
+use crate::radix::RadixIndex;
+
+/// The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Match {
+    /// Pages of the prefix on the device, int32.
+    pages: Array,
+    found: pie_kv_cache::radix::MatchResult,
+    /// The index in which a lock is held.
+    index: Option<Py<RadixIndex>>,
+    held: AtomicBool,
+}
+
+impl Match {
+    /// A match, with a lock in `index`.
+    pub(crate) fn new(
+        pages: Array,
+        found: pie_kv_cache::radix::MatchResult,
+        index: Option<Py<RadixIndex>>,
+    ) -> Self {
+        let held = AtomicBool::new(index.is_some());
+        Self {
+            pages,
+            found,
+            index,
+            held,
+        }
+    }
+
+    pub(crate) fn found(&self) -> &pie_kv_cache::radix::MatchResult {
+        &self.found
+    }
+}
+
+#[pymethods]
+impl Match {
+    /// Pages of the prefix that are on the device, int32.
+    #[getter]
+    fn pages(&self, py: Python<'_>) -> Array {
+        self.pages.clone_ref(py)
+    }
+
+    /// The node in which the prefix ends, on any tier; 0 if nothing matched.
+    #[getter]
+    fn node(&self) -> u64 {
+        self.found.node.to_bits()
+    }
+
+    /// The node in which the prefix ends on the device.
+    #[getter]
+    fn device_node(&self) -> u64 {
+        self.found.device_node.to_bits()
+    }
+
+    /// Pages after those of the device that are on the host.
+    #[getter]
+    fn host_pages(&self) -> usize {
+        self.found.host_pages
+    }
+
+    /// Gives the lock back.
+    ///
+    /// Raises:
+    ///     RuntimeError: There is none: it was given back before, or the match came from `match_prefix`.
+    fn unlock(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.held.swap(false, Ordering::Relaxed);
+        let index = self.index.as_ref().filter(|_| held);
+        let index = index.ok_or_else(|| PyRuntimeError::new_err("this match holds no lock"))?;
+        index
+            .borrow_mut(py)
+            .unlock(NodeNumber(self.found.node))
+            .map(drop)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: &Bound<'_, PyAny>,
+        _error: &Bound<'_, PyAny>,
+        _trace: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        if self.held.load(Ordering::Relaxed) {
+            self.unlock(py)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        let held = if self.held.load(Ordering::Relaxed) {
+            ", locked"
+        } else {
+            ""
+        };
+        format!(
+            "Match(node={}, device_pages={}, host_pages={}{held})",
+            self.node(),
+            self.found.device_pages,
+            self.found.host_pages
+        )
+    }
+}
 
 /// What an insertion found and did.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -16,8 +125,8 @@ pub(crate) struct Inserted {
     node: u64,
 }
 
-impl From<pie_kv_cache::radix::Inserted> for Inserted {
-    fn from(inserted: pie_kv_cache::radix::Inserted) -> Self {
+impl From<pie_kv_cache::radix::InsertResult> for Inserted {
+    fn from(inserted: pie_kv_cache::radix::InsertResult) -> Self {
         Self {
             existing: inserted.existing,
             pages: inserted.pages,
@@ -47,7 +156,10 @@ pub(crate) struct Evicted {
 }
 
 impl Evicted {
-    pub(crate) fn new(py: Python<'_>, evicted: &pie_kv_cache::radix::Evicted) -> PyResult<Self> {
+    pub(crate) fn new(
+        py: Python<'_>,
+        evicted: &pie_kv_cache::radix::EvictResult,
+    ) -> PyResult<Self> {
         Ok(Self {
             device: Array::new(py, &evicted.device)?,
             moves: moved(py, &evicted.moves)?,
@@ -189,7 +301,7 @@ impl From<Event> for CacheEvent {
 }
 
 /// Copies as pairs of pages, `(n, 2)`.
-pub(crate) fn moved(py: Python<'_>, moves: &[pie_kv_cache::radix::Move]) -> PyResult<Array> {
+pub(crate) fn moved(py: Python<'_>, moves: &[pie_kv_cache::radix::PageCopy]) -> PyResult<Array> {
     let ids: Vec<_> = moves.iter().map(|it| [it.from, it.to]).collect();
     Array::pairs(py, &ids)
 }

@@ -3,7 +3,7 @@
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 
-use pie_driver::{Follow, FollowError};
+use pie_driver::{Worker, WorkerError};
 use pie_ring::Wait;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -18,7 +18,7 @@ use crate::graph_path::GraphPath;
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Follower {
     /// Locked while a thread waits for a command, and never with the GIL held.
-    follow: Mutex<Follow>,
+    follow: Mutex<Worker>,
     block: PyBuffer<u8>,
 }
 
@@ -59,7 +59,7 @@ impl Follower {
             .transpose()?;
         // SAFETY: not negative, and by the docstring nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let follow = Follow::open(fd, index, graph_path, wait).map_err(from_ring)?;
+        let follow = Worker::open(fd, index, graph_path, wait).map_err(from_ring)?;
         Ok(Self {
             follow: Mutex::new(follow),
             block,
@@ -90,7 +90,7 @@ impl Follower {
         });
         match command {
             Ok(command) => Ok(PyBytes::new(py, &command)),
-            Err(FollowError::Ring(error)) => Err(from_ring(error)),
+            Err(WorkerError::Ring(error)) => Err(from_ring(error)),
             Err(error) => Err(PyRuntimeError::new_err(error.to_string())),
         }
     }

@@ -1,38 +1,36 @@
-//! Drivers with schedulers: the native half of the public engine.
+//! The engine for Python: drivers with schedulers.
 
+mod config;
 mod grammars;
-mod help;
 mod outputs;
 mod requests;
 mod settings;
+mod wait;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_engine::{
-    CompilerSettings, Config, DriverSettings, FigureReader, GrammarLimits, GrammarSettings,
-    JsonSpace, Pause, Rejected, Sampling, Service, ServiceSettings, TraceEnd, TraceSettings,
+    MetricsReader, Pause, SamplingParams, Service, SubmitError, TraceSettings, TraceSummary,
 };
-use pie_ingress::{Ingress, ModelFacts, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
+use pie_ingress::{Ingress, ModelInfo, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use toml::Table;
 
-use self::grammars::{compiler_command, grammar_of};
+use self::config::Config;
+use self::grammars::grammar_of;
 use self::outputs::{Shown, Stats, dict, shown};
-use self::settings::{
-    Prompt, at_least_one, limits, lock, log, milliseconds, share, table, token_bytes, with_special,
-};
-use crate::error::from_runtime;
+use self::settings::{Prompt, limits, lock};
+use crate::error::from_engine;
 
 pub(crate) use self::grammars::run_grammar_compiler;
-pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
 pub(crate) use self::requests::Requests;
 pub(crate) use self::settings::{check_request_limits, seconds, value_error};
+pub(crate) use self::wait::wait;
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -43,7 +41,7 @@ pub(crate) use self::settings::{check_request_limits, seconds, value_error};
 pub(crate) struct Runtime {
     pub(crate) service: Arc<Service>,
     /// One for each replica.
-    figures: Mutex<Vec<FigureReader>>,
+    metrics: Mutex<Vec<MetricsReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
     limits: RequestLimits,
@@ -58,217 +56,45 @@ impl Runtime {
     /// Args:
     ///     model: Folder of the snapshot.
     ///     python: The drivers' interpreter, which has this package: `sys.executable`.
-    ///     devices: `cuda:N` or `cpu`, as many as all replicas need; the first ones are the first replica's.
-    ///     replicas: Drivers, each with the whole model; SGLang's `dp_size`.
-    ///     tensor_parallel_size: Devices of a driver; SGLang's `tp_size`.
-    ///     dtype: Type of the activations; None for bfloat16, on the CPU float32.
-    ///     seed: Of everything that is drawn; SGLang's `random_seed`.
-    ///     spin_budget_us: Microseconds that both sides of the ring spin before they park; 0 parks at once, 2**64 - 1 never.
-    ///     options: The table `[driver.options]`: bool, int, float, str, and lists of them.
-    ///     schedule_policy: `fcfs`, `lpm`, `dfs-weight`, `lof`, `random` or `routing-key`.
-    ///     schedule_conservativeness: How much of the output of running requests is taken for certain.
-    ///     max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
-    ///     max_queued_requests: Sequences that may wait.
-    ///     chunked_prefill_size: Most tokens of a step.
-    ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
-    ///         limit. None is 6, and up to nine times what a step of decodes takes while many requests wait for their first token.
-    ///     max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
-    ///         `chunked_prefill_size`; 0 for no more than these.
-    ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
-    ///     disable_radix_cache: Share no prefixes.
-    ///     kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
-    ///     enable_priority_scheduling: `priority` of requests comes before the policy.
-    ///     schedule_low_priority_values_first: The lowest value comes first.
-    ///     priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
-    ///         ones; None for never.
-    ///     max_total_pages: Use no more KV pages than this of what a driver has.
-    ///     max_image_bytes: Most bytes that the images of a step bring, their pixels and positions; 0: images are refused.
-    ///     eos_token_ids: They end a request, unless it ignores them.
-    ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
-    ///     special_tokens: Tokens without text, with their names, which grammars may use.
-    ///     tokenizer_file: The `tokenizer.json`; with it text that a grammar forces is not drawn.
-    ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
-    ///     constrained_json_disable_any_whitespace: There is none.
-    ///     max_grammar_bytes: Most bytes of the text of one grammar; None for 1 MiB.
-    ///     grammar_timeout_s: Time for one grammar from its first request on, the wait for others included; None for 30.
-    ///     grammar_compile_timeout_s: Time for compiling one grammar; None for 10.
-    ///     grammar_memory_mb: MiB of memory that compiling one grammar may take; None for 512.
-    ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
-    ///         limit.
-    ///     running_limit_s: The same from its admission to its end.
-    ///     request_limits: Limits on what a request may hold, by their names in docs/limits.md, where they differ from the defaults.
-    ///         They hold for every frontend of this runtime.
-    ///     max_restarts: How often in a row a driver is started again, without an answer in between.
-    ///     ready_timeout_s: Limit for one start.
-    ///     step_timeout_s: A driver that does not answer so long is killed and started again.
-    ///     stop_timeout_s: How long a driver may take to end after SIGTERM.
-    ///     log_file: Where the drivers' logs go, after what is there.
+    ///     settings: See `Config` in `rust/py/src/runtime/config.rs`.
     ///
     /// Raises:
     ///     ValueError: A value is out of range.
+    ///     TypeError: An unknown setting, or a value of another type.
     ///     OSError: The log file cannot be opened.
     ///     StartError: No thread can be started.
     #[new]
-    #[pyo3(signature = (
-        model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
-        seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
-        max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = None,
-        max_step_ms = 250.0, radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false,
-        enable_priority_scheduling = false,
-        schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
-        max_total_pages = None, max_image_bytes = 0, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
-        tokenizer_file = None,
-        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false,
-        max_grammar_bytes = None, grammar_timeout_s = None, grammar_compile_timeout_s = None, grammar_memory_mb = None,
-        waiting_limit_s = None, running_limit_s = None, request_limits = None, max_restarts = 3,
-        ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
-    ))]
-    #[expect(
-        clippy::fn_params_excessive_bools,
-        clippy::too_many_arguments,
-        clippy::needless_pass_by_value,
-        reason = "keywords of Python"
-    )]
+    #[pyo3(signature = (model, *, python, **settings: "object"))]
     fn new(
         py: Python<'_>,
         model: PathBuf,
         python: PathBuf,
-        devices: Vec<String>,
-        replicas: usize,
-        tensor_parallel_size: usize,
-        dtype: Option<String>,
-        seed: i64,
-        spin_budget_us: u64,
-        options: Option<Bound<'_, PyDict>>,
-        schedule_policy: &str,
-        schedule_conservativeness: f32,
-        max_running_requests: Option<u32>,
-        max_queued_requests: Option<u32>,
-        chunked_prefill_size: u32,
-        max_token_gap_ms: Option<f64>,
-        max_step_ms: f64,
-        radix_eviction_policy: &str,
-        disable_radix_cache: bool,
-        kv_events: bool,
-        enable_priority_scheduling: bool,
-        schedule_low_priority_values_first: bool,
-        priority_scheduling_preemption_threshold: Option<i32>,
-        max_total_pages: Option<u32>,
-        max_image_bytes: u32,
-        eos_token_ids: Vec<u32>,
-        vocabulary: Option<Vec<Vec<u8>>>,
-        special_tokens: Vec<(u32, String)>,
-        tokenizer_file: Option<PathBuf>,
-        constrained_json_whitespace_pattern: Option<String>,
-        constrained_json_disable_any_whitespace: bool,
-        max_grammar_bytes: Option<usize>,
-        grammar_timeout_s: Option<f64>,
-        grammar_compile_timeout_s: Option<f64>,
-        grammar_memory_mb: Option<u32>,
-        waiting_limit_s: Option<f64>,
-        running_limit_s: Option<f64>,
-        request_limits: Option<BTreeMap<String, u64>>,
-        max_restarts: u32,
-        ready_timeout_s: f64,
-        step_timeout_s: f64,
-        stop_timeout_s: f64,
-        log_file: Option<PathBuf>,
+        settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let process = compiler_command(py, &python)?;
-        let usual = GrammarLimits::default();
-        let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
-        let grammar_limits = GrammarLimits {
-            bytes: max_grammar_bytes.unwrap_or(usual.bytes),
-            time: limit("grammar_timeout_s", grammar_timeout_s)?.unwrap_or(usual.time),
-            compile_time: limit("grammar_compile_timeout_s", grammar_compile_timeout_s)?
-                .unwrap_or(usual.compile_time),
-            memory: at_least_one("grammar_memory_mb", grammar_memory_mb)?
-                .map_or(usual.memory, |mebibytes| u64::from(mebibytes) << 20),
-            ..usual
-        };
-        let driver = DriverSettings {
-            dtype,
-            seed,
-            spin_budget_us,
-            options: options.map_or_else(|| Ok(Table::new()), |options| table(&options))?,
-            ready_timeout: seconds("ready_timeout_s", ready_timeout_s)?,
-            answer_timeout: seconds("step_timeout_s", step_timeout_s)?,
-            stop_timeout: seconds("stop_timeout_s", stop_timeout_s)?,
-            ..DriverSettings::new(python, model)
-        };
-        let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
-        let limits = limits(request_limits.unwrap_or_default())?;
-        let running_limit = limit("running_limit_s", running_limit_s)?;
-        let usual = Config::default();
-        let gap_us = match max_token_gap_ms {
-            Some(limit) => milliseconds("max_token_gap_ms", limit)?,
-            None => usual.gap_us,
-        };
-        // A limit that is named is kept, however many wait.
-        let gap_growth = max_token_gap_ms.map_or(usual.gap_growth, |_| 0);
-        let step_us = milliseconds("max_step_ms", max_step_ms)?;
-        let scheduler = Config {
-            policy: schedule_policy.parse().map_err(value_error)?,
-            conservativeness: schedule_conservativeness,
-            chunk_tokens: chunked_prefill_size,
-            max_running: at_least_one("max_running_requests", max_running_requests)?.unwrap_or(0),
-            max_queued: max_queued_requests,
-            gap_us,
-            gap_growth,
-            step_us,
-            prefix_cache: !disable_radix_cache,
-            eviction: radix_eviction_policy.parse().map_err(value_error)?,
-            kv_events,
-            priority: enable_priority_scheduling,
-            low_priority_first: schedule_low_priority_values_first,
-            preemption_threshold: priority_scheduling_preemption_threshold,
-            running_limit_us: running_limit.map_or(0, |limit| {
-                u64::try_from(limit.as_micros().max(1)).unwrap_or(u64::MAX)
-            }),
-            seed: seed.cast_unsigned(),
-            ..Config::default()
-        };
+        let config = Config::extract(settings)?;
         let lines = Arc::<Mutex<VecDeque<String>>>::default();
-        let text = vocabulary.map(token_bytes);
-        let settings = ServiceSettings {
-            drivers,
-            scheduler,
-            max_pages: at_least_one("max_total_pages", max_total_pages)?,
-            max_image_bytes,
-            text: text
-                .as_ref()
-                .map(|bytes| with_special(bytes, &special_tokens) as _),
-            grammars: text.map(|tokens| GrammarSettings {
-                tokens,
-                special: special_tokens,
-                ends: eos_token_ids.clone(),
-                compiler: CompilerSettings {
-                    space: JsonSpace {
-                        fixed: constrained_json_disable_any_whitespace,
-                        pattern: constrained_json_whitespace_pattern,
-                    },
-                    tokenizer: tokenizer_file,
-                    limits: grammar_limits,
-                    process: Some(process),
-                },
-            }),
-            waiting_limit: limit("waiting_limit_s", waiting_limit_s)?,
-            max_restarts,
-            log: log(Arc::clone(&lines), replicas, log_file)?,
-        };
+        let limits = limits(config.request_limits.as_ref())?;
+        let stop_tokens = config.eos_token_ids.clone();
+        let settings = config.service(py, model, python, Arc::clone(&lines))?;
         let service = py
             .detach(|| Service::start(&settings))
-            .map_err(|error| from_runtime(&error))?;
+            .map_err(|error| from_engine(&error))?;
         let now = Instant::now();
-        let readers = settings.drivers.iter().map(|_| FigureReader::new(now));
+        let readers = settings.drivers.iter().map(|_| MetricsReader::new(now));
         Ok(Self {
             service: Arc::new(service),
-            figures: Mutex::new(readers.collect()),
+            metrics: Mutex::new(readers.collect()),
             lines,
-            stop_tokens: eos_token_ids,
+            stop_tokens,
             limits,
             ingress: OnceLock::new(),
         })
+    }
+
+    /// The names of the settings.
+    #[staticmethod]
+    fn setting_names() -> Vec<&'static str> {
+        Config::NAMES.to_vec()
     }
 
     /// Waits until every driver serves; False when the time is over. To show progress, call it again and again with a short
@@ -283,7 +109,7 @@ impl Runtime {
                 Ok(false) if self.service.is_stopped() => Some(Ok(false)),
                 Ok(false) => None,
                 Ok(true) => Some(Ok(true)),
-                Err(error) => Some(Err(from_runtime(&error))),
+                Err(error) => Some(Err(from_engine(&error))),
             }
         })?
         .unwrap_or(Ok(false))
@@ -301,7 +127,8 @@ impl Runtime {
     ///     RuntimeError: It is not ready.
     fn capabilities<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let caps = self.service.capabilities();
-        let caps = caps.ok_or_else(|| PyRuntimeError::new_err(Rejected::NotReady.to_string()))?;
+        let caps =
+            caps.ok_or_else(|| PyRuntimeError::new_err(SubmitError::NotReady.to_string()))?;
         dict(py, &caps)
     }
 
@@ -405,7 +232,7 @@ impl Runtime {
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
         let grammar = grammar.map(|(kind, text)| grammar_of(&kind, text));
         let raw = RawRequest {
-            sampling: Sampling {
+            sampling: SamplingParams {
                 temperature,
                 top_k,
                 top_p,
@@ -437,12 +264,14 @@ impl Runtime {
             deadline: deadline.transpose()?,
             ..RawRequest::new(String::new(), token_ids.0)
         };
-        let spec = ingress.validate(raw, |grammar, after| self.service.bind(grammar, after));
+        let spec = ingress.validate(raw, |grammar, after| {
+            self.service.compile_grammar(grammar, after)
+        });
         let spec = spec.map_err(value_error)?;
         if let Some(requests) = into {
             return Ok(requests.add(spec));
         }
-        let (arrival, deadline) = spec.into_arrival();
+        let (arrival, deadline) = spec.into_request();
         let submitted = self.service.submit(arrival, deadline);
         submitted.map_err(|rejected| from_rejected(&rejected))
     }
@@ -454,7 +283,7 @@ impl Runtime {
     ///     StartError: No driver is left.
     ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
     fn submit_all(&self, requests: &Requests) -> PyResult<Vec<u64>> {
-        let arrivals = requests.take().into_iter().map(RequestSpec::into_arrival);
+        let arrivals = requests.take().into_iter().map(RequestSpec::into_request);
         self.service
             .submit_all(arrivals)
             .map_err(|rejected| from_rejected(&rejected))
@@ -471,7 +300,7 @@ impl Runtime {
     ///     StartError: A driver does not take it, with the reason in its log, or there is no driver.
     fn load_adapter(&self, py: Python<'_>, adapter_id: u64, path: &str) -> PyResult<()> {
         py.detach(|| self.service.load_adapter(adapter_id, path))
-            .map_err(|error| from_runtime(&error))
+            .map_err(|error| from_engine(&error))
     }
 
     /// Forgets an adapter that no request has: a driver that is started again does not read it, and one that has it drops it
@@ -541,9 +370,9 @@ impl Runtime {
     /// Returns:
     ///     For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
     ///     value.
-    fn figures(&self) -> Vec<Vec<Shown>> {
+    fn metrics(&self) -> Vec<Vec<Shown>> {
         let (stats, now) = (self.service.stats(), Instant::now());
-        let mut readers = self.figures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut readers = self.metrics.lock().unwrap_or_else(PoisonError::into_inner);
         let replicas = readers.iter_mut().zip(&stats);
         replicas
             .map(|(reader, stats)| reader.read(stats, now).iter().map(shown).collect())
@@ -564,14 +393,14 @@ impl Runtime {
     fn start_trace(&self, path: PathBuf, skip: u64, steps: Option<u64>) -> PyResult<()> {
         let settings = TraceSettings { path, skip, steps };
         let started = self.service.start_trace(&settings);
-        started.map_err(|error| from_runtime(&error))
+        started.map_err(|error| from_engine(&error))
     }
 
     /// Ends a trace, or tells of one that ended by itself: for each replica its file, the steps in it, and why it ended early.
     /// Nothing where there was no trace.
     fn end_trace(&self, py: Python<'_>) -> Vec<(PathBuf, u64, Option<String>)> {
         let ends = py.detach(|| self.service.end_trace(Duration::from_secs(10)));
-        let shown = |end: TraceEnd| (end.path, end.steps, end.failure);
+        let shown = |end: TraceSummary| (end.path, end.steps, end.failure);
         ends.into_iter().map(shown).collect()
     }
 
@@ -609,12 +438,12 @@ impl Runtime {
         }
         let Some(caps) = self.service.capabilities() else {
             return Err(match self.service.wait_ready(Duration::ZERO) {
-                Err(error) => from_runtime(&error),
-                Ok(_) if self.service.is_stopped() => from_rejected(&Rejected::Stopped),
-                Ok(_) => from_rejected(&Rejected::NotReady),
+                Err(error) => from_engine(&error),
+                Ok(_) if self.service.is_stopped() => from_rejected(&SubmitError::Stopped),
+                Ok(_) => from_rejected(&SubmitError::NotReady),
             });
         };
-        let facts = ModelFacts {
+        let facts = ModelInfo {
             vocab_size: caps.vocab_size,
             eos_token_ids: self.stop_tokens.clone(),
             // The scheduler knows its pool.
@@ -627,9 +456,9 @@ impl Runtime {
     }
 }
 
-fn from_rejected(rejected: &Rejected) -> PyErr {
+fn from_rejected(rejected: &SubmitError) -> PyErr {
     match rejected {
-        Rejected::Gone(error) | Rejected::Forked(error) => from_runtime(error),
+        SubmitError::Gone(error) | SubmitError::Forked(error) => from_engine(error),
         _ => PyRuntimeError::new_err(rejected.to_string()),
     }
 }

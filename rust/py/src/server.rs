@@ -167,14 +167,14 @@ impl Server {
                 .map_err(from_ring)?;
             let job = match event {
                 Event::Stopped => return Ok(None),
-                Event::Called => Job::Wake(Py::new(py, Wake)?),
-                Event::Notes(notes) => {
+                Event::Woken => Job::Wake(Py::new(py, Wake)?),
+                Event::LogLines(notes) => {
                     shared.report(py, &notes)?;
                     continue;
                 }
-                Event::Lost(error) => return Err(from_loss(&error)),
+                Event::DeviceLost(error) => return Err(from_loss(&error)),
                 Event::Step(step) => {
-                    shared.report(py, &step.notes)?;
+                    shared.report(py, &step.log_lines)?;
                     Job::Step(Py::new(py, Step::new(&step))?)
                 }
                 Event::Job(pie_driver::Job::Batch(batch)) => {

@@ -1,6 +1,6 @@
 //! What the server and its jobs share.
 
-use pie_driver::Note;
+use pie_driver::LogLine;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,7 +22,7 @@ impl Shared {
         Ok(Self { block, report })
     }
 
-    pub(crate) fn report(&self, py: Python<'_>, notes: &[Note]) -> PyResult<()> {
+    pub(crate) fn report(&self, py: Python<'_>, notes: &[LogLine]) -> PyResult<()> {
         notes
             .iter()
             .try_for_each(|note| self.report.call1(py, (note.kind, &note.text)).map(drop))

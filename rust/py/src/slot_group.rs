@@ -1,6 +1,6 @@
 //! A staged slot group.
 
-use pie_planner::{Place, RECORD_WORDS, SlotClass};
+use pie_planner::{LogprobPosition, RECORD_WORDS, SlotClass};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -11,7 +11,7 @@ pub(crate) struct SlotGroup {
     labels: Vec<[i64; 2]>,
     records: Vec<[i32; RECORD_WORDS]>,
     bias_words: Vec<i32>,
-    places: Vec<Place>,
+    places: Vec<LogprobPosition>,
     given: Vec<[i64; 2]>,
 }
 
@@ -20,7 +20,7 @@ impl SlotGroup {
     pub(crate) fn of(inner: pie_planner::SlotGroup, batch: &pie_driver::Batch) -> Self {
         let labels = batch.group_labels().to_vec();
         let (records, bias_words) = batch.group_records();
-        let (places, given) = batch.group_places();
+        let (places, given) = batch.group_logprob_positions();
         Self {
             inner,
             labels,

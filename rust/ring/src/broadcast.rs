@@ -12,11 +12,11 @@
 //! system call only when a reader sleeps. The writer itself sleeps by the clock: it waits only when the
 //! slowest reader has taken nothing of a whole ring.
 
+mod layout;
 mod listener;
 mod mapping;
 mod memfd;
 mod sender;
-mod shape;
 #[cfg(test)]
 mod tests;
 

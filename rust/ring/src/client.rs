@@ -1,8 +1,8 @@
-//! The client's side. It keeps the same contract as the client of the Pie runtime.
+//! The client of a region; compatible with the client of the Pie runtime.
 //!
-//! A call takes a slot, copies the request, raises `req_seq`, wakes the server, waits until `resp_seq` has caught up, and
-//! copies the response. Any number of threads may call; each slot carries one call at a time. [`Request`] and [`Sent`] are
-//! the two halves of a call, for a thread that has other work in between.
+//! A call acquires a slot, copies the request, increments `req_seq`, wakes the server, waits until `resp_seq` equals it, and copies
+//! the response. Any number of threads may call; each slot has one call at a time. [`RequestSlot`] and [`InFlightRequest`] are the
+//! two halves of a call, for asynchronous use.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -15,12 +15,12 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, epoch_us};
 use crate::wait::{self, Wait};
 
-/// How a client waits.
+/// Wait strategy and timeout of a client.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientConfig {
     /// Strategy.
     pub wait: Wait,
-    /// Time limit for an answer, counted from when it is waited for.
+    /// Timeout of a response, from the start of the wait.
     pub timeout: Duration,
 }
 
@@ -43,17 +43,17 @@ pub struct Client {
     mapping: Mapping,
     config: ClientConfig,
     slots: Mutex<Slots>,
-    /// A slot is free again.
+    /// Signals a free slot.
     freed: Condvar,
     next_id: AtomicU32,
     aborted: AtomicBool,
 }
 
-/// Which slots are free.
+/// The free slots.
 struct Slots {
-    /// Per slot: where its answers are copied to, while no call uses it.
+    /// The response buffer of each free slot.
     idle: Box<[Option<Vec<u64>>]>,
-    /// Slots are taken in turn.
+    /// Round-robin position.
     next: usize,
     /// Threads that wait for a slot.
     waiting: usize,
@@ -86,20 +86,20 @@ impl Client {
     ///
     /// # Errors
     /// [`CallError::RequestTooLarge`] or [`CallError::Aborted`] before anything is sent;
-    /// those of [`Sent::receive`] after.
+    /// those of [`InFlightRequest::receive`] after.
     pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, CallError> {
         self.check_len(request.len())?;
-        let mut sending = self.request();
+        let mut sending = self.acquire_slot();
         sending.write(0, request)?;
         sending.send(request.len())?.receive(read)
     }
 
-    /// A slot to make a request in; if all are busy, waits for the first that becomes free.
-    pub fn request(&self) -> Request<'_> {
+    /// Acquires a slot for a request; blocks while all are in use.
+    pub fn acquire_slot(&self) -> RequestSlot<'_> {
         let mut slots = self.slots();
         loop {
             if let Some((slot, answer)) = slots.take() {
-                return Request(Held::new(self, slot, answer));
+                return RequestSlot(AcquiredSlot::new(self, slot, answer));
             }
             slots.waiting += 1;
             slots = self
@@ -110,11 +110,10 @@ impl Client {
         }
     }
 
-    /// A slot to make a request in, if one is free. A thread with a request under way uses this for its next one, since
-    /// its own slot may be the only one.
-    pub fn try_request(&self) -> Option<Request<'_>> {
+    /// Acquires a slot if one is free. A thread with a request in flight must use this, since its own slot may be the only one.
+    pub fn try_acquire_slot(&self) -> Option<RequestSlot<'_>> {
         let (slot, answer) = self.slots().take()?;
-        Some(Request(Held::new(self, slot, answer)))
+        Some(RequestSlot(AcquiredSlot::new(self, slot, answer)))
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
@@ -129,9 +128,9 @@ impl Client {
         Ok(())
     }
 
-    /// Makes every running and later call fail with [`CallError::Aborted`]. The server does not learn of it.
+    /// Makes every running and later call fail with [`CallError::Aborted`]. The server is not notified.
     pub fn abort(&self) {
-        // A sleeping client learns it by the raised counter, a spinning one by its next look at the flag.
+        // A parked client is woken by the counter, a spinning one reads the flag.
         self.aborted.store(true, Ordering::Relaxed);
         for slot in 0..self.layout().slots() {
             let wake = &self.mapping.slot(slot).resp_wake;
@@ -148,7 +147,7 @@ impl Client {
     /// Sends the `len` bytes that the slot holds.
     fn send(&self, slot: usize, len: usize) -> (u64, u32) {
         let words = self.mapping.slot(slot);
-        // The server may poll these words, so the slow part comes before the first store.
+        // The server may be polling these words, so slow calls come before the first store.
         let (id, now) = (self.next_id.fetch_add(1, Ordering::Relaxed), epoch_us());
         // The holder of the slot is the only writer of `req_seq`.
         let seq = words.req_seq.load(Ordering::Relaxed).wrapping_add(1);
@@ -163,7 +162,7 @@ impl Client {
         (seq, id)
     }
 
-    /// Makes the wake-up of the server if it was `deferred`, and waits for the answer.
+    /// Wakes the server if that was `deferred`, and waits for the response.
     fn receive(&self, slot: usize, seq: u64, id: u32, deferred: bool) -> Result<(), CallError> {
         let Self {
             mapping, config, ..
@@ -175,7 +174,7 @@ impl Client {
                 self.wake_server();
             }
         };
-        let ready = || self.look(slot, seq);
+        let ready = || self.poll_response(slot, seq);
         let after = config.timeout;
         let result = wait::until(
             config.wait,
@@ -195,16 +194,16 @@ impl Client {
         result
     }
 
-    /// Sleeps until the answer is there, or the client was aborted, or `limit` is over.
+    /// Parks until the response is there, the client is aborted, or `limit` has passed.
     fn sleep(&self, slot: usize, seq: u64, limit: Duration) -> Result<bool, CallError> {
         let word = &self.mapping.slot(slot).resp_wake;
-        let ready = || self.look(slot, seq);
+        let ready = || self.poll_response(slot, seq);
         let found = wait::until(Wait::Park, word, Some(limit), ready, || ())?;
         Ok(found.transpose()?.is_some())
     }
 
-    /// Whether the answer is there.
-    fn look(&self, slot: usize, seq: u64) -> Option<Result<(), CallError>> {
+    /// Whether the response is there.
+    fn poll_response(&self, slot: usize, seq: u64) -> Option<Result<(), CallError>> {
         let words = self.mapping.slot(slot);
         // SYNC: pairs with the release store in `Lease::publish`. The distance decides, because
         // numbers wrap around; apart from that it is the protocol's `resp_seq >= seq`.
@@ -242,7 +241,7 @@ impl Client {
 }
 
 impl Slots {
-    /// The next free slot, and where its answer goes.
+    /// The next free slot, with its response buffer.
     fn take(&mut self) -> Option<(usize, Vec<u64>)> {
         let count = self.idle.len();
         let mut slots = (self.next..count).chain(0..self.next);
@@ -252,14 +251,14 @@ impl Slots {
     }
 }
 
-/// A taken slot. Dropping it frees the slot.
-struct Held<'c> {
+/// An acquired slot. Dropping it frees the slot.
+struct AcquiredSlot<'c> {
     client: &'c Client,
     slot: usize,
     answer: Vec<u64>,
 }
 
-impl<'c> Held<'c> {
+impl<'c> AcquiredSlot<'c> {
     fn new(client: &'c Client, slot: usize, answer: Vec<u64>) -> Self {
         Self {
             client,
@@ -269,28 +268,28 @@ impl<'c> Held<'c> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for AcquiredSlot<'_> {
     fn drop(&mut self) {
         let mut slots = self.client.slots();
         slots.idle[self.slot] = Some(std::mem::take(&mut self.answer));
-        // To notify takes a system call, even if no thread waits.
+        // Notifying is a system call even without waiters.
         if slots.waiting > 0 {
             self.client.freed.notify_one();
         }
     }
 }
 
-/// A taken slot, and the request that is made in it. Dropping it frees the slot.
+/// An acquired slot, in which a request is written. Dropping it frees the slot.
 #[must_use]
-pub struct Request<'c>(Held<'c>);
+pub struct RequestSlot<'c>(AcquiredSlot<'c>);
 
-impl<'c> Request<'c> {
-    /// Writes a part of the request, from `offset` on. Bytes of an earlier request between the parts stay.
+impl<'c> RequestSlot<'c> {
+    /// Writes a part of the request at `offset`.
     ///
     /// # Errors
     /// [`CallError::RequestTooLarge`] if the part ends after the slot's request buffer; nothing is written then.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), CallError> {
-        let Held { client, slot, .. } = self.0;
+        let AcquiredSlot { client, slot, .. } = self.0;
         client.check_len(offset.saturating_add(bytes.len()))?;
         client.mapping.write_request(slot, offset, bytes);
         Ok(())
@@ -301,20 +300,19 @@ impl<'c> Request<'c> {
     ///
     /// # Errors
     /// [`CallError::RequestTooLarge`] or [`CallError::Aborted`], with nothing sent.
-    pub fn send(self, len: usize) -> Result<Sent<'c>, CallError> {
-        let Held { client, slot, .. } = self.0;
+    pub fn send(self, len: usize) -> Result<InFlightRequest<'c>, CallError> {
+        let AcquiredSlot { client, slot, .. } = self.0;
         client.check_len(len)?;
         if client.is_aborted() {
             return Err(CallError::Aborted);
         }
         let (seq, id) = client.send(slot, len);
-        // A client that spins makes the futex call only after it has waited for a while: a server that
-        // spins, too, has answered by then.
+        // A spinning client defers the futex call: a spinning server responds before it is made.
         let deferred = client.config.wait == Wait::Spin;
         if !deferred {
             client.wake_server();
         }
-        Ok(Sent {
+        Ok(InFlightRequest {
             held: self.0,
             seq,
             id,
@@ -323,20 +321,19 @@ impl<'c> Request<'c> {
     }
 }
 
-/// A request under way. Dropping it equals a time-out: the server is woken, the slot is free for the next call, and the
-/// late answer is dropped.
+/// A request in flight. Dropping it equals a timeout: the slot is free for the next call, and a late response is dropped.
 #[must_use]
-pub struct Sent<'c> {
-    held: Held<'c>,
+pub struct InFlightRequest<'c> {
+    held: AcquiredSlot<'c>,
     seq: u64,
     id: u32,
-    /// The server, which may sleep, is not woken yet.
+    /// The server is not woken yet.
     deferred: bool,
 }
 
-impl Sent<'_> {
-    /// Sleeps until the response is there, or for `limit`. Whether it is there. For a caller that has something to do shortly before
-    /// it expects the response, and uses no core until then.
+impl InFlightRequest<'_> {
+    /// Parks until the response is there, or for `limit`; returns whether it is there. For a caller that has work shortly before it
+    /// expects the response.
     ///
     /// # Errors
     /// [`CallError::Aborted`].
@@ -355,7 +352,7 @@ impl Sent<'_> {
     pub fn receive<R>(mut self, read: impl FnOnce(&[u8]) -> R) -> Result<R, CallError> {
         let deferred = std::mem::take(&mut self.deferred);
         let (seq, id) = (self.seq, self.id);
-        let Held {
+        let AcquiredSlot {
             client,
             slot,
             answer,
@@ -365,7 +362,7 @@ impl Sent<'_> {
     }
 }
 
-impl Drop for Sent<'_> {
+impl Drop for InFlightRequest<'_> {
     fn drop(&mut self) {
         if self.deferred {
             self.held.client.wake_server();

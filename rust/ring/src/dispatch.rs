@@ -1,4 +1,4 @@
-//! Takes requests out of the slots, oldest first.
+//! The dispatcher of a server: receives requests, oldest first.
 //!
 //! A slot is pending when its `req_seq` differs from the last one delivered. Among pending slots the
 //! lowest request id wins. One scan is not enough for that: request 5 may enter slot 0 after the scan
@@ -19,13 +19,13 @@ use crate::shared::Shared;
 use crate::sync::atomic::Ordering;
 use crate::wait::{self, Wait};
 
-/// The serving part of a server.
+/// Scans the slots for requests.
 pub(crate) struct Dispatcher {
     shared: Arc<Shared>,
     queue: Queue,
-    /// Wakes may be deferred, because the server spins and comes back to make them.
+    /// Client wakes may be deferred, because the server spins and makes them later.
     deferring: bool,
-    /// The last wait ended without a request, so that a pending one comes before the next call.
+    /// The last wait ended without a request, so a pending one comes before the next wake.
     yields: bool,
 }
 
@@ -44,8 +44,7 @@ impl Dispatcher {
         &self.shared
     }
 
-    /// Waits for the next request; `None` once stopped, or when a waker has called. Calls and requests take turns while
-    /// there are both.
+    /// Waits for the next request; `None` once stopped, or after a wake. Wakes and requests alternate while there are both.
     pub(crate) fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, SystemError> {
         self.allow_deferring(wait == Wait::Spin);
         if self.yields
@@ -153,8 +152,7 @@ impl Queue {
         oldest
     }
 
-    /// Wakes the clients whose slots had no delivery in a whole round of deliveries. A client that takes the slots in turn
-    /// sends again before that.
+    /// Makes the deferred wakes of slots without a delivery in a whole round. Round-robin clients send again before that.
     fn wake_overdue(&self, shared: &Shared) {
         for (slot, delivered) in self.slots.iter().enumerate() {
             if shared.is_deferred(slot) && self.count - delivered.number >= self.slots.len() as u64

@@ -199,7 +199,7 @@ pub enum CallError {
     System(#[from] SystemError),
 }
 
-/// A request cannot be read, or not answered as asked.
+/// A request cannot be read, or its response not sent.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LeaseError {

@@ -1,6 +1,5 @@
-//! Removes the regions of a process that ends: on SIGTERM, or when the parent dies, a thread of its own
-//! removes every region and ends the process, however busy the other threads are. Where no thread can do
-//! anything, because the process is killed, the reaper does it, a process that knows every region.
+//! The exit guard: on SIGTERM, or when the parent dies, a dedicated thread removes every region and ends the process, however
+//! busy the other threads are. After SIGKILL the reaper process does it.
 //!
 //! The thread needs nothing from the rest of the process but the list of regions, whose lock is only
 //! ever held for a few system calls. A region is made and listed under that lock, so none can exist
@@ -22,18 +21,18 @@ const PARENT_CHECK: Duration = Duration::from_millis(100);
 const TERMINATED: &str = "stopped by SIGTERM";
 const ORPHANED: &str = "the runtime that started this driver has ended";
 
-/// The regions of this process.
+/// The regions and rings of this process.
 #[derive(Debug, Default)]
-pub(crate) struct Tracker {
+pub(crate) struct RegionRegistry {
     regions: Mutex<Vec<NamedFile>>,
-    /// Live servers, whose clients wait for answers.
+    /// Live servers, whose clients wait for responses.
     rings: Mutex<Vec<Weak<Shared>>>,
     reaper: Option<Reaper>,
-    /// The form of the line that tells why the process ends.
+    /// Format of the last log line.
     last_line: Mutex<Option<String>>,
 }
 
-impl Tracker {
+impl RegionRegistry {
     /// The list, which no panic can leave in a bad state.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<NamedFile>> {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
@@ -45,10 +44,10 @@ impl Tracker {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Informs the reaper that a region of this name is about to be made, or that it is the file `id`.
-    pub(crate) fn tell_reaper(&self, name: &RegionName, id: Option<FileId>) {
+    /// Notifies the reaper that a region of this name is about to be created, or that it is the file `id`.
+    pub(crate) fn notify_reaper(&self, name: &RegionName, id: Option<FileId>) {
         if let Some(reaper) = &self.reaper {
-            reaper.tell(name, id);
+            reaper.notify(name, id);
         }
     }
 
@@ -66,7 +65,7 @@ impl Tracker {
         }
     }
 
-    /// Takes a region from the list; its name stays.
+    /// Removes a region from the list; its name stays.
     pub(crate) fn forget(&self, region: &NamedFile) {
         self.lock().retain(|listed| listed != region);
     }
@@ -95,7 +94,7 @@ impl Tracker {
 /// of the parent stays. Dropping the guard restores the former handler.
 #[derive(Debug)]
 pub struct ExitGuard {
-    tracker: Arc<Tracker>,
+    registry: Arc<RegionRegistry>,
     _watch: Option<Watch>,
 }
 
@@ -130,13 +129,13 @@ impl ExitGuard {
         // Known before the thread starts, so that no change can be missed.
         let parent = rustix::process::getppid();
         let signal = TerminateSignal::register()?;
-        let tracker = Arc::new(Tracker {
+        let registry = Arc::new(RegionRegistry {
             // Best effort: the next owner replaces a region that stays.
             reaper: Reaper::start().ok(),
             last_line: Mutex::new(last_line),
-            ..Tracker::default()
+            ..RegionRegistry::default()
         });
-        let regions = Arc::clone(&tracker);
+        let regions = Arc::clone(&registry);
         let thread = thread::Builder::new()
             .name("pie-exit-guard".to_owned())
             .spawn(move || watch(&regions, parent))
@@ -148,7 +147,7 @@ impl ExitGuard {
             _signal: signal,
         });
         Ok(Self {
-            tracker,
+            registry,
             _watch: watch,
         })
     }
@@ -156,14 +155,14 @@ impl ExitGuard {
     /// Changes the line that tells why the process ends: `form` with the reason for `{text}`, and the local time for `{time}`
     /// (`YYYY-MM-DD HH:MM:SS.mmm`) or `{iso}` (as in ISO 8601).
     pub fn set_last_line(&self, form: String) {
-        *self.tracker.last_line() = Some(form);
+        *self.registry.last_line() = Some(form);
     }
 
     /// A guard that handles nothing, for hosts with their own signal handling, benches and tests.
     /// Regions are still removed when their server is dropped.
     pub fn inert() -> Self {
         Self {
-            tracker: Arc::default(),
+            registry: Arc::default(),
             _watch: None,
         }
     }
@@ -171,11 +170,11 @@ impl ExitGuard {
     /// Removes the regions, answers open requests with zero bytes and ends the process with `status`, from any thread and
     /// whatever the others do.
     pub fn exit(&self, status: i32) -> ! {
-        leave(&self.tracker, status, || ())
+        shut_down(&self.registry, status, || ())
     }
 
-    pub(crate) fn tracker(&self) -> &Arc<Tracker> {
-        &self.tracker
+    pub(crate) fn registry(&self) -> &Arc<RegionRegistry> {
+        &self.registry
     }
 }
 
@@ -191,7 +190,7 @@ impl Drop for Watch {
     }
 }
 
-fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
+fn watch(regions: &RegionRegistry, parent: Option<rustix::process::Pid>) {
     signal::unblock();
     loop {
         let events = signal::wait(PARENT_CHECK);
@@ -199,7 +198,7 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
         let orphaned = rustix::process::getppid() != parent;
         if orphaned || events & signal::TERMINATE != 0 {
             let reason = if orphaned { ORPHANED } else { TERMINATED };
-            leave(regions, 0, || {
+            shut_down(regions, 0, || {
                 if let Some(form) = regions.last_line().as_deref() {
                     stderr::log(form, reason);
                 }
@@ -211,21 +210,19 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
     }
 }
 
-/// Removes all regions, refuses open requests, calls `say` and ends the process. The lock is kept, so no region can be made
-/// any more.
-fn leave(tracker: &Tracker, status: i32, say: impl FnOnce()) -> ! {
-    let regions = tracker.lock();
+/// Removes all regions, refuses open requests, calls `log` and ends the process. Keeps the lock, so that no region is created.
+fn shut_down(registry: &RegionRegistry, status: i32, log: impl FnOnce()) -> ! {
+    let regions = registry.lock();
     for region in regions.iter() {
         // Best effort: the next owner replaces a region that stays.
         let _ = region.remove();
     }
-    tracker.refuse_requests();
-    say();
+    registry.refuse_requests();
+    log();
     signal::exit_now(status)
 }
 
-/// Has the kernel kill this process as soon as the thread that started it ends, and with it its parent, which must be the
-/// process `parent`. If it is another one, the parent is dead already, and so is this process.
+/// Sets the parent-death signal of this process to SIGKILL. If its parent is not the process `parent` any more, exits at once.
 ///
 /// # Errors
 /// [`SystemError`] if the kernel refuses.

@@ -1,5 +1,4 @@
-//! One request that the server has taken, answered exactly once: by a reply, or by the abort reply
-//! when the lease is dropped.
+//! A lease: one received request and the right to respond exactly once, by a reply, or by the abort reply when it is dropped.
 //!
 //! A client that gave up may have put a new request into the slot. Then `req_seq` has moved on, the
 //! lease is *stale*, and nothing may be published under the old number. A client that gave up without
@@ -27,7 +26,7 @@ pub enum Publish {
     Stale,
 }
 
-/// A request and the right to answer it. Dropped without a reply, it sends the abort reply.
+/// A received request. Dropped without a reply, it sends the abort reply.
 pub struct Lease {
     shared: Arc<Shared>,
     slot: usize,
@@ -124,7 +123,7 @@ impl Lease {
         self.publish(response.len())
     }
 
-    /// Answers, unless stale, and gives the slot back. The length has been checked.
+    /// Publishes the response, unless stale, and releases the slot. The length has been checked.
     fn publish(&mut self, len: usize) -> Publish {
         self.open = false;
         let stale = self.is_stale();
@@ -151,7 +150,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // In a forked child the lease is a copy, which must not answer.
+        // In a forked child the lease is a copy, which must not respond.
         if self.open && std::process::id() == self.shared.pid {
             let shared = Arc::clone(&self.shared);
             let _ = self.fill_and_publish(&shared.abort_reply);

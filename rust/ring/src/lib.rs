@@ -7,19 +7,19 @@
 //! sequence to send, the server sets the response sequence to the same value to answer. A wake
 //! counter next to each of them lets the other side sleep in a futex.
 //!
-//! | module | idea |
+//! | module | contents |
 //! |---|---|
 //! | `layout` | every offset and size of the region, header encoding and validation |
-//! | `words`, `memory`, `mapping` | the mapped memory: atomics, and payloads that are copied in and out |
-//! | `region`, `named_file` | the owner of the name in `/dev/shm`: an exclusive `flock`, which the kernel frees with its process |
+//! | `words`, `memory`, `mapping` | the mapped memory: atomic words, and payloads that are copied in and out |
+//! | `region`, `named_file` | ownership of the name in `/dev/shm`: an exclusive `flock`, which the kernel releases when its process ends |
 //! | `wait`, `futex` | spin, spin then park, or park until a condition holds |
-//! | `server`, `dispatch`, `lease` | take the oldest request, answer it exactly once |
+//! | `server`, `dispatch`, `lease` | receive the oldest request, respond exactly once |
 //! | `shared` | the state of a slot that server and leases share, and deferred wakes |
 //! | `client`, `connect` | open a region, send a request, wait for its answer |
-//! | `broadcast` | messages from one leader to several workers, without names and without answers |
-//! | `guard`, `signal`, `stderr` | remove the regions on SIGTERM or when the parent dies, and say so in a last line |
-//! | `reaper` | a process that removes them when this one is killed |
-//! | `sync` | what these files take from outside, which loom replaces |
+//! | `broadcast` | messages from one leader to several workers, over an unnamed file |
+//! | `guard`, `signal`, `stderr` | removal of the regions on SIGTERM or when the parent dies, with a last log line |
+//! | `reaper` | a process that removes them after SIGKILL |
+//! | `sync` | synchronization primitives and clock, which loom replaces |
 //!
 //! Two sides that spin exchange messages without a system call: each defers the other's wake until it is
 //! idle, and cancels it when the other side has been seen awake.
@@ -83,7 +83,7 @@ mod wait;
 mod words;
 
 pub use broadcast::{Broadcast, Listener, Message};
-pub use client::{Client, ClientConfig, Request, Sent};
+pub use client::{Client, ClientConfig, InFlightRequest, RequestSlot};
 pub use error::{
     BroadcastError, CallError, GuardError, HeaderError, LayoutError, LeaseError, RegionError,
     RingError, SystemError,

@@ -57,12 +57,12 @@ impl Mapping {
 
     /// The region's header.
     pub(crate) fn header(&self) -> &HeaderWords {
-        self.memory.line(0)
+        self.memory.cache_line(0)
     }
 
     /// The words of a slot.
     pub(crate) fn slot(&self, index: usize) -> &SlotWords {
-        self.memory.line(self.start(index, 0))
+        self.memory.cache_line(self.start(index, 0))
     }
 
     /// Copies the first `len` bytes of a request into whole words. For the server.

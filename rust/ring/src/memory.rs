@@ -25,18 +25,18 @@ const WORD: usize = size_of::<u64>();
 ///
 /// # Safety
 /// The type consists of atomics only, in the order of the protocol (`repr(C)`).
-pub(crate) unsafe trait Line {}
+pub(crate) unsafe trait CacheLine {}
 
 // SAFETY: all five are `repr(C)` and made of atomic integers.
-unsafe impl Line for HeaderWords {}
+unsafe impl CacheLine for HeaderWords {}
 // SAFETY: as above.
-unsafe impl Line for SlotWords {}
+unsafe impl CacheLine for SlotWords {}
 // SAFETY: as above.
-unsafe impl Line for WriterWords {}
+unsafe impl CacheLine for WriterWords {}
 // SAFETY: as above.
-unsafe impl Line for ReaderWords {}
+unsafe impl CacheLine for ReaderWords {}
 // SAFETY: as above.
-unsafe impl Line for FragmentWords {}
+unsafe impl CacheLine for FragmentWords {}
 
 /// A shared, writable mapping of the beginning of a file.
 pub(crate) struct Memory {
@@ -62,8 +62,8 @@ impl Memory {
     }
 
     /// The line that starts at `offset`.
-    pub(crate) fn line<T: Line>(&self, offset: usize) -> &T {
-        // SAFETY: in bounds and aligned (checked by `at`); a `Line` is made of atomics, for which any bytes are a value.
+    pub(crate) fn cache_line<T: CacheLine>(&self, offset: usize) -> &T {
+        // SAFETY: in bounds and aligned (checked by `at`); a `CacheLine` is made of atomics, for which any bytes are a value.
         unsafe { &*self.at(offset, size_of::<T>(), align_of::<T>()).cast() }
     }
 
@@ -213,7 +213,7 @@ mod tests {
             &mut Vec::new()
         )));
         assert!(!reaches(&|memory| {
-            memory.line::<SlotWords>(64);
+            memory.cache_line::<SlotWords>(64);
         }));
     }
 }

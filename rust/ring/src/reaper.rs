@@ -1,4 +1,4 @@
-//! A process that outlives this one and removes its regions.
+//! The reaper: a process that outlives this one and removes its regions.
 //!
 //! A process that is killed cannot clean up. So the exit guard forks another one off, first thing, while there is little to
 //! copy. It is not a child of this process, and in none of its groups, and keeps no descriptor but its own. It receives a
@@ -31,9 +31,9 @@ use crate::error::SystemError;
 use crate::named_file::{FileId, OPEN, RegionName, id_at};
 use crate::signal::exit_now;
 
-/// How long a lock may outlive its owner, in a child that shares it.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// A lock that is taken is tried again after this time.
+/// Timeout for a lock that a forked child of the owner still holds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+/// Retry interval for a held lock.
 const RETRY: Duration = Duration::from_millis(20);
 /// How long the first child may take, which makes some system calls and ends.
 const CHILD_LIMIT: Duration = Duration::from_secs(5);
@@ -52,12 +52,12 @@ struct Notice {
     path: [u8; 264],
 }
 
-/// This process's end.
+/// The handle of the reaper in this process.
 #[derive(Debug)]
 pub(crate) struct Reaper(UnixStream);
 
 impl Reaper {
-    /// Forks the other process off.
+    /// Forks the reaper.
     pub(crate) fn start() -> Result<Self, SystemError> {
         let failed = |error| SystemError::new("start", "the reaper of regions", error);
         let (own, others) = UnixStream::pair().map_err(failed)?;
@@ -67,16 +67,16 @@ impl Reaper {
         // return.
         match unsafe { libc::fork() } {
             -1 => Err(failed(std::io::Error::last_os_error())),
-            0 => orphan(others, process.ok().as_ref()),
+            0 => detach(others, process.ok().as_ref()),
             child => {
-                await_end(Pid::from_raw(child), CHILD_LIMIT);
+                reap_child(Pid::from_raw(child), CHILD_LIMIT);
                 Ok(Self(own))
             }
         }
     }
 
-    /// Announces that a region of this name may exist from now on, or that it is the file `id`.
-    pub(crate) fn tell(&self, name: &RegionName, id: Option<FileId>) {
+    /// Notifies the reaper that a region of this name may exist from now on, or that it is the file `id`.
+    pub(crate) fn notify(&self, name: &RegionName, id: Option<FileId>) {
         let mut notice = Notice::zeroed();
         notice.id = id.unwrap_or(notice.id);
         let path = name.path().as_bytes();
@@ -87,9 +87,8 @@ impl Reaper {
     }
 }
 
-/// Waits for the end of a child that ends at once, and kills it if it does not. If another thread has waited for it, it is
-/// gone.
-fn await_end(child: Option<Pid>, limit: Duration) {
+/// Waits for a child that exits at once, and kills it after `limit`.
+fn reap_child(child: Option<Pid>, limit: Duration) {
     let start = Instant::now();
     loop {
         match rustix::process::waitpid(child, WaitOptions::NOHANG) {
@@ -103,9 +102,8 @@ fn await_end(child: Option<Pid>, limit: Duration) {
     }
 }
 
-/// Gives up all that it shares, and forks once more, so that the process which stays is another one's child. The first one
-/// waits for this, so that it is done when a region is made.
-fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
+/// The intermediate child (double fork): detaches from session, signals and descriptors, and forks the reaper, which init adopts.
+fn detach(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
     // Signals to the terminal's or the parent's group are not for this process.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"pie-reaper");
@@ -115,14 +113,14 @@ fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
     close_others(own, process.map_or(own, AsRawFd::as_raw_fd));
     // SAFETY: as in `Reaper::start`.
     if unsafe { libc::fork() } == 0 {
-        outlive(socket, process);
+        run_reaper(socket, process);
     }
     exit_now(0)
 }
 
-fn outlive(mut socket: UnixStream, process: Option<&OwnedFd>) -> ! {
+fn run_reaper(mut socket: UnixStream, process: Option<&OwnedFd>) -> ! {
     let mut regions = [Notice::zeroed(); REGIONS];
-    listen(&mut socket, process, &mut regions);
+    receive_notices(&mut socket, process, &mut regions);
     for region in &regions {
         if region.path[0] != 0 {
             let _ = remove(region);
@@ -132,7 +130,11 @@ fn outlive(mut socket: UnixStream, process: Option<&OwnedFd>) -> ! {
 }
 
 /// Receives notices until the other process ends.
-fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Notice; REGIONS]) {
+fn receive_notices(
+    socket: &mut UnixStream,
+    process: Option<&OwnedFd>,
+    regions: &mut [Notice; REGIONS],
+) {
     if socket.set_nonblocking(true).is_err() {
         return;
     }
@@ -159,7 +161,7 @@ fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Not
             }
             if filled == size_of::<Notice>() {
                 filled = 0;
-                note(&notice, regions, &mut next);
+                record(&notice, regions, &mut next);
             }
         }
         if ended {
@@ -168,8 +170,8 @@ fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Not
     }
 }
 
-/// A notice replaces the earlier one of the same name, else takes the next place.
-fn note(notice: &Notice, regions: &mut [Notice; REGIONS], next: &mut usize) {
+/// Stores a notice, replacing an earlier one of the same name.
+fn record(notice: &Notice, regions: &mut [Notice; REGIONS], next: &mut usize) {
     let known = regions.iter().position(|region| region.path == notice.path);
     let place = known.unwrap_or(*next % REGIONS);
     *next += usize::from(known.is_none());
@@ -194,7 +196,7 @@ fn remove(region: &Notice) -> Result<(), Errno> {
     }
     let start = Instant::now();
     while let Err(error) = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        if !matches!(error, Errno::WOULDBLOCK | Errno::INTR) || start.elapsed() >= PATIENCE {
+        if !matches!(error, Errno::WOULDBLOCK | Errno::INTR) || start.elapsed() >= LOCK_TIMEOUT {
             return Err(error);
         }
         thread::sleep(RETRY);
@@ -214,7 +216,7 @@ fn block_signals() {
     }
 }
 
-/// Closes all descriptors but two, which may be the same. A reader of an inherited pipe must not wait for this process.
+/// Closes all descriptors but two, which may be the same, so that readers of inherited pipes see their end.
 fn close_others(one: RawFd, other: RawFd) {
     let kept = [one.min(other), one.max(other)].map(RawFd::cast_unsigned);
     let mut first = 0;
@@ -256,7 +258,7 @@ mod tests {
             }
         }
         let (start, limit) = (Instant::now(), Duration::from_millis(50));
-        await_end(Pid::from_raw(child), limit);
+        reap_child(Pid::from_raw(child), limit);
         assert!((limit..Duration::from_secs(5)).contains(&start.elapsed()));
         // It is gone, and waited for.
         let again = rustix::process::waitpid(Pid::from_raw(child), WaitOptions::NOHANG);
@@ -291,11 +293,11 @@ mod tests {
         };
         for round in 1..4 {
             for number in 1..=REGIONS as u8 {
-                note(&notice(number, round), &mut regions, &mut next);
+                record(&notice(number, round), &mut regions, &mut next);
             }
         }
         assert!(regions.iter().all(|region| region.id == FileId::new(1, 3)));
-        note(&notice(200, 9), &mut regions, &mut next);
+        record(&notice(200, 9), &mut regions, &mut next);
         assert_eq!(regions[0].path[0], 200);
         assert_eq!(regions[1].path[0], 2);
     }

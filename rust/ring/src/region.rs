@@ -22,10 +22,10 @@ use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation};
 use rustix::io::Errno;
 
 use crate::error::{RegionError, SystemError};
-use crate::guard::Tracker;
+use crate::guard::RegionRegistry;
 use crate::named_file::{NamedFile, RegionName, id_at};
 
-/// A live owner is asked again after this time.
+/// Retry interval while a live owner holds the lock.
 const RETRY: Duration = Duration::from_millis(20);
 
 /// The file of a region, owned by this process. Dropping it removes the name, then the lock.
@@ -33,7 +33,7 @@ const RETRY: Duration = Duration::from_millis(20);
 pub(crate) struct RegionFile {
     file: OwnedFd,
     named: NamedFile,
-    tracker: Arc<Tracker>,
+    registry: Arc<RegionRegistry>,
     pid: u32,
 }
 
@@ -52,12 +52,12 @@ impl RegionFile {
         name: &RegionName,
         bytes: u64,
         takeover: Duration,
-        tracker: &Arc<Tracker>,
+        registry: &Arc<RegionRegistry>,
     ) -> Result<Self, RegionError> {
         let start = Instant::now();
-        tracker.tell_reaper(name, None);
+        registry.notify_reaper(name, None);
         loop {
-            match Self::attempt(name, tracker)? {
+            match Self::attempt(name, registry)? {
                 Attempt::Owned(region) => {
                     region.reserve(bytes)?;
                     return Ok(region);
@@ -79,16 +79,16 @@ impl RegionFile {
         }
     }
 
-    fn attempt(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Attempt, SystemError> {
-        let Some(region) = Self::make(name, tracker)? else {
-            return Ok(match remove_leftover(name)? {
-                Leftover::Removed | Leftover::None => Attempt::Changed,
-                Leftover::Owned => Attempt::Occupied,
+    fn attempt(name: &RegionName, registry: &Arc<RegionRegistry>) -> Result<Attempt, SystemError> {
+        let Some(region) = Self::make(name, registry)? else {
+            return Ok(match remove_stale_file(name)? {
+                StaleRegion::Removed | StaleRegion::None => Attempt::Changed,
+                StaleRegion::Owned => Attempt::Occupied,
             });
         };
         if !try_lock(name, region.file())? {
             // A rival took the new file for a leftover. As holder of the lock it removes the file.
-            region.tracker.forget(&region.named);
+            region.registry.forget(&region.named);
             return Ok(Attempt::Occupied);
         }
         // Such a rival may also be done already.
@@ -100,9 +100,12 @@ impl RegionFile {
     }
 
     /// Makes the file and tracks it in one step; `None` if the name exists.
-    fn make(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Option<Self>, SystemError> {
-        let (pid, tracker) = (std::process::id(), Arc::clone(tracker));
-        let mut regions = tracker.lock();
+    fn make(
+        name: &RegionName,
+        registry: &Arc<RegionRegistry>,
+    ) -> Result<Option<Self>, SystemError> {
+        let (pid, registry) = (std::process::id(), Arc::clone(registry));
+        let mut regions = registry.lock();
         let file = match name.make() {
             Ok(file) => file,
             Err(Errno::EXIST) => return Ok(None),
@@ -110,12 +113,12 @@ impl RegionFile {
         };
         let named = NamedFile::new(name, file.as_fd())?;
         regions.push(named.clone());
-        tracker.tell_reaper(name, Some(named.id()));
+        registry.notify_reaper(name, Some(named.id()));
         drop(regions);
         Ok(Some(Self {
             file,
             named,
-            tracker,
+            registry,
             pid,
         }))
     }
@@ -154,7 +157,7 @@ impl RegionFile {
     /// Removes the name if it still leads to this file. Does nothing in a forked child.
     pub(crate) fn unlink(&self) {
         if std::process::id() == self.pid {
-            self.tracker.remove(&self.named);
+            self.registry.remove(&self.named);
         }
     }
 }
@@ -177,13 +180,13 @@ pub fn region_exists(name: &str) -> bool {
 /// # Errors
 /// [`RegionError::Name`], or [`RegionError::System`] if the file cannot be opened, locked or removed.
 pub fn remove_stale_region(name: &str) -> Result<bool, RegionError> {
-    let found = remove_leftover(&RegionName::new(name)?)?;
-    Ok(found == Leftover::Removed)
+    let found = remove_stale_file(&RegionName::new(name)?)?;
+    Ok(found == StaleRegion::Removed)
 }
 
 /// What became of a region whose owner is taken for dead.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Leftover {
+enum StaleRegion {
     Removed,
     /// A living process holds the lock.
     Owned,
@@ -192,17 +195,17 @@ enum Leftover {
 }
 
 /// Removes the existing file if its owner is dead.
-fn remove_leftover(name: &RegionName) -> Result<Leftover, SystemError> {
+fn remove_stale_file(name: &RegionName) -> Result<StaleRegion, SystemError> {
     let file = match name.open() {
         Ok(file) => file,
-        Err(Errno::NOENT) => return Ok(Leftover::None),
+        Err(Errno::NOENT) => return Ok(StaleRegion::None),
         Err(error) => return Err(name.failed("take over", error)),
     };
     if !try_lock(name, file.as_fd())? {
-        return Ok(Leftover::Owned);
+        return Ok(StaleRegion::Owned);
     }
     NamedFile::new(name, file.as_fd())?.remove()?;
-    Ok(Leftover::Removed)
+    Ok(StaleRegion::Removed)
 }
 
 fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, SystemError> {

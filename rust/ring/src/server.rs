@@ -1,4 +1,4 @@
-//! The server's side: owns the region and hands out requests, oldest first.
+//! The server of a region: owns it and receives requests, oldest first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,12 +65,12 @@ impl Server {
             return Err(RegionError::AbortReplyTooLarge { len, capacity });
         }
         let bytes = config.layout.total_bytes() as u64;
-        let region = RegionFile::create(&name, bytes, config.takeover, guard.tracker())?;
+        let region = RegionFile::create(&name, bytes, config.takeover, guard.registry())?;
         let mapping = Mapping::new(region.file(), config.layout, true)
             .map_err(|error| name.failed("map", error))?;
         mapping.write_header(&config.layout.encode_header(config.schema_hash));
         let dispatcher = Dispatcher::new(mapping, config.abort_reply.clone());
-        guard.tracker().serve(dispatcher.shared());
+        guard.registry().serve(dispatcher.shared());
         Ok(Self { dispatcher, region })
     }
 
@@ -79,22 +79,22 @@ impl Server {
         self.dispatcher.shared().mapping.layout()
     }
 
-    /// A handle that ends the waiting.
+    /// A handle that stops the server.
     pub fn stop_handle(&self) -> Stop {
         Stop(Arc::clone(self.dispatcher.shared()))
     }
 
-    /// A handle by which other threads interrupt the server's waiting.
+    /// A handle that interrupts the server's wait from other threads.
     pub fn waker(&self) -> Waker {
         Waker(Arc::clone(self.dispatcher.shared()))
     }
 
-    /// Whether a [`Waker`] has called since the last time; to be asked when [`Server::wait`] returns `None`.
-    pub fn take_call(&self) -> bool {
-        self.dispatcher.shared().take_call()
+    /// Whether a [`Waker`] was called since the last time; check it when [`Server::wait`] returns `None`.
+    pub fn take_wake(&self) -> bool {
+        self.dispatcher.shared().take_wake()
     }
 
-    /// Waits for the next request; `None` once stopped, or when a [`Waker`] has called.
+    /// Waits for the next request; `None` once stopped, or after a wake by a [`Waker`].
     ///
     /// With [`Wait::Spin`] the wake of an answer's client may be deferred until the next call: call again
     /// soon, or stop or drop the server.

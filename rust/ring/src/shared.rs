@@ -28,7 +28,7 @@ const AT_ONCE: u32 = 8;
 /// The server was stopped, for good.
 const STOPPED: u32 = 1;
 /// Another thread has called the server.
-const CALLED: u32 = 2;
+const WOKEN: u32 = 2;
 
 /// The state that a server shares with its leases and stop handles.
 pub(crate) struct Shared {
@@ -157,10 +157,10 @@ impl Shared {
     }
 
     /// Whether a thread has called since the last time.
-    pub(crate) fn take_call(&self) -> bool {
+    pub(crate) fn take_wake(&self) -> bool {
         // SYNC: pairs with the release in `Waker::wake`: writes before the call are visible after this.
-        self.events.load(Ordering::Relaxed) & CALLED != 0
-            && self.events.fetch_and(!CALLED, Ordering::Acquire) & CALLED != 0
+        self.events.load(Ordering::Relaxed) & WOKEN != 0
+            && self.events.fetch_and(!WOKEN, Ordering::Acquire) & WOKEN != 0
     }
 
     /// Changes the state of a slot and returns the former one.
@@ -209,10 +209,10 @@ pub struct Waker(pub(crate) Arc<Shared>);
 impl Waker {
     /// Makes the running or the next [`Server::wait`](crate::Server::wait) return `None`; at most one request comes first. A
     /// request that is pending when such a wait has ended comes before the next call ends one.
-    /// Several calls before the server [takes](crate::Server::take_call) one count as one.
+    /// Several calls before the server [takes](crate::Server::take_wake) one count as one.
     pub fn wake(&self) {
-        // SYNC: pairs with the acquire in `Shared::take_call`.
-        self.0.events.fetch_or(CALLED, Ordering::Release);
+        // SYNC: pairs with the acquire in `Shared::take_wake`.
+        self.0.events.fetch_or(WOKEN, Ordering::Release);
         self.0.wake_server();
     }
 }

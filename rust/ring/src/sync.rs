@@ -7,12 +7,11 @@ pub(crate) use std::hint::spin_loop;
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic};
 pub(crate) use std::time::Instant;
 
-/// Turns of a spin loop between two looks at the clock and at what else there is to do: some
-/// microseconds. A peer that spins, too, and has nothing to compute answers within the first of them.
-pub(crate) const TURNS: u32 = 256;
+/// Iterations of a spin loop between two reads of the clock: some microseconds.
+pub(crate) const SPIN_ITERATIONS: u32 = 256;
 
-/// Gives the core away for a while.
-pub(crate) fn nap(duration: Duration) {
+/// Sleeps.
+pub(crate) fn sleep(duration: Duration) {
     std::thread::sleep(duration);
 }
 

@@ -1,4 +1,4 @@
-//! Waiting for a condition that another process makes true: spin, spin then park, or park.
+//! Wait strategies for a condition that another process sets: spin, spin then park, or park.
 //!
 //! Parking loses no wake-up because of its order: take a snapshot of the wake counter, check the
 //! condition, sleep only while the counter still equals the snapshot. The other side makes the
@@ -9,9 +9,9 @@ use std::time::Duration;
 use crate::error::SystemError;
 use crate::futex;
 use crate::sync::atomic::{AtomicU32, Ordering};
-use crate::sync::{Instant, TURNS, spin_loop};
+use crate::sync::{Instant, SPIN_ITERATIONS, spin_loop};
 
-/// How to wait.
+/// Wait strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
     /// Never sleep: lowest latency, one core fully used, and no system call as long as the other side spins, too. A
@@ -35,9 +35,8 @@ impl Wait {
     }
 }
 
-/// Waits until `ready` gives a value; `None` once `timeout` has passed. `word` is the wake counter
-/// that the other side raises after it made `ready` true. `idle` is called every few microseconds of
-/// spinning.
+/// Waits until `ready` returns a value; `None` on timeout. `word` is the wake counter that the other side increments after it made
+/// `ready` true. `idle` is called every few microseconds of spinning.
 pub(crate) fn until<T>(
     wait: Wait,
     word: &AtomicU32,
@@ -64,7 +63,7 @@ pub(crate) fn until<T>(
     park(word, deadline, ready)
 }
 
-/// Spins until `ready`, or for `limit`. The clock is not read before the first turns are over.
+/// Spins until `ready`, or for `limit`. The clock is first read after one round of spinning.
 fn spin<T>(
     limit: Option<Duration>,
     ready: &mut impl FnMut() -> Option<T>,
@@ -72,7 +71,7 @@ fn spin<T>(
 ) -> Option<T> {
     let mut end = None;
     loop {
-        for _ in 0..TURNS {
+        for _ in 0..SPIN_ITERATIONS {
             if let Some(value) = ready() {
                 return Some(value);
             }
@@ -90,7 +89,7 @@ fn spin<T>(
     }
 }
 
-/// Sleeps until `ready`, or until `deadline`.
+/// Parks on a futex until `ready`, or until `deadline`.
 fn park<T>(
     word: &AtomicU32,
     deadline: Option<Instant>,

@@ -39,14 +39,14 @@ fn a_request_is_made_in_its_slot() {
     let client = open(&name, Wait::Park, LIMIT);
     // More rounds than slots, so that every slot has refused and served.
     for round in 0..9u8 {
-        let mut request = client.request();
+        let mut request = client.acquire_slot();
         // In parts, and not in their order.
         request.write(1, &[77, round]).unwrap();
         request.write(0, &[round]).unwrap();
         let sent = request.send(3).unwrap();
         assert_eq!(sent.receive(<[u8]>::to_vec).unwrap(), [round, 77, round]);
 
-        let mut request = client.request();
+        let mut request = client.acquire_slot();
         request.write(4095, &[1]).unwrap();
         for error in [
             request.write(4095, &[1, 2]).unwrap_err(),
@@ -67,7 +67,7 @@ fn the_next_request_is_made_while_one_is_on_its_way() {
         let running = Running::start(create(&name).unwrap(), wait);
         let client = open(&name, wait, LIMIT);
         let make = |round: u8| {
-            let mut request = client.try_request().unwrap();
+            let mut request = client.try_acquire_slot().unwrap();
             request.write(0, &[round, 77]).unwrap();
             request
         };
@@ -99,7 +99,7 @@ fn a_caller_may_sleep_before_it_waits() {
         let mut server = create(&name).unwrap();
         let client = open(&name, wait, LIMIT);
         let send = |byte: u8| {
-            let mut request = client.request();
+            let mut request = client.acquire_slot();
             request.write(0, &[byte]).unwrap();
             request.send(1).unwrap()
         };
@@ -143,7 +143,7 @@ fn a_request_whose_answer_nobody_wants_wakes_a_server_that_sleeps() {
     let client = open(&name, Wait::Spin, LIMIT);
     // Long enough for the server to have fallen asleep.
     thread::sleep(Duration::from_millis(50));
-    drop(client.request().send(2).unwrap());
+    drop(client.acquire_slot().send(2).unwrap());
     assert_eq!(served.recv_timeout(LIMIT), Ok(2));
     drop(running);
 }
@@ -156,10 +156,10 @@ fn no_slot_is_free_while_the_only_one_is_in_use() {
     let server = Server::create(&config, &ExitGuard::inert()).unwrap();
     let running = Running::start(server, Wait::Park);
     let client = open(&name, Wait::Park, LIMIT);
-    let sent = client.request().send(0).unwrap();
-    assert!(client.try_request().is_none());
+    let sent = client.acquire_slot().send(0).unwrap();
+    assert!(client.try_acquire_slot().is_none());
     sent.receive(|_| ()).unwrap();
-    assert!(client.try_request().is_some());
+    assert!(client.try_acquire_slot().is_some());
     drop(running);
 }
 
@@ -173,7 +173,7 @@ fn the_first_slot_that_becomes_free_is_taken() {
     let client = open(&name, Wait::Park, LIMIT);
     // Both slots are taken; whichever is given back first serves the one that waits.
     for given_back in [0, 1, 0, 1] {
-        let mut held = [client.request(), client.request()].map(Some);
+        let mut held = [client.acquire_slot(), client.acquire_slot()].map(Some);
         let (tell, answered) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| tell.send(client.call(b"ab", <[u8]>::to_vec).unwrap()));
@@ -197,13 +197,13 @@ fn no_client_gets_the_answer_to_another_clients_request() {
     let [first, second] = [(); 2].map(|()| open(&name, Wait::Park, LIMIT));
     // Taking turns is no fault.
     for client in [&first, &second, &first] {
-        let sent = client.request().send(1).unwrap();
+        let sent = client.acquire_slot().send(1).unwrap();
         let lease = server.poll().unwrap();
         assert_eq!(lease.reply(b"own").unwrap(), Publish::Delivered);
         assert_eq!(sent.receive(<[u8]>::to_vec).unwrap(), b"own");
     }
-    let sent = first.request().send(1).unwrap();
-    let other = second.request().send(2).unwrap();
+    let sent = first.acquire_slot().send(1).unwrap();
+    let other = second.acquire_slot().send(2).unwrap();
     let lease = server.poll().unwrap();
     assert_eq!(lease.reply(b"to the second").unwrap(), Publish::Delivered);
     let error = sent.receive(<[u8]>::to_vec).unwrap_err();

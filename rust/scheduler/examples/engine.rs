@@ -11,7 +11,7 @@
 use std::error::Error;
 use std::io::{Write, stdout};
 
-use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Row, Scheduler};
+use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Row, Scheduler, StepOutput};
 
 const PAGE_SIZE: usize = 16;
 
@@ -61,13 +61,13 @@ pub(crate) fn serve(prompts: &[String], out: &mut impl Write) -> Result<(), Box<
     let mut scheduler = Scheduler::new(Config::default(), LIMITS, None)?;
     for (id, prompt) in (0..).zip(prompts) {
         // What rides along with a request, here `()`, would be the parameters of its sampler.
-        let mut arrival = NewRequest::new(id, prompt.bytes().map(u32::from).collect(), (), 32);
-        arrival.ends.stop_tokens = vec![b'.'.into()];
-        scheduler.submit(arrival)?;
+        let mut request = NewRequest::new(id, prompt.bytes().map(u32::from).collect(), (), 32);
+        request.stop.stop_tokens = vec![b'.'.into()];
+        scheduler.submit(request)?;
     }
     let (mut now, mut outputs) = (0, Outputs::default());
     let mut answers = vec![String::new(); prompts.len()];
-    while let Some(step) = scheduler.step(now)? {
+    while let Some(step) = scheduler.schedule(now)? {
         // A GPU computes a step while the next one is laid out: "One step ahead" in the crate's documentation.
         let (mut tokens, mut token_ends) = (Vec::new(), vec![0]);
         for row in step.rows() {
@@ -76,12 +76,12 @@ pub(crate) fn serve(prompts: &[String], out: &mut impl Write) -> Result<(), Box<
         }
         // In µs of any clock: steps of this device take a millisecond.
         now += 1000;
-        let answer = Answer {
+        let answer = StepOutput {
             tokens: &tokens,
             token_ends: &token_ends,
-            ..Answer::default()
+            ..StepOutput::default()
         };
-        scheduler.answer(now, &answer)?;
+        scheduler.process_output(now, &answer)?;
         scheduler.outputs(&mut outputs);
         for output in outputs.iter() {
             let id = output.id as usize;
@@ -101,7 +101,7 @@ pub(crate) fn serve(prompts: &[String], out: &mut impl Write) -> Result<(), Box<
         }
     }
     // Every page has as many holders as it counts, and those that the prefix index kept are free again.
-    scheduler.audit()?;
+    scheduler.check_invariants()?;
     scheduler.flush();
     writeln!(out, "{} pages free", scheduler.stats().free_pages)?;
     Ok(())

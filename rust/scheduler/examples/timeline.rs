@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{Write, stdout};
 
-use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler};
+use pie_scheduler::{Config, FrameBytes, Limits, NewRequest, Outputs, Scheduler, StepOutput};
 
 const REQUESTS: u64 = 12;
 
@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         scheduler.submit(NewRequest::new(id, prompt.collect(), (), output))?;
     }
     let (mut out, mut outputs, mut now) = (stdout().lock(), Outputs::default(), 0);
-    while let Some(step) = scheduler.step(now)? {
+    while let Some(step) = scheduler.schedule(now)? {
         let mut cells = BTreeMap::new();
         let (mut tokens, mut token_ends, copies) = (Vec::new(), vec![0], step.copies.len());
         for row in step.rows() {
@@ -50,12 +50,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             token_ends.push(tokens.len() as u32);
         }
         now += 1000 + 10 * u64::from(scheduler.stats().prompt_budget);
-        let answer = Answer {
+        let answer = StepOutput {
             tokens: &tokens,
             token_ends: &token_ends,
-            ..Answer::default()
+            ..StepOutput::default()
         };
-        scheduler.answer(now, &answer)?;
+        scheduler.process_output(now, &answer)?;
         scheduler.outputs(&mut outputs);
         for output in outputs.iter().filter(|output| output.finish.is_some()) {
             cells.insert(output.id, "|".to_owned());

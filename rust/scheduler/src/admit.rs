@@ -1,68 +1,67 @@
-//! Admission: which waiting requests begin, and which running ones give way to them.
+//! Admission: which waiting sequences start to run.
 
-use crate::constraint::ConstraintState;
-use crate::layout::Plan;
-use crate::memory::Held;
+use crate::kv_cache_manager::SequencePages;
 use crate::output::Admitted;
-use crate::pace::LOOK_AGAIN;
+use crate::prefill_budget::ADMISSION_RETRY_STEPS;
 use crate::scheduler::Scheduler;
-use crate::sequence::{Awaited, Sequence, State};
+use crate::sequence::{PrefixLeader, Sequence, State};
+use crate::step_plan::StepPlan;
 
-/// Tokens that a request has in common with one that is being computed, from which on it waits for these; `SGLang`'s
+/// Tokens of a common prefix with a running prefill from which on a request waits for its pages; `SGLang`'s
 /// `IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD`.
-pub(crate) const WORTH_WAITING: usize = 32;
+pub(crate) const PREFIX_WAIT_TOKENS: usize = 32;
 
-/// What became of an admission.
+/// The result of an admission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Admission {
     Done,
-    /// There are no pages for what it may become.
-    Full,
-    /// The step has no room for a first part of it.
-    NoRoom,
+    /// There are not enough pages for its expected length.
+    NoPages,
+    /// The step has no room for its first prefill chunk.
+    NoBudget,
 }
 
 impl<S> Scheduler<S> {
-    /// Admits what fits into the step, in the order of the policy.
-    pub(crate) fn admit(&mut self, plan: &mut Plan, now: u64) {
+    /// Admits waiting sequences in queue order, as long as they fit.
+    pub(crate) fn admit(&mut self, plan: &mut StepPlan, now: u64) {
         let may_run = self.config.max_running as usize;
         if self.waiting.is_empty() || self.running.len() >= may_run {
             return;
         }
-        if self.plans < self.full_until && !self.running.is_empty() {
+        if self.plans < self.admission_blocked_until && !self.running.is_empty() {
             return;
         }
-        if plan.rows == 0 || plan.prompt == 0 {
-            self.starved |= plan.flight.load.prompt_tokens == 0;
+        if plan.rows == 0 || plan.prefill_tokens == 0 {
+            self.prefill_starved |= plan.step.load.prompt_tokens == 0;
             return;
         }
         let mut candidates = std::mem::take(&mut self.candidates);
-        self.order_waiting(now, &mut candidates);
-        let (mut promised, mut newest) = (self.promised(), Vec::new());
+        self.sort_waiting(now, &mut candidates);
+        let (mut reserved, mut newest) = (self.reserved_tokens(), Vec::new());
         let mut params_fit = true;
         for &slot in &candidates {
-            if self.running.len() >= may_run || plan.rows == 0 || plan.prompt == 0 {
+            if self.running.len() >= may_run || plan.rows == 0 || plan.prefill_tokens == 0 {
                 break;
             }
             let sequence = &self.sequences[slot];
             let is_due = sequence.pending == 0 && sequence.suspicion.group == plan.group;
-            if !is_due || self.waits_for_prefix(slot) {
+            if !is_due || self.awaits_prefix(slot) {
                 continue;
             }
-            // Where those of one do not fit, smaller ones behind it wait, too: else it could wait for ever.
+            // If the parameters of one do not fit, later ones wait, too: otherwise it could starve.
             let more = self.new_params(slot);
             params_fit &= self.params_fit(more);
-            if more > 0 && !params_fit || !self.follow(slot) {
+            if more > 0 && !params_fit || !self.advance_grammar(slot) {
                 continue;
             }
-            match self.admit_one(plan, slot, &mut promised, now) {
+            match self.admit_one(plan, slot, &mut reserved, now) {
                 Admission::Done => newest.push(self.sequences[slot].order),
-                Admission::Full => {
-                    self.full_until = self.plans + LOOK_AGAIN;
+                Admission::NoPages => {
+                    self.admission_blocked_until = self.plans + ADMISSION_RETRY_STEPS;
                     break;
                 }
-                Admission::NoRoom => {
-                    self.starved |= plan.flight.load.prompt_tokens == 0;
+                Admission::NoBudget => {
+                    self.prefill_starved |= plan.step.load.prompt_tokens == 0;
                     break;
                 }
             }
@@ -76,10 +75,10 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// Tokens that are spoken for: what running requests still have to compute, and are expected to produce.
-    fn promised(&self) -> f64 {
+    /// Tokens that running sequences still have to compute or are expected to generate.
+    pub(crate) fn reserved_tokens(&self) -> f64 {
         let running = self.running.iter().map(|&slot| &self.sequences[slot]);
-        let ratio = f64::from(self.ratio.now());
+        let ratio = f64::from(self.new_token_ratio.now());
         running
             .map(|sequence| {
                 let expected = f64::from(sequence.expected()) * ratio;
@@ -88,45 +87,45 @@ impl<S> Scheduler<S> {
             .sum()
     }
 
-    /// Tokens that nothing holds and that are not spoken for.
-    fn unpromised(&self, promised: f64) -> f64 {
-        (self.memory.available() * self.memory.page_size) as f64 - promised
+    /// Tokens of free or evictable pages, without reserved ones.
+    pub(crate) fn unreserved_tokens(&self, reserved: f64) -> f64 {
+        (self.kv_cache.available() * self.kv_cache.page_size) as f64 - reserved
     }
 
     fn admit_one(
         &mut self,
-        plan: &mut Plan,
+        plan: &mut StepPlan,
         slot: usize,
-        promised: &mut f64,
+        reserved: &mut f64,
         now: u64,
     ) -> Admission {
         let size = self.limits.page_size;
-        let mut held = Held {
+        let mut kv = SequencePages {
             pages: std::mem::take(&mut self.spare_pages),
-            ..Held::default()
+            ..SequencePages::default()
         };
         let most = self.sequences[slot].cacheable_len();
-        let host_pages = self.claim(slot, &mut held, most, now);
+        let host_pages = self.match_and_lock(slot, &mut kv, most, now);
         let sequence = &self.sequences[slot];
-        let missing = sequence.known() - held.pages.len() as u32 * size;
+        let missing = sequence.known() - kv.pages.len() as u32 * size;
         let wanted = f64::from(missing + sequence.expected() + size);
-        if wanted >= self.unpromised(*promised) && !self.running.is_empty() {
-            self.give_back(held);
-            return Admission::Full;
+        if wanted >= self.unreserved_tokens(*reserved) && !self.running.is_empty() {
+            self.free(kv);
+            return Admission::NoPages;
         }
-        let cached = (held.pages.len() + host_pages) as u32 * size;
-        // The last page of a chunk is full, or the prompt's last.
+        let cached = (kv.pages.len() + host_pages) as u32 * size;
+        // A chunk ends at a page boundary or at the prompt's end.
         let first = (sequence.known() - cached).min(size - cached % size);
         let pages = (cached + first).div_ceil(size);
-        if plan.prompt < first.min(self.pace.least()) || pages > plan.pages_left() {
-            self.give_back(held);
-            return Admission::NoRoom;
+        if plan.prefill_tokens < first.min(self.prefill_budget.min_tokens()) || pages > plan.pages {
+            self.free(kv);
+            return Admission::NoBudget;
         }
-        let on_the_device = held.pages.len();
+        let on_the_device = kv.pages.len();
         if host_pages > 0 {
-            self.load(slot, &mut held, host_pages, now);
+            self.load_from_host(slot, &mut kv, host_pages, now);
         }
-        let cached = held.pages.len() as u32 * size;
+        let cached = kv.pages.len() as u32 * size;
         let admitted = Admitted {
             at: now,
             cached_tokens: cached,
@@ -135,71 +134,77 @@ impl<S> Scheduler<S> {
         };
         let sequence = &mut self.sequences[slot];
         let longest = (sequence.len() + sequence.expected()).div_ceil(size) as usize;
-        held.pages.reserve(longest.saturating_sub(held.pages.len()));
-        self.spare_pages = std::mem::replace(&mut sequence.held, held).pages;
+        kv.pages.reserve(longest.saturating_sub(kv.pages.len()));
+        self.spare_pages = std::mem::replace(&mut sequence.kv, kv).pages;
         sequence.start(cached);
         self.running.push(slot);
-        if !self.place_chunk(plan, slot) {
+        if !self.schedule_chunk(plan, slot) {
             self.running.pop();
-            let held = std::mem::take(&mut self.sequences[slot].held);
-            self.sequences[slot].stop();
-            self.give_back(held);
-            return Admission::NoRoom;
+            let kv = std::mem::take(&mut self.sequences[slot].kv);
+            self.sequences[slot].reset_progress();
+            self.free(kv);
+            return Admission::NoBudget;
         }
-        *promised += wanted;
-        self.note_admission(slot, admitted);
+        *reserved += wanted;
+        self.record_admission(slot, admitted);
         Admission::Done
     }
 
-    /// Takes the cached pages of a sequence's first `most` tokens, but none that would leave a part of an image to compute:
-    /// that needs what the whole of it needs. Returns how many come after them, on the host.
-    fn claim(&mut self, slot: usize, held: &mut Held, most: u32, now: u64) -> usize {
+    /// Matches and locks the cached prefix of the first `most` tokens. A prefix that ends inside an image is cut before it: an
+    /// image is computed as a whole. Returns the pages that follow on the host.
+    fn match_and_lock(
+        &mut self,
+        slot: usize,
+        kv: &mut SequencePages,
+        most: u32,
+        now: u64,
+    ) -> usize {
         let sequence = &self.sequences[slot];
         let mut most = most;
         loop {
-            let host_pages = self.memory.claim(held, sequence.key(most), now);
-            let cached = (held.pages.len() + host_pages) as u32 * self.limits.page_size;
+            let host_pages = self.kv_cache.match_and_lock(kv, sequence.key(most), now);
+            let cached = (kv.pages.len() + host_pages) as u32 * self.limits.page_size;
             let Some(image) = sequence.cut_image(cached) else {
                 return host_pages;
             };
             most = image.start;
-            self.memory.release(held);
+            self.kv_cache.free(kv);
         }
     }
 
-    /// Brings the pages from the host that a sequence begins with, if there is room.
-    fn load(&mut self, slot: usize, held: &mut Held, host_pages: usize, now: u64) {
+    /// Loads the host pages of the matched prefix, if there are free device pages.
+    fn load_from_host(&mut self, slot: usize, kv: &mut SequencePages, host_pages: usize, now: u64) {
         let sequence = &self.sequences[slot];
         let size = self.limits.page_size;
-        let wanted = (held.pages.len() + host_pages) as u32 * size;
+        let wanted = (kv.pages.len() + host_pages) as u32 * size;
         let key = sequence.key(wanted);
-        self.memory.load(held, key, host_pages, now);
-        if let Some(image) = sequence.cut_image(held.pages.len() as u32 * size) {
+        self.kv_cache.load_from_host(kv, key, host_pages, now);
+        if let Some(image) = sequence.cut_image(kv.pages.len() as u32 * size) {
             let most = image.start;
-            self.memory.release(held);
-            self.claim(slot, held, most, now);
+            self.kv_cache.free(kv);
+            self.match_and_lock(slot, kv, most, now);
         }
     }
 
-    /// Bytes of parameters that the driver has to keep for a sequence, and does not for another one of its request.
-    fn new_params(&self, slot: usize) -> u64 {
+    /// Bytes of parameters that the driver does not keep yet for this request.
+    pub(crate) fn new_params(&self, slot: usize) -> u64 {
         let shared = &self.sequences[slot].shared;
-        match shared.arrival.params_bytes {
+        match shared.request.params_bytes {
             0 => 0,
             bytes => {
-                let request = self.requests.get(&shared.arrival.id);
+                let request = self.requests.get(&shared.request.id);
                 u64::from(bytes) - request.map_or(0, |request| request.kept_bytes)
             }
         }
     }
 
-    /// Whether the driver has room for so many bytes of parameters more. Those of one request it always has.
-    fn params_fit(&self, more: u64) -> bool {
+    /// Whether the driver can keep so many bytes of parameters more. Those of a single request always fit.
+    pub(crate) fn params_fit(&self, more: u64) -> bool {
         let kept = self.kept_bytes;
         more == 0 || kept == 0 || kept + more <= self.limits.frame.params
     }
 
-    fn note_admission(&mut self, slot: usize, admitted: Admitted) {
+    fn record_admission(&mut self, slot: usize, admitted: Admitted) {
         let more = self.new_params(slot);
         if more > 0
             && let Some(request) = self.requests.get_mut(&self.sequences[slot].id())
@@ -218,38 +223,40 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// Takes pages back that a request would have begun with.
-    fn give_back(&mut self, mut held: Held) {
-        self.memory.release(&mut held);
-        self.spare_pages = held.pages;
+    /// Unlocks and frees the pages of a failed admission.
+    fn free(&mut self, mut kv: SequencePages) {
+        self.kv_cache.free(&mut kv);
+        self.spare_pages = kv.pages;
     }
 
-    /// Whether a request should wait until one that begins alike is computed, and go on from its pages.
-    fn waits_for_prefix(&mut self, slot: usize) -> bool {
-        if !self.memory.prefix_cache {
+    /// Whether a sequence should wait for the pages of a running prefill that it shares a prefix with.
+    fn awaits_prefix(&mut self, slot: usize) -> bool {
+        if !self.kv_cache.prefix_cache {
             return false;
         }
-        if let Some(awaited) = self.sequences[slot].awaited
-            && self.is_computing(awaited)
+        if let Some(prefix_leader) = self.sequences[slot].prefix_leader
+            && self.is_computing(prefix_leader)
         {
             return true;
         }
-        let awaited = self.find_leader(slot);
-        self.sequences[slot].awaited = awaited;
-        awaited.is_some()
+        let prefix_leader = self.find_prefix_leader(slot);
+        self.sequences[slot].prefix_leader = prefix_leader;
+        prefix_leader.is_some()
     }
 
-    /// Whether a sequence still computes pages that another one waits for.
-    fn is_computing(&self, awaited: Awaited) -> bool {
-        self.sequences.get(awaited.slot).is_some_and(|leader| {
-            leader.order == awaited.order
-                && leader.state == State::Running
-                && leader.held.shared < awaited.pages
-        })
+    /// Whether the leader still computes the shared pages.
+    fn is_computing(&self, prefix_leader: PrefixLeader) -> bool {
+        self.sequences
+            .get(prefix_leader.slot)
+            .is_some_and(|leader| {
+                leader.order == prefix_leader.order
+                    && leader.state == State::Running
+                    && leader.kv.shared < prefix_leader.pages
+            })
     }
 
-    fn find_leader(&self, slot: usize) -> Option<Awaited> {
-        let size = self.memory.page_size;
+    fn find_prefix_leader(&self, slot: usize) -> Option<PrefixLeader> {
+        let size = self.kv_cache.page_size;
         let follower = &self.sequences[slot];
         let key = follower.cacheable();
         let mut cached = None;
@@ -259,15 +266,15 @@ impl<S> Scheduler<S> {
             .find_map(|at| {
                 let leader = &self.sequences[at];
                 let pages = leader.common_pages(follower, key.tokens.len(), size);
-                if pages * size < WORTH_WAITING {
+                if pages * size < PREFIX_WAIT_TOKENS {
                     return None;
                 }
                 let cached = *cached.get_or_insert_with(|| {
-                    let (device, host) = self.memory.peek(key);
+                    let (device, host) = self.kv_cache.peek(key);
                     device + host
                 });
                 let gained = pages.saturating_sub(cached) * size;
-                (gained >= WORTH_WAITING && leader.held.shared < pages).then_some(Awaited {
+                (gained >= PREFIX_WAIT_TOKENS && leader.kv.shared < pages).then_some(PrefixLeader {
                     slot: at,
                     order: leader.order,
                     pages,
@@ -275,79 +282,27 @@ impl<S> Scheduler<S> {
             })
     }
 
-    /// Requests were admitted: those that came earlier and still wait were overtaken.
+    /// Counts overtakes of waiting sequences by newer ones that were admitted.
     fn count_overtakes(&mut self, admitted: &[u64]) {
         for &slot in &self.waiting {
             let sequence = &mut self.sequences[slot];
-            if sequence.awaited.is_none() && sequence.pending == 0 {
+            if sequence.prefix_leader.is_none() && sequence.pending == 0 {
                 let later = admitted.iter().filter(|&&order| order > sequence.order);
                 sequence.overtaken += later.count() as u32;
             }
         }
     }
-
-    /// Where a request of better priority finds no room, takes the pages of running ones of worse priority: `SGLang`'s
-    /// `preempt_to_schedule`.
-    pub(crate) fn preempt(&mut self) {
-        let Some(threshold) = self.config.preemption_threshold else {
-            return;
-        };
-        let rank = |&slot: &usize| (self.sequences[slot].shared.rank, self.sequences[slot].order);
-        let ready = |slot: &usize| {
-            let sequence = &self.sequences[*slot];
-            sequence.pending == 0
-                && !matches!(sequence.constraint_state, ConstraintState::Asked)
-                && self.params_fit(self.new_params(*slot))
-        };
-        let best = self.waiting.iter().copied().filter(ready).min_by_key(rank);
-        let Some(best) = best.filter(|_| self.config.priority) else {
-            return;
-        };
-        let size = self.memory.page_size;
-        let candidate = &self.sequences[best];
-        let (cached, _) = self.memory.peek(candidate.cacheable());
-        let missing = candidate.known() as usize - cached * size + size;
-        let wanted = f64::from(missing as u32 + candidate.expected());
-        let mut lacks = wanted - self.unpromised(self.promised());
-        let is_full = self.running.len() >= self.config.max_running as usize;
-        if !is_full && lacks < 0.0 {
-            return;
-        }
-        let mut victims = self.running.clone();
-        victims.sort_unstable_by_key(|slot| std::cmp::Reverse(rank(slot)));
-        let better = candidate.shared.rank.saturating_add(threshold.into());
-        victims.retain(|&slot| self.sequences[slot].shared.rank > better);
-        let ratio = f64::from(self.ratio.now());
-        let gains = |slot: &usize| {
-            let victim = &self.sequences[*slot];
-            (victim.held.pages.len() * size) as f64 + f64::from(victim.expected()) * ratio
-        };
-        let mut count = 0;
-        for victim in &victims {
-            lacks -= gains(victim);
-            count += 1;
-            if lacks <= 0.0 {
-                break;
-            }
-        }
-        if count == 0 || lacks > 0.0 {
-            return;
-        }
-        for &victim in &victims[..count] {
-            self.retract(victim);
-        }
-    }
 }
 
 impl<S> Sequence<S> {
-    /// Whether pages of its prompt are not in the index yet.
+    /// Whether pages of its prompt are not in the prefix index yet.
     fn computes_prompt(&self, page_size: usize) -> bool {
-        self.held.shared < self.prompt_len as usize / page_size
+        self.kv.shared < self.prompt_len as usize / page_size
     }
 
-    /// Full pages that its prompt and the first tokens of another sequence have in common.
+    /// Full pages of the common prefix with another sequence.
     fn common_pages(&self, other: &Self, limit: usize, page_size: usize) -> usize {
-        if self.shared.arrival.namespace != other.shared.arrival.namespace {
+        if self.shared.request.namespace != other.shared.request.namespace {
             return 0;
         }
         let limit = limit.min(self.prompt_len as usize);

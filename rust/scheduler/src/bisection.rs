@@ -1,32 +1,56 @@
 //! Finding the request that makes steps fail, by bisection (adaptive group testing).
 //!
-//! The rows of a step that failed are *suspects*, in two groups of half the rows each. A step is made of one group, or of the
-//! sequences that nobody suspects; both kinds take turns, so that others go on meanwhile. A suspect is cleared when a step has
-//! taken it as far as the one that failed would have. A group that fails again is halved again: of `n` rows the guilty one is
-//! alone after `log2 n` failures. It ends when it has failed alone, for the third time in a row.
+//! The rows of a failed step become *suspects* in two groups of half the rows each. A step has one group, or the sequences that
+//! are not suspected; both kinds alternate, so that others make progress. A suspect is cleared when a step has computed it as
+//! far as the failed one would have. A group that fails again is halved again: of `n` rows the guilty one is alone after `log2
+//! n` failures. It ends after the third failure in a row, if it was alone in the last.
 //!
-//! The death of a driver is a failure of the step that it had. The half that has not failed a second time comes first then, so
-//! that drivers that are started again answer something in between.
+//! A driver death is a failure of the step in flight. The half that has not failed a second time is tried first then, so that
+//! restarted drivers answer some steps in between.
 
 use std::borrow::Cow;
 
-use crate::flight::Planned;
+use crate::in_flight::ScheduledRow;
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
 use crate::sequence::State;
-use crate::suspects::CLEARED;
 
-/// Failures in a row after which a sequence ends, if the last step had it alone: one or two may be somebody else's fault.
+/// Failures in a row after which a sequence that is alone in the step ends; one or two may have another cause.
 const TIMES: u8 = 3;
 
-/// Why a sequence ends that makes steps fail.
+/// The reason for the client.
 const REASON: &str =
     "every step with this request failed, also the one that had it alone\n\nhint: the log says why";
 
+/// The group of sequences that are not suspected.
+pub(crate) const CLEARED: u64 = 0;
+
+/// Whether a sequence is suspected of making steps fail.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Suspicion {
+    /// Failed steps with it since it was last cleared.
+    pub(crate) failures: u8,
+    /// Bisection group: a step has sequences of one group only.
+    pub(crate) group: u64,
+    /// It is cleared once it is computed up to this token.
+    pub(crate) until: u32,
+}
+
+/// The bisection of failing steps.
+#[derive(Debug, Default)]
+pub(crate) struct Suspects {
+    /// Number of suspects.
+    pub(crate) count: usize,
+    /// The newest group.
+    pub(crate) last_group: u64,
+    /// The last step had suspects, or failed.
+    pub(crate) probed: bool,
+}
+
 impl<S> Scheduler<S> {
-    /// Suspects the rows of a step that failed. Ends the one that was alone in it, when it has failed often enough;
-    /// [`sweep`](Self::sweep) must follow.
-    pub(crate) fn suspect(&mut self, rows: &[Planned]) {
+    /// Makes the rows of a failed step suspects. Ends a row that was alone, if it has failed often enough;
+    /// [`remove_finished`](Self::remove_finished) must follow.
+    pub(crate) fn suspect(&mut self, rows: &[ScheduledRow]) {
         let first = self.suspects.last_group + 1;
         self.suspects.last_group = first + 1;
         self.suspects.probed = true;
@@ -50,7 +74,7 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// A step has computed a sequence up to token `end`.
+    /// Clears a suspect that a step has computed up to token `end`.
     pub(crate) fn clear_suspect(&mut self, slot: usize, end: u32) {
         if end >= self.sequences[slot].suspicion.until {
             self.forget_suspect(slot);
@@ -62,8 +86,8 @@ impl<S> Scheduler<S> {
         self.suspects.count -= usize::from(suspicion.group != CLEARED);
     }
 
-    /// The groups that the next step may be of, in the order in which they are to be tried. Of suspects the group that was made
-    /// first comes first: it is the half of one that has not failed again.
+    /// The groups for the next step in the order of trial: of suspects the oldest first, which is the half that has not failed
+    /// again.
     pub(crate) fn groups(&self) -> Cow<'static, [u64]> {
         if self.suspects.count == 0 {
             return Cow::Borrowed(&[CLEARED]);
@@ -76,8 +100,8 @@ impl<S> Scheduler<S> {
         groups.into()
     }
 
-    /// A step of this group was laid out.
-    pub(crate) const fn note_group(&mut self, group: u64) {
+    /// Records the group of a scheduled step.
+    pub(crate) const fn record_group(&mut self, group: u64) {
         self.suspects.probed = group != CLEARED;
     }
 }

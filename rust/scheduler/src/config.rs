@@ -1,24 +1,24 @@
-//! What the operator wants, and what the driver can.
+//! Settings of the operator, and limits of the driver.
 
 use std::str::FromStr;
 
-use crate::error::SchedError;
+use crate::error::SchedulerError;
 
-/// In which order waiting requests are admitted. Names and semantics are `SGLang`'s.
+/// The scheduling policy: the order in which waiting requests are admitted. Names and semantics are `SGLang`'s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// The order of arrival.
+    /// The order of request.
     #[default]
     Fcfs,
-    /// The longest cached prefix first; with more than 128 requests waiting, the order of arrival.
+    /// Longest cached prefix first; with more than 128 waiting requests, first come, first served.
     Lpm,
-    /// The subtrees of the prefix index with the most waiting requests first, depth first.
+    /// Depth-first over the prefix index, subtrees with the most waiting requests first.
     DfsWeight,
-    /// The most tokens that may be produced first.
+    /// Longest output first.
     Lof,
     /// A random order, from [`Config::seed`].
     Random,
-    /// The routing keys first that most running requests have.
+    /// Requests whose routing key most running requests have first.
     RoutingKey,
 }
 
@@ -34,16 +34,16 @@ impl Policy {
 }
 
 impl FromStr for Policy {
-    type Err = SchedError;
+    type Err = SchedulerError;
 
-    fn from_str(name: &str) -> Result<Self, SchedError> {
+    fn from_str(name: &str) -> Result<Self, SchedulerError> {
         let known = Self::NAMES.iter().find(|(known, _)| *known == name);
-        let (_, policy) = known.ok_or_else(|| SchedError::Policy { name: name.into() })?;
+        let (_, policy) = known.ok_or_else(|| SchedulerError::Policy { name: name.into() })?;
         Ok(*policy)
     }
 }
 
-/// What the operator wants. Where `SGLang` has a setting of the same meaning, its name is given.
+/// Settings of the operator. `SGLang`'s name is given where it has the same setting.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(
     clippy::struct_excessive_bools,
@@ -52,33 +52,33 @@ impl FromStr for Policy {
 pub struct Config {
     /// `schedule_policy`.
     pub policy: Policy,
-    /// `schedule_conservativeness`: how much of the output that running requests may still produce is taken for
-    /// certain when another is admitted. Larger is more cautious.
+    /// `schedule_conservativeness`: the share of the remaining output of running requests that admission reserves. Larger is
+    /// more cautious.
     pub conservativeness: f32,
-    /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together; while no request
-    /// [`streams`](crate::NewRequest::streams), steps may have more, see [`step_us`](Self::step_us).
+    /// `chunked_prefill_size`: most tokens of a step, prefills and decodes together; while no request
+    /// [`streams`](crate::NewRequest::streams), see [`step_us`](Self::step_us).
     pub chunk_tokens: u32,
-    /// While no request streams, a step has as many tokens of prompts as take about so long, in µs, by what steps took; at least
-    /// `chunk_tokens` all the same. 0: no more than these.
+    /// Target time of prefill steps in µs while no request streams, by measured step times; a step may have at least
+    /// `chunk_tokens` tokens. 0: no more than these.
     pub step_us: u64,
-    /// `max_running_requests`: sequences that hold pages at once. It may exceed [`Limits::max_forward_requests`]: then
-    /// they take turns.
+    /// `max_running_requests`: most sequences that hold pages. With more than [`Limits::max_forward_requests`], they take
+    /// turns.
     pub max_running: u32,
-    /// `max_queued_requests`: sequences that may wait.
+    /// `max_queued_requests`: most waiting sequences.
     pub max_queued: Option<u32>,
-    /// The longest time, in µs, between two tokens of a running request that prompts of others may cause, if that
-    /// [`streams`](crate::NewRequest::streams). The share of prompts in a step follows from what steps took. A limit below twice
-    /// the time of a step without prompts counts as twice that time, so that prompts are served, too. 0: no limit.
+    /// Inter-token latency limit in µs: the longest time between two tokens of a streaming request that prefills of others may
+    /// cause. The prefill budget follows from measured step times. A limit below twice the time of a decode step counts as
+    /// twice that time, so that prefills make progress. 0: no limit.
     pub gap_us: u64,
-    /// While many requests wait for their first token, prompts in a step may take longer than `gap_us` leaves them: up to so many
-    /// times as long as its decodes. Up to 1: never.
+    /// While many requests wait for their first token, prefills may exceed `gap_us`: up to so many times the time of the
+    /// decodes. Up to 1: never.
     pub gap_growth: u8,
-    /// Not `disable_radix_cache`: whether what was computed is kept for requests that begin alike.
+    /// Not `disable_radix_cache`: whether computed KV is kept in the prefix index.
     pub prefix_cache: bool,
     /// `radix_eviction_policy`.
     pub eviction: pie_kv_cache::radix::Policy,
-    /// Whether changes of what is cached are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They
-    /// cost a SHA-256 per page.
+    /// Whether KV cache events are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They cost a
+    /// SHA-256 per page.
     pub kv_events: bool,
     /// `enable_priority_scheduling`: [`NewRequest::priority`](crate::NewRequest::priority) comes before the policy, which must
     /// be `fcfs` or `lof`.
@@ -121,7 +121,7 @@ impl Default for Config {
     }
 }
 
-/// What the driver can: its capabilities of the same names.
+/// Limits of the driver: its capabilities of the same names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Pages of KV on the device, ids from 0.
@@ -130,25 +130,25 @@ pub struct Limits {
     pub host_pages: u32,
     /// Tokens of a page; the capability `kv_page_size`.
     pub page_size: u32,
-    /// Input tokens and drafts of a step.
+    /// Most input tokens and drafts of a step.
     pub max_forward_tokens: u32,
-    /// Rows of a step.
+    /// Most rows of a step.
     pub max_forward_requests: u32,
-    /// Pages that the rows of a step list, shared ones counted each time.
+    /// Most page references of a step, shared pages counted each time.
     pub max_page_refs: u32,
-    /// Bytes of images that the rows of a step bring.
+    /// Most bytes of images of a step.
     pub max_image_bytes: u32,
-    /// Positions of a sequence.
+    /// Most tokens of a sequence.
     pub max_model_len: u32,
-    /// Token ids are below it.
+    /// Vocabulary size.
     pub vocab_size: u32,
-    /// Words of log-probabilities of an answer.
+    /// Most words of log-probabilities of an output.
     pub max_logprob_words: u32,
-    /// Bytes of a frame.
+    /// The frame size limit.
     pub frame: FrameBytes,
 }
 
-/// How large a frame may be, and at most how many bytes each part of a step takes in it.
+/// The frame size limit, and the most bytes that each part of a step takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameBytes {
     /// Most bytes of all rows of a step.
@@ -163,28 +163,28 @@ pub struct FrameBytes {
     pub page: u32,
     /// A token of [`Row::history`](crate::Row::history), or of [`Row::forbidden`](crate::Row::forbidden).
     pub listed: u32,
-    /// A mask. Rows that follow each other and have the same share one.
+    /// A token bitmask. Consecutive rows with the same share one.
     pub mask: u32,
-    /// Not of a frame: [`NewRequest::params_bytes`](crate::NewRequest::params_bytes) of all admitted sequences, which the driver keeps.
-    /// A sequence that takes more than that is admitted alone.
+    /// Not part of a frame: most [`NewRequest::params_bytes`](crate::NewRequest::params_bytes) of all admitted sequences, which
+    /// the driver keeps. A larger sequence is admitted alone.
     pub params: u64,
 }
 
-/// What a row has besides its tokens and pages.
+/// Parts of a row besides tokens, drafts and pages.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RowExtras {
-    /// [`NewRequest::params_bytes`](crate::NewRequest::params_bytes) of a row that brings them.
+    /// [`NewRequest::params_bytes`](crate::NewRequest::params_bytes), if the row brings them.
     pub(crate) own: u32,
-    /// Tokens that are listed.
+    /// History tokens.
     pub(crate) listed: u32,
-    /// Tokens that are forbidden by a list or, where that is shorter, by a mask.
+    /// Forbidden tokens, sent as a list or, if smaller, as a mask.
     pub(crate) forbidden: u32,
-    /// It has a mask of its own.
+    /// It has a mask.
     pub(crate) masked: bool,
 }
 
 impl FrameBytes {
-    /// Frames of any size.
+    /// No limit.
     pub const UNLIMITED: Self = Self {
         max: u32::MAX,
         row: 0,
@@ -196,7 +196,7 @@ impl FrameBytes {
         params: u64::MAX,
     };
 
-    /// Most bytes of so many rows with these tokens, drafts and pages in all, and nothing else.
+    /// Most bytes of so many rows with these tokens, drafts and pages.
     pub(crate) fn of_rows(&self, rows: u32, (tokens, drafts, pages): (u32, u32, u32)) -> u64 {
         let bytes = |each: u32, count: u32| u64::from(each) * u64::from(count);
         bytes(self.row, rows)
@@ -205,7 +205,7 @@ impl FrameBytes {
             + bytes(self.page, pages)
     }
 
-    /// Most bytes of what a row has besides its tokens, drafts and pages.
+    /// Most bytes of the other parts of a row.
     pub(crate) fn of_extras(&self, more: RowExtras) -> u64 {
         let bytes = |each: u32, count: u32| u64::from(each) * u64::from(count);
         u64::from(more.own)
@@ -219,10 +219,10 @@ impl FrameBytes {
         self.of_rows(1, sizes) + self.of_extras(more)
     }
 
-    /// Where a row that begins at `start` ends at the latest if it has at most so many `bytes`, of which `fixed` are taken.
+    /// The last possible end of a row from `start` on within `bytes`, of which `fixed` are taken.
     pub(crate) fn end_of_row(&self, start: u32, page_size: u32, (bytes, fixed): (u64, u64)) -> u32 {
         let [start, size, token, page] = [start, page_size, self.token, self.page].map(u64::from);
-        // A token, and its share of a page; the last page may be a part of one.
+        // A token and its share of a page; the last page may be partial.
         let each = size * token + page;
         if each == 0 {
             return u32::MAX;
@@ -233,9 +233,9 @@ impl FrameBytes {
 }
 
 impl Config {
-    /// Whether the settings can be meant.
-    pub(crate) fn check(&self, limits: &Limits) -> Result<(), SchedError> {
-        let wrong = |name, value: &dyn std::fmt::Display, wanted| SchedError::Setting {
+    /// Checks the settings.
+    pub(crate) fn check(&self, limits: &Limits) -> Result<(), SchedulerError> {
+        let wrong = |name, value: &dyn std::fmt::Display, wanted| SchedulerError::Setting {
             name,
             value: value.to_string(),
             wanted,
@@ -270,7 +270,7 @@ impl Config {
 }
 
 impl Limits {
-    /// Whether a frame has room for every step within the other limits whose rows have only tokens, drafts and pages.
+    /// Whether every step within the other limits fits a frame, if its rows have only tokens, drafts and pages.
     pub(crate) fn frame_is_ample(&self) -> bool {
         let (frame, tokens) = (&self.frame, self.max_forward_tokens);
         let [all_tokens, all_drafts] =
@@ -279,13 +279,13 @@ impl Limits {
         most(all_tokens).max(most(all_drafts)) <= frame.max.into()
     }
 
-    /// Most tokens of an image: those of a step whose other rows have one each.
+    /// Most tokens of an image: the other rows of its step have one each.
     pub(crate) fn image_tokens(&self) -> u32 {
         self.max_forward_tokens
             .saturating_sub(self.max_forward_requests - 1)
     }
 
-    /// Most tokens that a sequence can store, and the limit that says so.
+    /// Most tokens of a sequence, and the limit that determines it.
     pub(crate) fn longest(&self) -> (u32, &'static str) {
         let pages = |pages: u32| pages.saturating_mul(self.page_size);
         let limits = [

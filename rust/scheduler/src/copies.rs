@@ -1,23 +1,23 @@
-//! Pages to copy between device and host.
+//! Page copies between device and host.
 
-use pie_kv_cache::radix::Move;
+use pie_kv_cache::radix::PageCopy;
 
-/// Pages to copy before a step, in the order of the fields, each list as one copy frame or several.
+/// Page copies before a step, in the order of the fields; a list may be sent as several copy frames.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copies {
     /// From the device to the host.
-    pub to_host: Vec<Move>,
+    pub to_host: Vec<PageCopy>,
     /// From the host to the device.
-    pub to_device: Vec<Move>,
+    pub to_device: Vec<PageCopy>,
 }
 
 impl Copies {
-    /// Whether there is none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.to_host.is_empty() && self.to_device.is_empty()
     }
 
-    /// How many pages.
+    /// Number of pages.
     pub fn len(&self) -> usize {
         self.to_host.len() + self.to_device.len()
     }
@@ -27,7 +27,7 @@ impl Copies {
         self.to_device.clear();
     }
 
-    /// Puts what came before in front.
+    /// Prepends earlier copies.
     pub(crate) fn prepend(&mut self, former: &Self) {
         self.to_host.splice(..0, former.to_host.iter().copied());
         self.to_device.splice(..0, former.to_device.iter().copied());

@@ -1,10 +1,10 @@
-//! What a scheduler refuses.
+//! Errors.
 
 use thiserror::Error;
 
-/// Why a scheduler was not made, or a call was wrong.
+/// An invalid setting, or a wrong call.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum SchedError {
+pub enum SchedulerError {
     /// An unknown policy.
     #[error(
         "`{name}` is not a scheduling policy; take fcfs, lpm, dfs-weight, lof, random or routing-key"
@@ -18,58 +18,58 @@ pub enum SchedError {
     Setting {
         /// Its name.
         name: &'static str,
-        /// What it is.
+        /// Its value.
         value: String,
-        /// What it may be.
+        /// The valid range.
         wanted: &'static str,
     },
-    /// An answer to nothing.
+    /// Output without a step in flight.
     #[error("an answer came, but no step is out: answer each step once")]
     NoStep,
-    /// An answer of another size than the step that it is for.
+    /// Output of another number of rows than the step.
     #[error("the answer has {answered} rows, its step has {rows}: answer the steps in their order")]
     Rows {
-        /// Rows of the answer.
+        /// Rows of the output.
         answered: usize,
         /// Rows of the step.
         rows: usize,
     },
-    /// An answer whose lists contradict each other.
+    /// Output whose offsets are invalid.
     #[error(
         "the answer's ends of {name} do not rise from 0 to their number, or are not one more than its rows"
     )]
-    Answer {
+    StepOutput {
         /// Which list.
         name: &'static str,
     },
-    /// Pages and their holders do not agree: a bug of this crate.
-    #[error("the books of pages are wrong: {0}")]
-    Books(String),
+    /// Reference counts and holders of pages disagree: a bug of this crate.
+    #[error("the reference counts of pages are inconsistent: {0}")]
+    Inconsistent(String),
 }
 
-/// Why a request was not taken. Nothing of it is kept.
+/// Why a request was rejected. Nothing of it is kept.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum Refusal {
-    /// The id is that of a request that has not ended.
+pub enum ValidationError {
+    /// The id of an unfinished request.
     #[error("request {id} is there already: an id is free again when its last sample has ended")]
     Known {
         /// The id.
         id: u64,
     },
-    /// No token to begin with.
+    /// An empty prompt.
     #[error("the prompt is empty: give at least one token")]
     Empty,
-    /// A token that the model does not have.
+    /// A token outside of the vocabulary.
     #[error("token {token} at {at} is not below the vocabulary's {vocab}: check the tokenizer")]
     Token {
         /// The token.
         token: u32,
-        /// Its place in the prompt.
+        /// Its index in the prompt.
         at: usize,
         /// Tokens of the model.
         vocab: u32,
     },
-    /// A prompt that leaves no room for a token.
+    /// A prompt that is too long.
     #[error("the prompt has {tokens} tokens, {limit} is the most ({reason}): shorten it")]
     TooLong {
         /// Tokens of the prompt.
@@ -87,7 +87,7 @@ pub enum Refusal {
         /// Most that may.
         limit: u32,
     },
-    /// An image that no step can have.
+    /// An image that does not fit a step.
     #[error(
         "image {index} has {tokens} tokens and {bytes} bytes; a step takes images of {most_tokens} tokens and {most_bytes} \
          bytes: make it smaller, or raise the driver's option max_image_tokens"
@@ -104,13 +104,13 @@ pub enum Refusal {
         /// Most bytes.
         most_bytes: u32,
     },
-    /// Images that lie over each other, or outside of the prompt.
+    /// Images that overlap, or lie outside of the prompt.
     #[error("image {index} is not in the prompt after the one before it, or has no tokens")]
     ImagePlace {
         /// Which one.
         index: usize,
     },
-    /// Log-probabilities of what an image shows.
+    /// Prompt log-probabilities inside of an image.
     #[error(
         "log-probabilities of the prompt are asked for from token {from} on: with images they begin after the last of \
          them, at token {first} or later"
@@ -129,20 +129,20 @@ pub enum Refusal {
         /// Most that may be.
         limit: u32,
     },
-    /// Stop strings cannot be found without the bytes of tokens.
+    /// Stop strings or expressions without token bytes.
     #[error("stop strings need the bytes of tokens: this scheduler was made without them")]
     StopString,
-    /// More log-probabilities of a token than an answer has room for.
+    /// The log-probabilities of one token exceed an output.
     #[error(
         "the log-probabilities of one token take {words} words, and an answer has room for {limit}: ask for fewer tokens of each"
     )]
     Logprobs {
         /// Words of one token.
         words: u32,
-        /// Most of an answer.
+        /// Most words of an output.
         limit: u32,
     },
-    /// A request one token of which takes more than a frame.
+    /// A row of one token exceeds a frame.
     #[error(
         "a row of the request takes {bytes} bytes of a frame, and a frame has {limit}: name fewer tokens in logit_bias, \
          token_ids_logprob or stop_token_ids"
@@ -153,7 +153,7 @@ pub enum Refusal {
         /// Most of a frame.
         limit: u32,
     },
-    /// Fewer tokens at most than at least.
+    /// `min_tokens` above `max_tokens`.
     #[error(
         "at least {min} tokens and at most {max} are asked for: min_new_tokens must not exceed max_new_tokens"
     )]

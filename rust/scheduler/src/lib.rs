@@ -1,128 +1,122 @@
-//! The life of a request on an engine with paged KV: from the queue over prompts and decodes to its end.
+//! The request scheduler of an engine with a paged KV cache: queue, admission, chunked prefill, decodes, retraction, stop criteria.
 //!
-//! A [`Scheduler`] decides what each forward step of a driver computes. It is pure and deterministic: it has no clock, no
-//! thread and no I/O, and knows neither where requests come from nor what computes them. Times come in as arguments, in microseconds of any
-//! clock that does not go back; requests come in as [`NewRequest`]s, and [`Outputs`] come out.
+//! A [`Scheduler`] decides what each forward step of a driver computes. It is pure and deterministic: no clock, no thread, no I/O.
+//! Times are arguments, in microseconds of any monotonic clock.
 //!
 //! # API
 //!
 //! | call | when | what |
 //! |---|---|---|
-//! | [`Scheduler::new`] | once | from a [`Config`] (what the operator wants) and [`Limits`] (what the driver said) |
-//! | [`Scheduler::submit`] | any time | a request enters the queue, or is refused with the reason ([`Refusal`]) |
-//! | [`Scheduler::abort`], [`Scheduler::abort_all`] | any time | it ends, wherever it is; nothing of it is answered afterwards |
-//! | [`Scheduler::step`] | while fewer than two steps are out | the next frame: a [`Step`] of [`Row`]s, and the page [`Copies`] that come before it; `None`: nothing to do before the next call |
-//! | [`Scheduler::answer`] | when the older step is answered | its tokens, as [`Answer`] |
-//! | [`Scheduler::step_failed`] | instead | the driver answered with an error and lives; the steps that are out are void, and computed again |
-//! | [`Scheduler::driver_died`] | instead | the driver ended with the older step, and its KV is gone; every request is computed again from its tokens |
-//! | [`Scheduler::driver_lost`] | instead | the same, where the step is not to blame |
-//! | [`Scheduler::outputs`] | after any of these | tokens and ends since the last call |
-//! | [`Scheduler::next_deadline`] | before waiting | when `step` wants to be called although nothing else happened |
-//! | [`Scheduler::expire`] | while there is no driver | ends what is too late, as `step` does |
-//! | [`Scheduler::end_session`], [`Scheduler::flush`] | any time | lets kept pages go |
-//! | [`Scheduler::awaits_constraint`] | before waiting | whether `step` wants to be called soon |
-//! | [`Scheduler::stats`], [`Scheduler::audit`] | any time | counts; whether all books are right |
+//! | [`Scheduler::new`] | once | from a [`Config`] (the operator's) and [`Limits`] (the driver's) |
+//! | [`Scheduler::submit`] | any time | queues a request, or rejects it ([`ValidationError`]) |
+//! | [`Scheduler::abort`], [`Scheduler::abort_all`] | any time | ends requests |
+//! | [`Scheduler::schedule`] | while fewer than two steps are in flight | the next [`Step`]: its [`Row`]s, and the page [`Copies`] before it; `None` if there is nothing to compute before the next call |
+//! | [`Scheduler::process_output`] | when the oldest step is answered | its tokens, as [`StepOutput`] |
+//! | [`Scheduler::step_failed`] | instead | the driver answered with an error; the steps in flight are void and computed again |
+//! | [`Scheduler::driver_died`] | instead | the driver died in the oldest step; all KV is lost, and every request is recomputed |
+//! | [`Scheduler::driver_lost`] | instead | the same, where the step is not suspected |
+//! | [`Scheduler::outputs`] | after any of these | tokens and finish reasons since the last call |
+//! | [`Scheduler::next_deadline`] | before waiting | the latest time of the next call of `schedule` |
+//! | [`Scheduler::expire`] | while there is no driver | ends requests whose deadline has passed, as `schedule` does |
+//! | [`Scheduler::end_session`], [`Scheduler::flush`] | any time | unlocks or drops cached pages |
+//! | [`Scheduler::awaits_grammar`] | before waiting | whether a queued request waits for its grammar |
+//! | [`Scheduler::stats`], [`Scheduler::check_invariants`] | any time | counts; whether all page counts agree |
 //!
-//! ## One step ahead
+//! ## Overlapped scheduling
 //!
-//! `step` may be called once more while a step is being computed, so that the next frame is laid out meanwhile. What such a
-//! row computes is the token that the step in flight will give. [`Row::awaits`] names the row of that step, and the
-//! caller writes the token into the frame when the answer is there. The order of calls is then
+//! `schedule` may be called once more while a step runs. The input of a decode in that second step is the token that the step in
+//! flight will sample: [`Row::awaits`] names its row there, and the caller patches the token into the frame.
 //!
 //! ```text
-//! step → A, send A;  step → B;  A is answered: patch B, send B;  answer(A), outputs;  step → C;  B is answered: …
+//! schedule → A, send A;  schedule → B;  A is answered: patch B, send B;  process_output(A), outputs;  schedule → C;  …
 //! ```
 //!
-//! A request that comes after B was laid out is in C. A caller that has time left before A is answered may lay B out later.
+//! `process_output` takes steps in the order of `schedule`. A request that ends by A's tokens is still in B; B's output for it is ignored.
+//! While drafts are in flight, `schedule` returns `None`: the number of accepted tokens is not known.
 //!
-//! `answer` takes the steps in the order in which `step` gave them. A request that ends by A's tokens is still in B; what B
-//! says of it is ignored, so B is sent as it is. While drafts are out, whose number of tokens is not known before the
-//! answer, `step` gives nothing.
+//! ## Grammars
 //!
-//! ## Constraints
-//!
-//! A [`NewRequest`] may have a [`Constrain`], which binds what its sequences say. Before each row that draws a token the scheduler asks
-//! the sequence's [`Constraint`] which tokens may come, and hands the answer on as [`Row::mask`]. Tokens without alternative are
-//! added to the input at once, and are given out. A constraint must know a token before it can say what comes after it: while a step
-//! that draws for a bound sequence is out, `step` gives nothing. A request whose constraint is not ready stays in the queue, and all
-//! others go past it.
+//! A [`NewRequest`] may have a [`GrammarHandle`] (structured output). Before each row that samples a token, the sequence's
+//! [`GrammarMatcher`] returns the token mask, [`Row::mask`], and jump-forward tokens, which are appended without sampling. A matcher must
+//! accept a token before it has the next mask, so while a constrained sequence has a sampled token in flight, `schedule` returns
+//! `None`. A request whose grammar is still compiling stays in the queue, and others overtake it.
 //!
 //! ## Log-probabilities
 //!
-//! A [`NewRequest`] may want those of its tokens, and of its prompt's. They come with the [`Answer`], as many words for each token as the
-//! request says, and go out with the tokens. [`Row::prompt_logprobs`] says of which tokens of the prompt a row is to bring them: each
-//! once, whatever is computed again. What must be computed for them is not taken from the cache.
+//! [`NewRequest::logprobs`] asks for those of output tokens and of prompt tokens. They come with the [`StepOutput`] as a fixed number of
+//! words for each token. [`Row::prompt_logprobs`] is the range of prompt tokens whose log-probabilities the row returns, each once;
+//! tokens that are needed for them are not taken from the prefix cache.
 //!
 //! ## What the driver must do
 //!
-//! Steps and copies are executed in the order in which they were given, each after the former has taken effect: pages that a step
-//! still uses are given to the one after it. [`Copies`] of a step come before it, `to_host` first.
+//! Execute steps and copies in order, each after the previous one has taken effect: a page may be reused by the next step.
+//! [`Copies`] come before their step, `to_host` first.
 //!
 //! # Modules
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `scheduler`, `config` | what comes in, what is known, and how it is set up |
-//! | `new_request`, `check`, `entry` | a request: what it asks, whether it can be served at all, its place in the queue |
-//! | `order`, `admit`, `ratio` | the order of those that wait, which of them begin, and how much output is expected |
-//! | `layout`, `step`, `pace` | the next step, from what steps cost |
-//! | `constraint`, `follow` | what binds the tokens of a sequence, asked before a row is laid out |
-//! | `sequence`, `ends`, `stop_strings`, `regex`, `text` | one sequence, and when it ends by what it says |
-//! | `flight`, `answer`, `settle` | steps that are out, and their answers |
+//! | `scheduler`, `config` | the public API; settings and limits |
+//! | `new_request`, `validate`, `queue` | a request, its validation, its place in the queue |
+//! | `policy`, `admit`, `new_token_ratio` | queue order, admission, expected output |
+//! | `schedule`, `step_plan`, `step`, `prefill_budget` | the next step, from decodes, prefill chunks and measured step times |
+//! | `retract` | retraction and preemption |
+//! | `grammar`, `advance_grammar` | structured output |
+//! | `sequence`, `stop_criteria`, `stop_strings`, `stop_regex` | one sequence, and what ends it |
+//! | `in_flight`, `step_output`, `process_output` | steps in flight and their output |
 //! | `bisection` | the search for the request that makes steps fail |
-//! | `suspects` | which sequences may make steps fail |
-//! | `output`, `leave`, `logprobs` | what goes out: tokens, ends, pages, log-probabilities |
-//! | `memory`, `copies`, `sessions` | pages of both tiers and the prefix index, copies between them, what sessions keep |
+//! | `output`, `finish`, `logprobs` | outputs: tokens, finish reasons, log-probabilities |
+//! | `kv_cache_manager`, `copies`, `sessions` | pages of both tiers, the prefix index, swaps, sessions |
 //! | `stats` | counts |
 
 mod admit;
-mod answer;
+mod advance_grammar;
 mod bisection;
-mod check;
 mod config;
-mod constraint;
 mod copies;
-mod ends;
-mod entry;
 mod error;
-mod flight;
-mod follow;
-mod layout;
-mod leave;
+mod finish;
+mod grammar;
+mod in_flight;
+mod kv_cache_manager;
 mod logprobs;
-mod memory;
 mod new_request;
-mod order;
+mod new_token_ratio;
 mod output;
-mod pace;
-mod ratio;
-mod regex;
+mod policy;
+mod prefill_budget;
+mod process_output;
+mod queue;
+mod retract;
+mod schedule;
 mod scheduler;
 mod sequence;
 mod sessions;
-mod settle;
 mod stats;
 mod step;
+mod step_output;
+mod step_plan;
+mod stop_criteria;
+mod stop_regex;
 mod stop_strings;
-mod suspects;
-mod text;
+mod validate;
 
-pub use answer::Answer;
-pub use check::MAX_SAMPLES;
 pub use config::{Config, FrameBytes, Limits, Policy};
-pub use constraint::{Begun, Constrain, Constraint, Mask, is_shorter_as_bits};
 pub use copies::Copies;
-pub use error::{Refusal, SchedError};
+pub use error::{SchedulerError, ValidationError};
+pub use grammar::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask, is_shorter_as_bits};
 pub use logprobs::Logprobs;
-pub use new_request::{Image, NewRequest, StopCriteria};
+pub use new_request::{Image, NewRequest};
 pub use output::{Finish, Output, Outputs};
-pub use pie_kv_cache::radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
-pub use regex::{StopRegexError, StopRegexes};
+pub use pie_kv_cache::radix::{Event as KvEvent, Medium as KvMedium, PageCopy, Policy as Eviction};
 pub use scheduler::Scheduler;
 pub use stats::Stats;
 pub use step::{Row, Step};
+pub use step_output::StepOutput;
+pub use stop_criteria::{StopCriteria, TokenBytes};
+pub use stop_regex::{StopRegexError, StopRegexes};
 pub use stop_strings::{StopStringError, StopStrings};
-pub use text::TokenBytes;
+pub use validate::MAX_SAMPLES;
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -1,23 +1,22 @@
-//! Log-probabilities: they come with answers, and go out with the tokens that they belong to. What their words mean, the
-//! scheduler does not know.
+//! Log-probabilities between step outputs and request outputs, as words that the scheduler does not interpret.
 
 use std::ops::Range;
 
-/// Which log-probabilities a request wants.
+/// The log-probabilities that a request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Logprobs {
-    /// Words of those of one token, at least one.
+    /// Words of one token, at least 1.
     pub words: u32,
-    /// Of the prompt's tokens, too, from the one at this index on, which is at least 1: nothing comes before the first token.
-    /// What comes before `prompt_from - 1` may be cached. `None`: only of tokens that are produced.
+    /// Also of prompt tokens from this index on, at least 1. Tokens before `prompt_from - 1` may be cached. `None`: only of
+    /// output tokens.
     pub prompt_from: Option<u32>,
 }
 
-/// Those of a sequence that have come, and were not given out yet.
+/// Log-probabilities of a sequence that were not emitted yet.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct LogprobBuffer {
     words: u32,
-    /// Index of the prompt's next token whose log-probabilities are wanted; the prompt's length when all have come.
+    /// The next prompt token whose log-probabilities are missing; the prompt length when there is none.
     next: u32,
     prompt_len: u32,
     prompt: Vec<u32>,
@@ -26,7 +25,7 @@ pub(crate) struct Kept {
     pub(crate) scored: Option<u32>,
 }
 
-impl Kept {
+impl LogprobBuffer {
     pub(crate) fn new(wanted: Logprobs, prompt_len: u32) -> Self {
         let from = wanted.prompt_from.unwrap_or(prompt_len);
         Self {
@@ -39,12 +38,12 @@ impl Kept {
         }
     }
 
-    /// Words of those of one token.
+    /// Words of one token.
     pub(crate) const fn words(&self) -> u32 {
         self.words
     }
 
-    /// Tokens at the start whose KV need not be computed: the next log-probabilities come from the row after them.
+    /// Leading tokens that may be cached: the next log-probabilities come from the row after them.
     pub(crate) const fn cacheable(&self) -> u32 {
         if self.next < self.prompt_len {
             self.next - 1
@@ -53,14 +52,13 @@ impl Kept {
         }
     }
 
-    /// The tokens of the prompt whose log-probabilities a row of the tokens `start..end` has to bring; a token's come from the
-    /// row of the one before.
+    /// Prompt tokens whose log-probabilities a row of `start..end` returns; a token's come from the row of its predecessor.
     pub(crate) fn of_row(&self, start: u32, end: u32) -> Range<u32> {
         let from = self.next.max(start + 1);
         from..self.prompt_len.min(end + 1).max(from)
     }
 
-    /// The end of a row from `start` on that brings at most so many places, the one of a token that it draws among them.
+    /// The end of a row from `start` on that returns at most so many tokens' log-probabilities, a sampled token included.
     pub(crate) fn end_of_row(&self, start: u32, places: u32) -> u32 {
         let from = self.next.max(start + 1);
         if self.prompt_len.saturating_sub(from) < places {
@@ -69,12 +67,12 @@ impl Kept {
         (from - 1).saturating_add(places)
     }
 
-    /// Takes what a row has brought: the words of `prompt` tokens, then those of produced ones, of which `kept` were. Whether
-    /// there were as many as that.
+    /// Buffers the words of a row: those of `prompt` tokens, then of `sampled` output tokens, of which `kept` are kept. Returns
+    /// whether their number is right.
     pub(crate) fn take(
         &mut self,
         prompt: Range<u32>,
-        drawn: usize,
+        sampled: usize,
         kept: usize,
         words: &[u32],
     ) -> bool {
@@ -82,10 +80,10 @@ impl Kept {
         let Some((of_prompt, others)) = words.split_at_checked(prompt.len() * width) else {
             return false;
         };
-        if others.len() != drawn * width {
+        if others.len() != sampled * width {
             return false;
         }
-        // A row that was computed again has brought some before.
+        // A recomputed row may return some again.
         let known = self.next.clamp(prompt.start, prompt.end) - prompt.start;
         if prompt.start <= self.next {
             self.prompt
@@ -96,12 +94,12 @@ impl Kept {
         true
     }
 
-    /// What was not given out yet: of the prompt, and of tokens.
+    /// Buffered words of prompt tokens and of output tokens.
     pub(crate) fn pending(&self) -> (&[u32], &[u32]) {
         (&self.prompt, &self.tokens)
     }
 
-    /// All of it was given out.
+    /// All of it was emitted.
     pub(crate) fn clear(&mut self) {
         self.prompt.clear();
         self.tokens.clear();
@@ -122,19 +120,19 @@ mod tests {
     }
 
     #[test]
-    fn rows_bring_each_token_of_the_prompt_once() {
-        let mut kept = Kept::new(WANTED, 10);
+    fn rows_return_each_prompt_token_once() {
+        let mut kept = LogprobBuffer::new(WANTED, 10);
         assert_eq!(kept.cacheable(), 2);
         assert_eq!(kept.of_row(0, 2), 3..3);
         assert_eq!(kept.of_row(2, 5), 3..6);
         assert_eq!(kept.of_row(9, 10), 10..10);
         assert!(kept.take(3..6, 0, 0, &words(3..6)));
         assert_eq!(kept.cacheable(), 5);
-        // Computed again, from an earlier place on.
+        // Recomputed from an earlier token on.
         assert_eq!(kept.of_row(2, 8), 6..9);
         assert!(kept.take(3..8, 0, 0, &words(3..8)));
         assert_eq!(kept.pending().0, words(3..8));
-        // What does not follow is not kept.
+        // A gap is not kept.
         assert!(kept.take(9..10, 0, 0, &words(9..10)));
         assert_eq!((kept.pending().0.len(), kept.cacheable()), (10, 7));
         assert!(kept.take(8..10, 2, 1, &words(8..12)));
@@ -145,8 +143,8 @@ mod tests {
     }
 
     #[test]
-    fn another_number_of_words_is_found() {
-        let mut kept = Kept::new(WANTED, 10);
+    fn a_wrong_number_of_words_is_detected() {
+        let mut kept = LogprobBuffer::new(WANTED, 10);
         assert!(!kept.take(3..5, 0, 0, &words(3..4)));
         assert!(!kept.take(3..4, 1, 1, &words(3..4)));
         assert!(!kept.take(3..4, 0, 0, &words(3..5)));
@@ -154,18 +152,18 @@ mod tests {
             prompt_from: None,
             ..WANTED
         };
-        let kept = Kept::new(none, 10);
+        let kept = LogprobBuffer::new(none, 10);
         assert_eq!((kept.cacheable(), kept.of_row(0, 10)), (u32::MAX, 10..10));
     }
 
     #[test]
-    fn rows_are_as_long_as_their_places_allow() {
-        let kept = Kept::new(WANTED, 10);
+    fn rows_are_limited_by_logprob_words() {
+        let kept = LogprobBuffer::new(WANTED, 10);
         assert_eq!(kept.end_of_row(0, 3), 5);
         assert_eq!(kept.of_row(0, 5).len(), 3);
         assert_eq!(kept.end_of_row(4, 3), 7);
         assert_eq!(kept.of_row(4, 7).len(), 3);
-        // The last row of the prompt brings the place of the token that it draws.
+        // The last row of the prompt also returns those of the sampled token.
         assert_eq!(kept.end_of_row(7, 3), u32::MAX);
         assert_eq!(kept.of_row(7, 10).len() + 1, 3);
         assert_eq!(kept.end_of_row(7, 2), 9);

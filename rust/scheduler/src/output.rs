@@ -1,100 +1,100 @@
-//! What comes out: tokens, and ends.
+//! Outputs: tokens and finish reasons.
 
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::logprobs::Kept;
+use crate::logprobs::LogprobBuffer;
 
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// It has as many tokens as it may.
+    /// It reached `max_tokens` or the length limit.
     Length,
     /// Its last token is a stop token.
     StopToken(u32),
-    /// Its text has this stop string.
+    /// Its text contains this stop string.
     StopString {
         /// Which of [`StopCriteria::stop_strings`](crate::StopCriteria::stop_strings).
         index: u32,
         /// Bytes of the output's text before it begins.
         text_bytes: u64,
     },
-    /// Its text has a match of this expression.
+    /// Its text matches this expression.
     StopRegex {
         /// Which of [`StopCriteria::stop_regexes`](crate::StopCriteria::stop_regexes).
         index: u32,
     },
     /// By [`Scheduler::abort`](crate::Scheduler::abort).
     Aborted,
-    /// The same, before its constraint was ready.
+    /// Aborted while its grammar was compiling.
     Unready,
     /// Its deadline passed.
     Deadline,
-    /// A request of better priority took its place in the queue, which was full.
+    /// A request of better priority took its place in the full queue.
     Displaced,
-    /// Its constraint cannot be used, or cannot go on: [`Output::reason`] says why.
-    Constraint,
-    /// Its constraint cannot be had now: [`Output::reason`] says why.
+    /// Its grammar is invalid, or its matcher failed: see [`Output::reason`].
+    Grammar,
+    /// The grammar compiler is overloaded: see [`Output::reason`].
     Busy,
-    /// The driver gave no token, or one that the model does not have; or its steps fail, and [`Output::reason`] says so.
+    /// The driver returned no valid token, or its steps fail: see [`Output::reason`].
     Failed,
 }
 
-/// What is new of one sequence.
+/// New output of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Output<'a> {
-    /// The request.
+    /// Id of the request.
     pub id: u64,
-    /// Which of its sequences, from 0.
+    /// Index of the sequence in the request.
     pub sample: u32,
-    /// Tokens that follow those of earlier outputs. With a stop string they end with the token that completed it.
+    /// New tokens. With a stop string they end with the token that completed it.
     pub tokens: &'a [u32],
-    /// Log-probabilities of tokens of the prompt, as their words; each once, in an output that follows their computation.
+    /// Log-probabilities of prompt tokens, as words; each once, in an output after their computation.
     pub prompt_logprobs: &'a [u32],
-    /// Those of `tokens`. Of a sequence that may have no token, those of the one that would come first.
+    /// Log-probabilities of `tokens`; without output tokens (`max_tokens` 0) those of the first one.
     pub logprobs: &'a [u32],
-    /// In the last output of a sequence that may have no token, the one that would come first.
+    /// In the last output of a sequence without output tokens, the token that would come first.
     pub scored: Option<u32>,
-    /// Bytes at the end of its text that may be the start of a stop string: keep them back until they are not.
+    /// Bytes at the end of its text that may be the start of a stop string: do not send them yet.
     pub held_bytes: u32,
     /// Set in its last output.
     pub finish: Option<Finish>,
-    /// With [`Finish::Constraint`] and [`Finish::Busy`], and some of [`Finish::Failed`]: why.
+    /// The reason of [`Finish::Grammar`] and [`Finish::Busy`], and some of [`Finish::Failed`].
     pub reason: Option<&'a str>,
-    /// Tokens of the prompt whose KV was there when it was first admitted.
+    /// Cached prompt tokens at its first admission.
     pub cached_tokens: u32,
-    /// Those of them that were loaded from the host.
+    /// Cached prompt tokens that were loaded from the host.
     pub loaded_tokens: u32,
-    /// When it was first admitted, in µs.
+    /// Time of its first admission in µs.
     pub admitted: Option<u64>,
-    /// When the step was answered that gave its first token, in µs; also of a sequence that does not stream.
+    /// Time of its first token in µs; also if it does not stream.
     pub first_token: Option<u64>,
-    /// How often its pages were taken from it and computed, or loaded, again.
+    /// Number of retractions.
     pub retractions: u32,
 }
 
-/// What a sequence found when it was first admitted, and when it had its first token.
+/// The first admission of a sequence, and its first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Admitted {
-    /// When that was, in µs.
+    /// Time in µs.
     pub(crate) at: u64,
-    /// Tokens of the prompt whose KV was there.
+    /// Cached prompt tokens at its first admission.
     pub(crate) cached_tokens: u32,
-    /// Those of them that were loaded from the host.
+    /// Cached prompt tokens that were loaded from the host.
     pub(crate) loaded_tokens: u32,
-    /// When the step was answered that gave its first token, in µs.
+    /// Time of its first token in µs; also if it does not stream.
     pub(crate) first_token: Option<NonZeroU64>,
 }
 
-/// One output without what is in lists.
+/// An output without its lists.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Entry {
     pub(crate) id: u64,
     pub(crate) sample: u32,
     /// In [`Outputs::tokens`].
     pub(crate) tokens: Range<u32>,
-    /// Its place in [`Outputs::scores`], from 1 on; 0 when it has none.
+    /// Index in [`Outputs::scores`] plus 1; 0 for none.
     pub(crate) scores: u32,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
@@ -102,7 +102,7 @@ pub(crate) struct Entry {
     pub(crate) retractions: u32,
 }
 
-/// The log-probabilities of an output, as places in [`Outputs::logprobs`].
+/// The log-probabilities of an output, as ranges of [`Outputs::logprobs`].
 #[derive(Debug, Clone, Default)]
 struct Scores {
     prompt: Range<u32>,
@@ -111,20 +111,20 @@ struct Scores {
     scored: Option<u32>,
 }
 
-/// What is new, in order. Reuse one: [`Scheduler::outputs`](crate::Scheduler::outputs) clears it first.
+/// New outputs, in order. Reuse one: [`Scheduler::outputs`](crate::Scheduler::outputs) clears it first.
 #[derive(Debug, Clone, Default)]
 pub struct Outputs {
     entries: Vec<Entry>,
     tokens: Vec<u32>,
     logprobs: Vec<u32>,
-    /// Of the entries that have some. Few ask, so entries are kept small.
+    /// Of entries with log-probabilities; apart, since few have some.
     scores: Vec<Scores>,
-    /// Of the entries that have one, by index; few, and apart, so that entries need no drop.
+    /// Of entries with a reason, by index; apart, so that entries need no drop.
     reasons: Vec<(usize, Arc<str>)>,
 }
 
 impl Outputs {
-    /// The outputs, in the order in which they came to be.
+    /// The outputs, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Output<'_>> {
         self.entries.iter().enumerate().map(|(at, entry)| {
             let scores = self.scores_of(entry);
@@ -138,7 +138,7 @@ impl Outputs {
                 held_bytes: entry.held_bytes,
                 finish: entry.finish,
                 reason: match entry.finish {
-                    Some(Finish::Constraint | Finish::Busy | Finish::Failed) => self.reason(at),
+                    Some(Finish::Grammar | Finish::Busy | Finish::Failed) => self.reason(at),
                     _ => None,
                 },
                 cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),
@@ -153,7 +153,7 @@ impl Outputs {
         })
     }
 
-    /// Whether there is none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -175,13 +175,13 @@ impl Outputs {
         self.scores.get((entry.scores as usize).checked_sub(1)?)
     }
 
-    /// Adds an output with its tokens and the log-probabilities that `kept` has, which forgets them.
+    /// Adds an output with its tokens and buffered log-probabilities.
     #[inline]
     pub(crate) fn push(
         &mut self,
         mut entry: Entry,
         tokens: &[u32],
-        kept: Option<&mut Kept>,
+        kept: Option<&mut LogprobBuffer>,
         reason: Option<&Arc<str>>,
     ) {
         if let Some(reason) = reason {
@@ -194,9 +194,9 @@ impl Outputs {
         self.entries.push(entry);
     }
 
-    /// Returns their place, from 1 on.
+    /// Returns their index plus 1.
     #[inline(never)]
-    fn push_scores(&mut self, kept: &mut Kept) -> u32 {
+    fn push_scores(&mut self, kept: &mut LogprobBuffer) -> u32 {
         let (prompt, own) = kept.pending();
         let scores = Scores {
             prompt: append(&mut self.logprobs, prompt),
@@ -209,10 +209,10 @@ impl Outputs {
     }
 }
 
-/// Appends some values and returns where they are.
+/// Appends values and returns their range.
 fn append(values: &mut Vec<u32>, new: &[u32]) -> Range<u32> {
     let start = values.len() as u32;
-    // One by one, as most outputs have no more.
+    // The common case.
     if let &[value] = new {
         values.push(value);
     } else {

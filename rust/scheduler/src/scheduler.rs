@@ -1,4 +1,4 @@
-//! The scheduler: what comes in, and what it knows.
+//! The public API of the scheduler, and its state.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -9,80 +9,80 @@ use pie_kv_cache::radix::Event as KvEvent;
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
+use crate::bisection::Suspects;
 use crate::config::{Config, Limits, Policy};
-use crate::constraint::ConstraintState;
 use crate::copies::Copies;
-use crate::error::{Refusal, SchedError};
-use crate::flight::{Flight, Planned};
-use crate::memory::{Held, Memory};
+use crate::error::{SchedulerError, ValidationError};
+use crate::grammar::GrammarState;
+use crate::in_flight::{InFlightStep, ScheduledRow};
+use crate::kv_cache_manager::{KvCacheManager, SequencePages};
 use crate::new_request::NewRequest;
+use crate::new_token_ratio::NewTokenRatio;
 use crate::output::{Finish, Outputs};
-use crate::pace::Pace;
-use crate::ratio::Ratio;
-use crate::sequence::{Sequence, Shared, State};
+use crate::prefill_budget::PrefillBudget;
+use crate::sequence::{Sequence, SharedRequest, State};
 use crate::stats::Stats;
-use crate::suspects::Suspects;
-use crate::text::TokenBytes;
+use crate::stop_criteria::TokenBytes;
 
-/// A request that has not ended.
+/// The sequences of an unfinished request.
 #[derive(Debug)]
-pub(crate) struct Request {
-    /// Where its sequences are, those that have ended among them.
+pub(crate) struct RequestEntry {
+    /// Slots of all its sequences, finished ones included.
     slots: Box<[usize]>,
-    /// Sequences that have not ended.
+    /// Unfinished sequences.
     pub(crate) live: u32,
-    /// Bytes of its parameters that count as kept by the driver: all of them from its first admission on.
+    /// Bytes of its parameters that the driver keeps, from its first admission on.
     pub(crate) kept_bytes: u64,
 }
 
-/// Decides what each forward step of a driver computes. See the [crate](crate).
+/// Schedules requests. See the [crate](crate).
 pub struct Scheduler<S> {
     pub(crate) config: Config,
     pub(crate) limits: Limits,
     pub(crate) text: Option<Arc<dyn TokenBytes>>,
     pub(crate) sequences: Slab<Sequence<S>>,
-    pub(crate) requests: FxHashMap<u64, Request>,
+    pub(crate) requests: FxHashMap<u64, RequestEntry>,
     /// In the order of arrival.
     pub(crate) waiting: Vec<usize>,
-    /// Running sequences: what was left out of the last step comes first.
+    /// Running sequences; those left out of the last step come first.
     pub(crate) running: Vec<usize>,
-    pub(crate) memory: Memory,
-    pub(crate) pace: Pace,
-    pub(crate) ratio: Ratio,
-    /// Steps that are out, the older one first.
-    pub(crate) flights: VecDeque<Flight>,
-    pub(crate) spare: Vec<Flight>,
-    /// Of the last step.
+    pub(crate) kv_cache: KvCacheManager,
+    pub(crate) prefill_budget: PrefillBudget,
+    pub(crate) new_token_ratio: NewTokenRatio,
+    /// Steps in flight, the oldest first.
+    pub(crate) in_flight: VecDeque<InFlightStep>,
+    pub(crate) spare: Vec<InFlightStep>,
+    /// Copies of the last step.
     pub(crate) copies: Copies,
     pub(crate) outputs: Outputs,
-    /// Steps planned, those among them that had nothing to compute.
+    /// Plans so far, empty ones included.
     pub(crate) plans: u64,
-    /// Before this plan nothing more fits, unless something ends.
-    pub(crate) full_until: u64,
-    /// Prompts got nothing of the last step.
-    pub(crate) starved: bool,
+    /// No admission is tried before this plan, unless something ends.
+    pub(crate) admission_blocked_until: u64,
+    /// The last step had no tokens left for prefills.
+    pub(crate) prefill_starved: bool,
     pub(crate) last_answer: u64,
     pub(crate) random: fastrand::Rng,
     pub(crate) counts: Stats,
-    /// Room for a step's rows that draw nothing, and for the order of those that wait.
-    pub(crate) rest: Vec<Planned>,
+    /// Buffers: rows without sampling, the admission order, pages.
+    pub(crate) rest: Vec<ScheduledRow>,
     pub(crate) candidates: Vec<usize>,
     pub(crate) spare_pages: Vec<u32>,
-    /// Sequences with a constraint.
+    /// Number of constrained sequences.
     pub(crate) constrained: usize,
-    /// Sequences that stream.
+    /// Number of streaming sequences.
     pub(crate) streaming: usize,
-    /// Room for tokens without alternative.
+    /// Buffer for jump-forward tokens.
     pub(crate) forced: Vec<u32>,
-    /// Sequences that have ended since [`sweep`](Self::sweep).
+    /// Sequences that ended since [`remove_finished`](Self::remove_finished).
     pub(crate) ended: Vec<usize>,
     orders: u64,
     contexts: u64,
     pub(crate) deadline: Option<u64>,
     pub(crate) suspects: Suspects,
-    /// Grows when the driver may not have the parameters that rows before brought: they are brought again.
+    /// Raised when the driver may have lost the parameters of requests: they are sent again.
     pub(crate) registrations: u64,
-    /// Bytes of parameters of admitted sequences.
+    /// Bytes of parameters of admitted requests.
     pub(crate) kept_bytes: u64,
 }
 
@@ -95,22 +95,22 @@ impl<S> fmt::Debug for Scheduler<S> {
 }
 
 impl<S> Scheduler<S> {
-    /// A scheduler without requests. Without `text`, requests with stop strings are refused.
+    /// A scheduler without requests. Without `text`, requests with stop strings are rejected.
     ///
     /// # Errors
     ///
-    /// [`SchedError::Setting`].
+    /// [`SchedulerError::Setting`].
     pub fn new(
         config: Config,
         limits: Limits,
         text: Option<Arc<dyn TokenBytes>>,
-    ) -> Result<Self, SchedError> {
+    ) -> Result<Self, SchedulerError> {
         config.check(&limits)?;
         let chunk = config.chunk_tokens.min(limits.max_forward_tokens);
         Ok(Self {
-            memory: Memory::new(&config, &limits)?,
-            pace: Pace::new(&config, chunk),
-            ratio: Ratio::new(config.conservativeness),
+            kv_cache: KvCacheManager::new(&config, &limits)?,
+            prefill_budget: PrefillBudget::new(&config, chunk),
+            new_token_ratio: NewTokenRatio::new(config.conservativeness),
             random: fastrand::Rng::with_seed(config.seed),
             config,
             limits,
@@ -119,13 +119,13 @@ impl<S> Scheduler<S> {
             requests: FxHashMap::default(),
             waiting: Vec::new(),
             running: Vec::new(),
-            flights: VecDeque::new(),
+            in_flight: VecDeque::new(),
             spare: Vec::new(),
             copies: Copies::default(),
             outputs: Outputs::default(),
             plans: 0,
-            full_until: 0,
-            starved: false,
+            admission_blocked_until: 0,
+            prefill_starved: false,
             last_answer: 0,
             counts: Stats::default(),
             rest: Vec::new(),
@@ -144,157 +144,157 @@ impl<S> Scheduler<S> {
         })
     }
 
-    /// Takes a request into the queue.
+    /// Adds a request to the queue.
     ///
     /// # Errors
     ///
-    /// A [`Refusal`]. When the queue is full and the request has a better priority than one that waits, that one gives
-    /// way, as [`Finish::Displaced`].
-    pub fn submit(&mut self, mut arrival: NewRequest<S>) -> Result<(), Refusal> {
-        arrival.ends.stop_tokens.sort_unstable();
-        arrival.ends.stop_tokens.dedup();
-        let longest = self.check(&arrival)?;
-        let rank = self.rank(arrival.priority);
-        self.make_place(arrival.samples, rank)?;
-        let shared = Arc::new(Shared {
-            prompt_len: arrival.prompt.len() as u32,
-            max_tokens: arrival.ends.max_tokens.min(longest),
-            min_tokens: arrival.ends.min_tokens.min(longest),
+    /// A [`ValidationError`]. If the queue is full and a waiting request has a worse priority, that one ends as
+    /// [`Finish::Displaced`].
+    pub fn submit(&mut self, mut request: NewRequest<S>) -> Result<(), ValidationError> {
+        request.stop.stop_tokens.sort_unstable();
+        request.stop.stop_tokens.dedup();
+        let longest = self.check(&request)?;
+        let rank = self.rank(request.priority);
+        self.make_queue_room(request.samples, rank)?;
+        let shared = Arc::new(SharedRequest {
+            prompt_len: request.prompt.len() as u32,
+            max_tokens: request.stop.max_tokens.min(longest),
+            min_tokens: request.stop.min_tokens.min(longest),
             rank,
             registered: AtomicU64::new(0),
-            arrival,
+            request,
         });
-        let slots = (0..shared.arrival.samples).map(|sample| self.enter(&shared, sample));
+        let slots = (0..shared.request.samples).map(|sample| self.enter(&shared, sample));
         let slots: Box<[usize]> = slots.collect();
         self.waiting.extend_from_slice(&slots);
         let live = slots.len() as u32;
         self.requests.insert(
-            shared.arrival.id,
-            Request {
+            shared.request.id,
+            RequestEntry {
                 slots,
                 live,
                 kept_bytes: 0,
             },
         );
-        let deadlines = [shared.arrival.deadline, shared.arrival.admit_by];
+        let deadlines = [shared.request.deadline, shared.request.admit_by];
         if let Some(deadline) = deadlines.into_iter().flatten().min() {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
         }
-        // The new request may fit where what waits does not, if it may go first.
+        // The new request may fit where others do not, if it may go first.
         if self.config.policy != Policy::Fcfs || self.config.priority {
-            self.full_until = 0;
+            self.admission_blocked_until = 0;
         }
         Ok(())
     }
 
-    fn enter(&mut self, shared: &Arc<Shared<S>>, sample: u32) -> usize {
+    fn enter(&mut self, shared: &Arc<SharedRequest<S>>, sample: u32) -> usize {
         let kept = shared
-            .arrival
+            .request
             .session
-            .and_then(|id| self.memory.sessions.take_context(id));
+            .and_then(|id| self.kv_cache.sessions.take_context(id));
         let context = kept.unwrap_or_else(|| {
             self.contexts += 1;
             self.contexts
         });
         self.orders += 1;
-        self.constrained += usize::from(shared.arrival.constraint.is_some());
-        self.streaming += usize::from(shared.arrival.streams);
+        self.constrained += usize::from(shared.request.grammar.is_some());
+        self.streaming += usize::from(shared.request.streams);
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
     }
 
-    /// Ends all sequences of a request, wherever they are. Whether there was one.
+    /// Aborts all sequences of a request. Returns whether there was one.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(request) = self.requests.get(&id) else {
             return false;
         };
         for slot in request.slots.clone() {
             if self.sequences.get(slot).is_some_and(|s| s.id() == id) {
-                self.end_by_abort(slot);
+                self.abort_sequence(slot);
             }
         }
-        self.sweep();
+        self.remove_finished();
         true
     }
 
-    /// Ends every request.
+    /// Aborts every request.
     pub fn abort_all(&mut self) {
         let mut slots: Vec<usize> = self.sequences.iter().map(|(slot, _)| slot).collect();
         slots.sort_unstable_by_key(|&slot| self.sequences[slot].order);
         for slot in slots {
-            self.end_by_abort(slot);
+            self.abort_sequence(slot);
         }
-        self.sweep();
+        self.remove_finished();
     }
 
-    fn end_by_abort(&mut self, slot: usize) {
+    fn abort_sequence(&mut self, slot: usize) {
         let sequence = &self.sequences[slot];
-        let constraint = sequence.shared.arrival.constraint.as_ref();
-        let asked = matches!(sequence.constraint_state, ConstraintState::Asked);
-        let finish = match constraint {
-            Some(constraint) if asked && constraint.is_waiting() => Finish::Unready,
+        let grammar = sequence.shared.request.grammar.as_ref();
+        let compiling = matches!(sequence.grammar, GrammarState::Compiling);
+        let finish = match grammar {
+            Some(grammar) if compiling && grammar.is_compiling() => Finish::Unready,
             _ => Finish::Aborted,
         };
         self.finish(slot, 0, finish);
     }
 
-    /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out
-    /// after it is void, too: do not send it. `copied` says whether the copies of that one were made; else they come again.
-    /// Of a single step that is out they count as made: make them even where the step then cannot be sent.
+    /// The driver answered the oldest step with an error, and its KV is what it was before that step. A later step in flight is
+    /// void, too: do not send it. `copied` says whether its copies were made; else they come again. The copies of a single step
+    /// in flight count as made: make them even if the step cannot be sent.
     ///
-    /// The rows of the step are computed again, in halves, until the request that makes steps fail is alone. It ends as
-    /// [`Finish::Failed`]; the others lose nothing.
+    /// The rows are computed again, in halves, until the request that makes steps fail is alone. It ends as [`Finish::Failed`];
+    /// the others lose nothing.
     ///
-    /// When a copy fails, the KV is not what the scheduler thinks: call [`driver_lost`](Self::driver_lost).
+    /// If a copy fails, call [`driver_lost`](Self::driver_lost).
     pub fn step_failed(&mut self, copied: bool) {
         self.registrations += 1;
-        if self.flights.len() > 1 && !copied {
-            self.memory.copies.prepend(&self.copies);
+        if self.in_flight.len() > 1 && !copied {
+            self.kv_cache.copies.prepend(&self.copies);
         }
         let mut first = true;
-        while let Some(flight) = self.flights.pop_front() {
-            for row in &flight.rows {
+        while let Some(step) = self.in_flight.pop_front() {
+            for row in &step.rows {
                 if let Some(sequence) = self.sequences.get_mut(row.slot)
                     && sequence.order == row.order
                     && sequence.state != State::Ended
                 {
-                    sequence.forget_steps();
+                    sequence.discard_in_flight();
                 }
             }
             if std::mem::take(&mut first) {
-                self.suspect(&flight.rows);
+                self.suspect(&step.rows);
             }
-            self.recycle(flight);
+            self.recycle(step);
         }
-        self.sweep();
+        self.remove_finished();
     }
 
-    /// The driver ended, or does not answer: [`driver_lost`](Self::driver_lost), and the older step that is out may be why. If
-    /// drivers die of a request again and again, it is found as by [`step_failed`](Self::step_failed), and ends alone.
+    /// [`driver_lost`](Self::driver_lost), where the oldest step in flight is suspected. A request that kills drivers again and
+    /// again is found as by [`step_failed`](Self::step_failed).
     pub fn driver_died(&mut self) {
         for (_, sequence) in &mut self.sequences {
-            sequence.forget_steps();
+            sequence.discard_in_flight();
         }
-        if let Some(flight) = self.flights.pop_front() {
-            self.suspect(&flight.rows);
-            self.recycle(flight);
-            self.sweep();
+        if let Some(step) = self.in_flight.pop_front() {
+            self.suspect(&step.rows);
+            self.recycle(step);
+            self.remove_finished();
         }
         self.driver_lost();
     }
 
-    /// The driver is gone, and all KV with it, the host's too. Steps that are out are void. Every request is computed again
-    /// from its tokens by the next driver, in the order of arrival; no token is given out twice.
+    /// The driver is gone with all KV, on the host, too. Steps in flight are void. Every request is recomputed from its tokens
+    /// by the next driver, in the order of arrival; no token is emitted twice.
     pub fn driver_lost(&mut self) {
         self.registrations += 1;
-        while let Some(flight) = self.flights.pop_front() {
-            self.recycle(flight);
+        while let Some(step) = self.in_flight.pop_front() {
+            self.recycle(step);
         }
         for (_, sequence) in &mut self.sequences {
-            sequence.forget_steps();
+            sequence.discard_in_flight();
             if sequence.state == State::Running {
-                sequence.held = Held::default();
-                sequence.forget_pages();
+                sequence.kv = SequencePages::default();
+                sequence.retract();
                 self.counts.retractions += 1;
             }
         }
@@ -302,31 +302,33 @@ impl<S> Scheduler<S> {
         let sequences = &self.sequences;
         self.waiting
             .sort_unstable_by_key(|&slot| sequences[slot].order);
-        self.memory.reset();
+        self.kv_cache.reset();
         self.copies.clear();
-        self.full_until = 0;
+        self.admission_blocked_until = 0;
     }
 
-    /// Moves what is new into `outputs`, whose content is dropped.
+    /// Moves new outputs to `outputs`, which is cleared first.
     pub fn outputs(&mut self, outputs: &mut Outputs) {
         std::mem::swap(&mut self.outputs, outputs);
         self.outputs.clear();
     }
 
-    /// What the step that was laid out last takes, in µs, by what steps like it took; rather less than more. `None` while that is
-    /// not known. A caller that lays the next one out shortly before the answer has every request in it that came until then.
+    /// The expected time of the newest step in flight in µs, a low estimate; `None` while unknown. A caller that schedules the
+    /// next step shortly before its output includes every request until then.
     pub fn expected_us(&self) -> Option<u64> {
-        let expected = self.pace.expect(self.flights.back()?.load)?;
+        let expected = self
+            .prefill_budget
+            .expected_us(self.in_flight.back()?.load)?;
         Some(expected as u64)
     }
 
-    /// The earliest deadline. [`step`](Self::step) and [`expire`](Self::expire) end requests whose deadline has passed.
+    /// The earliest deadline. [`schedule`](Self::schedule) and [`expire`](Self::expire) end requests whose deadline has passed.
     pub fn next_deadline(&self) -> Option<u64> {
         self.deadline
     }
 
-    /// Ends the requests whose deadline has passed, as [`Finish::Deadline`]; [`step`](Self::step) does so, too. For times in
-    /// which no step is asked for, as while a driver is being started.
+    /// Ends requests whose deadline has passed, as [`Finish::Deadline`]; for times without calls of
+    /// [`schedule`](Self::schedule), as while a driver starts.
     pub fn expire(&mut self, now: u64) {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return;
@@ -343,66 +345,66 @@ impl<S> Scheduler<S> {
         for (_, slot) in late {
             self.finish(slot, 0, Finish::Deadline);
         }
-        self.sweep();
+        self.remove_finished();
     }
 
-    /// Whether no request is there.
+    /// Whether there is no request.
     pub fn is_idle(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Lets the pages of a session go. Whether there was one.
+    /// Ends a session: unlocks its pages. Returns whether there was one.
     pub fn end_session(&mut self, session: u64) -> bool {
-        self.full_until = 0;
-        self.memory.end_session(session)
+        self.admission_blocked_until = 0;
+        self.kv_cache.end_session(session)
     }
 
-    /// Forgets every prefix that no request uses, and all sessions; `SGLang`'s `flush_cache`. Returns how many device pages
-    /// that freed.
+    /// Evicts every prefix that no request uses, and ends all sessions; `SGLang`'s `flush_cache`. Returns how many device pages
+    /// were freed.
     pub fn flush(&mut self) -> usize {
-        self.full_until = 0;
-        self.memory.flush()
+        self.admission_blocked_until = 0;
+        self.kv_cache.flush()
     }
 
-    /// Changes of what is cached since the last call, in their order; none unless [`Config::kv_events`].
+    /// KV cache events since the last call, in order; none unless [`Config::kv_events`].
     pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
-        self.memory.take_events()
+        self.kv_cache.take_events()
     }
 
-    /// Counts.
+    /// Current counts.
     pub fn stats(&self) -> Stats {
         let waiting = || self.waiting.iter().map(|&slot| &self.sequences[slot]);
-        let asks =
-            |sequence: &&Sequence<S>| matches!(sequence.constraint_state, ConstraintState::Asked);
+        let asks = |sequence: &&Sequence<S>| matches!(sequence.grammar, GrammarState::Compiling);
         let running = self.running.iter().map(|&slot| &self.sequences[slot]);
         Stats {
             waiting: self.waiting.len(),
             retracted: waiting()
                 .filter(|waiting| waiting.admitted.is_some())
                 .count(),
-            unbound: waiting().filter(asks).count(),
+            grammar_queue: waiting().filter(asks).count(),
             running: self.running.len(),
             running_tokens: running.map(|running| u64::from(running.known())).sum(),
-            free_pages: self.memory.free_pages(),
-            cached_pages: self.memory.cached_pages(),
-            host_pages: self.memory.host_pages(),
-            new_token_ratio: self.ratio.now(),
-            prompt_budget: self.pace.budget(true),
+            free_pages: self.kv_cache.free_pages(),
+            cached_pages: self.kv_cache.cached_pages(),
+            host_pages: self.kv_cache.host_pages(),
+            new_token_ratio: self.new_token_ratio.now(),
+            prompt_budget: self.prefill_budget.tokens(true),
             ..self.counts
         }
     }
 
-    /// Compares the books of all pages with what holds them: each page has the holders that it counts, and every sequence
-    /// is in one place. For tests and for doubts; takes time for every page.
+    /// Checks that the reference counts of all pages match their holders, and that every sequence is in one queue. Takes time
+    /// for every page: for tests.
     ///
     /// # Errors
     ///
-    /// [`SchedError::Books`].
-    pub fn audit(&self) -> Result<(), SchedError> {
+    /// [`SchedulerError::Inconsistent`].
+    pub fn check_invariants(&self) -> Result<(), SchedulerError> {
         let own = |(_, sequence): (usize, &'_ Sequence<S>)| {
-            sequence.held.pages[sequence.held.shared..].to_vec()
+            sequence.kv.pages[sequence.kv.shared..].to_vec()
         };
-        self.memory.audit(self.sequences.iter().flat_map(own))?;
+        self.kv_cache
+            .check_invariants(self.sequences.iter().flat_map(own))?;
         let in_place = |slots: &[usize], state| {
             slots.iter().all(|&slot| {
                 self.sequences
@@ -422,6 +424,8 @@ impl<S> Scheduler<S> {
         if fits {
             return Ok(());
         }
-        Err(SchedError::Books("a sequence is lost".to_owned()))
+        Err(SchedulerError::Inconsistent(
+            "a sequence is lost".to_owned(),
+        ))
     }
 }

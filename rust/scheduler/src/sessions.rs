@@ -1,40 +1,40 @@
-//! What sessions keep between their requests.
+//! Sessions: prefixes that stay locked between the requests of a conversation.
 
 use std::collections::BTreeMap;
 
 use pie_kv_cache::radix::NodeId;
 use rustc_hash::FxHashMap;
 
-/// Most sessions that are kept. Those whose tokens fill no page would otherwise stay for ever: no lack of pages makes them go.
+/// Most sessions. Those without a full page would otherwise stay forever, since eviction does not end them.
 const MOST: usize = 1 << 16;
 
-/// A session between two requests.
+/// A session.
 #[derive(Debug, Clone, Copy)]
-struct Kept {
-    /// Where its tokens end in the index, locked.
+struct SessionEntry {
+    /// The locked node at the end of its tokens.
     node: NodeId,
-    /// `None` while a request has it.
+    /// Context id at the driver; `None` while a request uses it.
     context: Option<u64>,
-    /// Its place in the order of use.
+    /// Key in the order of use.
     used: u64,
 }
 
 /// Sessions by id, and in the order of use.
 #[derive(Debug, Default)]
 pub(crate) struct Sessions {
-    kept: FxHashMap<u64, Kept>,
+    kept: FxHashMap<u64, SessionEntry>,
     order: BTreeMap<u64, u64>,
     uses: u64,
 }
 
 impl Sessions {
-    /// Keeps a node that is locked. Returns the one that the session kept before, to be unlocked.
+    /// Keeps a locked node. Returns the previous one of the session, to be unlocked.
     pub(crate) fn keep(&mut self, session: u64, node: NodeId, context: u64) -> Option<NodeId> {
         let former = self.end(session);
         self.uses += 1;
         let used = self.uses;
         self.order.insert(used, session);
-        let kept = Kept {
+        let kept = SessionEntry {
             node,
             context: Some(context),
             used,
@@ -43,33 +43,33 @@ impl Sessions {
         former
     }
 
-    /// The context that a session's next request goes on with; for one request at a time.
+    /// Takes the context for a session's next request; one request at a time.
     pub(crate) fn take_context(&mut self, session: u64) -> Option<u64> {
         self.kept.get_mut(&session)?.context.take()
     }
 
-    /// A request ended without having run: the next one goes on with its context.
+    /// Returns the context of a request that ended without having run.
     pub(crate) fn give_context(&mut self, session: u64, context: u64) {
         if let Some(kept) = self.kept.get_mut(&session) {
             kept.context = Some(context);
         }
     }
 
-    /// Forgets a session. Returns its node, to be unlocked.
+    /// Ends a session. Returns its node, to be unlocked.
     pub(crate) fn end(&mut self, session: u64) -> Option<NodeId> {
         let kept = self.kept.remove(&session)?;
         self.order.remove(&kept.used);
         Some(kept.node)
     }
 
-    /// Forgets the least recently used session where there are too many. Returns its node, to be unlocked.
+    /// Ends the least recently used session if there are too many. Returns its node, to be unlocked.
     pub(crate) fn release_surplus(&mut self) -> Option<NodeId> {
         (self.kept.len() > MOST)
             .then(|| self.release_oldest())
             .flatten()
     }
 
-    /// Forgets the session that was used least recently. Returns its node, to be unlocked.
+    /// Ends the least recently used session. Returns its node, to be unlocked.
     pub(crate) fn release_oldest(&mut self) -> Option<NodeId> {
         let (_, session) = self.order.pop_first()?;
         self.kept.remove(&session).map(|kept| kept.node)
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_are_never_more_than_the_most() {
+    fn sessions_are_limited() {
         let mut sessions = Sessions::default();
         for session in 0..2 * MOST as u64 {
             assert_eq!(sessions.keep(session, NodeId::default(), session), None);

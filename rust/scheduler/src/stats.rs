@@ -1,54 +1,54 @@
-//! Counts.
+//! Statistics.
 
-/// How things stand, and what has happened since the scheduler was made.
+/// Current state, and totals since the scheduler was made.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Stats {
-    /// Sequences that wait.
+    /// Waiting sequences.
     pub waiting: usize,
-    /// Those of them that were retracted.
+    /// Waiting sequences that were retracted.
     pub retracted: usize,
-    /// Sequences that wait for their constraint.
-    pub unbound: usize,
-    /// Sequences that hold pages.
+    /// Waiting sequences whose grammar is compiling or not started.
+    pub grammar_queue: usize,
+    /// Running sequences.
     pub running: usize,
-    /// Their tokens, prompts and outputs.
+    /// Tokens of running sequences, prompts and outputs.
     pub running_tokens: u64,
-    /// Sequences of the last step.
+    /// Rows of the last step.
     pub rows: usize,
-    /// Device pages that nothing holds.
+    /// Free device pages.
     pub free_pages: usize,
-    /// Device pages that only the prefix index holds.
+    /// Evictable device pages of the prefix index.
     pub cached_pages: usize,
-    /// Host pages in use.
+    /// Used host pages.
     pub host_pages: usize,
-    /// Steps given.
+    /// Scheduled steps.
     pub steps: u64,
-    /// Those of them with more of a sequence than its last token.
+    /// Steps with prefills.
     pub prompt_steps: u64,
     /// Rows of all steps.
     pub total_rows: u64,
-    /// Tokens of prompts, of admitted sequences.
+    /// Prompt tokens of admitted sequences.
     pub prompt_tokens: u64,
-    /// Those of them whose KV was there.
+    /// Cached prompt tokens.
     pub cached_tokens: u64,
-    /// Those of them that were loaded from the host.
+    /// Cached prompt tokens that were loaded from the host.
     pub loaded_tokens: u64,
-    /// Tokens given out.
+    /// Emitted tokens.
     pub output_tokens: u64,
-    /// Tokens of constraints that were not drawn, because they had no alternative.
+    /// Jump-forward tokens.
     pub forced_tokens: u64,
-    /// Rows that were left out of a step because a constraint was not ready in time.
-    pub late_rows: u64,
-    /// Drafts verified.
+    /// Rows left out of a step because their mask was not ready in time.
+    pub late_masks: u64,
+    /// Verified drafts.
     pub drafts: u64,
-    /// Drafts that came true.
+    /// Accepted drafts.
     pub accepted: u64,
-    /// Times that running requests lost their pages.
+    /// Retractions.
     pub retractions: u64,
-    /// Sequences that ended.
+    /// Finished sequences.
     pub finished: u64,
-    /// The share of outputs that is taken for certain; `SGLang`'s `new_token_ratio`.
+    /// `SGLang`'s `new_token_ratio`.
     pub new_token_ratio: f32,
-    /// Tokens of prompts that a step may have among decodes.
+    /// Prefill tokens of a step next to decodes of streams.
     pub prompt_budget: u32,
 }

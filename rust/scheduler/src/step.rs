@@ -1,64 +1,103 @@
-//! What one forward step computes.
+//! One forward step, as the caller encodes it.
 
 use crate::copies::Copies;
+use crate::in_flight::ScheduledRow;
+use crate::scheduler::Scheduler;
 
-/// What one sequence has computed in a step: one request of a forward frame.
+/// The input of one sequence in a step: one request of a forward frame.
 #[derive(Debug, Clone, Copy)]
 pub struct Row<'a, S> {
-    /// The request.
+    /// Id of the request.
     pub id: u64,
-    /// Which of its sequences.
+    /// Index of the sequence in the request.
     pub sample: u32,
-    /// Names the sequence to the driver, from 1; the same for all requests of a session that follow each other.
+    /// Context id of the sequence at the driver, from 1; the requests of a session have the same.
     pub context: u64,
-    /// The input, at least one token. Their KV is stored from `start` on.
+    /// Input tokens, at least one; their KV is stored from position `start` on.
     pub tokens: &'a [u32],
-    /// The row of the step before whose token is the only one here; `tokens` keeps its place. Where that row gets no token,
-    /// any will do: what this one computes is ignored.
+    /// The row of the previous step that samples the only input token; `tokens` has a placeholder. If that row gets no token,
+    /// any will do: the output is ignored.
     pub awaits: Option<u32>,
-    /// Position, and KV index, of the first token.
+    /// Position and KV index of the first token.
     pub start: u32,
-    /// The pages of the whole sequence, up to the last token or draft.
+    /// Pages of the whole sequence, up to the last token or draft.
     pub pages: &'a [u32],
-    /// To be verified after the tokens.
+    /// Draft tokens to verify after the input.
     pub drafts: &'a [u32],
-    /// Whether the driver may answer with drafts for the next step.
+    /// Whether the driver may return drafts for the next step.
     pub wants_drafts: bool,
-    /// What to draw a token with after the last one; `None`: only KV is wanted. Rows that draw come first in a step.
+    /// Sampling parameters of the token after the input; `None`: prefill without sampling. Rows that sample come first in a
+    /// step.
     pub sampling: Option<&'a S>,
-    /// The same, also of rows that draw nothing.
-    pub asked: &'a S,
-    /// The adapter that the request was handed in with.
+    /// The same, also for rows that sample nothing.
+    pub params: &'a S,
+    /// Adapter of the request.
     pub adapter: Option<u64>,
-    /// Tokens of the prompt.
+    /// Length of the prompt.
     pub prompt: u32,
-    /// Tokens produced that lie right before `tokens` and whose KV comes from the cache: of the first row since the sequence
-    /// was admitted, or since it went on with pages of the cache in the place of its own.
+    /// Output tokens right before `tokens` whose KV comes from the cache: in the first row since the sequence was admitted, or
+    /// took over cached pages.
     pub history: &'a [u32],
-    /// Tokens of the prompt, by their indices, whose log-probabilities the answer must have; those of a token come from the row
-    /// of the one before. Empty for none.
+    /// Prompt tokens, as `(start, end)`, whose log-probabilities the output must have; those of a token come from the row of
+    /// its predecessor.
     pub prompt_logprobs: (u32, u32),
-    /// The token after `tokens`, where it is known.
+    /// The token after `tokens`, if it is known.
     pub next: Option<u32>,
-    /// Tokens that must not be drawn, in rising order.
+    /// Forbidden tokens in rising order.
     pub forbidden: &'a [u32],
-    /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) has them; `None`: all.
+    /// Token bitmask, see [`Mask`](crate::Mask); `None`: all tokens are allowed.
     pub mask: Option<&'a [u32]>,
 }
 
-/// One forward step, as long as it is not encoded.
+/// One forward step, borrowed until it is encoded.
 #[derive(Debug)]
 pub struct Step<'a, S> {
     /// Counts from 1.
     pub number: u64,
-    /// What comes before it.
+    /// Copies to execute before it.
     pub copies: &'a Copies,
-    pub(crate) scheduler: &'a crate::Scheduler<S>,
+    pub(crate) scheduler: &'a Scheduler<S>,
 }
 
 impl<'a, S> Step<'a, S> {
-    /// The rows, at least one. Those that draw a token come first.
+    /// The rows, at least one. Those that sample a token come first.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = Row<'a, S>> + Clone + use<'a, S> {
         self.scheduler.rows()
+    }
+}
+
+impl<S> Scheduler<S> {
+    pub(crate) fn rows(&self) -> impl ExactSizeIterator<Item = Row<'_, S>> + Clone {
+        let planned = self.in_flight.back().map_or(&[][..], |step| &step.rows);
+        planned.iter().map(|row| self.row(row))
+    }
+
+    fn row(&self, row: &ScheduledRow) -> Row<'_, S> {
+        let sequence = &self.sequences[row.slot];
+        let request = &sequence.shared.request;
+        Row {
+            id: request.id,
+            sample: sequence.sample,
+            context: sequence.context,
+            tokens: &sequence.tokens[row.start as usize..row.end as usize],
+            awaits: row.awaits,
+            start: row.start,
+            pages: &sequence.kv.pages[..row.pages as usize],
+            drafts: &sequence.drafts[..row.drafts as usize],
+            wants_drafts: row.samples_token && row.wants_drafts,
+            sampling: row.samples_token.then_some(&request.sampling),
+            adapter: request.adapter,
+            params: &request.sampling,
+            prompt: sequence.prompt_len,
+            history: sequence.skipped(row.start),
+            prompt_logprobs: row.prompt_logprobs,
+            next: sequence.tokens.get(row.end as usize).copied(),
+            forbidden: if row.samples_token && sequence.forbids(row.end) {
+                &request.stop.stop_tokens
+            } else {
+                &[]
+            },
+            mask: row.samples_token.then(|| sequence.grammar.mask()).flatten(),
+        }
     }
 }

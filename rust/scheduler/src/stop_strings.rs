@@ -1,4 +1,4 @@
-//! Stop strings: texts that end a request, found by one Aho-Corasick automaton.
+//! Stop strings, matched by an Aho-Corasick automaton that is stepped by token bytes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,20 +9,19 @@ use aho_corasick::{Anchored, MatchKind};
 use rustc_hash::FxHashMap;
 use thiserror::Error;
 
-/// Why texts cannot be stop strings.
+/// Why stop strings are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StopStringError {
-    /// One is empty: it would match everywhere.
+    /// An empty string.
     #[error("a stop string is empty: send one byte or more")]
     Empty,
-    /// The automaton has no numbers for so many states.
+    /// Too many states.
     #[error("the stop strings cannot be compiled: {0}")]
     Size(String),
 }
 
-/// The stop strings of a request, compiled into one automaton: advancing it by a byte costs the same however many strings there are.
-/// Clones share it.
+/// The stop strings of a request as one automaton: a byte costs the same however many strings there are. Clones share it.
 #[derive(Clone, Default)]
 pub struct StopStrings(Option<Arc<Compiled>>);
 
@@ -30,12 +29,13 @@ struct Compiled {
     texts: Box<[Box<[u8]>]>,
     automaton: NFA,
     start: StateID,
-    /// Bytes of text that a state other than the start stands for: the longest beginning of a stop string at the end of the text.
+    /// Depth of each state in bytes, i.e. the longest prefix of a stop string at the end of the text; the crate does not expose
+    /// it.
     depths: FxHashMap<StateID, u32>,
 }
 
 impl StopStrings {
-    /// Compiles stop strings. Callers bound their number and size: the automaton takes some 50 bytes for each of theirs.
+    /// Compiles stop strings. Callers limit their number and size: the automaton takes some 50 bytes for each of theirs.
     ///
     /// # Errors
     /// [`StopStringError`].
@@ -74,7 +74,7 @@ impl StopStrings {
         }))))
     }
 
-    /// The strings, in the order in which they were given.
+    /// The strings, in the given order.
     pub fn texts(&self) -> &[Box<[u8]>] {
         self.0.as_deref().map_or(&[], |compiled| &compiled.texts)
     }
@@ -99,13 +99,13 @@ impl PartialEq for StopStrings {
 
 impl Eq for StopStrings {}
 
-/// Where the text of one sequence stands in the automaton of [`StopStrings`].
+/// The automaton state of one sequence.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Matching(Option<StateID>);
+pub(crate) struct StopStringMatcher(Option<StateID>);
 
-impl Matching {
-    /// Advances by the bytes of a token. Returns the first match, by where it ends among them, and of those that end there the string
-    /// that was given first.
+impl StopStringMatcher {
+    /// Advances by the bytes of a token. Returns the end of the first match in these bytes, and the lowest index of the strings
+    /// that end there.
     pub(crate) fn advance(&mut self, strings: &StopStrings, bytes: &[u8]) -> Option<(usize, u32)> {
         let Compiled {
             automaton, start, ..
@@ -123,7 +123,7 @@ impl Matching {
         None
     }
 
-    /// Bytes at the end of the text that may be the beginning of a stop string.
+    /// Bytes at the end of the text that may be the start of a stop string.
     pub(crate) fn held(self, strings: &StopStrings) -> u32 {
         let depths = strings.0.as_deref().map(|compiled| &compiled.depths);
         let depth = |state| depths?.get(&state).copied();
@@ -137,7 +137,7 @@ mod tests {
 
     use super::*;
 
-    /// The first end of a string in a text, by looking everywhere.
+    /// The reference: a search of the whole text.
     fn naive(strings: &[Box<[u8]>], text: &[u8]) -> Option<(usize, u32)> {
         (1..=text.len()).find_map(|end| {
             let mut all = strings.iter();
@@ -156,13 +156,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn finds_what_a_search_of_the_whole_text_finds(
+        fn stop_strings_equal_a_search_of_the_whole_text(
             strings in prop::collection::vec(prop::collection::vec(0_u8..3, 1..6), 0..5),
             tokens in prop::collection::vec(prop::collection::vec(0_u8..3, 0..4), 0..20),
         ) {
             let texts: Vec<Box<[u8]>> = strings.into_iter().map(Into::into).collect();
             let strings = StopStrings::new(texts.clone()).unwrap();
-            let mut matching = Matching::default();
+            let mut matching = StopStringMatcher::default();
             let mut text = Vec::new();
             for token in tokens {
                 let before = text.len();
@@ -191,7 +191,7 @@ mod tests {
         let strings = StopStrings::new(texts).unwrap();
         let compiled = strings.0.as_deref().unwrap();
         assert!(compiled.automaton.memory_usage() < 4 << 20);
-        let mut matching = Matching::default();
+        let mut matching = StopStringMatcher::default();
         assert_eq!(matching.advance(&strings, b"do not stop 999"), None);
         assert_eq!(matching.held(&strings), 8);
         assert_eq!(matching.advance(&strings, b"9"), Some((1, 9999)));

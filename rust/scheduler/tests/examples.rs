@@ -12,7 +12,7 @@ fn prompt(start: &str) -> String {
 }
 
 #[test]
-fn prompts_that_begin_alike_are_answered_from_the_same_pages() -> Result<(), Box<dyn Error>> {
+fn prompts_share_the_pages_of_a_common_prefix() -> Result<(), Box<dyn Error>> {
     let prompts = ["The cat", "The dog", "A frog"].map(prompt);
     let mut out = Vec::new();
     engine::serve(&prompts, &mut out)?;
@@ -36,7 +36,7 @@ fn prompts_that_begin_alike_are_answered_from_the_same_pages() -> Result<(), Box
 
 /// 12 requests of 5 pages in 16, which have nothing in common.
 #[test]
-fn a_pool_that_is_too_small_changes_no_answer() -> Result<(), Box<dyn Error>> {
+fn a_small_pool_changes_no_output() -> Result<(), Box<dyn Error>> {
     let prompts: Vec<String> = (10..22)
         .map(|at| format!("{at} {}", prompt(["The cat", "The dog"][at % 2])))
         .collect();

@@ -1,10 +1,12 @@
 //! No request waits for ever: turns, bounds, preemption, and what sessions and samples share.
 
+#[path = "fairness/bisection.rs"]
+mod bisection;
 #[allow(dead_code, unreachable_pub, reason = "other tests use all of it")]
 mod sim;
 
 use pie_scheduler::{Config, Finish, FrameBytes, Limits, Policy};
-use sim::{Ask, Event, Poison, STEP_US, Sim, TOKEN_US};
+use sim::{Event, STEP_US, Sim, TOKEN_US, TestRequest};
 
 const LIMITS: Limits = Limits {
     total_pages: 400,
@@ -33,9 +35,9 @@ fn sim(config: Config, limits: Limits) -> Sim {
 
 /// One step without another one out. Returns its rows.
 fn step(sim: &mut Sim) -> Vec<(u64, usize)> {
-    sim.happen(&Event::Lay);
+    sim.happen(&Event::Schedule);
     sim.happen(&Event::Answer);
-    sim.laid.clone()
+    sim.scheduled.clone()
 }
 
 #[test]
@@ -46,7 +48,7 @@ fn more_requests_than_rows_take_turns() {
     };
     let mut sim = sim(Config::default(), limits);
     for _ in 0..10 {
-        sim.submit(&Ask::plain(0, 5, 60));
+        sim.submit(&TestRequest::plain(0, 5, 60));
     }
     let mut last = [0; 10];
     for number in 1..=100 {
@@ -64,38 +66,38 @@ fn more_requests_than_rows_take_turns() {
 }
 
 #[test]
-fn prompts_go_on_beside_decodes_that_fill_every_row() {
+fn prefills_progress_next_to_decodes_that_fill_every_row() {
     let limits = Limits {
         max_forward_requests: 3,
         ..LIMITS
     };
     let mut sim = sim(Config::default(), limits);
     for _ in 0..3 {
-        sim.submit(&Ask::plain(0, 5, 200));
+        sim.submit(&TestRequest::plain(0, 5, 200));
     }
     for _ in 0..5 {
         step(&mut sim);
     }
-    let late = sim.submit(&Ask::plain(0, 9, 3));
+    let late = sim.submit(&TestRequest::plain(0, 9, 3));
     let waited = (0..20).position(|_| step(&mut sim).iter().any(|(id, _)| *id == late));
     assert!(waited.is_some_and(|waited| waited <= 2), "{waited:?}");
     sim.drain();
 }
 
 #[test]
-fn decodes_go_on_beside_a_long_prompt() {
+fn decodes_progress_next_to_a_long_prefill() {
     let config = Config {
         chunk_tokens: 70,
         ..Config::default()
     };
     let mut sim = sim(config, LIMITS);
     for _ in 0..8 {
-        sim.submit(&Ask::plain(0, 5, 100));
+        sim.submit(&TestRequest::plain(0, 5, 100));
     }
     for _ in 0..3 {
         step(&mut sim);
     }
-    let long = sim.submit(&Ask::plain(250, 250, 2));
+    let long = sim.submit(&TestRequest::plain(250, 250, 2));
     let mut parts = Vec::new();
     while sim.ended.iter().all(|ended| ended.id != long) {
         let rows = step(&mut sim);
@@ -115,7 +117,7 @@ fn decodes_go_on_beside_a_long_prompt() {
 
 /// With a rule for what a step takes, the share of prompts comes to what the limit allows, and decodes wait no longer.
 #[test]
-fn the_gap_between_tokens_keeps_to_its_limit() {
+fn inter_token_latency_is_limited() {
     let gap_us = STEP_US + 8 * TOKEN_US + 300 * TOKEN_US;
     let config = Config {
         gap_us,
@@ -125,7 +127,7 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
     };
     let mut sim = sim(config, ROOMY);
     for _ in 0..8 {
-        sim.submit(&Ask::plain(0, 5, 255));
+        sim.submit(&TestRequest::plain(0, 5, 255));
     }
     for _ in 0..5 {
         step(&mut sim);
@@ -133,7 +135,7 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
     let mut parts = Vec::new();
     for id in 8..200 {
         if sim.scheduler.stats().waiting < 20 {
-            sim.submit(&Ask::plain(0, 255, 1));
+            sim.submit(&TestRequest::plain(0, 255, 1));
         }
         let rows = step(&mut sim);
         let prompts: usize = rows.iter().filter(|row| row.0 >= 8).map(|row| row.1).sum();
@@ -150,7 +152,7 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
 /// Two bursts of streams, the first of which shows what steps take: while most of the second wait, larger parts of prompts bring their
 /// first tokens sooner, and all of them end sooner.
 #[test]
-fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
+fn larger_chunks_shorten_time_to_first_token_in_a_burst() {
     const REQUESTS: u64 = 64;
     let bursts = |gap_growth| {
         let config = Config {
@@ -164,7 +166,7 @@ fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
         for burst in 0..2 {
             let begin = sim.now;
             for _ in 0..REQUESTS {
-                sim.submit(&Ask::plain(0, 255, 100));
+                sim.submit(&TestRequest::plain(0, 255, 100));
             }
             let mut computed = vec![0; REQUESTS as usize];
             let (mut first_us, mut longest_us) = (0, 0);
@@ -194,7 +196,7 @@ fn a_burst_has_its_first_tokens_sooner_by_larger_parts() {
 
 /// Without streams a step has as many prompts as its time allows; as soon as one streams, a chunk, and less next to decodes.
 #[test]
-fn steps_without_streams_are_as_large_as_their_time_allows() {
+fn steps_without_streams_fill_their_target_time() {
     let config = Config {
         chunk_tokens: 100,
         step_us: 1000 * TOKEN_US,
@@ -202,9 +204,9 @@ fn steps_without_streams_are_as_large_as_their_time_allows() {
         ..Config::default()
     };
     let mut sim = sim(config, ROOMY);
-    let whole = Ask {
+    let whole = TestRequest {
         whole: true,
-        ..Ask::plain(0, 200, 1)
+        ..TestRequest::plain(0, 200, 1)
     };
     let fill = |sim: &mut Sim| {
         for _ in 0..20 {
@@ -219,7 +221,7 @@ fn steps_without_streams_are_as_large_as_their_time_allows() {
     let more = prompts(&mut sim);
     assert!((learnt..=1000).contains(&more), "{more}");
     fill(&mut sim);
-    let stream = sim.submit(&Ask::plain(0, 5, 9));
+    let stream = sim.submit(&TestRequest::plain(0, 5, 9));
     while sim.ended.iter().all(|ended| ended.id != stream) {
         let tokens = prompts(&mut sim);
         assert!(tokens <= 100, "{tokens}");
@@ -230,7 +232,7 @@ fn steps_without_streams_are_as_large_as_their_time_allows() {
 }
 
 #[test]
-fn a_request_is_overtaken_so_often_and_no_more() {
+fn overtakes_are_limited() {
     let config = Config {
         policy: Policy::Lpm,
         max_running: 1,
@@ -238,16 +240,16 @@ fn a_request_is_overtaken_so_often_and_no_more() {
         ..Config::default()
     };
     let mut sim = sim(config, LIMITS);
-    sim.submit(&Ask::plain(40, 4, 1));
+    sim.submit(&TestRequest::plain(40, 4, 1));
     step(&mut sim);
-    let other = Ask {
+    let other = TestRequest {
         family: 1,
-        ..Ask::plain(40, 4, 1)
+        ..TestRequest::plain(40, 4, 1)
     };
     let victim = sim.submit(&other);
     for _ in 0..20 {
-        sim.submit(&Ask::plain(40, 4, 1));
-        sim.submit(&Ask::plain(40, 4, 1));
+        sim.submit(&TestRequest::plain(40, 4, 1));
+        sim.submit(&TestRequest::plain(40, 4, 1));
         step(&mut sim);
     }
     let place = sim.ended.iter().position(|ended| ended.id == victim);
@@ -256,7 +258,7 @@ fn a_request_is_overtaken_so_often_and_no_more() {
 }
 
 #[test]
-fn a_request_with_many_parameters_is_not_overtaken_for_ever_by_those_with_few() {
+fn a_request_with_many_parameters_does_not_starve() {
     let limits = Limits {
         frame: FrameBytes {
             params: 100,
@@ -265,14 +267,14 @@ fn a_request_with_many_parameters_is_not_overtaken_for_ever_by_those_with_few() 
         ..ROOMY
     };
     let mut sim = sim(Config::default(), limits);
-    let with = |params_bytes, length| Ask {
+    let with = |params_bytes, length| TestRequest {
         params_bytes,
-        ..Ask::plain(0, 5, length)
+        ..TestRequest::plain(0, 5, length)
     };
     let few: Vec<u64> = (0..9).map(|_| sim.submit(&with(10, 10))).collect();
     step(&mut sim);
     // All its samples share them.
-    let many = sim.submit(&Ask {
+    let many = sim.submit(&TestRequest {
         samples: 3,
         ..with(90, 5)
     });
@@ -291,7 +293,7 @@ fn a_request_with_many_parameters_is_not_overtaken_for_ever_by_those_with_few() 
 }
 
 #[test]
-fn a_better_priority_takes_the_pages_of_others() {
+fn a_better_priority_preempts_others() {
     let limits = Limits {
         total_pages: 30,
         ..LIMITS
@@ -303,9 +305,9 @@ fn a_better_priority_takes_the_pages_of_others() {
     };
     let play = |config| {
         let mut sim = sim(config, limits);
-        let low = Ask {
+        let low = TestRequest {
             priority: Some(1),
-            ..Ask::plain(0, 40, 18)
+            ..TestRequest::plain(0, 40, 18)
         };
         for _ in 0..2 {
             sim.submit(&low);
@@ -314,9 +316,9 @@ fn a_better_priority_takes_the_pages_of_others() {
             step(&mut sim);
         }
         assert_eq!(sim.scheduler.stats().running, 2);
-        let high = Ask {
+        let high = TestRequest {
             priority: Some(2),
-            ..Ask::plain(0, 60, 4)
+            ..TestRequest::plain(0, 60, 4)
         };
         let high = sim.submit(&high);
         sim.drain();
@@ -335,7 +337,7 @@ fn a_better_priority_takes_the_pages_of_others() {
 }
 
 #[test]
-fn no_pages_are_taken_for_a_request_whose_parameters_do_not_fit() {
+fn no_preemption_for_a_request_whose_parameters_do_not_fit() {
     let limits = Limits {
         total_pages: 30,
         frame: FrameBytes {
@@ -350,41 +352,41 @@ fn no_pages_are_taken_for_a_request_whose_parameters_do_not_fit() {
         ..Config::default()
     };
     let mut sim = sim(config, limits);
-    let ask = |priority, params_bytes, length, tokens| Ask {
+    let request = |priority, params_bytes, length, tokens| TestRequest {
         priority: Some(priority),
         params_bytes,
-        ..Ask::plain(0, length, tokens)
+        ..TestRequest::plain(0, length, tokens)
     };
     for _ in 0..2 {
-        sim.submit(&ask(1, 30, 40, 18));
+        sim.submit(&request(1, 30, 40, 18));
     }
     for _ in 0..10 {
         step(&mut sim);
     }
-    sim.submit(&ask(2, 90, 60, 4));
+    sim.submit(&request(2, 90, 60, 4));
     sim.drain();
     assert!(sim.ended.iter().all(|ended| ended.retractions == 0));
 }
 
 #[test]
-fn what_a_session_said_stays_for_its_next_request() {
+fn a_session_keeps_its_prefix_for_its_next_request() {
     let limits = Limits {
         total_pages: 60,
         ..LIMITS
     };
     let play = |session| {
         let mut sim = sim(Config::default(), limits);
-        let turn = Ask {
+        let turn = TestRequest {
             session,
-            ..Ask::plain(40, 0, 9)
+            ..TestRequest::plain(40, 0, 9)
         };
         sim.submit(&turn);
         sim.drain();
         // Others need most of the pages.
         for _ in 0..3 {
-            let other = Ask {
+            let other = TestRequest {
                 family: 2,
-                ..Ask::plain(0, 120, 4)
+                ..TestRequest::plain(0, 120, 4)
             };
             sim.submit(&other);
             sim.drain();
@@ -398,22 +400,22 @@ fn what_a_session_said_stays_for_its_next_request() {
 }
 
 #[test]
-fn sessions_give_way_when_there_is_no_other_room() {
+fn sessions_end_when_pages_run_out() {
     let limits = Limits {
         total_pages: 40,
         ..LIMITS
     };
     let mut sim = sim(Config::default(), limits);
     for session in 0..3 {
-        let turn = Ask {
+        let turn = TestRequest {
             family: session,
             session: Some(session),
-            ..Ask::plain(40, 0, 5)
+            ..TestRequest::plain(40, 0, 5)
         };
         sim.submit(&turn);
         sim.drain();
     }
-    sim.submit(&Ask::plain(0, 150, 6));
+    sim.submit(&TestRequest::plain(0, 150, 6));
     sim.drain();
     assert!(sim.ended.iter().all(|ended| ended.finish == Finish::Length));
 }
@@ -421,11 +423,11 @@ fn sessions_give_way_when_there_is_no_other_room() {
 #[test]
 fn samples_share_the_pages_of_their_prompt() {
     let mut sim = sim(Config::default(), LIMITS);
-    let ask = Ask {
+    let request = TestRequest {
         samples: 4,
-        ..Ask::plain(43, 0, 8)
+        ..TestRequest::plain(43, 0, 8)
     };
-    sim.submit(&ask);
+    sim.submit(&request);
     sim.drain();
     let mut cached: Vec<u32> = sim.ended.iter().map(|ended| ended.cached_tokens).collect();
     cached.sort_unstable();
@@ -433,10 +435,10 @@ fn samples_share_the_pages_of_their_prompt() {
 }
 
 #[test]
-fn those_that_begin_alike_wait_for_the_first_of_them() {
+fn requests_wait_for_a_shared_prefix() {
     let mut sim = sim(Config::default(), LIMITS);
     for _ in 0..5 {
-        sim.submit(&Ask::plain(80, 4, 4));
+        sim.submit(&TestRequest::plain(80, 4, 4));
     }
     assert_eq!(step(&mut sim), [(0, 84)]);
     let rows = step(&mut sim);
@@ -445,7 +447,7 @@ fn those_that_begin_alike_wait_for_the_first_of_them() {
 }
 
 #[test]
-fn a_retracted_request_goes_on_from_the_host() {
+fn a_retracted_request_resumes_from_host_pages() {
     let limits = Limits {
         total_pages: 24,
         host_pages: 64,
@@ -457,81 +459,10 @@ fn a_retracted_request_goes_on_from_the_host() {
     };
     let mut sim = sim(config, limits);
     for _ in 0..3 {
-        sim.submit(&Ask::plain(0, 20, 40));
+        sim.submit(&TestRequest::plain(0, 20, 40));
     }
     sim.drain();
     let retractions: u32 = sim.ended.iter().map(|ended| ended.retractions).sum();
     assert!(retractions > 0);
     assert!(sim.tally.0["pages to the device"] > 0, "{:?}", sim.tally);
-}
-
-#[test]
-fn a_request_alone_ends_when_its_steps_fail_three_times_in_a_row() {
-    let mut sim = sim(Config::default(), LIMITS);
-    sim.submit(&Ask::plain(0, 6, 9));
-    for _ in 0..2 {
-        sim.happen(&Event::Lay);
-        sim.happen(&Event::Fail(false));
-    }
-    step(&mut sim);
-    for _ in 0..3 {
-        sim.happen(&Event::Lay);
-        sim.happen(&Event::Fail(false));
-    }
-    let finishes: Vec<Finish> = sim.ended.iter().map(|ended| ended.finish).collect();
-    assert_eq!(finishes, [Finish::Failed]);
-}
-
-/// 64 requests, some of which make every step fail from their fourth output token on. Plays until all have ended; returns the
-/// failures that this took, and most of them without an answer in between.
-fn poisoned(guilty: &[u64], kills: bool) -> (u32, u32) {
-    let mut sim = sim(Config::default(), ROOMY);
-    let from = 6 + 4;
-    let ids: Vec<u64> = (0..64)
-        .map(|id| {
-            let poison = guilty.contains(&id).then_some(Poison { from, kills });
-            sim.submit(&Ask {
-                poison,
-                // All prompts are in the first step.
-                whole: true,
-                ..Ask::plain(0, 6, 9)
-            })
-        })
-        .collect();
-    let mut most = 0;
-    while !sim.scheduler.is_idle() {
-        step(&mut sim);
-        most = most.max(sim.failures.1);
-    }
-    sim.drain();
-    assert_eq!(sim.ended.len(), ids.len());
-    for ended in &sim.ended {
-        let expected = if guilty.contains(&ended.id) {
-            Finish::Failed
-        } else {
-            Finish::Length
-        };
-        assert_eq!(ended.finish, expected, "{ended:?}");
-    }
-    (sim.failures.0, most)
-}
-
-#[test]
-fn the_request_that_makes_steps_fail_is_found_by_halves() {
-    for guilty in [0, 1, 37, 63] {
-        // 64 rows, 32, …, 1.
-        assert_eq!(poisoned(&[guilty], false).0, 7);
-    }
-    let (failures, _) = poisoned(&[3, 40, 41, 62], false);
-    assert!(failures <= 4 * 7, "{failures}");
-}
-
-#[test]
-fn the_request_that_drivers_die_of_is_found_with_answers_in_between() {
-    for guilty in [0, 1, 37, 63] {
-        let (failures, most) = poisoned(&[guilty], true);
-        assert_eq!(failures, 7);
-        // Others are answered by each driver but one at most.
-        assert!(most <= 2, "{most}");
-    }
 }

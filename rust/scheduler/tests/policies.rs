@@ -3,7 +3,9 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use pie_scheduler::{Answer, Config, FrameBytes, Limits, NewRequest, Outputs, Policy, Scheduler};
+use pie_scheduler::{
+    Config, FrameBytes, Limits, NewRequest, Outputs, Policy, Scheduler, StepOutput,
+};
 use proptest::prelude::*;
 
 const SIZE: usize = 4;
@@ -154,28 +156,30 @@ impl Play {
         }
     }
 
-    fn submit(&mut self, request: &Waiting) {
-        let mut arrival =
-            NewRequest::new(request.id, request.prompt.clone(), (), request.max_tokens);
-        arrival.priority = request.priority;
-        arrival.routing_key = request.key.map(|key| key.to_string().into());
-        self.scheduler.submit(arrival).expect("it fits");
+    fn submit(&mut self, waiting: &Waiting) {
+        let prompt = waiting.prompt.clone();
+        let mut request = NewRequest::new(waiting.id, prompt, (), waiting.max_tokens);
+        request.priority = waiting.priority;
+        request.routing_key = waiting.key.map(|key| key.to_string().into());
+        self.scheduler.submit(request).expect("it fits");
     }
 
     /// Returns the requests of the step that draw.
     fn step(&mut self) -> Vec<u64> {
         self.now += 1;
-        let step = self.scheduler.step(self.now).expect("right books");
+        let step = self.scheduler.schedule(self.now).expect("right books");
         let step = step.expect("there is something to do");
         let ids: Vec<u64> = step.rows().map(|row| row.id).collect();
         let tokens = vec![1; ids.len()];
         let token_ends: Vec<u32> = (0..=ids.len() as u32).collect();
-        let answer = Answer {
+        let answer = StepOutput {
             tokens: &tokens,
             token_ends: &token_ends,
-            ..Answer::default()
+            ..StepOutput::default()
         };
-        self.scheduler.answer(self.now, &answer).expect("its step");
+        self.scheduler
+            .process_output(self.now, &answer)
+            .expect("its step");
         self.scheduler.outputs(&mut self.outputs);
         ids
     }

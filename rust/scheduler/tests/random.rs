@@ -13,9 +13,9 @@ use pie_scheduler::{Config, FrameBytes, Limits, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
-use sim::{Ask, Event, Poison, Sim};
+use sim::{Event, Poison, Sim, TestRequest};
 
-fn ask() -> impl Strategy<Value = Event> {
+fn request() -> impl Strategy<Value = Event> {
     let lengths = (0_u8..3, 0_u8..24, 0_u8..12, 0_u8..24, 0_u8..3);
     let kinds = (
         prop_oneof![8 => Just(1_u8), 1 => 2_u8..4],
@@ -47,7 +47,7 @@ fn ask() -> impl Strategy<Value = Event> {
             let (drafts, stops, strings, whole, poison, params_bytes) = flags;
             let (family, common, own, max_tokens, min_tokens) = lengths;
             let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
-            Event::Submit(Box::new(Ask {
+            Event::Submit(Box::new(TestRequest {
                 family,
                 common,
                 own,
@@ -75,13 +75,13 @@ fn ask() -> impl Strategy<Value = Event> {
 
 fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
-        20 => ask(),
-        30 => Just(Event::Lay),
+        20 => request(),
+        30 => Just(Event::Schedule),
         30 => Just(Event::Answer),
         2 => any::<usize>().prop_map(Event::Abort),
-        1 => any::<usize>().prop_map(Event::Refuse),
-        1 => any::<bool>().prop_map(Event::Fail),
-        1 => any::<bool>().prop_map(Event::Die),
+        1 => any::<usize>().prop_map(Event::DropRow),
+        1 => any::<bool>().prop_map(Event::StepFailed),
+        1 => any::<bool>().prop_map(Event::DriverDied),
         1 => (0_u64..3).prop_map(Event::EndSession),
         1 => Just(Event::Flush),
         1 => (0_u16..2000).prop_map(Event::Wait),
@@ -192,7 +192,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn every_request_gets_the_tokens_of_the_rule((config, limits, seed, events) in case(150)) {
+    fn every_request_gets_the_expected_tokens((config, limits, seed, events) in case(150)) {
         Sim::new(config, limits, seed % 1000).play(&events);
     }
 }

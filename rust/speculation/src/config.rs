@@ -1,26 +1,26 @@
-//! The limits of a drafter.
+//! Limits of a drafter.
 
 use thiserror::Error;
 
 /// Largest value of [`Config::max_depth`].
 const DEEPEST: usize = 255;
-/// Largest shared history in tokens. Positions of an index have 31 bits, of one that can be rewound 30.
+/// Most tokens of the shared history. Positions of an index have 31 bits, of a rewindable one 30.
 pub(crate) const LARGEST_HISTORY: usize = 1 << 30;
-/// Longest context in tokens; one that grows beyond starts anew.
+/// Most tokens of a context; a longer one restarts.
 pub(crate) const LONGEST_CONTEXT: usize = 1 << 29;
 
 /// Limits of a [`Drafter`](crate::Drafter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Longest match in tokens, from 1 to 255.
+    /// Longest match in tokens, 1 to 255.
     pub max_depth: usize,
-    /// Shortest match that drafts, in tokens: at least 1.
+    /// Shortest match that is continued, in tokens, at least 1.
     pub min_n: usize,
-    /// Longest match where that is less than `max_depth`.
+    /// Limits `max_depth`, if it is less.
     pub max_n: Option<usize>,
-    /// Size in tokens of the history that contexts share, at most 2^30; 0 for none. A token takes at most 64 bytes.
+    /// Tokens of the shared history, at most 2^30; 0 for none. A token takes at most 64 bytes.
     pub capacity: usize,
-    /// Memory of contexts in bytes. Beyond it the least recently used context is released.
+    /// Bytes of all contexts. Beyond it the least recently used one is released.
     pub context_bytes: usize,
 }
 
@@ -49,7 +49,7 @@ pub enum ConfigError {
     Shortest {
         /// `min_n`.
         shortest: usize,
-        /// The smaller one of `max_n` and `max_depth`.
+        /// The smaller of `max_n` and `max_depth`.
         longest: usize,
     },
     /// [`Config::capacity`] is above 2^30.

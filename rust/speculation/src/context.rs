@@ -1,12 +1,12 @@
-//! One context: its text, the index over it, and which part of it the shared history has.
+//! A context: its text, its n-gram index, and the part that the shared history has.
 //!
-//! Positions are the context's: that of its first token need not be 0, since a context may become known in the middle.
+//! Positions are those of the context: its first known token need not be at 0.
 
 use crate::config::LONGEST_CONTEXT;
-use crate::copying::Copying;
+use crate::copy_tracker::CopyTracker;
 use crate::index::{BOUNDARY, Index, Match};
 
-/// Going back undoes at most this many tokens, or indexes as many again. Beyond that the context starts anew.
+/// Most tokens that a rewind undoes or indexes again. Beyond that the context restarts.
 const MAX_REWIND: usize = 4096;
 
 #[derive(Debug)]
@@ -14,16 +14,16 @@ pub(crate) struct Context {
     index: Index,
     /// Position of the first token.
     start: usize,
-    /// The shared history has the tokens before this position.
+    /// Tokens before this position are in the shared history.
     shared: usize,
-    /// Waits in the drafter's queue for its turn to be shared.
+    /// Queued for sharing.
     queued: bool,
-    /// The copy that was found last.
-    copying: Option<Copying>,
+    /// The copy that was tracked last.
+    copying: Option<CopyTracker>,
 }
 
 impl Context {
-    /// A context whose tokens before `start` are not known.
+    /// A context with unknown tokens before `start`.
     pub(crate) fn new(depth: usize, start: usize) -> Self {
         Self {
             index: Index::new(depth, true),
@@ -43,7 +43,7 @@ impl Context {
         &self.index
     }
 
-    /// Heap memory in bytes.
+    /// Heap bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.index.bytes()
     }
@@ -57,36 +57,35 @@ impl Context {
         self.tokens().get(at).copied()
     }
 
-    /// Finds what the context copies, by the longest match of its end; returns it if a change has just ended.
-    pub(crate) fn follow(&mut self, own: Option<Match>) -> Option<Copying> {
+    /// Tracks the copy by the longest match; returns it if an edit has just ended.
+    pub(crate) fn follow(&mut self, own: Option<Match>) -> Option<CopyTracker> {
         let end = self.end();
-        let found = own.map(|found| Copying {
+        let found = own.map(|found| CopyTracker {
             source: self.start + self.index.next(found) - 1,
             end,
             matched: found.length,
         });
-        // No place matches better than the longest match.
-        let continued = |copying: &Copying| {
+        // No position matches better than the longest match.
+        let continued = |copying: &CopyTracker| {
             found.filter(|found| copying.end < end && copying.expected(end) == found.source)
         };
         let matching = |source: usize| self.matching(source);
         let copying = self
             .copying
             .and_then(|copying| continued(&copying).or_else(|| copying.at(end, matching)));
-        let yields = |found: &Copying| Copying::yields_to(copying, end, found.matched);
+        let yields = |found: &CopyTracker| CopyTracker::yields_to(copying, end, found.matched);
         self.copying = found.filter(yields).or(copying);
         self.resumed()
     }
 
-    /// The copy that goes on after a change which has just ended.
-    pub(crate) fn resumed(&self) -> Option<Copying> {
-        let ended = |copying: &Copying| copying.end == self.end() && copying.is_resumed();
-        let continues = |copying: &Copying| self.token(copying.source) != Some(BOUNDARY);
+    /// The copy that is resumed after an edit.
+    pub(crate) fn resumed(&self) -> Option<CopyTracker> {
+        let ended = |copying: &CopyTracker| copying.end == self.end() && copying.is_resumed();
+        let continues = |copying: &CopyTracker| self.token(copying.source) != Some(BOUNDARY);
         self.copying.filter(ended).filter(continues)
     }
 
-    /// Number of tokens before position `source` that equal the context's end, at most the longest match and up to the
-    /// first boundary.
+    /// Matching tokens before position `source` and the context's end, at most the longest match, up to the first boundary.
     fn matching(&self, source: usize) -> usize {
         let tokens = self.tokens();
         let before = &tokens[..source.saturating_sub(self.start).min(tokens.len())];
@@ -97,8 +96,8 @@ impl Context {
             .count()
     }
 
-    /// Appends up to `count` tokens of the context from `source` on to `suffix`. Past the context's end it continues with
-    /// the tokens that it has appended; a boundary ends it.
+    /// Appends up to `count` tokens from `source` on to `suffix`. Past the context's end it continues with the appended tokens;
+    /// a boundary ends it.
     pub(crate) fn copy(&self, source: usize, count: usize, suffix: &mut Vec<u32>) {
         let (first, end) = (suffix.len(), self.end());
         for at in source..source + count {
@@ -112,8 +111,8 @@ impl Context {
         }
     }
 
-    /// Makes `tokens` the context's end, from `position` on. Tokens that are known already stay as they are, and later ones
-    /// are forgotten. After a gap the context starts anew, and so it does where [`Self::can_rewind`] is false.
+    /// Replaces the context from `position` on by `tokens`, keeping known ones. After a gap, or where [`Self::can_rewind`] is
+    /// false, it restarts.
     pub(crate) fn update(&mut self, position: usize, tokens: &[u32]) {
         let long = self.index.len() + tokens.len() > LONGEST_CONTEXT;
         if position < self.start || position > self.end() || long {
@@ -129,7 +128,7 @@ impl Context {
         self.index.extend(&tokens[known..]);
     }
 
-    /// How many of `tokens` the context has from `position` on. `position` is within the context.
+    /// How many of `tokens` are known from `position` on, which is within the context.
     fn known(&self, position: usize, tokens: &[u32]) -> usize {
         let known = &self.tokens()[position - self.start..];
         let pairs = known.iter().zip(tokens);
@@ -146,7 +145,7 @@ impl Context {
         *self = Self::new(self.index.depth(), position);
     }
 
-    /// Whether the context can go back to `end`, at most its end, within [`MAX_REWIND`] tokens of work.
+    /// Whether the context can be rewound to `end` within [`MAX_REWIND`] tokens of work.
     pub(crate) fn can_rewind(&self, end: usize) -> bool {
         end == self.end()
             || end <= self.start
@@ -165,25 +164,25 @@ impl Context {
         self.index.rewind(end - self.start);
     }
 
-    /// Number of tokens that the shared history does not have.
+    /// Tokens that are not in the shared history.
     fn unshared(&self) -> usize {
         self.end() - self.shared
     }
 
-    /// Whether the context is to be queued: `fewest` tokens or more are not shared, and it does not wait yet.
+    /// Whether to queue the context: it is not queued, and `fewest` or more tokens are not shared.
     pub(crate) fn enqueue(&mut self, fewest: usize) -> bool {
         let was_queued = self.queued;
         self.queued = was_queued || self.unshared() >= fewest;
         self.queued && !was_queued
     }
 
-    /// Counts all tokens as shared.
+    /// Marks all tokens as shared.
     pub(crate) fn count_as_shared(&mut self) {
         self.shared = self.end();
     }
 
-    /// The tokens that the shared history does not have, after up to `before` that it has. They count as shared from now
-    /// on. Empty if there are fewer than `fewest`.
+    /// Marks all tokens as shared and returns those that were not, after up to `before` that were. Empty if there are fewer
+    /// than `fewest`.
     pub(crate) fn share(&mut self, fewest: usize, before: usize) -> &[u32] {
         self.queued = false;
         if self.unshared() < fewest {
@@ -197,7 +196,7 @@ impl Context {
 
 #[cfg(test)]
 impl Context {
-    pub(crate) fn copying(&self) -> Option<Copying> {
+    pub(crate) fn copying(&self) -> Option<CopyTracker> {
         self.copying
     }
 

@@ -8,45 +8,43 @@ use rustc_hash::FxBuildHasher;
 
 use crate::config::LONGEST_CONTEXT;
 use crate::context::Context;
-use crate::copying::RESUMED;
+use crate::copy_tracker::RESUMED_BONUS;
 use crate::history::History;
 use crate::index::{Draft, Scratch};
 use crate::tree::{Sources, Tree, TreeBuilder};
 use crate::{Config, ConfigError};
 
-/// The history gets the tokens of a context once it lacks this many, or when the context is released.
+/// New tokens of a context from which on they are added to the shared history; or when it is released.
 const SHARED: usize = 128;
-/// Fewest tokens that one flush may give to the history. Further contexts wait: those that decode together would all be
-/// due in the same step.
+/// Fewest tokens that one flush may add to the history. Further contexts wait: those that decode together are due in the same
+/// step.
 const SHARED_AT_ONCE: usize = 256;
-/// A match in the text of others counts as this many tokens shorter: what a context repeats is its own text more often
-/// than another's.
-const HANDICAP: usize = 1;
-/// Memory of a context besides its index: an entry of a list and of a table.
+/// A match in the history counts as this many tokens shorter: a context repeats its own text more often than another's.
+const SHARED_PENALTY: usize = 1;
+/// Bytes of a context besides its index.
 const CONTEXT_BYTES: usize = size_of::<(u64, Context)>() + 6 * size_of::<usize>();
-/// Tokens before new ones that the history gets again, so that the new ones have something to match by.
+/// Tokens before new ones that are added to the history again, for the new ones to match by.
 const REPEATED: usize = 8;
 
-/// The tokens that a request appends to its context.
+/// New tokens of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
-    /// The context's id.
+    /// Context id.
     pub context: u64,
-    /// Position of the first of `tokens` in the context. Tokens that are known from there on are compared, and taken back
-    /// from the first difference. Past the context's end, or where thousands of tokens would have to be taken back (see
-    /// [`Drafter::can_rewind`]), the context starts anew.
+    /// Position of `tokens[0]` in the context. Known tokens are compared, and the context is rewound to the first difference.
+    /// Past its end, or where the rewind is too long (see [`Drafter::can_rewind`]), the context restarts.
     pub position: u32,
-    /// The context's end, from `position` on. Token ids from 2^24 - 1 on end a text: no match extends over them.
+    /// Tokens from `position` on. Token ids from 2^24 - 1 on end a text: no match extends over them.
     pub tokens: &'a [u32],
     /// Most tokens to draft.
     pub drafts: usize,
 }
 
-/// Drafts of a batch, one for each step.
+/// Drafts of a batch, for each step.
 #[derive(Clone, Debug, Default)]
 pub struct Drafts {
     tokens: Vec<u32>,
-    /// Where each step's tokens end, and how long its match was.
+    /// End of each step's tokens, and its match length.
     steps: Vec<(usize, usize)>,
 }
 
@@ -63,14 +61,14 @@ impl Drafts {
         self.steps.is_empty()
     }
 
-    /// The tokens drafted for a step; empty for one that does not exist.
+    /// The draft tokens of a step; empty if it does not exist.
     #[must_use]
     pub fn tokens(&self, step: usize) -> &[u32] {
         let start = step.checked_sub(1).map_or(0, |before| self.end(before));
         &self.tokens[start..self.end(step)]
     }
 
-    /// Number of tokens that matched before the first drafted one, plus two where a copy goes on; 0 without a draft.
+    /// Length of the match before the first draft, plus two if a copy is resumed; 0 without a draft.
     #[must_use]
     pub fn match_length(&self, step: usize) -> usize {
         self.steps.get(step).map_or(0, |step| step.1)
@@ -94,27 +92,26 @@ impl Drafts {
     }
 }
 
-/// Remembers the text of contexts, and drafts how they go on from their own text and that of others.
+/// An n-gram drafter over the text of contexts and a shared history.
 ///
-/// The longest match of a context's end decides; one in the text of others must be two tokens longer than the context's
-/// own. Of the continuations that a match had, the most frequent is drafted, and of several such the newest. In the
-/// context's own text it is the last one, unless another came four times as often as all others. The draft goes on in the
-/// same text. Where a context copied its own text and then deviated, a token or two that match right after the copied part
-/// count as two more.
+/// The longest match of a context's end decides; a match in the history must be two tokens longer than the context's own. Its
+/// most frequent continuation is drafted, the newest of several; in the context's own text the last one, unless another was
+/// four times as frequent as all others. The draft continues in the same text. After an edit of a copy, a match of a token or
+/// two right after the copied part counts as two tokens longer.
 ///
-/// To append a token takes some 0.3 µs, and memory of at most 64 bytes.
+/// Appending a token takes some 0.3 µs and at most 64 bytes.
 #[derive(Debug)]
 pub struct Drafter {
     config: Config,
     depth: usize,
-    /// By id, in the order of their last use.
+    /// Contexts by id, in LRU order.
     contexts: LruCache<u64, Context, FxBuildHasher>,
-    /// Heap memory of their indices.
+    /// Heap bytes of their indices.
     index_bytes: usize,
     history: Option<History>,
-    /// Contexts that have [`SHARED`] tokens or more for the history.
+    /// Contexts with [`SHARED`] or more tokens for the history.
     queue: VecDeque<u64>,
-    /// Tokens that were appended since the last flush.
+    /// Tokens appended since the last flush.
     appended: usize,
     suffix: Vec<u32>,
     copied: Vec<u32>,
@@ -145,8 +142,7 @@ impl Drafter {
         })
     }
 
-    /// Flushes, then appends what each request brings, in order, and drafts after it: [`Self::flush_shared`], and
-    /// [`Self::append`] for each step.
+    /// [`Self::flush_shared`], then [`Self::append`] for each step.
     pub fn step(&mut self, steps: &[Step<'_>], drafts: &mut Drafts) {
         self.flush_shared();
         drafts.clear();
@@ -155,7 +151,7 @@ impl Drafter {
         }
     }
 
-    /// Appends what a request brings to its context, and the tokens drafted after it to `drafts`.
+    /// Appends a step's tokens to its context, and its drafts to `drafts`.
     pub fn append(&mut self, step: &Step<'_>, drafts: &mut Drafts) {
         self.suffix.clear();
         self.update(step.context, step.position as usize, step.tokens);
@@ -167,8 +163,7 @@ impl Drafter {
         drafts.push(&self.suffix[start..], match_length);
     }
 
-    /// Appends tokens to a context which the shared history had already when they were new: the same as [`Self::append`]
-    /// without drafts, but the history does not get them.
+    /// [`Self::append`] without drafts, of tokens that the shared history has already.
     pub fn append_known(&mut self, context: u64, position: u32, tokens: &[u32]) {
         self.update(context, position as usize, tokens);
         if let Some(context) = self.contexts.get_mut(&context) {
@@ -176,9 +171,8 @@ impl Drafter {
         }
     }
 
-    /// Gives the shared history tokens of the contexts, about as many as were appended since the last call, and releases
-    /// the contexts that exceed [`Config::context_bytes`]. Takes about as long as appending took, and may be called
-    /// whenever there is time.
+    /// Adds context tokens to the shared history, about as many as were appended since the last call, and releases contexts
+    /// beyond [`Config::context_bytes`]. Takes about as long as appending did; call it when there is time.
     pub fn flush_shared(&mut self) {
         let mut left = mem::take(&mut self.appended).max(SHARED_AT_ONCE);
         while left > 0
@@ -186,10 +180,10 @@ impl Drafter {
         {
             left = left.saturating_sub(self.share(context, SHARED));
         }
-        self.keep_to_budget();
+        self.evict_contexts();
     }
 
-    /// Forgets a context; the shared history keeps its text.
+    /// Releases a context; the shared history keeps its text.
     pub fn release(&mut self, context: u64) {
         self.share(context, REPEATED);
         if let Some(context) = self.contexts.pop(&context) {
@@ -197,8 +191,7 @@ impl Drafter {
         }
     }
 
-    /// Drafts up to `count` tokens for a known context as a tree of alternatives, the most probable tokens first. The tree
-    /// is empty for a context that is not known.
+    /// Drafts a tree of up to `count` tokens, the most probable first. Empty for an unknown context.
     pub fn tree(&mut self, context: u64, count: usize, tree: &mut Tree) {
         tree.clear();
         let Some(context) = self.contexts.peek_mut(&context) else {
@@ -228,7 +221,7 @@ impl Drafter {
         tree.grow_chain(&self.suffix[start..]);
     }
 
-    /// The position after a context's last token; 0 for a context that is not known.
+    /// The length of a context; 0 if it is unknown.
     #[must_use]
     pub fn length(&self, context: u64) -> usize {
         self.contexts.peek(&context).map_or(0, Context::end)
@@ -256,7 +249,7 @@ impl Drafter {
         self.contexts.len()
     }
 
-    /// Heap memory of contexts and history in bytes.
+    /// Heap bytes of their indices.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let history = self.history.as_ref().map_or(0, History::bytes);
@@ -297,7 +290,7 @@ impl Drafter {
         tokens.len()
     }
 
-    fn keep_to_budget(&mut self) {
+    fn evict_contexts(&mut self) {
         while self.context_bytes() > self.config.context_bytes
             && let Some((&oldest, _)) = self.contexts.peek_lru()
         {
@@ -316,13 +309,17 @@ impl Drafter {
         let start = suffix.len();
         let own = context.index().own_match();
         let mut length = own.map_or(0, |found| found.length);
-        let resumed = context
-            .follow(own)
-            .filter(|copying| copying.matched >= shortest && copying.matched + RESUMED > length);
+        let resumed = context.follow(own).filter(|copying| {
+            copying.matched >= shortest && copying.matched + RESUMED_BONUS > length
+        });
         if let Some(copying) = resumed {
-            length = copying.matched + RESUMED;
+            length = copying.matched + RESUMED_BONUS;
         }
-        let longer_than = if length == 0 { 0 } else { length + HANDICAP };
+        let longer_than = if length == 0 {
+            0
+        } else {
+            length + SHARED_PENALTY
+        };
         let shared = self.history.as_ref();
         let shared = shared.and_then(|history| history.find(suffix, longer_than, scratch));
         let own_text = shared.is_none();

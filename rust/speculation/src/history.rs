@@ -1,25 +1,25 @@
-//! The text of all contexts, up to a number of tokens.
+//! The shared history: the text of all contexts, up to a number of tokens.
 //!
-//! Two generations have half of the tokens each: the young one is written to, and when it is full it replaces the old one.
+//! Two generations have half of the tokens each: the young one is appended to, and replaces the old one when it is full.
 //!
-//! **Text that the young generation would have drafted is not written again,** nor is the continuation of the place that was
-//! copied, as in Lempel and Ziv's compression. So a prompt that all contexts start with takes room and time once, and a
-//! reply that repeats itself does not outvote others. Text that only the old generation has is written again.
+//! **Text that the young generation would have drafted is not written again,** nor is the continuation of a copied position, as
+//! in Lempel-Ziv compression. So a prompt that all contexts share is stored once, and a repetitive reply does not outvote
+//! others. Text that only the old generation has is written again.
 //!
-//! Counts of long matches are those of the written text. So a rare continuation, which is written, may get ahead of a
-//! common one, which is not. Once the latter is looked up, it is written again and is ahead again.
+//! Counts of long matches are those of the written text, so a rare continuation may get ahead of a common one that is not
+//! written. Once the latter is looked up, it is written again.
 
 use crate::index::{BOUNDARY, Index, Match, Scratch};
 
-/// Shortest match whose continuation is not written again. With 7 to 12, drafts are right equally often.
+/// Shortest match whose continuation is not written again. 7 to 12 give equally accurate drafts.
 const KNOWN: usize = 8;
-/// One in this many tokens is looked up even if the copy goes on.
+/// One in this many tokens is looked up even while a copy continues.
 const FOLLOWED: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct History {
     depth: usize,
-    /// Largest generation in tokens.
+    /// Most tokens of a generation.
     half: usize,
     young: Index,
     old: Option<Index>,
@@ -75,8 +75,7 @@ impl History {
         found.map(|found| self.young.next(found))
     }
 
-    /// Writes the last token of `text` after the `skipped` ones before it, or as many of these as a match may have. So no
-    /// more is written than was added.
+    /// Writes the last token of `text` after the `skipped` ones before it, or as many of these as a match may have.
     fn write(&mut self, text: &[u32], skipped: usize) {
         let context = self.depth.max(KNOWN);
         if skipped > context {
@@ -84,7 +83,7 @@ impl History {
         }
         let mut repeated = skipped.min(context);
         if self.young.len() + repeated + 2 > self.half {
-            self.turn();
+            self.start_generation();
             repeated = context.min(text.len() - 1);
         }
         self.young.extend(&text[text.len() - 1 - repeated..]);
@@ -97,13 +96,13 @@ impl History {
         }
     }
 
-    fn turn(&mut self) {
+    fn start_generation(&mut self) {
         self.close();
         let young = Index::new(self.depth, false);
         self.old = Some(std::mem::replace(&mut self.young, young));
     }
 
-    /// The longest match above `longer_than` tokens and the generation that has it; the young one, if both have.
+    /// The longest match above `longer_than` tokens, and its generation; the young one, if both have it.
     pub(crate) fn find(
         &self,
         suffix: &[u32],

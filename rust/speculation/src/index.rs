@@ -1,57 +1,56 @@
-//! The n-gram index of one text: for the end of any context, the longest earlier match and what most often followed it.
+//! The n-gram index of a text: the longest earlier match of a context's end, and its most frequent continuation.
 //!
 //! A PATRICIA trie over reversed contexts. The path from the root along `text[i]`, `text[i-1]`, … names the context that ends
-//! at position `i`, so the longest earlier match of a suffix is as long as its path is deep. Each position adds at most one
-//! leaf, which is only a position in an edge, and one inner node. A node has its number of occurrences and their most
-//! frequent continuation.
+//! at position `i`, so the longest earlier match of a suffix is as long as its path. Each position adds at most one leaf, which
+//! is a position in an edge, and one inner node with its number of occurrences and their most frequent continuation.
 //!
-//! **Continuations are kept while appending.** Token `a` followed context `x` as often as `xa` occurred: that is the count
-//! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
-//! nodes of the previous path compare them with their best. Ties go to the newer. `second` is the last continuation that
-//! was not the best. When the best one occurs again after the second, its position moves there, so the larger of both
-//! positions says which was last.
+//! **Continuations are counted while appending.** Token `a` followed context `x` as often as `xa` occurred: that is the count
+//! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the nodes of
+//! the previous path compare them with their best; ties go to the newer. `second` is the last continuation that was not the
+//! best. When the best recurs after the second, its position moves there, so the larger of both positions was last.
 //!
-//! **Paths are one token longer than matches,** because the continuations of the longest match are counted by contexts
-//! that are one token longer.
+//! **Paths are one token longer than matches,** because the continuations of the longest match are counted by contexts that are
+//! one token longer.
 //!
-//! **Appending waits for memory** once an index outgrows the caches, so what is used together is stored together. A node holds
-//! its first two edges, half a cache line in all, and only further ones are in a hash table. New nodes are adjacent.
+//! **Appending is bound by cache misses** once an index outgrows the caches. A node holds its first two edges, half a cache
+//! line in all; further ones are in a hash table. New nodes are adjacent.
 //!
-//! **Rewinding undoes appends in reverse.** Nodes are numbered in the order of their creation, so the last token's is the
-//! last one; a position that was replaced is kept in `undo`.
+//! **Rewinding undoes appends in reverse.** Nodes are numbered in the order of their creation, so the last token's is the last
+//! one; replaced positions are in the undo log.
 
+mod rewind;
 pub(crate) mod search;
 
 use std::mem;
 
+use crate::edge_table::{Child, Edge, EdgeTable, Inner, LARGEST};
 use crate::growth::push;
-use crate::table::{Child, Edge, Inner, LARGEST, Table};
-use crate::undo::Undo;
+use crate::undo_log::UndoLog;
 
 pub(crate) use search::{Candidate, Draft, Match, Scratch, share};
 
-/// Stands before the first token of a text, and between texts. It matches itself, and no match extends beyond it.
+/// The token before and between texts. It matches itself, and no match extends beyond it.
 pub(crate) const BOUNDARY: u32 = LARGEST;
 
 /// The root; the only node without an occurrence.
 const ROOT: Inner = Inner { id: 0, depth: 0 };
 
-/// Contexts that share their last `depth` tokens. Aligned, so that no node spans two cache lines.
+/// A context of `depth` tokens. Aligned, so that it does not span two cache lines.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct Node {
-    /// Position of the most frequent continuation: its last occurrence that came after a different one. The position
-    /// before it is an occurrence of the node.
+    /// Position of the most frequent continuation: its last occurrence after a different one. The position before it is an
+    /// occurrence of the node.
     best: u32,
-    /// How often that continuation followed; 0 if none ever did.
+    /// Its count; 0 for none.
     best_count: u32,
-    /// Occurrences, one without a continuation included.
+    /// Occurrences, including one without a continuation.
     count: u32,
-    /// Position of another continuation: the last one that was not the best, or was replaced as the best. A boundary if
-    /// there is none. It is larger than `best` if it came last.
+    /// Position of the last continuation that was not the best, or was replaced as the best; a boundary for none. Larger than
+    /// `best` if it came last.
     second: u32,
-    /// The first two edges; most nodes have no more. Edges are removed in the reverse order of their addition, so the table
-    /// has none of a node with a free place here.
+    /// The first two edges; most nodes have no more. Edges are removed in reverse order, so the table has none of a node with a
+    /// free slot here.
     edges: [Edge; 2],
 }
 
@@ -68,7 +67,7 @@ impl Default for Node {
 }
 
 impl Node {
-    /// Reverts that `position` became the best or the second, by the word that this left in `undo`.
+    /// Undoes an update by `position`, by its word of the undo log.
     fn restore(&mut self, position: u32, word: u32) {
         let before = word & !(ROSE | AGAIN);
         if word & AGAIN != 0 {
@@ -90,14 +89,14 @@ impl Inner {
     }
 }
 
-/// How far a descent came; the nodes that it passed are in the path.
+/// The result of a descent.
 struct Reached {
     matched: usize,
-    /// The end of the edge on which the match ends, if it ends on one.
+    /// The child of the edge on which the match ends, if it ends on one.
     below: Option<Child>,
 }
 
-/// An index over one text, or over several with boundaries between.
+/// An n-gram index over one text, or several with boundaries between.
 #[derive(Clone, Debug)]
 pub(crate) struct Index {
     /// Longest match.
@@ -106,11 +105,11 @@ pub(crate) struct Index {
     /// Position of the last boundary.
     segment: usize,
     nodes: Vec<Node>,
-    /// Edges beyond the two that a node holds.
-    more_edges: Table,
-    /// Positions that were replaced, with [`ROSE`] or [`AGAIN`]. `None` for an index that is never rewound.
-    undo: Option<Undo>,
-    /// The last position's nodes, from the root down.
+    /// Edges beyond the two in a node.
+    more_edges: EdgeTable,
+    /// Undo log: replaced positions, with [`ROSE`] or [`AGAIN`]. `None` for an index without rewinds.
+    undo: Option<UndoLog>,
+    /// Nodes of the last position's path, from the root down.
     path: Vec<Inner>,
     spare: Vec<Inner>,
     /// Number of tokens that were appended or removed.
@@ -118,9 +117,9 @@ pub(crate) struct Index {
     pub(crate) work: usize,
 }
 
-/// In a word of `undo`: the former best had one occurrence less.
+/// Undo flag: the former best had one occurrence less.
 const ROSE: u32 = 1 << 31;
-/// In a word of `undo`: the best occurred again, and this is where it did before.
+/// Undo flag: the best recurred; the word is its earlier position.
 const AGAIN: u32 = 1 << 30;
 
 impl Index {
@@ -131,8 +130,8 @@ impl Index {
             text: vec![BOUNDARY],
             segment: 0,
             nodes: vec![Node::default()],
-            more_edges: Table::default(),
-            undo: rewinds.then(Undo::default),
+            more_edges: EdgeTable::default(),
+            undo: rewinds.then(UndoLog::default),
             path: Vec::new(),
             spare: Vec::new(),
             #[cfg(test)]
@@ -140,7 +139,7 @@ impl Index {
         }
     }
 
-    /// The longest match in tokens.
+    /// Most tokens of a match.
     pub(crate) fn depth(&self) -> usize {
         self.depth
     }
@@ -150,20 +149,20 @@ impl Index {
         &self.text
     }
 
-    /// The end of the text, as much of it as a search reads.
+    /// The end of the text, as much as a search reads.
     pub(crate) fn tail(&self) -> &[u32] {
         let start = self.text.len().saturating_sub(self.depth);
         &self.text[start.max(self.segment)..]
     }
 
-    /// Tokens in the text, its first boundary not counted.
+    /// Tokens without the first boundary.
     pub(crate) fn len(&self) -> usize {
         self.text.len() - 1
     }
 
     /// Heap memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let undo = self.undo.as_ref().map_or(0, Undo::bytes);
+        let undo = self.undo.as_ref().map_or(0, UndoLog::bytes);
         let paths = self.path.capacity() + self.spare.capacity();
         self.text.capacity() * size_of::<u32>()
             + paths * size_of::<Inner>()
@@ -209,7 +208,7 @@ impl Index {
         self.text[at as usize - back]
     }
 
-    /// How often the context at a leaf was continued: 0 or 1.
+    /// Continuations of a leaf: 0 or 1.
     fn continuations(&self, leaf: u32) -> u32 {
         let next = self.text.get(leaf as usize + 1);
         u32::from(next.is_some_and(|&token| token != BOUNDARY))
@@ -221,7 +220,7 @@ impl Index {
         let length = limit.min(suffix.len());
         let token = |depth: usize| suffix[suffix.len() - 1 - depth];
         let (mut node, mut below) = (ROOT, None);
-        // The descent compares the first token of each edge only; one comparison at the end finds the first difference.
+        // Only the first token of each edge is compared; one comparison at the end finds the first difference.
         while node.depth() < length {
             below = self.edge(node.id, token(node.depth()));
             let Some(Child::Node(inner)) = below else {
@@ -246,7 +245,7 @@ impl Index {
         Reached { matched, below }
     }
 
-    /// Ends the text: the next token starts another one.
+    /// Ends the text.
     pub(crate) fn end_text(&mut self) {
         self.append(BOUNDARY);
     }
@@ -279,19 +278,19 @@ impl Index {
         self.spare = mem::replace(&mut self.path, path);
     }
 
-    /// How many nodes of the last path, from the root down, keep a continuation. A node deeper than the longest match keeps
-    /// that of the longest match, unless the path has a node of exactly its depth.
+    /// Nodes of the last path, from the root down, that count a continuation. A node deeper than the longest match counts for
+    /// that match, unless the path has a node of exactly its depth.
     fn continued(&self) -> usize {
         let above = self.path.iter().rev().nth(1);
         let twice = above.is_some_and(|node| node.depth() == self.depth);
         self.path.len() - usize::from(twice)
     }
 
-    /// Counts the token at `position` as a continuation of the nodes on the path of the position before.
+    /// Counts the token at `position` as a continuation of the previous path.
     fn count_continuation(&mut self, position: u32, path: &[Inner], reached: &Reached) {
         let token = self.text[position as usize];
         if let Some(undo) = &mut self.undo {
-            undo.turn(position as usize);
+            undo.start_generation(position as usize);
         }
         let below = match reached.below {
             None => 0,
@@ -376,136 +375,11 @@ impl Index {
         push(path, Inner { id, depth });
         let child = Child::Node(Inner { id, depth });
         self.set_edge(parent.id, branch, child);
-        // A context that occurred in full: the node replaces the leaf.
+        // The context occurred in full: the node replaces the leaf.
         if matched < length {
             self.set_edge(id, self.before(best - 1, matched), below);
             let token = self.before(position, matched);
             self.set_edge(id, token, Child::Leaf(position));
-        }
-    }
-
-    /// Whether the index is rebuilt to go back to `length` tokens: where `undo` does not reach that far, or undoing is more
-    /// work.
-    fn is_rebuilt(&self, length: usize) -> bool {
-        let undo = self.undo.as_ref();
-        let known = undo.is_some_and(|undo| length + 1 >= undo.floor());
-        !known || self.len() > 2 * length
-    }
-
-    /// Number of tokens that are undone or appended again to go back to `length` tokens.
-    pub(crate) fn rewind_work(&self, length: usize) -> usize {
-        if self.is_rebuilt(length) {
-            length
-        } else {
-            self.len() - length
-        }
-    }
-
-    /// Removes tokens from the end until `length` are left.
-    pub(crate) fn rewind(&mut self, length: usize) {
-        if self.is_rebuilt(length) {
-            let text = mem::take(&mut self.text);
-            #[cfg(test)]
-            let work = self.work;
-            *self = Self::new(self.depth, self.undo.is_some());
-            #[cfg(test)]
-            {
-                self.work = work;
-            }
-            return self.extend(&text[1..=length]);
-        }
-        while self.len() > length {
-            self.take_last();
-        }
-    }
-
-    fn take_last(&mut self) {
-        #[cfg(test)]
-        {
-            self.work += 1;
-        }
-        let position = self.text.len() - 1;
-        let token = self.text[position];
-        if token != BOUNDARY {
-            self.remove_context(position as u32);
-        }
-        self.text.pop();
-        if token == BOUNDARY {
-            let last = self.text.iter().rposition(|&token| token == BOUNDARY);
-            self.segment = last.unwrap_or(0);
-        }
-        self.trace();
-        if token != BOUNDARY {
-            self.forget_continuation(position as u32, token);
-        }
-    }
-
-    /// Undoes [`Self::add_context`] for the last position.
-    fn remove_context(&mut self, position: u32) {
-        for node in &self.path {
-            self.nodes[node.id as usize].count -= 1;
-        }
-        let Some(last) = self.path.pop() else {
-            let token = self.before(position, 0);
-            return self.remove_edge(ROOT.id, token);
-        };
-        let (id, depth) = (last.id, last.depth());
-        let Node { best, count, .. } = *self.node(id);
-        let length = (self.depth + 1).min(position as usize + 1 - self.segment);
-        // The node is needed if its contexts are more than those below one other child.
-        let below = if depth == length {
-            Child::Leaf(best - 1)
-        } else {
-            self.remove_edge(id, self.before(position, depth));
-            let other = self.edge(id, self.before(best - 1, depth));
-            other.unwrap_or(Child::Leaf(best - 1))
-        };
-        let others = match below {
-            Child::Leaf(_) => 1,
-            Child::Node(node) => self.node(node.id).count,
-        };
-        if others < count {
-            return;
-        }
-        if depth < length {
-            self.remove_edge(id, self.before(best - 1, depth));
-        }
-        let parent = self.path.last().copied().unwrap_or(ROOT);
-        let branch = self.before(position, parent.depth());
-        self.set_edge(parent.id, branch, below);
-        debug_assert_eq!(id as usize + 1, self.nodes.len());
-        self.nodes.truncate(id as usize);
-    }
-
-    /// Undoes [`Self::count_continuation`] for the position that was the last one.
-    fn forget_continuation(&mut self, position: u32, token: u32) {
-        for number in (0..self.continued()).rev() {
-            let node = &mut self.nodes[self.path[number].id as usize];
-            if node.best == position || node.second == position {
-                let word = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
-                node.restore(position, word);
-            } else if self.text[node.best as usize] == token {
-                node.best_count -= 1;
-            }
-        }
-    }
-
-    /// Finds the path of the last position, which the trie has.
-    fn trace(&mut self) {
-        self.path.clear();
-        let last = self.text.len() - 1;
-        let length = (self.depth + 1).min(last + 1 - self.segment);
-        if last == self.segment {
-            return;
-        }
-        let mut node = ROOT;
-        while node.depth() < length {
-            let token = self.text[last - node.depth()];
-            let Some(Child::Node(inner)) = self.edge(node.id, token) else {
-                break;
-            };
-            self.path.push(inner);
-            node = inner;
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Draft tokens for speculative decoding: an n-gram index over the text of contexts, which proposes how they go on.
+//! N-gram (prompt-lookup) speculative decoding: an n-gram index over the text of contexts proposes draft tokens.
 //!
 //! ```
 //! use pie_speculation::{Config, Drafter, Drafts, Step};
@@ -8,40 +8,40 @@
 //! let step = |position, tokens| Step { context: 7, position, tokens, drafts: 4 };
 //! drafter.step(&[step(0, &[1, 2, 3, 4, 1, 2])], &mut drafts);
 //! assert_eq!((drafts.tokens(0), drafts.match_length(0)), (&[3, 4, 1, 2][..], 2));
-//! // The model accepted two of them, and its own token came after.
+//! // The model accepted two drafts and sampled 9.
 //! drafter.step(&[step(6, &[3, 4, 9])], &mut drafts);
 //! assert_eq!(drafts.tokens(0), []);
 //! # Ok::<(), pie_speculation::ConfigError>(())
 //! ```
 //!
-//! [`Drafter`] remembers contexts and drafts; [`Policy`] chooses how many of the drafts are worth verifying. Neither reads a
-//! clock.
+//! [`Drafter`] indexes contexts and drafts tokens; [`Policy`] chooses how many drafts of each request to verify. Neither reads
+//! a clock.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `drafter`, `context`, `history` | drafts for batches: the text of each context, and what all of them have said |
-//! | `index`, `table`, `undo`, `growth` | the index of a text: a trie in a hash table, which can go back |
-//! | `copying`, `tree` | copies with changes; drafts as trees |
-//! | `policy` | how many drafts are worth verifying |
+//! | `drafter`, `context`, `history` | drafts for batches, from the text of each context and a shared history |
+//! | `index`, `edge_table`, `undo_log`, `growth` | the n-gram index: a trie over reversed contexts, with rewind |
+//! | `copy_tracker`, `tree` | copies with edits; draft trees |
+//! | `policy` | how many drafts to verify |
 //! | `config` | limits |
 
 mod config;
 mod context;
-mod copying;
+mod copy_tracker;
 mod drafter;
+mod edge_table;
 mod growth;
 mod history;
 mod index;
-#[cfg(test)]
-mod naive;
 mod policy;
-mod table;
+#[cfg(test)]
+mod reference;
 mod tree;
-mod undo;
+mod undo_log;
 
 pub use config::{Config, ConfigError};
 pub use drafter::{Drafter, Drafts, Step};
-pub use policy::{Counters, Kind, Offer, Policy};
+pub use policy::{Counters, DraftProposal, Policy, StepKind};
 pub use tree::{ROOT, Tree};
 
 /// The README's example is a test.

@@ -1,66 +1,65 @@
-//! How many drafts to verify, so that no batch gets slower.
+//! How many drafts of each request to verify for the most tokens per second.
 //!
-//! Verifying a draft costs a row of the step. The cost of rows is a staircase, since captured graphs exist for some row
-//! counts only; the value of a draft is the probability that it is accepted. Both are learnt while serving: [`cost`] from
-//! the times of steps, [`acceptance`] from the outcome of earlier drafts. A [`trial`] measures whether drafts gain what
-//! these promise. For each batch, drafts are taken in the order of their probability: the number that gives the most tokens
-//! per second.
+//! A draft costs a row of the step. The cost of rows is a staircase, since captured graphs exist for some row counts only; the
+//! value of a draft is its acceptance probability. Both are learnt: [`step_cost`] from step times, [`acceptance`] from earlier
+//! drafts. An [`experiment`] measures whether drafts gain what these predict. For each batch, drafts are taken in the order of
+//! their probability.
 //!
-//! A context whose drafts fail gets none: it is quiet. It may start to repeat itself later, so drafts that are not worth
-//! their row are probed now and then, within [`PROBE_ROWS`] of the rows and [`PROBE_TIME`] of the time.
+//! A context whose drafts fail gets none: it is quiet. Since it may start to repeat itself, drafts that are not worth their row
+//! are probed now and then, within [`PROBE_ROWS`] of the rows and [`PROBE_TIME`] of the time.
 //!
-//! The policy reads no clock and draws no random number.
+//! Deterministic: no clock, no random number.
 
 mod acceptance;
-mod cost;
-mod trial;
+mod experiment;
+mod step_cost;
 
 use std::fmt;
 use std::mem;
 use std::time::Duration;
 
 use acceptance::Acceptance;
-use cost::Cost;
-use trial::Trial;
+use experiment::Experiment;
+use step_cost::StepCost;
 
-/// Share of the rows that may be spent on probes.
+/// Share of rows for probes.
 const PROBE_ROWS: f64 = 1.0 / 128.0;
-/// Share of the time that may be spent on probes.
+/// Share of time for probes.
 const PROBE_TIME: f64 = 1.0 / 256.0;
 /// Most rows that may be saved up for probes.
 const MOST_PROBES: f64 = 4.0;
-/// Drafts less probable than this are never taken, even in rows that cost nothing.
+/// Least acceptance probability of a draft, even in rows that cost nothing.
 const LEAST: f64 = 0.03;
-/// Seconds that drafting for one request takes while the device waits.
+/// Seconds of drafting for one request while the device is idle.
 const DRAFTING: f64 = 2e-6;
-/// Drafts must gain at least this factor, since times are never exact. Of many graph sizes the one whose time was
-/// underestimated looks best, so the error of times is required on top.
+/// Least predicted gain of drafts, since times are noisy; plus this many errors of times, since of many graph sizes the one
+/// with the most underestimated time looks best.
 const GAIN: f64 = 1.01;
 const ERRORS: f64 = 2.0;
 
-/// The drafts that a request could have verified.
+/// The drafts of a request that may be verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Offer {
-    /// The context's id.
+pub struct DraftProposal {
+    /// Context id.
     pub context: u64,
-    /// Tokens that matched before the first draft.
+    /// Match length before the first draft.
     pub match_length: usize,
-    /// Tokens that are drafted.
+    /// Number of drafts.
     pub drafts: usize,
 }
 
-/// The outcome of drafting so far; its `Display` is a line for a log.
+/// Totals; `Display` is a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Batches that drafts were chosen for.
+    /// Batches.
     pub steps: u64,
-    /// Drafts that were verified.
+    /// Verified drafts.
     pub drafted: u64,
-    /// Drafts that were accepted.
+    /// Accepted drafts.
     pub accepted: u64,
-    /// Drafts that were verified only to learn.
+    /// Verified drafts that were probes.
     pub probes: u64,
-    /// Requests of the last batch that had drafts, none of which was likely enough.
+    /// Requests of the last batch whose drafts were all too unlikely.
     pub quiet: usize,
     /// Requests of the last batch.
     pub requests: usize,
@@ -85,70 +84,70 @@ impl fmt::Display for Counters {
     }
 }
 
-/// A draft that may be taken; all before it in its request are at least as probable.
+/// A draft; all before it in its request are at least as probable.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     probability: f64,
     request: usize,
 }
 
-/// Why steps with the same number of rows may cost differently. Costs are learnt for each kind.
+/// Kinds of steps that cost differently with the same number of rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Kind {
-    /// The outputs are only tokens, and drafts are rows like others.
+pub enum StepKind {
+    /// Token outputs only.
     #[default]
     Plain,
-    /// Some outputs are not tokens. A step with drafts may take another path than one without.
+    /// Some outputs are not tokens: a step with drafts may take another path than one without.
     Probed,
     /// Some requests use adapters, with the same consequence.
-    Bound,
+    Adapters,
 }
 
-/// The costs of steps of one kind.
+/// Costs of one kind of steps.
 #[derive(Debug)]
-struct Costs {
-    alone: Cost,
-    /// The costs of steps with drafts, where these take another path.
-    drafted: Option<Cost>,
-    trial: Trial,
+struct StepCosts {
+    alone: StepCost,
+    /// Costs with drafts, where these take another path.
+    drafted: Option<StepCost>,
+    experiment: Experiment,
 }
 
-/// Chooses how many drafts of each request are verified.
+/// Chooses how many drafts of each request to verify.
 #[derive(Debug)]
 pub struct Policy {
     max_drafts: usize,
     acceptance: Acceptance,
-    /// By [`Kind`].
-    costs: [Costs; 3],
+    /// By [`StepKind`].
+    costs: [StepCosts; 3],
     /// The kind of the current batch.
-    kind: Kind,
+    kind: StepKind,
     counters: Counters,
     choices: Vec<Choice>,
-    /// The choices in their order: probability, and number.
+    /// Sort keys of the choices: probability, and index.
     ranked: Vec<u64>,
-    /// Rows and seconds that probes may take.
+    /// Rows and seconds left for probes.
     probe_rows: f64,
     probe_time: f64,
-    /// Number of requests with offers that the last call of [`Self::preselect`] left out.
+    /// Requests with drafts that [`Self::preselect`] left out.
     left_out: usize,
-    /// The request that probes start with, so that each has its turn.
+    /// The request that probes start with (round-robin).
     turn: usize,
 }
 
 impl Policy {
-    /// A policy for at most `max_drafts` drafts per request. `graph_rows` are the row counts that steps may run with: a step
-    /// costs as much as the next larger one, and a step beyond the largest gets no drafts.
+    /// A policy for at most `max_drafts` drafts per request. `graph_rows` are the captured row counts: a step costs as much as
+    /// the next larger one, and a step beyond the largest gets no drafts.
     #[must_use]
     pub fn new(max_drafts: usize, graph_rows: &[usize]) -> Self {
         Self {
             max_drafts,
             acceptance: Acceptance::default(),
-            costs: [Kind::Plain, Kind::Probed, Kind::Bound].map(|kind| Costs {
-                alone: Cost::new(graph_rows),
-                drafted: (kind != Kind::Plain).then(|| Cost::new(graph_rows)),
-                trial: Trial::default(),
+            costs: [StepKind::Plain, StepKind::Probed, StepKind::Adapters].map(|kind| StepCosts {
+                alone: StepCost::new(graph_rows),
+                drafted: (kind != StepKind::Plain).then(|| StepCost::new(graph_rows)),
+                experiment: Experiment::default(),
             }),
-            kind: Kind::default(),
+            kind: StepKind::default(),
             counters: Counters::default(),
             choices: Vec::new(),
             ranked: Vec::new(),
@@ -159,20 +158,19 @@ impl Policy {
         }
     }
 
-    /// Sets the kind of the current batch, which the next ones are taken to have, too.
-    pub fn set_kind(&mut self, kind: Kind) {
+    /// Sets the kind of the current batch and the next ones.
+    pub fn set_kind(&mut self, kind: StepKind) {
         self.kind = kind;
     }
 
     /// The kind of the current batch.
     #[must_use]
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> StepKind {
         self.kind
     }
 
-    /// The cost of steps like the current one, with drafts or without. Until one with drafts has run, they are taken to cost
-    /// the same.
-    fn cost(&self, drafted: bool) -> &Cost {
+    /// Costs of the current kind with or without drafts. Until a step with drafts has run, they are taken to cost the same.
+    fn cost(&self, drafted: bool) -> &StepCost {
         let costs = &self.costs[self.kind as usize];
         match &costs.drafted {
             Some(cost) if drafted && !cost.is_empty() => cost,
@@ -186,17 +184,16 @@ impl Policy {
         self.max_drafts
     }
 
-    /// The outcome of drafting so far.
+    /// Totals.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Marks the requests of a batch that are worth drafting for, by the drafts they would get before their next token is
-    /// known. These are those whose drafts are likely, and those whose turn it is to be probed. The others may be left out of
-    /// [`Self::choose`]. So drafting after the token, while the device waits, is limited to requests that may gain.
-    pub fn preselect(&mut self, offers: &[Offer], marks: &mut Vec<bool>) {
-        let requests = offers.len();
+    /// Marks the requests worth drafting for before their next token is known: likely drafts, and those due for a probe. The
+    /// others may be left out of [`Self::choose`]. This limits drafting while the device is idle.
+    pub fn preselect(&mut self, proposals: &[DraftProposal], marks: &mut Vec<bool>) {
+        let requests = proposals.len();
         marks.clear();
         marks.resize(requests, false);
         self.left_out = 0;
@@ -205,11 +202,11 @@ impl Policy {
             self.cost(true).of(requests + 1, requests),
         );
         let (Some(alone), Some(more)) = (alone, more) else {
-            // The cost of steps is not known yet, or there is no room for drafts.
+            // Costs are unknown, or there is no room for drafts.
             marks.fill(self.cost(false).is_empty());
             return;
         };
-        // A token is worth a request's share of the step, and a draft costs a row; half of that, since some are likelier.
+        // A token is worth a request's share of the step, a draft costs a row; half of that, since some are likelier.
         let doubled = self.cost(true).of(2 * requests, requests).unwrap_or(more);
         let least = LEAST
             .max(DRAFTING * requests as f64 / alone)
@@ -224,12 +221,12 @@ impl Policy {
         };
         let turns = (0..requests).map(|turn| (self.turn + turn) % requests);
         for index in turns {
-            let offer = &offers[index];
-            if offer.drafts == 0 || self.max_drafts == 0 {
+            let proposal = &proposals[index];
+            if proposal.drafts == 0 || self.max_drafts == 0 {
                 continue;
             }
-            let odds = self.acceptance.odds(offer.context);
-            let likely = self.acceptance.probability(offer.match_length, odds) >= least;
+            let odds = self.acceptance.odds(proposal.context);
+            let likely = self.acceptance.probability(proposal.match_length, odds) >= least;
             marks[index] = likely || probes > 0;
             probes -= usize::from(!likely && probes > 0);
             self.left_out += usize::from(!marks[index]);
@@ -237,32 +234,35 @@ impl Policy {
     }
 
     /// Chooses how many drafts of each request to verify, for a batch with one row per request.
-    pub fn choose(&mut self, offers: &[Offer], lengths: &mut Vec<usize>) {
+    pub fn choose(&mut self, proposals: &[DraftProposal], lengths: &mut Vec<usize>) {
         lengths.clear();
-        lengths.resize(offers.len(), 0);
+        lengths.resize(proposals.len(), 0);
         self.counters.steps += 1;
-        self.counters.requests = offers.len();
-        self.rank(offers);
-        let (count, promise) = self.worthwhile(offers.len());
+        self.counters.requests = proposals.len();
+        self.rank(proposals);
+        let (count, predicted_gain) = self.best_draft_count(proposals.len());
         let error = self.cost(false).error();
-        if self.costs[self.kind as usize].trial.takes(promise, error) {
+        if self.costs[self.kind as usize]
+            .experiment
+            .uses_drafts(predicted_gain, error)
+        {
             for &key in &self.ranked[..count] {
                 lengths[self.choice(key).request] += 1;
             }
         }
-        self.probe(offers, lengths);
+        self.probe(proposals, lengths);
     }
 
-    /// Ranks all drafts that are likely enough, the most probable first.
-    fn rank(&mut self, offers: &[Offer]) {
+    /// Ranks drafts by probability.
+    fn rank(&mut self, proposals: &[DraftProposal]) {
         self.choices.clear();
         self.counters.quiet = mem::take(&mut self.left_out);
-        let offered = offers.iter().enumerate();
-        for (request, offer) in offered.filter(|(_, offer)| offer.drafts > 0) {
-            let odds = self.acceptance.odds(offer.context);
+        let offered = proposals.iter().enumerate();
+        for (request, proposal) in offered.filter(|(_, proposal)| proposal.drafts > 0) {
+            let odds = self.acceptance.odds(proposal.context);
             let (before, mut probability) = (self.choices.len(), 1.0);
-            for draft in 0..offer.drafts.min(self.max_drafts) {
-                let length = offer.match_length + draft;
+            for draft in 0..proposal.drafts.min(self.max_drafts) {
+                let length = proposal.match_length + draft;
                 probability *= self.acceptance.probability(length, odds);
                 if probability < LEAST {
                     break;
@@ -274,8 +274,8 @@ impl Policy {
             }
             self.counters.quiet += usize::from(self.choices.len() == before);
         }
-        // The lower half is the choice's number, which keeps equal ones in order, so that the sort need not be stable and
-        // allocates nothing. Positive floats order as their bits do.
+        // The lower half is the index, for a stable order by an unstable sort, which does not allocate. Positive floats order
+        // as their bits.
         self.ranked.clear();
         let keys = self.choices.iter().zip(0_u64..).map(|(choice, number)| {
             u64::from(!(choice.probability as f32).to_bits()) << 32 | number
@@ -288,8 +288,8 @@ impl Policy {
         self.choices[key as u32 as usize]
     }
 
-    /// How many of the ranked drafts give the most tokens per second, and that rate relative to the rate without drafts.
-    fn worthwhile(&self, requests: usize) -> (usize, f64) {
+    /// The number of ranked drafts with the most tokens per second, and the predicted gain over no drafts.
+    fn best_draft_count(&self, requests: usize) -> (usize, f64) {
         let Some(alone) = self.cost(false).of(requests, requests) else {
             return (0, 1.0);
         };
@@ -306,25 +306,25 @@ impl Policy {
                 best = (index + 1, tokens / cost);
             }
         }
-        let promise = if best.0 == 0 { 1.0 } else { best.1 / plain };
-        (best.0, promise)
+        let predicted_gain = if best.0 == 0 { 1.0 } else { best.1 / plain };
+        (best.0, predicted_gain)
     }
 
-    /// Takes one draft each of some requests that got none, as far as the budget for probes allows.
-    fn probe(&mut self, offers: &[Offer], lengths: &mut [usize]) {
-        let rows = offers.len() + lengths.iter().sum::<usize>();
-        let Some(cost) = self.cost(rows > offers.len()).of(rows, rows) else {
+    /// Adds a draft to some requests without one, within the budget of probes.
+    fn probe(&mut self, proposals: &[DraftProposal], lengths: &mut [usize]) {
+        let rows = proposals.len() + lengths.iter().sum::<usize>();
+        let Some(cost) = self.cost(rows > proposals.len()).of(rows, rows) else {
             return;
         };
         self.probe_time = (self.probe_time + PROBE_TIME * cost).min(2.0 * cost);
-        let earned = PROBE_ROWS * offers.len() as f64;
-        let toll = self.costs[self.kind as usize].trial.toll();
-        self.probe_rows = (self.probe_rows + earned / toll).min(MOST_PROBES.max(earned));
+        let earned = PROBE_ROWS * proposals.len() as f64;
+        let threshold = self.costs[self.kind as usize].experiment.threshold();
+        self.probe_rows = (self.probe_rows + earned / threshold).min(MOST_PROBES.max(earned));
         let (first, max_drafts) = (self.turn, self.max_drafts);
         let waiting = |request: usize, length: usize| {
-            length == 0 && offers[request].drafts > 0 && max_drafts > 0
+            length == 0 && proposals[request].drafts > 0 && max_drafts > 0
         };
-        let turns = || (0..offers.len()).map(|turn| (first + turn) % offers.len());
+        let turns = || (0..proposals.len()).map(|turn| (first + turn) % proposals.len());
         let waits = turns().filter(|&request| waiting(request, lengths[request]));
         let count = waits.take(self.probe_rows as usize).count();
         let more = self.cost(true).at_most(rows + count, rows);
@@ -346,7 +346,7 @@ impl Policy {
         }
     }
 
-    /// Learns that the first `accepted` of `drafted` tokens were right. The match length is the [`Offer`]'s.
+    /// Records that `accepted` of `drafted` tokens were accepted. The match length is that of the [`DraftProposal`].
     pub fn verified(&mut self, context: u64, match_length: usize, drafted: usize, accepted: usize) {
         let accepted = accepted.min(drafted);
         self.counters.drafted += drafted as u64;
@@ -357,9 +357,9 @@ impl Policy {
         }
     }
 
-    /// Learns how long a step with `rows` rows took; `drafted` says whether some of them were drafts.
+    /// Records the time of a step with `rows` rows; `drafted`: some of them were drafts.
     pub fn timed(&mut self, rows: usize, drafted: bool, time: Duration) {
-        let Costs {
+        let StepCosts {
             alone,
             drafted: with,
             ..
@@ -368,11 +368,11 @@ impl Policy {
         cost.learn(rows, time.as_secs_f64());
     }
 
-    /// Learns that the current batch was answered with `tokens` tokens, `time` after the answer before it: the cost of drafts
-    /// besides the step's time is learnt from that.
+    /// Records that the current batch gave `tokens` tokens, `time` after the previous output: this includes the cost of drafts
+    /// outside of the step.
     pub fn answered(&mut self, tokens: usize, time: Duration) {
-        let trial = &mut self.costs[self.kind as usize].trial;
-        trial.answered(tokens, time.as_secs_f64());
+        let experiment = &mut self.costs[self.kind as usize].experiment;
+        experiment.answered(tokens, time.as_secs_f64());
     }
 }
 

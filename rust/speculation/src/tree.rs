@@ -1,21 +1,20 @@
-//! Drafts as trees.
+//! Draft trees.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-use crate::copying::RESUMED;
+use crate::copy_tracker::RESUMED_BONUS;
 use crate::history::History;
 use crate::index::{Candidate, Index, Scratch, share};
 
-/// A match in the texts of others counts as this many tokens shorter. That is one more than in a draft without branches,
-/// since a tree has room for such a continuation next to the context's own.
-pub(crate) const HANDICAP: usize = 2;
+/// A match in the history counts as this many tokens shorter; one more than in a chain, since a tree has room for such a
+/// continuation next to others.
+pub(crate) const SHARED_PENALTY: usize = 2;
 
-/// The parent of a tree's first tokens: the context's last one.
+/// The parent of a tree's first tokens: the context's last token.
 pub const ROOT: u32 = u32::MAX;
 
-/// Alternative continuations of a context. Each token has a parent; parents come before their children, and more probable
-/// tokens before others.
+/// A draft tree. Parents come before their children, and more probable tokens before others.
 #[derive(Clone, Debug, Default)]
 pub struct Tree {
     tokens: Vec<u32>,
@@ -23,21 +22,21 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// The tokens.
+    /// The draft tokens.
     #[must_use]
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// The number of each token's parent, or [`ROOT`].
+    /// The index of each token's parent, or [`ROOT`].
     #[must_use]
     pub fn parents(&self) -> &[u32] {
         &self.parents
     }
 
-    /// Appends the tree in the form that verifiers of trees of one size take: `nodes` nodes, of which the first is the
-    /// context's last token, `root`. `tokens` gets the token of each. `mask` gets a row of `nodes` bytes for each, 1 for the
-    /// node itself and its ancestors, else 0. A tree that is larger is cut; missing nodes are tokens 0 below the first.
+    /// Appends the tree with a fixed number of `nodes`, as tree verifiers take it; the first node is the context's last token,
+    /// `root`. `tokens` gets the token of each node; `mask` gets a row of `nodes` bytes for each: 1 for the node and its
+    /// ancestors, else 0. A larger tree is cut; missing nodes are children of the root with token 0.
     pub fn append_padded(
         &self,
         root: u32,
@@ -80,12 +79,12 @@ impl Tree {
     }
 }
 
-/// A token that may be added to the tree next.
+/// A candidate for the next token of the tree.
 #[derive(Clone, Copy, Debug)]
 struct Open {
-    /// The probability that the context goes on with all tokens down to this one.
+    /// Probability of the whole path to this token.
     probability: f64,
-    /// The order of finding; of several with equal probability the first goes first.
+    /// Order of discovery, for ties.
     number: usize,
     token: u32,
     parent: u32,
@@ -112,20 +111,20 @@ impl PartialEq for Open {
 
 impl Eq for Open {}
 
-/// Where the drafts of a tree come from.
+/// The sources of a tree.
 pub(crate) struct Sources<'a> {
     /// The index of the context's own text.
     pub(crate) own: &'a Index,
-    /// The text of others.
+    /// The shared history.
     pub(crate) history: Option<&'a History>,
-    /// The continuation of the copy that goes on, and the number of tokens that match before it.
+    /// The continuation of the resumed copy, and its match length.
     pub(crate) copied: &'a [u32],
     pub(crate) matched: usize,
-    /// Shortest match that may draft.
+    /// Shortest match that is continued.
     pub(crate) shortest: usize,
 }
 
-/// Grows trees from the most probable token to the next.
+/// Grows trees by the most probable token.
 #[derive(Debug, Default)]
 pub(crate) struct TreeBuilder {
     open: BinaryHeap<Open>,
@@ -173,7 +172,7 @@ impl TreeBuilder {
         }
     }
 
-    /// Finds the candidates to follow `suffix`, whose draft starts at `start`: those of longer matches first.
+    /// Finds candidates after `suffix`, whose draft starts at `start`: those of longer matches first.
     fn find(&mut self, sources: &Sources<'_>, suffix: &[u32], start: usize) {
         let Self { found, scratch, .. } = self;
         found.clear();
@@ -189,27 +188,27 @@ impl TreeBuilder {
             index.candidates(split, false, shortest, found, scratch);
         }
         for candidate in &mut found[own..] {
-            candidate.rank = candidate.rank.saturating_sub(HANDICAP);
+            candidate.rank = candidate.rank.saturating_sub(SHARED_PENALTY);
         }
-        // Stable: of several with equal rank the context's own go first.
+        // Stable: of equal ranks the context's own go first.
         found.sort_by_key(|candidate| Reverse(candidate.rank));
     }
 }
 
 impl Sources<'_> {
-    /// The token after `draft` if the context goes on with its copy.
+    /// The next token of the resumed copy after `draft`.
     fn find_copied(&self, draft: &[u32]) -> Option<Candidate> {
         let length = self.matched + draft.len();
         let &token = self.copied.strip_prefix(draft)?.first()?;
         (self.matched >= self.shortest).then(|| Candidate {
             token,
-            rank: length + RESUMED,
+            rank: length + RESUMED_BONUS,
             share: share(1.0, 1.0, length),
         })
     }
 }
 
-/// Appends the tokens from the tree's root down to `number`.
+/// Appends the path from the root to a node.
 fn append_path(tree: &Tree, number: u32, suffix: &mut Vec<u32>) {
     let start = suffix.len();
     let mut at = number;

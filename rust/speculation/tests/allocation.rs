@@ -3,7 +3,7 @@
 use allocation_counter::measure;
 use std::time::Duration;
 
-use pie_speculation::{Config, Drafter, Drafts, Offer, Policy, Step, Tree};
+use pie_speculation::{Config, DraftProposal, Drafter, Drafts, Policy, Step, Tree};
 
 /// Pseudo-random numbers.
 struct Random(u64);
@@ -242,10 +242,10 @@ fn decoding_allocates_only_to_grow() {
 }
 
 #[test]
-fn choosing_allocates_nothing() {
+fn choose_allocates_nothing() {
     let mut policy = Policy::new(16, &[256, 512, 1024, 2048, 4096, 8192]);
     let offers: Vec<_> = (1..=256)
-        .map(|context| Offer {
+        .map(|context| DraftProposal {
             context,
             match_length: 1 + context as usize % 20,
             drafts: 16,
@@ -282,7 +282,7 @@ fn choosing_allocates_nothing() {
 }
 
 #[test]
-fn rewinding_is_paid_for_once() {
+fn rewinds_do_not_accumulate_memory() {
     let mut random = Random(5);
     let text: Vec<_> = (0..5000).map(|_| random.zipf(300)).collect();
     let mut drafter = Drafter::new(ALONE).unwrap();

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use pie_speculation::{Offer, Policy};
+use pie_speculation::{DraftProposal, Policy};
 
 /// Rows that a step may be padded to, as those of the driver.
 const RUNGS: [usize; 22] = [
@@ -143,7 +143,7 @@ impl World {
             if let Some(policy) = policy.as_deref_mut() {
                 let offers: Vec<_> = batch
                     .iter()
-                    .map(|&at| Offer {
+                    .map(|&at| DraftProposal {
                         context: contexts[at].id,
                         match_length: 1 + (step + at) % 20,
                         drafts: NUM_DRAFTS,

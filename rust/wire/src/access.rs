@@ -69,7 +69,7 @@ pub fn decode_reply(bytes: &[u8]) -> Result<Reply<'_>, WireError> {
 ///
 /// Those of [`access_request`].
 pub fn decode_request(bytes: &[u8]) -> Result<Frame, WireError> {
-    own(PayloadKind::Request, bytes, access_request(bytes)?)
+    to_owned_value(PayloadKind::Request, bytes, access_request(bytes)?)
 }
 
 /// Reads an archived response into owned values.
@@ -78,7 +78,7 @@ pub fn decode_request(bytes: &[u8]) -> Result<Frame, WireError> {
 ///
 /// Those of [`access_response`].
 pub fn decode_response(bytes: &[u8]) -> Result<ResponseFrame, WireError> {
-    own(PayloadKind::Response, bytes, access_response(bytes)?)
+    to_owned_value(PayloadKind::Response, bytes, access_response(bytes)?)
 }
 
 fn access<T>(kind: PayloadKind, bytes: &[u8]) -> Result<&T, WireError>
@@ -106,7 +106,7 @@ where
     })
 }
 
-fn own<A, T>(kind: PayloadKind, bytes: &[u8], archived: &A) -> Result<T, WireError>
+fn to_owned_value<A, T>(kind: PayloadKind, bytes: &[u8], archived: &A) -> Result<T, WireError>
 where
     A: Deserialize<T, rkyv::api::high::HighDeserializer<BoxedError>>,
 {

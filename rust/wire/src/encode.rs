@@ -151,7 +151,7 @@ pub fn encode_request_with(
 /// [`WireError::TooLarge`].
 pub fn request_len(frame: &Frame) -> Result<usize, WireError> {
     check_strings(frame)?;
-    serialize_request(frame, Meter(0), &mut Arena::new()).map_err(|Failure| TOO_LARGE)
+    serialize_request(frame, ByteCounter(0), &mut Arena::new()).map_err(|Failure| TOO_LARGE)
 }
 
 fn check_strings(frame: &Frame) -> Result<(), WireError> {
@@ -172,15 +172,15 @@ where
 }
 
 /// A writer that only counts, up to [`MAX_ENCODED_LEN`].
-struct Meter(usize);
+struct ByteCounter(usize);
 
-impl Positional for Meter {
+impl Positional for ByteCounter {
     fn pos(&self) -> usize {
         self.0
     }
 }
 
-impl Writer<Failure> for Meter {
+impl Writer<Failure> for ByteCounter {
     fn write(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         match self.0.checked_add(bytes.len()) {
             Some(end) if end <= MAX_ENCODED_LEN => self.0 = end,

@@ -1,20 +1,22 @@
-//! What a frame carries beyond the Pie protocol: samplers that are combined, penalties, biases, masks as bits,
-//! log-probabilities. `docs/wire-extension.md` has the bytes.
+//! The extension of a frame beyond the Pie protocol: combined samplers, penalties, logit biases, bit masks, log-probabilities.
+//! `docs/wire-extension.md` specifies the bytes.
 //!
-//! What a context asks for in all its steps are its *parameters*. They are sent once, under a handle that later frames name.
+//! The *parameters* of a context hold for all its steps. They are sent once, under a handle that later frames refer to.
 //!
 //! An extension lies after the archive that it belongs to, as tables of little-endian 32-bit words, and ends the payload
 //! with a magic number. The archive itself is the Pie protocol's, byte for byte. No forward archive of Pie ends so: its last
 //! 8 bytes are the place and length of its last array, which cannot lie after them, as the magic number would say.
 
-mod answer;
 mod params;
 mod read;
+mod response;
 mod write;
 
-pub use answer::{AnswerExtension, AnswerRows, LogprobRow, Logprobs, PlaceShape, split_answer};
 pub use params::{ParamsRow, ParamsRows};
-pub use read::{Extension, ExtensionRow, ExtensionRows, Words, split_request};
+pub use read::{Extension, ExtensionRow, ExtensionRows, WordSlice, split_request};
+pub use response::{
+    LogprobRow, LogprobRows, LogprobShape, Logprobs, ResponseExtension, split_response,
+};
 pub use write::{Params, StepRow, append_extension, extension_len, params_len, write_extension};
 
 use thiserror::Error;
@@ -22,7 +24,7 @@ use thiserror::Error;
 /// The last 8 bytes of a request with an extension.
 pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ2";
 /// The last 8 bytes of an answer with log-probabilities.
-pub const ANSWER_MAGIC: [u8; 8] = *b"PIEXTRP1";
+pub const RESPONSE_EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRP1";
 
 /// Bytes of a word.
 const WORD: usize = 4;
@@ -33,23 +35,23 @@ const ROW: usize = 8;
 /// Words at the end of a request: records, rows, words of lists, magic number.
 const TRAILER: usize = 5;
 
-/// Handles are below it.
+/// Exclusive upper bound of handles.
 pub const MAX_HANDLES: u32 = 1 << 16;
-/// Words of the lists of all parameters that a driver keeps, at most: 512 MiB.
+/// Maximum words of the lists of all parameters that a driver keeps: 512 MiB.
 pub const MAX_KEPT_WORDS: usize = 1 << 27;
-/// In place of a handle: the parameters are of this frame alone, or the row has none.
+/// No handle: parameters of this frame only, or a row without parameters.
 const NO_HANDLE: u32 = u32::MAX;
 
-/// Parameters with these flags draw by their own [`CombinedSampler`].
+/// The parameters have a [`CombinedSampler`].
 const HAS_SAMPLER: u32 = 1;
 /// The sampler has a seed.
 const HAS_SEED: u32 = 2;
-/// Of parameters: log-probabilities are asked for. Of a row: they are wanted of this step.
+/// Of parameters: log-probabilities are requested. Of a row: this step returns them.
 const HAS_LOGPROBS: u32 = 4;
-/// They are those of the distribution that temperature has changed.
+/// Log-probabilities after the temperature.
 const SCALED: u32 = 8;
 const PARAMS_FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED;
-/// The mask is that of the nearest row before that has one.
+/// The mask of the nearest row before that has one.
 const SHARES_MASK: u32 = 16;
 /// The row names a record of this frame, not a handle.
 const IN_FRAME: u32 = 32;
@@ -138,7 +140,7 @@ pub enum ExtensionError {
     #[error(
         "record {row} of the extension has {ids} tokens for log-probabilities, but not the flag {HAS_LOGPROBS}, which asks for these"
     )]
-    UnaskedIds {
+    UnexpectedIds {
         /// The record.
         row: usize,
         /// Its tokens.
@@ -146,27 +148,27 @@ pub enum ExtensionError {
     },
 }
 
-/// How a token is drawn: all of these together. Numbers out of range are the reader's to refuse.
+/// Sampling parameters of a token, all applied together. The planner validates their ranges.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CombinedSampler {
-    /// 0 for the arg-max.
+    /// 0 = greedy.
     pub temperature: f32,
-    /// Tokens kept; 0 for all.
+    /// Top-k; 0 = off.
     pub top_k: u32,
-    /// Mass kept, of the whole distribution; 1 for all.
+    /// Top-p of the full distribution; 1 = off.
     pub top_p: f32,
-    /// Share of the largest probability that a token must have; 0 for none.
+    /// Min-p; 0 = off.
     pub min_p: f32,
-    /// With the position, and nothing else, it fixes what is drawn.
+    /// Seed; with the position it determines the sampled token.
     pub seed: Option<u64>,
 }
 
-/// What makes tokens that were produced before less, or more, likely.
+/// Penalties on tokens that were generated before.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Penalties {
-    /// Taken from a token's logit for each time that it occurs.
+    /// Subtracted from a token's logit for each occurrence.
     pub frequency: f32,
-    /// Taken from the logit of a token that occurs.
+    /// Subtracted from the logit of a token that occurs.
     pub presence: f32,
     /// Divides the logit of a token that occurs, or multiplies it if it is below 0; 1 for none.
     pub repetition: f32,
@@ -175,7 +177,7 @@ pub struct Penalties {
 }
 
 impl Penalties {
-    /// They change nothing.
+    /// No penalties.
     pub const NONE: Self = Self {
         frequency: 0.0,
         presence: 0.0,
@@ -183,7 +185,7 @@ impl Penalties {
         counted_from: 0,
     };
 
-    /// Whether they change something.
+    /// Whether there is a penalty.
     pub fn any(&self) -> bool {
         let none = Self {
             counted_from: self.counted_from,
@@ -199,64 +201,64 @@ impl Default for Penalties {
     }
 }
 
-/// Which log-probabilities are wanted of each token that is drawn: its own, and those of others.
+/// Requested log-probabilities at each sampled token: its own, and those of others.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct LogprobsAsked {
-    /// Of the distribution after the temperature; otherwise before it.
+pub struct LogprobOptions {
+    /// After the temperature instead of before it.
     pub scaled: bool,
-    /// The most probable tokens, so many.
+    /// Number of most probable tokens.
     pub top: u32,
-    /// Tokens by their ids.
+    /// Further token ids.
     pub token_ids: Vec<u32>,
-    /// Of tokens of the prompt, too.
+    /// Prompt log-probabilities.
     pub prompt: Option<PromptLogprobs>,
 }
 
-/// Tokens of a prompt whose log-probabilities are wanted, by the KV indices `from..end`. Those of a token come from the row
-/// before it, and never from after the temperature. A request answers as many of them as it computes the rows of.
+/// Requested prompt log-probabilities, of the tokens with KV indices `from..end`. Those of a token come from the logits row before
+/// it, before the temperature. A step returns those whose rows it computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PromptLogprobs {
-    /// The first one; below 2^32 - 1.
+    /// First token; below 2^32 - 1.
     pub from: u32,
-    /// After the last one.
+    /// After the last token.
     pub end: u32,
-    /// The token after the request's input, which is not among its tokens, if it is one of them.
+    /// The token after the request's input, if it is in the range.
     pub next: u32,
 }
 
-/// What one request asks for beyond the Pie protocol.
+/// The extension of one request.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RequestExtension {
-    /// In place of the parameters of its samplers of tokens.
+    /// Replaces its token samplers.
     pub sampler: Option<CombinedSampler>,
     /// See there.
     pub penalties: Penalties,
-    /// Tokens that count and lie right before the request's input, whose KV comes from a cache: none while each of the
-    /// request's inputs follows the one of a frame before.
+    /// Tokens right before the request's input that penalties count and whose KV is cached; empty while inputs follow those of the
+    /// frame before.
     pub history: Vec<u32>,
-    /// Added to logits: ids and values, each id once.
+    /// Logit biases: ids and values, each id once.
     pub biases: Vec<(u32, f32)>,
-    /// Tokens that must not be drawn for a place before [`suppressed_until`](Self::suppressed_until).
+    /// Tokens that may not be sampled before [`suppressed_until`](Self::suppressed_until).
     pub suppressed: Vec<u32>,
-    /// KV index of the first place for which they may.
+    /// KV index from which on they may be sampled.
     pub suppressed_until: u32,
-    /// Which log-probabilities are wanted.
-    pub logprobs: Option<LogprobsAsked>,
-    /// Tokens that may be drawn: bit `i` of word `w` allows token `32 w + i`; empty for all.
+    /// Requested log-probabilities.
+    pub logprobs: Option<LogprobOptions>,
+    /// Allowed tokens: bit `i` of word `w` allows token `32 w + i`; empty = all.
     pub mask: Vec<u32>,
-    /// In place of a mask of its own: that of the nearest row before in the frame that has one.
+    /// Uses the mask of the nearest row before that has one.
     pub shares_mask: bool,
 }
 
-/// Where a row's parameters are.
+/// Reference to the parameters of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ParamsRef {
-    /// It has none.
+    /// No parameters.
     #[default]
     None,
-    /// The record of this number in the row's own frame.
+    /// The record with this index in the same frame.
     InFrame(u32),
-    /// What was kept under this handle last, by the row's own frame or one before.
+    /// The parameters last registered under this handle.
     Kept(u32),
 }
 

@@ -12,7 +12,7 @@
 //! | read into owned values | [`decode_request`], [`decode_response`] |
 //! | write a response into the ring | [`encode_response`], [`status_frame`], [`encode_fast_tokens`] |
 //! | write a request | [`encode_request`]; one after the other: [`encode_request_with`] |
-//! | carry what the protocol has no place for | [`append_extension`], [`split_request`], [`AnswerRows`], [`split_answer`] |
+//! | carry what the protocol has no place for | [`append_extension`], [`split_request`], [`LogprobRows`], [`split_response`] |
 //! | see archived numbers as native slices | [`NativeSlice::native`] |
 //! | read and write attention and logit masks | [`brle`] |
 //!
@@ -75,11 +75,11 @@ pub use encode::{
 };
 pub use error::{PayloadKind, WireError};
 pub use extension::{
-    ANSWER_MAGIC, AnswerExtension, AnswerRows, CombinedSampler, EXTENSION_MAGIC, Extension,
-    ExtensionError, ExtensionRow, ExtensionRows, LogprobRow, Logprobs, LogprobsAsked, MAX_HANDLES,
-    MAX_KEPT_WORDS, Params, ParamsRef, ParamsRow, ParamsRows, Penalties, PlaceShape,
-    PromptLogprobs, RequestExtension, StepRow, Words, append_extension, extension_len, params_len,
-    split_answer, split_request, write_extension,
+    CombinedSampler, EXTENSION_MAGIC, Extension, ExtensionError, ExtensionRow, ExtensionRows,
+    LogprobOptions, LogprobRow, LogprobRows, LogprobShape, Logprobs, MAX_HANDLES, MAX_KEPT_WORDS,
+    Params, ParamsRef, ParamsRow, ParamsRows, Penalties, PromptLogprobs, RESPONSE_EXTENSION_MAGIC,
+    RequestExtension, ResponseExtension, StepRow, WordSlice, append_extension, extension_len,
+    params_len, split_request, split_response, write_extension,
 };
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
 pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};

@@ -157,7 +157,7 @@ impl Account {
         };
         let planned = self.planner.plan(0, archived);
         let plan = planned.map_err(|error| error.to_string())?;
-        if let Some((request, fault)) = plan.faults().first() {
+        if let Some((request, fault)) = plan.request_errors().first() {
             return Err(format!("request {request}: {fault}"));
         }
         let Payload::Forward(body) = pie_wire::decode_request(bytes).unwrap().payload else {

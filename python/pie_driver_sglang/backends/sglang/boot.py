@@ -32,15 +32,20 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     prepare_layers,
     publish_settings,
 )
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.config.types import DriverConfig
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.errors import DriverError, StartError, quoted
-from pie_driver_sglang.memory.limits import row_pages
+from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.plan import table
-from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
-from pie_driver_sglang.memory.types import Plan
+from pie_driver_sglang.memory.plan_types import Plan
+from pie_driver_sglang.memory.refusal import (
+    find_warning,
+    out_of_memory,
+    pool_too_small,
+    require_fit,
+)
 from pie_driver_sglang.ranks.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -97,7 +102,7 @@ def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> BlockTable:
     tokens = _make_pool(runner)
     least = -(-context // page_size) * page_size
     if tokens < least:
-        raise shrunk(plan, tokens, least, measure.weight_bytes(runner))
+        raise pool_too_small(plan, tokens, least, measure.weight_bytes(runner))
     support.check_pool(runner)
     block_table = BlockTable(requests, row_pages(context, page_size), page_size, runner.device)
     replace_block_table(runner, block_table)
@@ -155,7 +160,7 @@ def _plan(
     settings = measure.settings_of(config, model_config, args, device)
     plan = require_fit(device, sizes, settings)
     logger.info("%s", table(plan))
-    doubt = find_doubt(plan, sizes, settings)
+    doubt = find_warning(plan, sizes, settings)
     if doubt is not None:
         logger.warning("%s", doubt)
     share, limit = plan.fraction, plan.tokens if settings.kept_pages else None
@@ -202,7 +207,7 @@ def within(plan: Plan) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise exceeded(plan, _first_line(error)) from error
+        raise out_of_memory(plan, _first_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.backends.sglang.boot import boot, within
 from pie_driver_sglang.backends.sglang.model_backend import SglangBackend
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.build import build_executor
 from pie_driver_sglang.ranks.types import ALONE, Rank

@@ -32,9 +32,14 @@ from pie_driver_sglang.backends.sglang.compat.loading import (
 )
 from pie_driver_sglang.backends.sglang.load_trace import LoadTrace, Read, Unwritten, find_region
 from pie_driver_sglang.checkpoint.regions import is_covered
-from pie_driver_sglang.checkpoint.surplus import harmful, is_cache_scale, is_media, is_other_file
-from pie_driver_sglang.checkpoint.types import CheckpointModel, FileRange, Region
-from pie_driver_sglang.checkpoint.weights import have_equal_bytes, read_places, torch_file
+from pie_driver_sglang.checkpoint.tensors import CheckpointModel, FileRange, Region
+from pie_driver_sglang.checkpoint.unread_tensors import (
+    is_cache_scale,
+    is_media,
+    is_other_file,
+    required_tensors,
+)
+from pie_driver_sglang.checkpoint.weights import have_equal_bytes, read_tensor_ranges, torch_file
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.progress import progress_type
@@ -221,7 +226,7 @@ class LoadCheck:
 
     @functools.cached_property
     def _places(self) -> dict[str, FileRange]:
-        return read_places(self._folder)
+        return read_tensor_ranges(self._folder)
 
     def _file(self, name: str) -> str | None:
         place = self._places.get(name)
@@ -300,13 +305,13 @@ class LoadCheck:
             tied=any(getattr(x, "tie_word_embeddings", False) for x in (whole, text)),
             quantization=self._method,
         )
-        found = harmful(unread, read, facts)
+        found = required_tensors(unread, read, facts)
         if not found:
             return []
         # Importing transformers' class takes a second, so only now.
         made = getattr(transformers, whole.architectures[0], None)
         ignored = getattr(made, "_keys_to_ignore_on_load_unexpected", None) or ()
-        found = harmful(found, read, facts._replace(ignored=ignored))
+        found = required_tensors(found, read, facts._replace(ignored=ignored))
         return [name for name in found if not is_other_file(self._file(name) or "")]
 
     def _other_table(self, head: str) -> str | None:

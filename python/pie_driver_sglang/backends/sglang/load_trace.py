@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pie_driver_sglang.checkpoint.regions import region_of
-from pie_driver_sglang.checkpoint.types import Region
+from pie_driver_sglang.checkpoint.tensors import Region
 
 _FEW: Final = 64
 """Names that what is made of several tensors keeps."""

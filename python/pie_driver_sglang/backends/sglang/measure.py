@@ -17,13 +17,13 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     uses_latent_attention,
 )
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved
-from pie_driver_sglang.checkpoint.types import DamagedError, Tensor
-from pie_driver_sglang.checkpoint.weights import loading_of, read_tensors, weight_parts
-from pie_driver_sglang.config.types import DriverConfig
+from pie_driver_sglang.checkpoint.tensors import DamagedError, Tensor
+from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
+from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.host import available_bytes
+from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
-from pie_driver_sglang.memory.types import Device, MemorySettings, ModelSizes, Part
 
 if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
@@ -125,7 +125,7 @@ def _weights(
     config: DriverConfig, model_config: ModelConfig, shape: Shape, args: ServerArgs
 ) -> tuple[Part, ...]:
     itemsize = model_config.dtype.itemsize
-    loading = loading_of(
+    loading = load_settings(
         shape,
         itemsize,
         quantized=bool(getattr(model_config.hf_config, "quantization_config", None)),

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.config.types import NEVER_PARK, DriverConfig
+from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.engine.device import begin_context, check_device
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_s
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.memory.limits import GRAPH_BACKENDS
+from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
 
 if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner

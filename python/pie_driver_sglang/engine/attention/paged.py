@@ -19,15 +19,15 @@ from pie_driver_sglang.kernels.attention import (
     single_decode,
     split_plan,
 )
-from pie_driver_sglang.kernels.attention.cluster_decode import ClusterAttention
-from pie_driver_sglang.kernels.attention.masked_reference import Rule
+from pie_driver_sglang.kernels.attention.cluster_decode import ClusterDecode
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.prompt_rows import Prompts, find_prompts
-from pie_driver_sglang.kernels.attention.single_decode import LoneRow
+from pie_driver_sglang.kernels.attention.single_decode import DecodeToken
 from pie_driver_sglang.kernels.attention.split_plan import DecodeRows, Prefixes, SplitPlan, WorkPlan
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.block_table import BlockTable
-    from pie_driver_sglang.kernels.gemm.dense_layers import Heads
+    from pie_driver_sglang.kernels.gemm.types import Heads
 
 _LEAST_HEADS = 1 << 14
 """Query heads of all rows of a step from which on prompts attend by a kernel of prefills."""
@@ -71,7 +71,7 @@ class PromptAttention(Protocol):
         values: torch.Tensor,
         out: torch.Tensor,
         prompts: Prompts,
-        rule: Rule,
+        rule: AttentionParams,
         page_size: int,
     ) -> None:
         """Writes `out`, ``[rows, heads, dim]`` as `queries`.
@@ -123,7 +123,7 @@ class PagedDecode:
         """Whether rows may have a shared prefix: those with a window need not see it."""
         self._step: _Step | None = None
         self._prefixes: Prefixes | None = None
-        self._clustered_heads: dict[tuple[int, ...], ClusterAttention | None] = {}
+        self._clustered_heads: dict[tuple[int, ...], ClusterDecode | None] = {}
 
     @contextlib.contextmanager
     def sharing(self, prefixes: Prefixes | None) -> Iterator[None]:
@@ -163,7 +163,7 @@ class PagedDecode:
             ``[rows, heads * value_dim]``
         """
         queries = queries.reshape(-1, layer.heads, layer.head_dim)
-        rule = Rule(layer.scale * layer.key_scale, layer.logit_cap, sinks=sinks)
+        rule = AttentionParams(layer.scale * layer.key_scale, layer.logit_cap, sinks=sinks)
         out = queries.new_empty(len(queries), layer.heads, layer.value_dim)
         rows, shares, prompts = self._planned
         page_size = self._table.page_size
@@ -176,7 +176,7 @@ class PagedDecode:
         )  # fmt: skip
         return out.flatten(1)
 
-    def attend_lone(
+    def attend_single(
         self,
         layer: AttentionLayer,
         qkv: torch.Tensor,
@@ -199,18 +199,18 @@ class PagedDecode:
             len(qkv) != 1
             or rows.prefixes is not None
             or not plain
-            or not single_decode.takes(heads)
+            or not single_decode.supports_single_decode(heads)
         ):
             return None
-        row = LoneRow(rows.table, rows.table_rows, rows.kv_lens, positions, slots)
+        row = DecodeToken(rows.table, rows.table_rows, rows.kv_lens, positions, slots)
         clusters = self._clustered(heads, qkv.dtype)
         if clusters is not None:
             return clusters.attend(qkv, heads, row, layer.scale)
-        tuning = single_decode.tuning_of(heads)
+        tuning = single_decode.find_single_decode_config(heads)
         if tuning is None:
             return None
-        return single_decode.attend_lone(
-            qkv, heads, row, shares[self._cut(layer, 1)].arrived, layer.scale,
+        return single_decode.attend_single(
+            qkv, heads, row, shares[self._cut(layer, 1)].semaphores, layer.scale,
             tuning,
         )  # fmt: skip
 
@@ -220,11 +220,11 @@ class PagedDecode:
             raise RuntimeError("a decode whose metadata was not made")
         return self._step
 
-    def _clustered(self, heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
+    def _clustered(self, heads: Heads, dtype: torch.dtype) -> ClusterDecode | None:
         """The kernel of such heads in clusters of CTAs, where it is the fastest."""
-        shape = (heads.queries, *heads.keys.shape[1:], heads.query_norm is not None)
+        shape = (heads.num_q_heads, *heads.k_cache.shape[1:], heads.q_norm is not None)
         if shape not in self._clustered_heads:
-            self._clustered_heads[shape] = cluster_decode.find_clusters(heads, dtype)
+            self._clustered_heads[shape] = cluster_decode.make_cluster_decode(heads, dtype)
         return self._clustered_heads[shape]
 
     def _cut(self, layer: AttentionLayer, rows: int) -> SplitPlan:

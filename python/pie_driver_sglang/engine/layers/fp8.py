@@ -1,8 +1,8 @@
-"""The layers of dense models whose weights are FP8, in few kernels.
+"""Dense layers of FP8 weights in few kernels.
 
-Norms, gates and sums are parts of the kernels that quantize the rows of a product, and scales are
-applied by the kernels after it. Of few rows the products are the driver's own, which add to the
-residual themselves; of more they are cuBLAS's, and SGLang's where blocks have scales.
+The kernel that quantizes a GEMM's input also applies norm, SwiGLU and residual add, and the kernel
+after a GEMM applies scales. GEMMs of small steps are the driver's own, with a residual-add
+epilogue; larger ones are cuBLAS's, or the library's for block scales.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.engine.layers.small_batch import attend
-from pie_driver_sglang.kernels.gemm import dense_layers, fp8_gemv, tiled, wgmma
-from pie_driver_sglang.kernels.gemm.dense_layers import Norm, Scale
-from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind, RowProduct
+from pie_driver_sglang.engine.layers.attention import attend, attend_decode, kv_cache_attention
+from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled, wgmma
+from pie_driver_sglang.kernels.gemm.fp8_gemv import Fp8Gemv
 from pie_driver_sglang.kernels.gemm.fp8_rows import (
     QuantizedRows,
-    UnscaledRows,
-    multiply_unscaled,
+    UnscaledOutput,
     quantize,
+    unscaled_fp8_gemm,
 )
-from pie_driver_sglang.kernels.gemm.small_m import Scratch
-from pie_driver_sglang.kernels.gemm.tiled import Tile
-from pie_driver_sglang.kernels.gemm.wgmma import BatchCut, BatchProducts
+from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm, silu_and_mul
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    STORE,
+    SWIGLU,
+    Epilogue,
+    Norm,
+    RmsScale,
+    TileConfig,
+    Workspace,
+)
+from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.attention.paged import PagedDecode
     from pie_driver_sglang.engine.backend import Decoder, PassContext
     from pie_driver_sglang.engine.layers.weights import QuantizedLayer, QuantizedLinear
 
-_MOST_TILED = 128
-"""Rows up to which products may go by tiles."""
-_MULTIPLE = 16
-"""Of outputs and of inputs, as cuBLAS wants FP8."""
-_Rows = torch.Tensor | UnscaledRows
+_MAX_TILED_ROWS = 128
+"""Most rows of :func:`tiled_gemm`."""
+_CUBLAS_ALIGNMENT = 16
+"""Outputs and inputs of an FP8 cuBLAS GEMM are multiples of this."""
+_Rows = torch.Tensor | UnscaledOutput
 
 
-class QuantizedLayers:
-    """The layers of a model whose matrices are FP8."""
+class Fp8Layers:
+    """The layers of a model whose weights are FP8."""
 
     def __init__(
         self,
@@ -51,14 +59,14 @@ class QuantizedLayers:
         *,
         prefills: bool,
     ) -> None:
-        """Takes a model apart.
+        """Wraps a model.
 
         Args:
             decoder: The model without its LM head.
             layers: Its layers.
             norm: After the last layer.
-            attention: Of decodes.
-            prefills: Whether prefills attend to nothing but what is stored.
+            attention: The decode attention.
+            prefills: Whether prefills attend to nothing but the KV cache.
         """
         self._decoder = decoder
         self._layers = layers
@@ -69,30 +77,30 @@ class QuantizedLayers:
         self._one = torch.ones((), device=device)
         [first, *_] = layers
         matrices = (first.qkv, first.out, first.down)
-        highest = max(len(matrix.weights.weight) for matrix in matrices)
-        parts, tiles = tiled.scratch_sizes(_MOST_TILED, highest)
-        self._scratch = Scratch(
-            torch.empty(parts, device=device),
-            torch.zeros(tiles, dtype=torch.int32, device=device),
+        outputs = max(len(matrix.weights.weight) for matrix in matrices)
+        floats, semaphores = tiled.workspace_sizes(_MAX_TILED_ROWS, outputs)
+        self._workspace = Workspace(
+            torch.empty(floats, device=device),
+            torch.zeros(semaphores, dtype=torch.int32, device=device),
         )
-        self._lone = LoneRows.of(layers, norm, attention)
+        self._gemv = Fp8GemvLayers.of(layers, norm, attention)
         halves = norm.weight.dtype in (torch.bfloat16, torch.float16)
-        runs = halves and wgmma.runs_on(device)
-        self._batch = BatchProducts(norm.weight.dtype, device) if runs else None
+        supported = halves and wgmma.supports_wgmma(device)
+        self._wgmma = WgmmaGemm(norm.weight.dtype, device) if supported else None
 
-    def takes(self, rows: int) -> bool:
-        """Whether it runs steps of so many rows."""
-        return rows > 0
+    def supports(self, num_rows: int) -> bool:
+        """Whether decodes of so many rows run these layers."""
+        return num_rows > 0
 
     @contextlib.contextmanager
-    def prefilling(self) -> Iterator[None]:
-        """Within, the model runs as these kernels, if they can; its input is a prefill."""
-        with self.applied() if self._prefills else contextlib.nullcontext():
+    def patched_prefill(self) -> Iterator[None]:
+        """Within, the model's forward of a prefill runs these layers, if they support it."""
+        with self.patched_decode() if self._prefills else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
+    def patched_decode(self) -> Iterator[None]:
+        """Within, the model's forward of a supported decode runs these layers."""
         with self._decoder.run_instead(self._run):
             yield
 
@@ -100,18 +108,19 @@ class QuantizedLayers:
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         residual = self._decoder.embed(input_ids)
-        if len(residual) == 1 and self._lone is not None and context.is_decode:
-            return self._lone.run(residual, positions, context)
-        added: _Rows | None = None
+        if len(residual) == 1 and self._gemv is not None and context.is_decode:
+            return self._gemv.run(residual, positions, context)
+        # Output of the last GEMM, if it was not added to the residual yet.
+        pending: _Rows | None = None
         for layer in self._layers:
-            qkv = self._project(residual, added, layer.before, layer.qkv)
-            seen = self._attend(layer, qkv, positions, context)
+            qkv = self._norm_project(residual, pending, layer.before, layer.qkv, STORE)
+            attended = self._attend(layer, qkv, positions, context)
             del qkv
-            added = self._add(seen, layer.out, residual)
-            middle = self._project(residual, added, layer.between, layer.gate_up, gated=True)
-            added = self._add(middle, layer.down, residual, gated=True)
-        rows, before, scales = _apart(residual, added)
-        return dense_layers.add_norm(rows[None], before, self._norm, scales)[0]
+            pending = self._project_add(attended, layer.out, residual)
+            gate_up = self._norm_project(residual, pending, layer.between, layer.gate_up, SWIGLU)
+            pending = self._project_add(gate_up, layer.down, residual, swiglu=True)
+        rows, before, scales = _norm_inputs(residual, pending)
+        return add_rms_norm(rows[None], before, self._norm, scales)[0]
 
     def _attend(
         self,
@@ -120,116 +129,112 @@ class QuantizedLayers:
         positions: torch.Tensor,
         context: PassContext,
     ) -> torch.Tensor:
-        if context.is_decode and isinstance(qkv, torch.Tensor):
-            return attend(qkv, layer, self._attention, positions, context)
-        queries = _queries(layer, qkv, positions, context)
+        attend_kv_cache = kv_cache_attention(self._decoder, self._attention, context)
+        if isinstance(qkv, UnscaledOutput):
+            scale = RmsScale(qkv.row_scales, 0.0)
+            return attend(
+                qkv.rows, layer, positions, context, attend_kv_cache,
+                scale=scale, output_scales=qkv.output_scales,
+                out_of_place=not context.is_decode,
+            )  # fmt: skip
         if context.is_decode:
-            return self._attention.attend(layer.attention, queries)
-        return self._decoder.attend(layer.attention.layer_id, queries.flatten(1), context)
+            return attend_decode(qkv, layer, self._attention, positions, context)
+        return attend(qkv, layer, positions, context, attend_kv_cache, out_of_place=True)
 
-    def _project(
+    def _norm_project(
         self,
         residual: torch.Tensor,
-        added: _Rows | None,
+        pending: _Rows | None,
         norm: Norm,
         linear: QuantizedLinear,
-        *,
-        gated: bool = False,
+        epilogue: Epilogue,
     ) -> _Rows:
-        """The product of the residual, normalized, after what is to be added to it in place.
+        """Adds `pending` to the residual in place, normalizes, quantizes and projects it.
 
-        The product is that of a gate and an up projection if `gated`; the driver's own one has
-        joined them.
+        Only the driver's own GEMMs have the epilogue; the output of others is still gate and up.
         """
-        weights, cut = linear.weights, self._find(residual, linear, gated=gated)
-        if cut is None and not _multiplies(linear):
-            rows, before, scales = _apart(residual, added)
-            return linear.apply(dense_layers.add_norm(rows[None], before, norm, scales)[0])
-        given = quantize(
-            residual if added is None else added, residual=None if added is None else residual,
+        weights, config = linear.weights, self._find_config(residual, linear, epilogue)
+        if config is None and not _supports_cublas(linear):
+            rows, before, scales = _norm_inputs(residual, pending)
+            return linear.apply(add_rms_norm(rows[None], before, norm, scales)[0])
+        quantized = quantize(
+            residual if pending is None else pending,
+            residual=None if pending is None else residual,
             norm=norm, grouped=weights.grouped, scale=weights.row_scale,
         )  # fmt: skip
-        if cut is None:
-            return multiply_unscaled(given, weights, self._one, residual.dtype)
-        return self._multiply(given, linear, cut, gated=gated)
+        if config is None:
+            return unscaled_fp8_gemm(quantized, weights, self._one, residual.dtype)
+        return self._multiply(quantized, linear, config, epilogue)
 
-    def _add(
-        self, rows: _Rows, linear: QuantizedLinear, residual: torch.Tensor, *, gated: bool = False
+    def _project_add(
+        self, rows: _Rows, linear: QuantizedLinear, residual: torch.Tensor, *, swiglu: bool = False
     ) -> _Rows | None:
-        """Adds the product of rows to the residual; returns what is to be added later instead.
+        """Projects rows and adds them to the residual; returns what is still to be added.
 
-        Rows are still to be joined if `gated`, unless they are as wide as the matrix.
+        With `swiglu` the rows are gate and up, unless they are as wide as the weight's inputs.
         """
-        weights, cut = linear.weights, self._find(residual, linear, adds=True)
-        width = (rows.rows if isinstance(rows, UnscaledRows) else rows).shape[1]
-        gated = gated and width != weights.weight.shape[1]
-        if cut is None and not _multiplies(linear):
-            if isinstance(rows, UnscaledRows):
+        weights, config = linear.weights, self._find_config(residual, linear, ADD_RESIDUAL)
+        width = (rows.rows if isinstance(rows, UnscaledOutput) else rows).shape[1]
+        swiglu = swiglu and width != weights.weight.shape[1]
+        if config is None and not _supports_cublas(linear):
+            if isinstance(rows, UnscaledOutput):
                 raise ValueError("some matrices of a layer have blocks, others have not")
-            return linear.apply(dense_layers.gate(rows) if gated else rows)
-        given = quantize(rows, gated=gated, grouped=weights.grouped, scale=weights.row_scale)
-        if cut is None:
-            return multiply_unscaled(given, weights, self._one, residual.dtype)
-        self._multiply(given, linear, cut, into=residual)
+            return linear.apply(silu_and_mul(rows) if swiglu else rows)
+        quantized = quantize(rows, swiglu=swiglu, grouped=weights.grouped, scale=weights.row_scale)
+        if config is None:
+            return unscaled_fp8_gemm(quantized, weights, self._one, residual.dtype)
+        self._multiply(quantized, linear, config, ADD_RESIDUAL, residual)
         return None
 
-    def _find(
-        self,
-        rows: torch.Tensor,
-        linear: QuantizedLinear,
-        *,
-        adds: bool = False,
-        gated: bool = False,
-    ) -> Tile | BatchCut | None:
-        """How the driver's own product of so many rows is divided; None where it is another's."""
+    def _find_config(
+        self, rows: torch.Tensor, linear: QuantizedLinear, epilogue: Epilogue
+    ) -> TileConfig | WgmmaConfig | None:
+        """The config of the driver's own GEMM; None where it is cuBLAS's or the library's."""
         count, (height, inputs) = len(rows), linear.weights.weight.shape
-        if self._batch is not None and not linear.weights.grouped:
-            kind = ProductKind.of(gated=gated, adds=adds)
-            found = wgmma.find_batch_cut(count, height, inputs, 1, kind)
+        if self._wgmma is not None and not linear.weights.grouped:
+            found = wgmma.find_wgmma_config(count, height, inputs, 1, epilogue)
             if found is not None:
                 return found
-        if count > _MOST_TILED:
+        if count > _MAX_TILED_ROWS:
             return None
-        outputs = height // 2 if gated else height
-        return tiled.find_tile(count, outputs, inputs, 1, adds=adds, gated=gated)
+        outputs = height // 2 if epilogue == SWIGLU else height
+        return tiled.find_tiled_config(count, outputs, inputs, 1, epilogue)
 
     def _multiply(
         self,
         given: QuantizedRows,
         linear: QuantizedLinear,
-        cut: Tile | BatchCut,
-        *,
-        gated: bool = False,
-        into: torch.Tensor | None = None,
+        config: TileConfig | WgmmaConfig,
+        epilogue: Epilogue,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weights = linear.weights
-        if isinstance(cut, BatchCut):
-            assert self._batch is not None
-            kind = ProductKind.of(gated=gated, adds=into is not None)
-            return self._batch.multiply(given, weights, cut, kind, into=into)
-        return tiled.tiled_product(
-            given, weights, cut, self._scratch, gated=gated, into=into,
+        if isinstance(config, WgmmaConfig):
+            assert self._wgmma is not None
+            return self._wgmma.multiply(given, weights, config, epilogue, residual=residual)
+        return tiled.tiled_gemm(
+            given, weights, config, self._workspace, swiglu=epilogue == SWIGLU, residual=residual,
             dtype=self._norm.weight.dtype,
         )  # fmt: skip
 
 
-class LoneRows:
-    """The layers of a decode of one row, whose products quantize the row themselves."""
+class Fp8GemvLayers:
+    """The layers of a decode of one row, by GEMVs that quantize the row themselves."""
 
     def __init__(
         self, layers: Sequence[QuantizedLayer], norm: Norm, attention: PagedDecode
     ) -> None:
-        """Takes layers for which :meth:`of` finds kernels, and the norm after the last one."""
+        """Takes layers that :meth:`of` supports, and the norm after the last one."""
         self._layers = layers
         self._norm = norm
         self._attention = attention
-        self._products: dict[tuple[Any, ...], RowProduct] = {}
+        self._kernels: dict[tuple[Any, ...], Fp8Gemv] = {}
 
     @classmethod
     def of(
         cls, layers: Sequence[QuantizedLayer], norm: Norm, attention: PagedDecode
-    ) -> LoneRows | None:
-        """The layers of a model; None if the kernels do not take its matrices."""
+    ) -> Fp8GemvLayers | None:
+        """The layers of a model; None if the kernel does not support its weights."""
         dtype = norm.weight.dtype
         norms = [each for layer in layers for each in (layer.before, layer.between)]
         typed = dtype in (torch.bfloat16, torch.float16) and all(
@@ -240,8 +245,8 @@ class LoneRows:
             for layer in layers
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
         )
-        taken = typed and all(fp8_gemv.quantizes_row(weights) for weights in matrices)
-        return cls(layers, norm, attention) if taken else None
+        supported = typed and all(fp8_gemv.supports_gemv(weights) for weights in matrices)
+        return cls(layers, norm, attention) if supported else None
 
     def run(
         self, residual: torch.Tensor, positions: torch.Tensor, context: PassContext
@@ -257,63 +262,49 @@ class LoneRows:
             ``[1, width]``: normalized hidden states.
         """
         for layer in self._layers:
-            qkv = self._multiply(residual, layer.qkv, ProductKind.STORES, norm=layer.before)
-            seen = attend(qkv, layer, self._attention, positions, context)
-            self._multiply(seen, layer.out, ProductKind.ADDS, into=residual)
-            middle = self._multiply(residual, layer.gate_up, ProductKind.JOINS, norm=layer.between)
-            self._multiply(middle, layer.down, ProductKind.ADDS, into=residual)
-        return dense_layers.add_norm(residual[None], None, self._norm)[0]
+            qkv = self._multiply(residual, layer.qkv, STORE, norm=layer.before)
+            attended = attend_decode(qkv, layer, self._attention, positions, context)
+            self._multiply(attended, layer.out, ADD_RESIDUAL, residual=residual)
+            activated = self._multiply(residual, layer.gate_up, SWIGLU, norm=layer.between)
+            self._multiply(activated, layer.down, ADD_RESIDUAL, residual=residual)
+        return add_rms_norm(residual[None], None, self._norm)[0]
 
     def _multiply(
         self,
         row: torch.Tensor,
         linear: QuantizedLinear,
-        kind: ProductKind,
+        epilogue: Epilogue,
         *,
         norm: Norm | None = None,
-        into: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weights, inputs = linear.weights, row.shape[1]
-        fixed = weights.row_scale is not None
-        key = (inputs, kind, norm is not None, fixed, weights.grouped)
-        if key not in self._products:
-            cut = fp8_gemv.find_row_cut(inputs)
-            if cut is None:
-                raise ValueError(f"a row of {inputs} numbers is not divided")
-            self._products[key] = RowProduct(
-                inputs, kind, row.dtype, row.device, cut,
-                normed=norm is not None, fixed=fixed, grouped=weights.grouped,
+        static_scale = weights.row_scale is not None
+        key = (inputs, epilogue, norm is not None, static_scale, weights.grouped)
+        if key not in self._kernels:
+            config = fp8_gemv.find_gemv_config(inputs)
+            if config is None:
+                raise ValueError(f"no GEMV config for {inputs} inputs")
+            self._kernels[key] = Fp8Gemv(
+                inputs, epilogue, row.dtype, row.device, config,
+                normed=norm is not None, static_scale=static_scale, grouped=weights.grouped,
             )  # fmt: skip
-        return self._products[key].multiply(row, weights, norm=norm, into=into)
+        return self._kernels[key].multiply(row, weights, norm=norm, residual=residual)
 
 
-def _queries(
-    layer: QuantizedLayer, qkv: _Rows, positions: torch.Tensor, context: PassContext
-) -> torch.Tensor:
-    """Queries after norm and RoPE; keys and values are stored."""
-    scale = of_outputs = None
-    if isinstance(qkv, UnscaledRows):
-        qkv, of_rows, of_outputs = qkv
-        scale = Scale(of_rows, 0.0)
-    return dense_layers.norm_rope_store(
-        qkv, layer.heads, positions, context.out_cache_loc,
-        scale=scale, of_outputs=of_outputs, out_of_place=not context.is_decode,
-    )  # fmt: skip
-
-
-def _apart(
-    residual: torch.Tensor, added: _Rows | None
+def _norm_inputs(
+    residual: torch.Tensor, pending: _Rows | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-    """What is to be added, to what, and its scales, as a norm takes them."""
-    if added is None:
+    """The first, second and fourth argument of :func:`add_rms_norm`."""
+    if pending is None:
         return residual, None, None
-    if isinstance(added, UnscaledRows):
-        return added.rows, residual, (added.of_rows, added.of_outputs)
-    return added, residual, None
+    if isinstance(pending, UnscaledOutput):
+        return pending.rows, residual, (pending.row_scales, pending.output_scales)
+    return pending, residual, None
 
 
-def _multiplies(linear: QuantizedLinear) -> bool:
-    """Whether cuBLAS takes rows that are quantized already."""
+def _supports_cublas(linear: QuantizedLinear) -> bool:
+    """Whether cuBLAS supports the FP8 GEMM."""
     weight = linear.weights.weight
-    sizes = all(size % _MULTIPLE == 0 for size in weight.shape)
-    return weight.device.type == "cuda" and sizes and not linear.weights.grouped
+    aligned = all(size % _CUBLAS_ALIGNMENT == 0 for size in weight.shape)
+    return weight.device.type == "cuda" and aligned and not linear.weights.grouped

@@ -9,8 +9,8 @@ import torch
 
 from pie_driver_sglang.engine.attention.paged import AttentionLayer
 from pie_driver_sglang.engine.backend import Decoder
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedWeights
+from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
 
 

@@ -1,5 +1,6 @@
-"""What frontends share.
+"""What the frontends share.
 
-`arguments` has SGLang's `ServerArgs` as the engine takes them, `tokenizer` text and tokens,
-`adapters` LoRA adapters by name, `types` the types of these.
+`arguments` parses SGLang's `ServerArgs` as the engine supports them (`argument_names` lists them),
+`tokenizer` is the tokenizer with incremental detokenization and chat templates, and
+`lora_adapters` is the registry of loaded LoRA adapters.
 """

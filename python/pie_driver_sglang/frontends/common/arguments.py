@@ -1,188 +1,98 @@
-"""SGLang's `ServerArgs` as keyword arguments of the engine: served, passed on, or refused."""
+"""SGLang's `ServerArgs` as keyword arguments of the engine: parsed, passed on, or rejected."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot, local_path
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
+from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
+from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.thinking import think_end_of
-from pie_driver_sglang.config.types import ACTIVATION_DTYPES
-from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
-from pie_driver_sglang.frontends.common.adapters import largest_rank, parse_paths
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.memory.gpus import look_at_cuda, nvml
-from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
-
-#: Arguments that the native runtime takes under SGLang's names.
-SCHEDULER: Final = (
-    "chunked_prefill_size",
-    "constrained_json_disable_any_whitespace",
-    "constrained_json_whitespace_pattern",
-    "disable_radix_cache",
-    "enable_priority_scheduling",
-    "max_queued_requests",
-    "max_running_requests",
-    "priority_scheduling_preemption_threshold",
-    "radix_eviction_policy",
-    "schedule_conservativeness",
-    "schedule_low_priority_values_first",
-    "schedule_policy",
+from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
+from pie_driver_sglang.frontends.common.argument_names import (
+    BOTH,
+    OWN,
+    READ,
+    SCHEDULER,
+    UNSERVED_REASONS,
+    unknown_argument,
 )
-#: Arguments that this module reads.
-READ: Final = (
-    "base_gpu_id",
-    "device",
-    "download_dir",
-    "dp_size",
-    "dtype",
-    "gpu_id_step",
-    "grammar_backend",
-    "log_level",
-    "lora_paths",
-    "max_total_tokens",
-    "model_path",
-    "preferred_sampling_params",
-    "random_seed",
-    "reasoning_parser",
-    "revision",
-    "served_model_name",
-    "skip_tokenizer_init",
-    "speculative_algorithm",
-    "speculative_num_draft_tokens",
-    "tokenizer_path",
-    "tp_size",
+from pie_driver_sglang.frontends.common.lora_adapters import (
+    AdapterPath,
+    largest_rank,
+    parse_paths,
 )
-#: Arguments of the engine itself, which SGLang does not have.
-OWN: Final = (
-    "devices",
-    "grammar_compile_timeout_s",
-    "grammar_memory_mb",
-    "grammar_timeout_s",
-    "log_file",
-    "max_grammar_bytes",
-    "max_restarts",
-    "max_step_ms",
-    "max_token_gap_ms",
-    "ready_timeout_s",
-    "request_limits",
-)
-#: What SGLang's command line and vLLM call one of SGLang's arguments.
-OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "block_size": "page_size",
-        "data_parallel_size": "dp_size",
-        "enforce_eager": "disable_cuda_graph",
-        "gpu_memory_utilization": "mem_fraction_static",
-        "lora_modules": "lora_paths",
-        "max_loras": "max_loras_per_batch",
-        "max_model_len": "context_length",
-        "max_num_batched_tokens": "chunked_prefill_size",
-        "max_num_seqs": "max_running_requests",
-        "model": "model_path",
-        "no_enable_prefix_caching": "disable_radix_cache",
-        "seed": "random_seed",
-        "tensor_parallel_size": "tp_size",
-        "tokenizer": "tokenizer_path",
-    }
-)
-#: What to do about arguments of vLLM that are not one of SGLang's; names of ours are in braces.
-_ADVICE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "enable_auto_tool_choice": "remove it; {tool_call_parser} enables tool calls by itself",
-        "enable_chunked_prefill": "remove it; prefill is chunked, by {chunked_prefill_size} tokens",
-        "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
-        "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
-        "{schedule_low_priority_values_first}",
-        "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts",
-        "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
-    }
-)
+from pie_driver_sglang.memory.batch_sizes import LARGE_CHUNK_TOKENS
+from pie_driver_sglang.memory.gpus import nvml, query_cuda
+
+_OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
+"""Devices of SGLang that the driver does not support."""
+_DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
-def other_engines_flag(flag: str) -> str:
-    """A hint on a flag of another engine that SGLang lacks; empty for any other flag."""
-    argument = flag.removeprefix("--").replace("-", "_")
-    if name := OTHER_NAMES.get(argument):
-        return f"SGLang calls `{flag}` `{_flag(name)}`."
-    return f"{_advice(argument, _flag)}." if argument in _ADVICE else ""
+class EngineArguments(NamedTuple):
+    """The parsed arguments of an engine.
 
+    Attributes:
+        model: The snapshot's folder.
+        tokenizer: The folder of the tokenizer; None for an engine without text.
+        runtime: The keyword arguments of `_core.Runtime` that do not depend on the tokenizer.
+        sampling: Default sampling parameters.
+        speculates: Whether requests ask for drafts.
+        context_length: As set by the user; None for the model's.
+        adapters: LoRA adapters to load at the start.
+        max_adapters: How many may be loaded; 0 where adapters are off.
+        reasoning_parser: SGLang's name of the model's reasoning parser.
+    """
 
-def _flag(name: str) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    return flag if name in SERVER_ARGS else f"--option {name}=VALUE"
-
-
-def _advice(argument: str, shown: Callable[[str], str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: f"`{shown(found[1])}`", _ADVICE[argument])
-
-
-#: Why an argument of SGLang is refused, by who decides it in this engine.
-_REASONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "adapters": "the driver manages adapters; set `lora_paths` and `max_loaded_loras`",
-        "capacity": "the driver computes its capacity from the memory; set `mem_fraction_static`",
-        "custom": "it needs a Python object in the driver's process",
-        "device": "set `device`, `devices`, `base_gpu_id` or `tp_size`",
-        "disaggregation": "prefill and decode run in one driver",
-        "dtype": "set `dtype`",
-        "graphs": "the driver sizes its CUDA graphs itself; set `cuda_graph_max_bs`",
-        "graphs_off": "set `disable_cuda_graph`, for all graphs",
-        "media": "the offline engine takes text and tokens, no images",
-        "observability": "the engine serves no metrics; `get_server_info()` has its figures",
-        "parallel": "only `tp_size` spreads a model, and only `dp_size` copies it",
-        "pool": "the driver lays out its KV pages itself; set `page_size`",
-        "prefix_cache": "the runtime has a prefix index of its own",
-        "sampling": "the driver samples as each request asks",
-        "schedule": "the runtime schedules by other means than SGLang here",
-        "seed": "set `random_seed`",
-        "server": "there is no HTTP server",
-        "snapshot": "the weights come from `model_path`",
-        "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
-        "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
-        "tokens": "the driver serves only causal language models",
-    }
-)
+    model: Path
+    tokenizer: Path | None
+    runtime: dict[str, Any]
+    sampling: Mapping[str, Any]
+    speculates: bool
+    context_length: int | None
+    adapters: tuple[AdapterPath, ...] = ()
+    max_adapters: int = 0
+    reasoning_parser: str | None = None
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
-    """Check keyword arguments, and download the model if it is not here.
+    """Parse keyword arguments, and download the model if it is not local.
 
     Args:
-        given: Arguments by their names. None for a value means its default.
+        given: Arguments by name; None means the default.
 
     Raises:
-        Unsupported: SGLang may do what is asked, but this package does not.
-        ConfigError: An argument is unknown or wrong, or there is no such model.
+        Unsupported: This package does not support a feature of SGLang.
+        ConfigError: An argument is unknown or wrong, or the model does not exist.
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
-    # Weights come last: what is wrong with the arguments is reported before the download.
+    # Weights last: wrong arguments are reported before the download.
     model = model_folder(values, with_weights=False)
     parsed = _parsed(values, model)
     if values.get("load_format") == "dummy":
         return parsed
     complete = model_folder(values, with_weights=True)
-    # The download may bring a later commit than that of the configuration in the cache.
+    # The downloaded commit may be later than that of the cached configuration.
     return parsed if complete == model else _parsed(values, complete)
 
 
 def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
-    """The arguments checked against the configuration in the model's folder."""
+    """Validate the arguments against the model's configuration."""
     devices = _devices(values)
     kind = devices[0]
     options = _options(values)
@@ -205,7 +115,7 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
     if chunk != -1:
         runtime["chunked_prefill_size"] = chunk
     elif not kind.startswith("cpu"):
-        # As many as a pass of the driver has on a large GPU; a smaller one divides the step.
+        # The chunk of a large GPU; the driver of a smaller one splits the step.
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
     _require_integer(values, "max_total_tokens", 1)
     if "max_total_tokens" in values:
@@ -224,16 +134,14 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
 
 
 def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
-    """The folder of a model: a path, a packaged model, or a repository's snapshot.
-
-    What is not on this machine is downloaded.
+    """The folder of a model: a path, a packaged model, or a snapshot; downloaded if needed.
 
     Args:
-        values: Arguments: `model_path`, `revision` and `download_dir` are read.
+        values: With `model_path`, `revision` and `download_dir`.
         with_weights: Whether weights are needed, or only configurations and the tokenizer.
 
     Raises:
-        ConfigError: It is neither a folder nor a repository that can be had.
+        ConfigError: It is neither a folder nor an available repository.
     """
     name = values.get("model_path")
     if name is None or name == "":
@@ -255,7 +163,7 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
 
 
 def step_image_bytes(plan: EngineArguments) -> int:
-    """Most bytes that the images of a step bring: as the driver has room for; 0 for none."""
+    """Maximum bytes of the images of a step, as in the driver; 0 for text models."""
     options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
     return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
 
@@ -267,40 +175,29 @@ def _refuse_unserved(values: Mapping[str, Any]) -> None:
             continue
         field = SERVER_ARGS.get(name)
         if field is None:
-            raise _unknown(name, {*known, *SERVER_ARGS})
+            raise unknown_argument(name, {*known, *SERVER_ARGS})
         if field.owner is not None and field.owner != "key":
-            why = _REASONS.get(field.owner, "the driver decides it")
+            why = UNSERVED_REASONS.get(field.owner, "the driver decides it")
             raise Unsupported(
                 f"the argument `{name}` = {quoted(value)} is not served: {why}", f"remove `{name}`"
             )
 
 
-def _unknown(name: str, known: set[str]) -> ConfigError:
-    hint = nearest(name, known)
-    if name in OTHER_NAMES:
-        hint = f"SGLang calls it `{OTHER_NAMES[name]}`"
-    elif name in _ADVICE:
-        hint = _advice(name, str)
-    return ConfigError(
-        f"there is no argument {quoted(name)}", hint or "the names are those of SGLang's ServerArgs"
-    )
-
-
 def _options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The table `[driver.options]`: its own names, and what goes on to SGLang."""
+    """The table `[driver.options]`: the driver's options, and settings of SGLang."""
     taken = {*SCHEDULER, *READ, *OWN}
-    options = {name: value for name, value in values.items() if name not in taken or name in _BOTH}
-    # As SGLang has it: a repository's code runs only where the caller says so.
+    options = {name: value for name, value in values.items() if name not in taken or name in BOTH}
+    # As in SGLang, remote code is opt-in.
     options.setdefault("trust_remote_code", False)
     if values.get("lora_paths"):
-        # As SGLang does, unless adapters are turned off by name.
+        # As in SGLang, unless adapters are disabled explicitly.
         options.setdefault("enable_lora", True)
-        # As SGLang does, too; smaller ones keep the default, for adapters that come later.
+        # As in SGLang; smaller ranks keep the default, for adapters that are loaded later.
         largest = largest_rank(parse_paths(values["lora_paths"]))
         if largest > parse_options({}, "cpu").max_lora_rank:
             options.setdefault("max_lora_rank", largest)
     if "log_level" in values:
-        # Python's name of the highest level, which the driver does not use.
+        # Python's highest level, which the driver does not have.
         level = str(values["log_level"]).lower()
         options["log_level"] = "error" if level == "critical" else level
     algorithm = values.get("speculative_algorithm")
@@ -314,15 +211,6 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
         if "speculative_num_draft_tokens" in values:
             options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
     return options
-
-
-_BOTH: Final = frozenset({"chunked_prefill_size"})
-"""Settings of the scheduler and of the driver."""
-
-
-_OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
-"""Devices of SGLang that the driver does not run on."""
-_DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
 def _devices(values: Mapping[str, Any]) -> list[str]:
@@ -369,13 +257,13 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
 
 
 def has_gpu() -> bool:
-    """Whether this process may use a GPU: NVIDIA's driver shows one that is not hidden."""
+    """Whether this process can use an NVIDIA GPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and bool(look_at_cuda(nvml()).gpus)
+    return not hidden and bool(query_cuda(nvml()).gpus)
 
 
 def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
-    """The type of the activations, as SGLang resolves it on a GPU."""
+    """The activation dtype, as SGLang resolves it on a GPU."""
     if isinstance(name, str):
         name = _DTYPE_ALIASES.get(name.lower(), name.lower())
     if name == "auto":
@@ -393,7 +281,7 @@ def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
     name = values.get("tokenizer_path") or values["model_path"]
     if str(name) == str(values["model_path"]):
         return model
-    # A revision is the model's: the tokenizer is another repository.
+    # The revision is that of the model's repository.
     return model_folder({**values, "model_path": name, "revision": None}, with_weights=False)
 
 
@@ -417,10 +305,10 @@ def _check_grammar_backend(name: Any) -> None:
 
 
 def _reasoning_parser(name: Any) -> str | None:
-    """Checks the name. With `auto` SGLang's server finds it out."""
+    """Validate the name; None for `auto`, which SGLang's server resolves."""
     if name in (None, "auto"):
         return None
-    think_end_of(str(name))
+    reasoning_end(str(name))
     return str(name)
 
 

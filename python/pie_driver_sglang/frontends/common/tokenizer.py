@@ -1,4 +1,4 @@
-"""The model's tokenizer: text to tokens, tokens to text as they come, and the chat template."""
+"""The model's tokenizer, incremental detokenization, stop strings, and the chat template."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, Final
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 _CONTEXT_TOKENS: Final = 5
-"""Tokens before a text that decide how its first ones are decoded, as SGLang has it."""
+"""Prompt tokens that are context for the first output tokens, as in SGLang."""
 _INCOMPLETE: Final = "\ufffd"
-"""What a decoder writes for bytes that are not a character, or not yet."""
+"""What a decoder writes for an invalid or incomplete UTF-8 character."""
 _SPACE: Final = "▁"
-"""How SentencePiece writes a space."""
+"""SentencePiece's space."""
 _DOWNLOAD: Final = "download the model again, with tokenizer.json"
 _TURN_ENDS: Final = ("<|eom_id|>",)
-"""Tokens that end a turn, which SGLang stops at although no configuration names them."""
+"""End-of-turn tokens that SGLang adds to those of the configuration."""
 
 
 class ModelTokenizer:
-    """A tokenizer from `tokenizer.json`. Every method may be called by several threads at once.
+    """A tokenizer from `tokenizer.json`. Thread-safe.
 
     Attributes:
-        end_tokens: The tokens that end a text, by the model's configuration.
-        file: Where it was read from.
+        end_tokens: The EOS tokens of the model's configuration.
+        file: Path of `tokenizer.json`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,57 +50,57 @@ class ModelTokenizer:
         self.end_tokens = _end_tokens(folder, self)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of prompts, computed by all cores and without Python's lock."""
+        """Tokenize prompts, in parallel and without the GIL."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of a text that has its special tokens in it, as chat templates do."""
+        """Tokenize a text without adding special tokens, such as a rendered chat."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of tokens."""
+        """Detokenize."""
         text: str = self._inner.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself, special ones by their names."""
+        """Detokenize each token by itself, special tokens included."""
         found: list[str] = self._inner.decode_batch(
             [[token] for token in tokens], skip_special_tokens=False
         )
         return found
 
     def stream(self, prompt: Sequence[int], skip_special: bool = True) -> TextStream:
-        """Return a decoder for the tokens after a prompt."""
+        """Return an incremental detokenizer for the tokens after a prompt."""
         return TextStream(self, prompt, skip_special)
 
     def token(self, text: str) -> int | None:
-        """Return the number of a token; None if no token has that name."""
+        """Return the id of a token; None if there is none of this text."""
         found: int | None = self._inner.token_to_id(text)
         return found
 
     def vocabulary(self) -> list[bytes]:
-        """Return what each token adds to a text, in UTF-8; nothing for special tokens."""
+        """Return the UTF-8 bytes of each token; empty for special tokens."""
         count: int = self._inner.get_vocab_size(with_added_tokens=True)
         added: Mapping[int, Any] = self._inner.get_added_tokens_decoder()
         alphabet = _byte_alphabet() if self._is_byte_level() else None
         words = (self._inner.id_to_token(number) for number in range(count))
         return [
-            _added_bytes(added[number]) if number in added else _word_bytes(word or "", alphabet)
+            _added_bytes(added[number]) if number in added else _token_bytes(word or "", alphabet)
             for number, word in enumerate(words)
         ]
 
     def special_tokens(self) -> list[tuple[int, str]]:
-        """Return the tokens without text, with their names."""
+        """Return ids and texts of the special tokens."""
         added: Mapping[int, Any] = self._inner.get_added_tokens_decoder()
         return [(number, str(token.content)) for number, token in added.items() if token.special]
 
     def chat(self, messages: Sequence[Mapping[str, str]], generate: bool = True) -> str:
-        """Return the text of a conversation by the model's chat template.
+        """Render a conversation by the model's chat template.
 
         Args:
             messages: Each with `role` and `content`.
-            generate: End with the beginning of the model's answer.
+            generate: Append the generation prompt.
 
         Raises:
             ConfigError: The model has no template, or its template refuses the conversation.
@@ -114,7 +114,7 @@ class ModelTokenizer:
         return render(self._template, messages=messages, add_generation_prompt=generate, **special)
 
     def for_runtime(self) -> dict[str, Any]:
-        """Return what `_core.Runtime` takes of a tokenizer, as its keyword arguments."""
+        """Return the tokenizer's keyword arguments for `_core.Runtime`."""
         return {
             "vocabulary": self.vocabulary(),
             "special_tokens": self.special_tokens(),
@@ -123,13 +123,13 @@ class ModelTokenizer:
 
     @property
     def turn_ends(self) -> set[int]:
-        """The tokens at which SGLang's server stops: `end_tokens`, and one that it knows itself."""
+        """The stop tokens of SGLang's server: `end_tokens`, and `<|eom_id|>`."""
         others = (self.token(text) for text in _TURN_ENDS)
         return {*self.end_tokens, *(end for end in others if end is not None)}
 
     @property
     def begin_token(self) -> int | None:
-        """The token that begins a text, by the model's configuration."""
+        """The BOS token of the model's configuration."""
         text = _token_text(self._config.get("bos_token"))
         return self.token(text) if text else None
 
@@ -144,10 +144,11 @@ class ModelTokenizer:
 
 
 class TextStream:
-    """The text of tokens as they come; a character that is cut between two tokens waits.
+    """Incremental detokenization: the text of tokens as they arrive.
 
-    It is the usual way of vLLM and SGLang: a few tokens before the new ones are decoded with and
-    without these, and the difference is the new text.
+    As in vLLM and SGLang: the last tokens are decoded with and without the new ones, and the
+    difference is the new text. An incomplete UTF-8 character is held back. `DecodeStream` of
+    tokenizers cannot flush such a character at the end, and raises where a text changes.
     """
 
     def __init__(
@@ -157,7 +158,6 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
-        self._begin = 0
         self._shown = len(self._tokens)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
@@ -165,42 +165,29 @@ class TextStream:
 
         Args:
             tokens: The next ones.
-            is_last: Return what is incomplete, too.
+            is_last: Also return an incomplete character.
         """
         self._tokens.extend(tokens)
-        before = self._decode(self._shown)
-        now = self._decode(len(self._tokens))
+        before = self._tokenizer.decode(self._tokens[: self._shown], self._skip_special)
+        now = self._tokenizer.decode(self._tokens, self._skip_special)
         if not is_last and now.endswith(_INCOMPLETE):
             return ""
-        self._begin, self._shown = self._shown, len(self._tokens)
-        self._forget()
+        del self._tokens[: self._shown]
+        self._shown = len(self._tokens)
         return now[len(before) :]
-
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[self._begin : end], self._skip_special)
-
-    def _forget(self) -> None:
-        del self._tokens[: self._begin]
-        self._shown -= self._begin
-        self._begin = 0
 
 
 class StopFilter:
-    """Holds back text that may be the beginning of a stop string."""
+    """Withholds text that may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
-        """Look for any of `stops`.
-
-        Args:
-            stops: Texts.
-            keep: Leave the one that ends the text, but nothing after it.
-        """
+        """Search for any of `stops`; with `keep`, the matched one stays in the text."""
         self._stops = [stop for stop in stops if stop]
         self._keep = keep
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Return what can be shown."""
+        """Return the text that can be emitted."""
         text = self._held + text
         held = max((overlap(text, stop) for stop in self._stops), default=0)
         shown = len(text) - held
@@ -208,35 +195,28 @@ class StopFilter:
         return text[:shown]
 
     def finish(self, matched: str | None) -> str:
-        """Return the rest.
-
-        Args:
-            matched: What ended the text; it is cut off if it is a stop string.
-        """
+        """Return the rest, truncated at the stop string that `matched`."""
         text, self._held = self._held, ""
-        place = text.find(matched) if matched in self._stops else -1
-        if place < 0 or matched is None:
+        start = text.find(matched) if matched in self._stops else -1
+        if start < 0 or matched is None:
             return text
-        return text[: place + len(matched) if self._keep else place]
+        return text[: start + len(matched) if self._keep else start]
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with, or that has all of it.
-
-    A stop string in the middle, with text of the same token after it, counts from where it begins.
-    """
-    place = text.find(stop)
-    if place >= 0:
-        return len(text) - place
+    """The length of the end of `text` from a match of `stop`, or of a prefix of `stop`, on."""
+    start = text.find(stop)
+    if start >= 0:
+        return len(text) - start
     longest = min(len(stop) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a chat template, in a sandbox: templates come with the model.
+    """Render a chat template, in a sandbox, since it comes with the model.
 
     Raises:
-        ConfigError: The template is wrong, or refuses the values.
+        ConfigError: The template is invalid, or raises.
     """
     jinja: Any = import_module("jinja2")
     sandbox: Any = import_module("jinja2.sandbox")
@@ -270,7 +250,7 @@ def _now(shape: str) -> str:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """From a file of its own, or from the tokenizer's configuration, where it may have a name."""
+    """The template in `chat_template.jinja`, or in the tokenizer's configuration."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except OSError:
@@ -287,7 +267,7 @@ def _token_text(value: Any) -> str:
 
 
 def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
-    """Those of the model's configurations, and the tokenizer's own, as SGLang collects them."""
+    """The EOS tokens of the model's configurations and of the tokenizer, as in SGLang."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         ends |= configured_ends(read_json(folder / name))
@@ -297,14 +277,14 @@ def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
 
 
 def configured_ends(config: Mapping[str, Any]) -> set[int]:
-    """Return the tokens that end a text by one of a model's configurations."""
+    """Return the `eos_token_id`s of a configuration."""
     listed = config.get("eos_token_id")
     tokens = listed if isinstance(listed, list) else [listed]
     return {token for token in tokens if isinstance(token, int)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file of a snapshot; an empty one where there is no such file.
+    """Read a JSON object of a snapshot; an empty one if the file is missing.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -322,7 +302,7 @@ def _added_bytes(token: Any) -> bytes:
     return b"" if token.special else str(token.content).encode()
 
 
-def _word_bytes(word: str, alphabet: Mapping[str, int] | None) -> bytes:
+def _token_bytes(word: str, alphabet: Mapping[str, int] | None) -> bytes:
     if alphabet is not None:
         return bytes(alphabet[letter] for letter in word if letter in alphabet)
     if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
@@ -331,7 +311,7 @@ def _word_bytes(word: str, alphabet: Mapping[str, int] | None) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, others for letters above."""
+    """GPT-2's map from characters to bytes: printable bytes are themselves, others are shifted."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     alphabet = {chr(byte): byte for byte in plain}

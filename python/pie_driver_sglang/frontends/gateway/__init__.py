@@ -1,15 +1,15 @@
 """`pie-sglang serve --front gateway`: the gateway smg over this package's runtime.
 
-The gateway is a process of its own, in Rust: HTTP, tokenizer, templates, parsers, routing. It
-calls the gRPC services that `_core.Gateway` offers inside this process, one port for each replica
-of the model. No token passes Python, and nothing of SGLang is imported here: the drivers do that.
+smg is a process of its own, in Rust: HTTP, tokenizer, chat templates, parsers, routing. It calls
+the gRPC services that `_core.Gateway` serves inside this process, one port per replica. No token
+passes through Python, and only the drivers import SGLang.
 
 ====================  ==============================================================================
-``launch``            the command, from start to end
-``flags``             what the gateway or the engine honours; ``parsers`` has the names of parsers
+``supervisor``        the command: starts and supervises drivers, gRPC services and smg
+``gateway_flags``     the flags that smg or the engine supports; ``parsers`` maps parser names
 ``replicas``          the runtimes, each with its gRPC service
-``smg``               the gateway's process: its command line, start and end
-``smg_process``       the program that this process runs: it ends with its parent
-``metrics_endpoint``  one endpoint for the metrics of the gateway and the runtimes
+``smg``               smg's arguments, start, health check and shutdown
+``smg_process``       the program that runs smg and ends with its parent
+``metrics_endpoint``  one Prometheus endpoint for smg and the runtimes
 ====================  ==============================================================================
 """

@@ -1,4 +1,4 @@
-"""The one endpoint for Prometheus: the runtimes' metrics, and the gateway's as it gives them."""
+"""One Prometheus endpoint for the metrics of the runtimes and of smg."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pie_driver_sglang.observability.engine_metrics import RuntimeExporter
 logger = logging.getLogger(__name__)
 
 DEFAULT_METRICS_PORT: Final = 29000
-"""The gateway's own default."""
+"""smg's default."""
 _FETCH_S: Final = 2.0
 """How long a scrape waits for the gateway; Prometheus gives up after ten seconds by default."""
 _CLIENT_S: Final = 10.0
-"""How long a client may be silent: each connection has a thread."""
+"""Timeout of a client; each connection has a thread."""
 _FORMAT: Final = "text/plain; version=0.0.4; charset=utf-8"
 _PATH: Final = "/metrics"
 
 
 class MetricsServer:
-    """Serves `/metrics` in threads of its own. Use it as a context manager."""
+    """Serves `/metrics` in threads. Use it as a context manager."""
 
     def __init__(self, exporter: RuntimeExporter, host: str, port: int) -> None:
-        """Begins to serve the runtimes' metrics.
+        """Start to serve the runtimes' metrics.
 
         Args:
             exporter: Of the runtimes.
@@ -38,7 +38,7 @@ class MetricsServer:
             port: 0 for any.
 
         Raises:
-            StartError: The port cannot be had.
+            StartError: The port is not available.
         """
         from prometheus_client import generate_latest
 
@@ -58,11 +58,11 @@ class MetricsServer:
         self._thread.start()
 
     def add_gateway(self, port: int) -> None:
-        """From now on a scrape asks the gateway, too, at this port of the loopback."""
+        """Include smg's metrics, from this port of the loopback."""
         self._gateway = f"http://127.0.0.1:{port}{_PATH}"
 
     def _fetch(self) -> bytes:
-        """The gateway's metrics; nothing while it does not answer."""
+        """Smg's metrics; empty while it does not respond."""
         if self._gateway is None:
             return b""
         try:
@@ -107,5 +107,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        # A scrape every few seconds is no news.
-        pass
+        """Log no scrapes."""

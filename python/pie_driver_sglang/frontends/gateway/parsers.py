@@ -1,4 +1,4 @@
-"""SGLang's names of tool and reasoning parsers, and the gateway's."""
+"""Maps SGLang's names of tool and reasoning parsers to those of smg."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from pie_driver_sglang.errors import ConfigError, quoted
 
-#: The gateway's parser for the format of SGLang's. Names that both have are not listed.
+#: smg's parser for the same format as SGLang's; identical names are not listed.
 TOOL_PARSERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cohere_command4": "cohere",
@@ -41,7 +41,7 @@ REASONING_PARSERS: Final[Mapping[str, str]] = MappingProxyType(
         "qwen3-thinking": "qwen3_thinking",
     }
 )
-#: Parsers of SGLang whose format the gateway does not know.
+#: Parsers of SGLang whose format smg does not support.
 MISSING_TOOL_PARSERS: Final = frozenset(
     {
         "apertus2509",
@@ -73,25 +73,25 @@ MISSING_REASONING_PARSERS: Final = frozenset(
 
 
 def tool_parser(name: str) -> str:
-    """The gateway's name of a tool parser.
+    """Smg's name of a tool parser.
 
     Raises:
-        ConfigError: It has none for this format.
+        ConfigError: smg has none for this format.
     """
     return _find("--tool-call-parser", name, TOOL_PARSERS, MISSING_TOOL_PARSERS)
 
 
 def reasoning_parser(name: str) -> str:
-    """The gateway's name of a reasoning parser.
+    """Smg's name of a reasoning parser.
 
     Raises:
-        ConfigError: It has none for this format.
+        ConfigError: smg has none for this format.
     """
     return _find("--reasoning-parser", name, REASONING_PARSERS, MISSING_REASONING_PARSERS)
 
 
 def gateway_choices(flag: str) -> frozenset[str]:
-    """The values that the installed gateway takes for a flag; empty if it is not installed."""
+    """The values that the installed smg accepts for a flag; empty if it is not installed."""
     if find_spec("smg") is None:
         return frozenset()
     from smg.router_args import RouterArgs
@@ -103,7 +103,7 @@ def gateway_choices(flag: str) -> frozenset[str]:
 
 class _GatewayParser(argparse.ArgumentParser):
     def choices(self, flag: str) -> frozenset[str]:
-        """The values that a flag takes; empty if it takes any."""
+        """The choices of a flag; empty if it accepts any value."""
         actions = [action for action in self._actions if flag in action.option_strings]
         return frozenset(choice for action in actions for choice in action.choices or ())
 
@@ -112,7 +112,7 @@ def _find(flag: str, name: str, names: Mapping[str, str], missing: frozenset[str
     choices = gateway_choices(flag)
     found = names.get(name, name)
     if found in choices or not (choices or name in missing or name == "auto"):
-        # A gateway that is started by hand, elsewhere, refuses what it does not know itself.
+        # smg itself rejects a parser that it does not know.
         return found
     ours = {each for each, other in names.items() if other in choices}
     known = ", ".join(sorted({*choices, *ours}))

@@ -6,40 +6,38 @@ import contextlib
 import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
 from typing import Any, Final
 
 from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.arch import image_merge
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.frontends.common.arguments import step_image_bytes
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, read_json
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.gateway.flags import GatewayArguments
+from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments
 from pie_driver_sglang.observability.active import ActiveFile
 from pie_driver_sglang.observability.spans import DEFAULT_ENDPOINT, SpanThread
 
 _CLOSE_S: Final = 10.0
 """How long requests may take to end when a server is closed; the gateway has drained before."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What the gateway takes as defaults."""
+"""Sampling parameters whose defaults the gateway supports."""
 
 
 class Replicas:
     """Runtimes with their gRPC servers. Use it as a context manager."""
 
     def __init__(self, plan: EngineArguments, arguments: GatewayArguments) -> None:
-        """Starts every driver and returns at once.
+        """Start every driver without waiting.
 
         Args:
-            plan: What the engine starts with.
+            plan: Arguments of the engine.
             arguments: This command's.
         """
         assert plan.tokenizer is not None, "`skip_tokenizer_init` is refused"
         tokenizer = ModelTokenizer(plan.tokenizer)
         ends = sorted(tokenizer.turn_ends)
         self._plan, self._arguments = plan, arguments
-        self._facts = _facts(plan, arguments, ends)
+        self._model_info = _model_info(plan, arguments, ends)
         self._stack = contextlib.ExitStack()
         self._servers: list[Gateway] = []
         self._traces = bool(arguments.front.get("enable_trace"))
@@ -67,20 +65,20 @@ class Replicas:
             raise
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Whether all drivers serve; waits for it.
+        """Wait until all drivers are ready; False after the timeout.
 
         Raises:
-            StartError: One cannot, or can no longer.
+            StartError: A driver failed.
         """
         return all([runtime.wait_ready(timeout_s) for runtime in self.runtimes])
 
     @property
     def active(self) -> dict[str, Any]:
-        """What serves the model; see `observe.active`. The replicas have the same."""
+        """The active components (`observability.active`), the same in all replicas."""
         return self._active.read()
 
     def log_lines(self) -> list[str]:
-        """What drivers have logged; with several replicas each line begins with `[number] `."""
+        """New lines of the drivers' logs; with several replicas prefixed by `[number] `."""
         lines = []
         for number, runtime in enumerate(self.runtimes):
             prefix = f"[{number}] " if len(self.runtimes) > 1 else ""
@@ -88,7 +86,7 @@ class Replicas:
         return lines
 
     def open(self) -> list[str]:
-        """Starts the gRPC servers, and returns their addresses as the gateway wants them.
+        """Start the gRPC servers, and return their URLs.
 
         Raises:
             OSError: A port is taken.
@@ -104,7 +102,7 @@ class Replicas:
                 max_running_requests=self._plan.runtime.get("max_running_requests"),
                 speculate=self._plan.speculates,
                 traces=self._traces,
-                **self._facts,
+                **self._model_info,
             )
             self._servers.append(server)
         if self._traces:
@@ -116,11 +114,11 @@ class Replicas:
             [server.take_traced for server in self._servers],
             str(self._arguments.front.get("otlp_traces_endpoint", DEFAULT_ENDPOINT)),
             service="pie-sglang",
-            model=self._facts["served_model_name"],
+            model=self._model_info["served_model_name"],
         )
 
     def close(self) -> None:
-        """Closes the servers, and stops the drivers."""
+        """Close the servers and stop the drivers."""
         for server in self._servers:
             server.close(_CLOSE_S)
         if self._spans is not None:
@@ -131,23 +129,20 @@ class Replicas:
         """Return the replicas."""
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop everything."""
         self.close()
 
 
 def served_name(arguments: GatewayArguments) -> str:
-    """The name that clients use for the model: the one that was given, as SGLang has it."""
+    """The name that clients use for the model."""
     return str(arguments.front.get("served_model_name") or arguments.engine["model_path"])
 
 
-def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) -> dict[str, Any]:
-    """What the servers say of the model."""
+def _model_info(
+    plan: EngineArguments, arguments: GatewayArguments, ends: list[int]
+) -> dict[str, Any]:
+    """Model information of the services."""
     front = arguments.front
     config = load_hf_config(plan.model)
     return {
@@ -168,7 +163,7 @@ def _facts(plan: EngineArguments, arguments: GatewayArguments, ends: list[int]) 
 
 
 def _default_sampling(plan: EngineArguments, front: Mapping[str, Any]) -> str:
-    """As SGLang has them: of the model's `generation_config.json`, and over them the operator's."""
+    """Default sampling parameters: the operator's over those of `generation_config.json`."""
     found: dict[str, Any] = {}
     if front.get("sampling_defaults", "model") == "model":
         found |= read_json(plan.model / "generation_config.json")

@@ -1,4 +1,4 @@
-"""The gateway's process: its command line, its start, its end."""
+"""smg's process: its arguments, start, health check and shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
-from pie_driver_sglang.frontends.gateway.flags import GatewayArguments
+from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments
 from pie_driver_sglang.frontends.gateway.parsers import reasoning_parser, tool_parser
 
 REQUIREMENT: Final = "smg>=1.13,<1.14"
@@ -44,30 +44,30 @@ _LEVELS: Final[Mapping[str, str]] = {
 
 
 def is_installed() -> bool:
-    """Whether the gateway's package is there."""
+    """Whether the package smg is installed."""
     return find_spec("smg") is not None
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens at."""
+    """A free port."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
-def smg_words(
+def smg_arguments(
     arguments: GatewayArguments, urls: Sequence[str], model: Path, metrics_port: int
 ) -> list[str]:
-    """The gateway's command line, after its name.
+    """The arguments of smg.
 
     Args:
-        arguments: This command's.
-        urls: Of the services.
+        arguments: The parsed command line.
+        urls: Of the gRPC services.
         model: The folder with the tokenizer.
-        metrics_port: Of its own metrics, on the loopback.
+        metrics_port: Port of its metrics, on the loopback.
 
     Raises:
-        ConfigError: A value is none that the gateway takes.
+        ConfigError: smg does not support a value.
     """
     front = arguments.front
     # It makes its spans where it would write lines of this level.
@@ -77,56 +77,56 @@ def smg_words(
         raise ConfigError(
             f"`--log-level` is {quoted(level)}", f"expected one of {', '.join(_LEVELS)}"
         )
-    words = ["launch", "--host", front.get("host", "127.0.0.1")]
-    words += ["--port", str(front.get("port", 30000))]
-    words += ["--prometheus-host", "127.0.0.1"]
-    words += ["--prometheus-port", str(metrics_port)]
-    words += ["--model-path", str(model), "--log-level", _LEVELS[level]]
-    words += ["--worker-startup-check-interval", "1"]
-    words += [_GRACE_FLAG, str(_DRAIN_S)]
-    words += ["--policy", "cache_aware" if len(urls) > 1 else "round_robin"]
-    words += ["--worker-urls", *urls]
-    words += _limits(arguments)
-    words += _optional(front)
-    return [*words, *arguments.words]
+    command = ["launch", "--host", front.get("host", "127.0.0.1")]
+    command += ["--port", str(front.get("port", 30000))]
+    command += ["--prometheus-host", "127.0.0.1"]
+    command += ["--prometheus-port", str(metrics_port)]
+    command += ["--model-path", str(model), "--log-level", _LEVELS[level]]
+    command += ["--worker-startup-check-interval", "1"]
+    command += [_GRACE_FLAG, str(_DRAIN_S)]
+    command += ["--policy", "cache_aware" if len(urls) > 1 else "round_robin"]
+    command += ["--worker-urls", *urls]
+    command += _limits(arguments)
+    command += _optional(front)
+    return [*command, *arguments.smg]
 
 
-def secret_words(arguments: GatewayArguments) -> list[str]:
-    """Words with keys, for the gateway alone: they are in no list of arguments.
+def secret_arguments(arguments: GatewayArguments) -> list[str]:
+    """Arguments with keys, which are passed by a pipe: other users can read a process's own.
 
     Without an admin key it gets one that nobody knows, so that nobody registers workers.
     """
     admin = arguments.keys.admin or secrets.token_urlsafe(32)
-    words = ["--control-plane-api-keys", f"pie:pie-sglang:admin:{admin}"]
+    command = ["--control-plane-api-keys", f"pie:pie-sglang:admin:{admin}"]
     if arguments.keys.api is not None:
-        words += ["--api-key", arguments.keys.api]
-    return words
+        command += ["--api-key", arguments.keys.api]
+    return command
 
 
 def _limits(arguments: GatewayArguments) -> list[str]:
-    limits, media = arguments.edge.connections, arguments.edge.media
-    words = ["--max-payload-size", str(limits.max_body_bytes)]
-    words += ["--header-read-timeout-secs", str(math.ceil(limits.header_timeout_s))]
-    words += ["--stream-body-stall-timeout-secs", str(math.ceil(limits.body_timeout_s))]
-    if "keep-alive-timeout" in arguments.edge.given:
+    limits, media = arguments.http.connections, arguments.http.media
+    command = ["--max-payload-size", str(limits.max_body_bytes)]
+    command += ["--header-read-timeout-secs", str(math.ceil(limits.header_timeout_s))]
+    command += ["--stream-body-stall-timeout-secs", str(math.ceil(limits.body_timeout_s))]
+    if "keep-alive-timeout" in arguments.http.given:
         idle_s = math.ceil(limits.keep_alive_timeout_s)
-        words += ["--idle-connection-timeout-secs", str(idle_s)]
+        command += ["--idle-connection-timeout-secs", str(idle_s)]
     if media.allowed_domains:
-        words += ["--mm-allowed-media-domains", ",".join(media.allowed_domains)]
+        command += ["--mm-allowed-media-domains", ",".join(media.allowed_domains)]
     if media.allow_private_hosts:
-        words.append("--mm-allow-private-media-hosts")
-    return words
+        command.append("--mm-allow-private-media-hosts")
+    return command
 
 
 def _variables(arguments: GatewayArguments) -> dict[str, str]:
-    """Limits that the gateway reads from its environment, unless the user has set them there."""
-    most = str(arguments.edge.media.max_bytes)
+    """Environment variables with limits, unless the user has set them."""
+    most = str(arguments.http.media.max_bytes)
     names = (f"SMG_{kind}_MAX_INPUT_BYTES" for kind in ("IMAGE", "AUDIO", "VIDEO"))
     return {name: os.environ.get(name, most) for name in names}
 
 
 def _optional(front: Mapping[str, Any]) -> list[str]:
-    words: list[str] = []
+    command: list[str] = []
     readers: Mapping[str, tuple[str, Callable[[str], str]]] = {
         "chat_template": ("--chat-template", _template),
         "otlp_traces_endpoint": ("--otlp-traces-endpoint", str),
@@ -137,10 +137,10 @@ def _optional(front: Mapping[str, Any]) -> list[str]:
     }
     for name, (flag, reader) in readers.items():
         if name in front:
-            words += [flag, reader(str(front[name]))]
+            command += [flag, reader(str(front[name]))]
     if front.get("enable_trace"):
-        words.append("--enable-trace")
-    return words
+        command.append("--enable-trace")
+    return command
 
 
 def _template(name: str) -> str:
@@ -152,55 +152,55 @@ def _template(name: str) -> str:
     return name
 
 
-def _grace_s(words: Sequence[str]) -> float:
-    """The longest grace period of a command line: a word of the user comes after the default."""
-    values = [value for flag, value in pairwise(words) if flag == _GRACE_FLAG]
-    values += [word.partition("=")[2] for word in words if word.startswith(f"{_GRACE_FLAG}=")]
+def _grace_s(command: Sequence[str]) -> float:
+    """The longest grace period of a command line: the user's follows the default."""
+    values = [value for flag, value in pairwise(command) if flag == _GRACE_FLAG]
+    values += [each.partition("=")[2] for each in command if each.startswith(f"{_GRACE_FLAG}=")]
     # The gateway refuses one that is no number.
     return max((float(value) for value in values if value.isdecimal()), default=_DRAIN_S)
 
 
 class GatewayProcess:
-    """The gateway, started. It ends with this process."""
+    """A running smg. It ends with this process."""
 
-    def __init__(self, words: Sequence[str], arguments: GatewayArguments, url: str) -> None:
-        """Starts it.
+    def __init__(self, command: Sequence[str], arguments: GatewayArguments, url: str) -> None:
+        """Start it.
 
         Args:
-            words: Its command line.
-            arguments: This command's.
+            command: Its arguments.
+            arguments: The parsed command line.
             url: Where it will serve.
         """
         self._url = url
-        self._drain_s = _grace_s(words)
+        self._drain_s = _grace_s(command)
         self._drained_at = math.inf
         variables = {**os.environ, **_variables(arguments)}
         if not sys.stderr.isatty():
             variables["NO_COLOR"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.smg_process", str(os.getpid()), *words],
+            [sys.executable, "-m", f"{__package__}.smg_process", str(os.getpid()), *command],
             env=variables,
             stdin=subprocess.PIPE,
             # Ctrl-C comes to this process alone.
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        # One that has ended already says so to `wait_ready`.
+        # If it has ended already, `wait_ready` raises.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(secret_words(arguments)).encode())
+            pipe.write(json.dumps(secret_arguments(arguments)).encode())
 
-    def wait_ready(self, looks: Callable[[], None]) -> None:
-        """Waits until it serves.
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Wait until it is ready.
 
         Args:
-            looks: Called between two looks; may raise.
+            check: Called between two polls; may raise.
 
         Raises:
             StartError: It has ended, or takes too long.
         """
         until = time.monotonic() + _READY_S
         while not self._is_ready():
-            looks()
+            check()
             status = self._process.poll()
             if status is not None:
                 raise StartError(
@@ -229,17 +229,17 @@ class GatewayProcess:
         return self._process.poll()
 
     def drain(self) -> None:
-        """Tells it to end once its requests have, or once its grace period is over."""
+        """Have it end after its requests, or after its grace period."""
         self._drained_at = time.monotonic() + self._drain_s + _EXIT_S
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def is_draining(self) -> bool:
-        """Whether it still runs after `drain`, and may. One that is stuck never ends by itself."""
+        """Whether it runs after `drain`, and is within its grace period."""
         return self._process.poll() is None and time.monotonic() < self._drained_at
 
     def stop(self) -> None:
-        """Ends it at once, if it has not ended."""
+        """Kill it, if it has not ended."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()

@@ -1,6 +1,6 @@
-"""`python -m pie_driver_sglang.frontends.gateway.smg_process PARENT WORDS`: smg, as a child.
+"""`python -m pie_driver_sglang.frontends.gateway.smg_process PARENT ARGUMENTS`: smg, as a child.
 
-Words with keys come by its input, as a JSON list: other users of the host can read its arguments.
+Arguments with keys come by stdin as a JSON list: other users can read a process's arguments.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import json
 import sys
 
 
-def main(words: list[str]) -> None:
-    """Runs smg's command line."""
+def main(arguments: list[str]) -> None:
+    """Run smg."""
     from pie_driver_sglang._core import die_with_parent
 
-    die_with_parent(int(words[0]))
-    command, *others = words[1:]
+    die_with_parent(int(arguments[0]))
+    command, *others = arguments[1:]
     sys.argv = ["smg", command, *json.load(sys.stdin), *others]
     import smg.launch_router
     from smg.cli import main as smg_main
 
-    # It fills a screen, and says nothing that this command does not say.
+    # The banner fills a screen.
     smg.launch_router.print_banner = lambda *_: None
     smg_main()
 

@@ -9,20 +9,22 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.thinking import think_end_of
-from pie_driver_sglang.errors import ConfigError, DriverError, quoted
-from pie_driver_sglang.frontends.common.adapters import AdapterUpdate, EngineAdapters, parse_paths
-from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.config.reasoning_parsers import reasoning_end
+from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
+from pie_driver_sglang.frontends.common.lora_adapters import (
+    AdapterUpdate,
+    EngineAdapters,
+    parse_paths,
+)
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.offline.answers import CallAnswers
-from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptReader
-from pie_driver_sglang.frontends.offline.requests import Asked, Call, OpenRequests
+from pie_driver_sglang.frontends.offline.outputs import CallOutputs
+from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
+from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
 from pie_driver_sglang.observability.active import ActiveFile
 
 logger = logging.getLogger(__name__)
@@ -30,10 +32,10 @@ logger = logging.getLogger(__name__)
 _Error = TypeVar("_Error", bound=DriverError)
 
 _WAIT_S: Final = 0.1
-"""How often a start looks for new lines of the drivers' log."""
+"""Poll period of the drivers' log during the start."""
 
 MAX_STEP_MS: Final = 2000.0
-"""Of a step while nothing streams: only calls of the same process wait for it."""
+"""Longest step while nothing streams: no interactive client waits for it."""
 
 
 class Engine:
@@ -82,7 +84,7 @@ class Engine:
             self._adapters = EngineAdapters(runtime, parsed.max_adapters)
             for adapter in parsed.adapters:
                 _with_hint(self._adapters.load, adapter)
-            self._prompts = PromptReader(
+            self._prompts = PromptParser(
                 self.tokenizer, parsed.sampling, self._adapters, self.context_length
             )
             self._attach(runtime, OpenRequests(runtime), active)
@@ -135,7 +137,7 @@ class Engine:
             StartError: The drivers are gone.
         """
         prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
-        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        extra = self._request_options(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._streamed(prompts, extra)
         return self._collected(prompts, extra)
@@ -163,7 +165,7 @@ class Engine:
             StartError: The drivers are gone.
         """
         prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
-        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        extra = self._request_options(priority, session_id, extra_key, require_reasoning)
         return self._completed(prompts, extra)
 
     async def async_generate(
@@ -183,14 +185,14 @@ class Engine:
     ) -> Any:
         """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
         prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
-        extra = self._extra(priority, session_id, extra_key, require_reasoning)
+        extra = self._request_options(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._async_streamed(prompts, extra)
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
-        with await self._async_submitted(prompts, extra, answers, streams=False) as call:
+        outputs = CallOutputs(self.tokenizer, prompts.is_list, streams=False)
+        with await self._async_submitted(prompts, extra, outputs, streams=False) as call:
             async for event in call.async_events():
-                answers.take(event)
-        return answers.result()
+                outputs.append(event)
+        return outputs.result()
 
     def encode(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the driver serves causal language models, which have no embeddings to return.
@@ -198,7 +200,7 @@ class Engine:
         Raises:
             ConfigError: Always.
         """
-        raise _noted(
+        raise _with_note(
             ConfigError(
                 "`encode` is not served: the driver runs causal language models, not embedding "
                 "models",
@@ -227,8 +229,7 @@ class Engine:
             self._requests.require_own_process()
             self._adapters.load(adapter)
         except DriverError as error:
-            text = "; ".join(filter(None, (str(error), error.hint)))
-            return AdapterUpdate(False, text, self._adapters.paths)
+            return AdapterUpdate(False, error.with_hint, self._adapters.paths)
         return AdapterUpdate(True, "", self._adapters.paths)
 
     def flush_cache(self) -> bool:
@@ -248,14 +249,14 @@ class Engine:
         }
 
     def end_session(self, session_id: str) -> None:
-        """Let the pages of a conversation go."""
+        """Free the KV pages of a session."""
         number = self._sessions.pop(session_id, None)
         if number is not None:
             self._runtime.end_session(number)
 
     @property
     def context_length(self) -> int:
-        """Positions of a context, prompt and answer together."""
+        """The context length: tokens of prompt and output together."""
         return int(self._capabilities["max_model_len"])
 
     def shutdown(self) -> None:
@@ -264,24 +265,19 @@ class Engine:
         Any thread, a signal handler and a callback may call it; in a fork it does nothing.
         """
         self._finalizer()
-        # A second call returns when the first has stopped the drivers.
+        # A second call waits for the first.
         self._requests.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
 
     def _attach(self, runtime: Any, requests: OpenRequests, active: ActiveFile) -> None:
-        """Takes what serves, and shuts it down when nobody refers to the engine any more."""
+        """Store the runtime, and shut it down when the engine is garbage-collected."""
         self._native_runtime, self._requests, self._active = runtime, requests, active
         self._finalizer = weakref.finalize(self, _close, requests, active)
         self._sessions: dict[str, int] = {}
@@ -298,23 +294,23 @@ class Engine:
         try:
             return _core.Runtime(**active.runtime(keywords))
         except (ValueError, OverflowError) as error:
-            raise _noted(_native(error)) from error
+            raise _with_note(_config_error(error)) from error
         except TypeError as error:
             hint = "check the types of the arguments"
-            raise _noted(ConfigError(str(error), hint)) from error
+            raise _with_note(ConfigError(str(error), hint)) from error
 
     @property
     def _runtime(self) -> Any:
-        """The native runtime, in the process that it was made in."""
+        """The native runtime; raises in a forked process."""
         _with_hint(self._requests.require_own_process)
         return self._native_runtime
 
     def _read(self, *given: Any) -> CallPrompts:
-        """As `PromptReader.read`."""
+        """As `PromptParser.read`."""
         prompts: CallPrompts = _with_hint(self._prompts.read, *given)
         return prompts
 
-    def _extra(
+    def _request_options(
         self,
         priority: int | None,
         session_id: str | None,
@@ -323,69 +319,72 @@ class Engine:
     ) -> dict[str, Any]:
         for name, value in (("session_id", session_id), ("extra_key", extra_key)):
             if value is not None and not isinstance(value, str):
-                raise _wrong(name, value, "a text")
+                raise _with_note(invalid_value(f"`{name}`", value, "a text"))
         if not isinstance(require_reasoning, bool):
-            raise _wrong("require_reasoning", require_reasoning, "True or False")
+            raise _with_note(
+                invalid_value("`require_reasoning`", require_reasoning, "True or False")
+            )
         is_integer = isinstance(priority, int) and not isinstance(priority, bool)
         if priority is not None and not (is_integer and abs(priority) < 2**31):
-            raise _wrong("priority", priority, f"an integer from {1 - 2**31} to {2**31 - 1}")
+            expected = f"an integer from {1 - 2**31} to {2**31 - 1}"
+            raise _with_note(invalid_value("`priority`", priority, expected))
         session = None
         if session_id is not None:
             # Numbers are never used again; both calls are atomic.
             session = self._sessions.setdefault(session_id, next(self._session_numbers))
         speculates = self._arguments.speculates
         named = {"priority": priority, "session": session, "namespace": extra_key}
-        after = self._end_of_thinking() if require_reasoning else []
+        after = self._reasoning_end() if require_reasoning else []
         return {**named, "speculate": speculates, "grammar_after": after}
 
-    def _end_of_thinking(self) -> list[int]:
-        """The tokens that end the model's thinking."""
+    def _reasoning_end(self) -> list[int]:
+        """The tokens that end the model's reasoning."""
         parser = self._arguments.reasoning_parser
         if parser is None or self.tokenizer is None:
-            raise _noted(
+            raise _with_note(
                 ConfigError(
                     "`require_reasoning` is set, but how the model ends its thinking is not known",
                     'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
                 )
             )
-        return list(self.tokenizer.encode_plain(think_end_of(parser)))
+        return list(self.tokenizer.encode_plain(reasoning_end(parser)))
 
     def _submitted(
-        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+        self, prompts: CallPrompts, extra: Mapping[str, Any], outputs: CallOutputs, *, streams: bool
     ) -> Call:
-        """Hands the requests in, those of texts part by part, and makes room for their answers."""
+        """Tokenize and submit the requests, batch by batch, and add their outputs."""
         call = Call(self._requests, streams=streams)
         try:
             for part in self._prompts.tokenized(prompts):
                 asked = []
                 for prompt in part:
                     room = self.context_length - len(prompt.tokens)
-                    parameters = {**prompt.sampling.submitted(room), **extra}
+                    parameters = {**prompt.sampling.runtime_arguments(room), **extra}
                     if prompt.adapter is not None:
                         parameters["adapter_id"] = prompt.adapter
                     if prompt.logprobs is not None:
-                        parameters |= prompt.logprobs.submitted()
-                    asked.append(Asked(prompt.tokens, prompt.sampling.n, parameters))
-                # What is refused, such as a huge `n`, gets no room for answers.
+                        parameters |= prompt.logprobs.runtime_arguments()
+                    asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
+                # First, because it rejects a huge `n`.
                 call.submit(asked)
                 for prompt in part:
-                    answers.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
+                    outputs.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
         except (TypeError, ValueError, OverflowError) as error:
             call.abort()
-            raise _noted(_native(error)) from error
+            raise _with_note(_config_error(error)) from error
         except DriverError as error:
             call.abort()
-            raise _noted(error) from None
+            raise _with_note(error) from None
         except BaseException:
             call.abort()
             raise
         return call
 
     async def _async_submitted(
-        self, prompts: CallPrompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+        self, prompts: CallPrompts, extra: Mapping[str, Any], outputs: CallOutputs, *, streams: bool
     ) -> Call:
-        """Does the same in a thread. Of a caller that does not wait for it nothing is left."""
-        submit = functools.partial(self._submitted, prompts, extra, answers, streams=streams)
+        """As `_submitted`, in a thread; a cancelled caller's requests are aborted."""
+        submit = functools.partial(self._submitted, prompts, extra, outputs, streams=streams)
         submitting = asyncio.ensure_future(asyncio.to_thread(submit))
         try:
             return await asyncio.shield(submitting)
@@ -394,44 +393,44 @@ class Engine:
             raise
 
     def _collected(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Any:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
-        with self._submitted(prompts, extra, answers, streams=False) as call:
+        outputs = CallOutputs(self.tokenizer, prompts.is_list, streams=False)
+        with self._submitted(prompts, extra, outputs, streams=False) as call:
             for event in call.events():
-                answers.take(event)
-        return answers.result()
+                outputs.append(event)
+        return outputs.result()
 
     def _completed(
         self, prompts: CallPrompts, extra: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
-        with self._submitted(prompts, extra, answers, streams=False) as call:
+        outputs = CallOutputs(self.tokenizer, prompts.is_list, streams=False)
+        with self._submitted(prompts, extra, outputs, streams=False) as call:
             for event in call.events():
-                index = answers.take(event)
+                index = outputs.append(event)
                 if event.output.finish_reason is not None:
-                    yield {**answers.shown(index), "index": index}
+                    yield {**outputs.partial(index), "index": index}
 
     def _streamed(self, prompts: CallPrompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
-        with self._submitted(prompts, extra, answers, streams=True) as call:
+        outputs = CallOutputs(self.tokenizer, prompts.is_list, streams=True)
+        with self._submitted(prompts, extra, outputs, streams=True) as call:
             for event in call.events():
-                yield answers.shown(answers.take(event))
+                yield outputs.partial(outputs.append(event))
 
     async def _async_streamed(
         self, prompts: CallPrompts, extra: Mapping[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
-        with await self._async_submitted(prompts, extra, answers, streams=True) as call:
+        outputs = CallOutputs(self.tokenizer, prompts.is_list, streams=True)
+        with await self._async_submitted(prompts, extra, outputs, streams=True) as call:
             async for event in call.async_events():
-                yield answers.shown(answers.take(event))
+                yield outputs.partial(outputs.append(event))
 
 
 def _close(requests: OpenRequests, _: ActiveFile) -> None:
-    """Shuts the runtime down; until then its drivers may write into their file."""
+    """Shut the runtime down; the file must live until then, because drivers write to it."""
     requests.close()
 
 
 def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: float) -> None:
-    """Waits until the drivers serve, and passes on what they log."""
+    """Wait until the drivers are ready, and forward their log."""
     while not runtime.wait_ready(_WAIT_S):
         for line in runtime.log_lines() or [""]:
             if line:
@@ -440,19 +439,14 @@ def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: 
                 on_start(time.monotonic() - started, line)
 
 
-def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    hint = f"set `{name}` to {expected}, or remove it"
-    return _noted(ConfigError(f"`{name}` is {quoted(value)}, expected {expected}", hint))
-
-
 def _abort(submitting: asyncio.Future[Call]) -> None:
-    """Ends the requests of a caller that has gone."""
+    """Abort the requests of a cancelled caller."""
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().abort()
 
 
-def _native(error: Exception) -> ConfigError:
-    """What the native runtime refuses, as an error of this package."""
+def _config_error(error: Exception) -> ConfigError:
+    """An error of the native runtime as a `ConfigError`."""
     message, _, hint = str(error).partition("\n\nhint: ")
     return ConfigError(message, hint)
 
@@ -461,11 +455,11 @@ def _with_hint(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except DriverError as error:
-        raise _noted(error) from None
+        raise _with_note(error) from None
 
 
-def _noted(error: _Error) -> _Error:
-    """With the hint where a traceback shows it."""
+def _with_note(error: _Error) -> _Error:
+    """Add the hint as a note, which tracebacks show."""
     if error.hint:
         error.add_note(f"hint: {error.hint}")
     return error

@@ -1,4 +1,4 @@
-"""Log-probabilities of an offline engine: what a call asks for, and SGLang's form of them."""
+"""Log-probabilities: the requested ones, and SGLang's form of their output."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import invalid_value
+from pie_driver_sglang.frontends.common.lora_adapters import require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
 ORIGINAL: Final = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""SGLang's variable: log-probabilities are those before the temperature."""
+"""SGLang's variable: log-probabilities without the temperature."""
 
 _TRUE: Final = ("1", "t", "true", "y", "yes")
 
-#: Arguments of SGLang's `generate` that ask for them; each is one value for all prompts, or a list.
+#: SGLang's arguments and their defaults; each is one value for all prompts, or a list.
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "return_logprob": False,
@@ -27,21 +28,21 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 Entry = tuple[float | None, int, str | None]
-"""SGLang's form of a token: its log-probability, its number, and its text where that is wanted."""
+"""SGLang's tuple for a token: log-probability, id, and text if requested."""
 
 
 class LogprobRequest(NamedTuple):
-    """Which log-probabilities a prompt's answer has."""
+    """The log-probabilities that a prompt requests."""
 
     top: int
-    """The most probable tokens of each place, so many."""
+    """Top tokens per position."""
     given: tuple[int, ...]
-    """Tokens whose log-probabilities each place has."""
+    """Token ids whose log-probabilities each position has."""
     start: int | None
-    """Index of the token of the prompt after which tokens have them, too; None: none has."""
+    """First position of the prompt with log-probabilities; None for outputs only."""
     with_text: bool
 
-    def submitted(self) -> dict[str, Any]:
+    def runtime_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`."""
         original = os.environ.get(ORIGINAL, "").lower() in _TRUE
         asked = (self.top, list(self.given), self.start)
@@ -49,7 +50,7 @@ class LogprobRequest(NamedTuple):
 
 
 def parse_logprobs(given: Mapping[str, Any], count: int) -> list[LogprobRequest | None]:
-    """Check what a call asks for, for each of its prompts; None for one that asks for nothing.
+    """Validate the arguments; one request per prompt, None without log-probabilities.
 
     Args:
         given: Values by the names of `DEFAULTS`; None is the default.
@@ -73,25 +74,21 @@ def _listed(name: str, value: Any, count: int) -> list[Any]:
         is_one = not any(isinstance(one, list | tuple) for one in value)
     if is_one:
         return [value] * count
-    if len(value) != count:
-        raise ConfigError(
-            f"`{name}` has {len(value)} entries for {count} prompts",
-            "give one for each prompt, or one for all",
-        )
+    require_count(name, value, count)
     return [DEFAULTS[name] if one is None else one for one in value]
 
 
 def _request(asked: Mapping[str, Any]) -> LogprobRequest | None:
     for name in ("return_logprob", "return_text_in_logprobs"):
         if not isinstance(asked[name], bool):
-            raise _wrong(name, asked[name], "True or False")
+            raise invalid_value(f"`{name}`", asked[name], "True or False")
     if not asked["return_logprob"]:
         return None
     start = _integer("logprob_start_len", asked)
     given = asked["token_ids_logprob"]
-    given = [given] if _is_integer(given) else given or []
-    if isinstance(given, str) or not all(map(_is_integer, given)):
-        raise _wrong("token_ids_logprob", given, "a list of token ids")
+    given = [given] if is_integer(given) else given or []
+    if isinstance(given, str) or not all(map(is_integer, given)):
+        raise invalid_value("`token_ids_logprob`", given, "a list of token ids")
     return LogprobRequest(
         top=_integer("top_logprobs_num", asked),
         given=tuple(given),
@@ -102,49 +99,37 @@ def _request(asked: Mapping[str, Any]) -> LogprobRequest | None:
 
 def _integer(name: str, asked: Mapping[str, Any]) -> int:
     value = asked[name]
-    if not _is_integer(value):
-        raise _wrong(name, value, "an integer of 64 bits")
+    if not is_integer(value):
+        raise invalid_value(f"`{name}`", value, "an integer of 64 bits")
     return int(value)
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of 64 bits, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(
-        f"`{name}` is {quoted(value)}, expected {expected}",
-        f"set `{name}` to {expected}, or remove it",
-    )
-
-
-class AnswerLogprobs:
-    """Those of one sequence, in the form in which SGLang's `meta_info` has them."""
+class OutputLogprobs:
+    """The log-probabilities of one sequence, in the form of SGLang's `meta_info`."""
 
     def __init__(
         self, asked: LogprobRequest, prompt: Sequence[int], tokenizer: ModelTokenizer | None
     ) -> None:
-        """Nothing yet.
-
-        Args:
-            asked: What its request asks for.
-            prompt: The tokens of the prompt.
-            tokenizer: Of the texts; None for no texts.
-        """
+        """No log-probabilities yet."""
         self._asked = asked
         self._tokenizer = tokenizer if asked.with_text else None
         self._prompt = [] if asked.start is None else list(prompt[asked.start :])
-        self._inputs = _Side()
-        self._outputs = _Side()
+        self._inputs = _TokenLogprobs()
+        self._outputs = _TokenLogprobs()
         self._is_computed = False
 
-    def take(self, output: Any) -> None:
-        """Add what a `_core.Output` brings."""
+    def add(self, output: Any) -> None:
+        """Append those of a `_core.Output`."""
         shape = (self._asked.top, len(self._asked.given))
         tokens = output.token_ids
         scored = output.scored
         if not self._is_computed and (tokens or scored is not None):
-            # What was ended before its prompt was computed has nothing of it.
+            # A request that ends before its prefill has none of the prompt.
             self._is_computed = True
             if self._prompt:
                 first, rest = self._prompt[0], self._prompt[1:]
@@ -170,7 +155,7 @@ class AnswerLogprobs:
             found["output_token_ids_logprobs"] = list(outputs.given)
         return found
 
-    def _add(self, side: _Side, tokens: Sequence[int], places: Sequence[Any]) -> None:
+    def _add(self, side: _TokenLogprobs, tokens: Sequence[int], places: Sequence[Any]) -> None:
         owns = [own for own, _, _ in places]
         side.own += self._entries(tokens, owns)
         if self._asked.top:
@@ -188,8 +173,8 @@ class AnswerLogprobs:
         return list(zip(values, tokens, texts, strict=True))
 
 
-class _Side:
-    """Of a prompt's tokens, or of those that are produced."""
+class _TokenLogprobs:
+    """The entries of input tokens, or of output tokens."""
 
     def __init__(self) -> None:
         self.own: list[Entry] = []
@@ -197,7 +182,7 @@ class _Side:
         self.given: list[list[Entry] | None] = []
 
     def begin(self, first: Entry) -> None:
-        """Nothing comes before the first token of a prompt, so it has its own entry alone."""
+        """Add the first token of a prompt, which has no log-probability."""
         self.own.append(first)
         self.top.append(None)
         self.given.append(None)

@@ -1,4 +1,4 @@
-"""The prompts of a call of the engine: checked against the model, and given their tokens."""
+"""The prompts of a call: validated and tokenized."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.frontends.common.adapters import EngineAdapters
+from pie_driver_sglang.frontends.common.lora_adapters import EngineAdapters, require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_driver_sglang.frontends.offline.call_arguments import parse_others
+from pie_driver_sglang.frontends.offline.generate_arguments import parse_generate_arguments
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
-from pie_driver_sglang.frontends.offline.requests import in_parts
+from pie_driver_sglang.frontends.offline.requests import batched_by_size
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
 
-PART_CHARACTERS: Final = 1 << 16
-"""Of the texts that are tokenized at once, at most, unless one is longer. Requests with the first
-ones are computed while the others are tokenized."""
+BATCH_CHARACTERS: Final = 1 << 16
+"""Characters that are tokenized at once. The first requests run while others are tokenized."""
 
 
 class CallPrompt(NamedTuple):
     """One prompt of a call."""
 
     text: str
-    """Empty where the caller gave tokens."""
+    """Empty for `input_ids`."""
     tokens: Sequence[int]
-    """None yet where there is a text."""
+    """Empty until a text is tokenized."""
     sampling: SamplingParameters
     name: str
     adapter: int | None
-    """Its id; None for the model alone."""
+    """Its adapter id; None for the base model."""
     logprobs: LogprobRequest | None
 
 
@@ -39,12 +38,12 @@ class CallPrompts(NamedTuple):
 
     prompts: list[CallPrompt]
     is_list: bool
-    """Whether the answer is a list."""
+    """Whether the result is a list."""
     has_texts: bool
 
 
-class PromptReader:
-    """Reads the prompts of calls, for one model."""
+class PromptParser:
+    """Parses the prompts of calls, for one model."""
 
     def __init__(
         self,
@@ -53,13 +52,13 @@ class PromptReader:
         adapters: EngineAdapters,
         context_length: int,
     ) -> None:
-        """Keep what a prompt must fit.
+        """Parse for a model.
 
         Args:
             tokenizer: The model's; None where prompts are tokens.
-            sampling: SGLang's parameters where a call names no others.
-            adapters: Those that are loaded, by name.
-            context_length: Positions of a context, prompt and answer together.
+            sampling: Default sampling parameters.
+            adapters: Loaded adapters by name.
+            context_length: Tokens of prompt and output together.
         """
         self._tokenizer = tokenizer
         self._defaults = sampling
@@ -75,7 +74,7 @@ class PromptReader:
         others: Mapping[str, Any],
         lora_path: Any = None,
     ) -> CallPrompts:
-        """Check the arguments of a call, except for the tokens of texts.
+        """Validate the arguments of a call; texts are not tokenized yet.
 
         Args:
             prompt: A text or a list of texts, or None.
@@ -90,7 +89,7 @@ class PromptReader:
         """
         texts, tokens, is_batch = self._inputs(prompt, input_ids)
         count = len(tokens)
-        logprobs = parse_others(others, count)
+        logprobs = parse_generate_arguments(others, count)
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
@@ -98,12 +97,8 @@ class PromptReader:
             samplings = [self._sampling(one) for one in given]
         names = _names(rid, count)
         for what, listed in (("sampling_params", samplings), ("rid", names)):
-            if len(listed) != count:
-                raise ConfigError(
-                    f"`{what}` has {len(listed)} entries for {count} prompts",
-                    "give one for each prompt, or one for all",
-                )
-        adapters = self._adapters.numbers(lora_path, count)
+            require_count(what, listed, count)
+        adapters = self._adapters.adapter_ids(lora_path, count)
         parts = zip(texts, tokens, samplings, names, adapters, logprobs, strict=True)
         prompts = [CallPrompt(*one) for one in parts]
         has_texts = prompt is not None
@@ -114,7 +109,7 @@ class PromptReader:
         return CallPrompts(prompts, is_list, has_texts)
 
     def tokenized(self, call: CallPrompts) -> Iterator[list[CallPrompt]]:
-        """All prompts with their tokens, in parts where they have texts.
+        """Yield the prompts with their tokens; texts in batches.
 
         Raises:
             ConfigError: A text is too long for the model, or has no tokens.
@@ -122,7 +117,9 @@ class PromptReader:
         if self._tokenizer is None or not call.has_texts:
             yield call.prompts
             return
-        for part in in_parts(call.prompts, lambda prompt: len(prompt.text), PART_CHARACTERS):
+        for part in batched_by_size(
+            call.prompts, lambda prompt: len(prompt.text), BATCH_CHARACTERS
+        ):
             found = self._tokenizer.encode([prompt.text for prompt in part])
             pairs = zip(part, found, strict=True)
             part = [prompt._replace(tokens=tokens) for prompt, tokens in pairs]
@@ -131,7 +128,7 @@ class PromptReader:
             yield part
 
     def _inputs(self, prompt: Any, input_ids: Any) -> tuple[list[str], list[Sequence[int]], bool]:
-        """The texts or the tokens of a call, nothing for the others, and whether it is a batch."""
+        """The texts or the tokens of a call, and whether it is a batch."""
         if (prompt is None) == (input_ids is None):
             raise ConfigError("a call needs `prompt` or `input_ids`", "give exactly one of them")
         if prompt is None:
@@ -204,7 +201,7 @@ def _listed(name: str, value: Any, expected: str) -> list[Any]:
 
 
 def _token_ids(given: Any) -> list[int]:
-    """The ids of one prompt. Whether the vocabulary has them is known where they are scheduled."""
+    """The ids of one prompt; the scheduler checks them against the vocabulary."""
     ids = _listed("input_ids", given, _TOKENS)
     if set(map(type, ids)) - {int}:
         for one in ids:
@@ -218,7 +215,7 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def _names(rid: Any, count: int) -> list[str]:
-    """The names of the requests, made up where the caller gives none."""
+    """The requests' names: `rid`, or random ones."""
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
     names = [rid] if isinstance(rid, str) else _listed("rid", rid, _NAMES)
@@ -229,7 +226,7 @@ def _names(rid: Any, count: int) -> list[str]:
 
 
 def _check_encodable(text: str) -> None:
-    """Refuses a text that is no Unicode: the tokenizer would see it as an error of its own."""
+    """Reject a text with lone surrogates, which the tokenizer cannot encode."""
     try:
         if not text.isascii():
             text.encode()

@@ -1,4 +1,4 @@
-"""Requests under way: what the native runtime gives out reaches the call that waits for it."""
+"""Open requests: delivers outputs of the native runtime to the calls that wait for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import queue
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from pie_driver_sglang import _core
@@ -20,11 +19,11 @@ logger = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 
 _POLL_S: Final = 0.5
-"""How often the thread looks whether it should end."""
+"""Timeout of a poll, after which the thread checks whether it should end."""
 
 
-class Event(NamedTuple):
-    """Something for one request of a call."""
+class OutputEvent(NamedTuple):
+    """An output of one request of a call."""
 
     request: int
     """Its index among the requests of its call."""
@@ -32,23 +31,23 @@ class Event(NamedTuple):
     """A `_core.Output`; None where the runtime has ended."""
 
 
-class Asked(NamedTuple):
-    """A request to hand in."""
+class NewRequest(NamedTuple):
+    """A request to submit."""
 
     tokens: Any
     """The prompt."""
     samples: int
-    """Sequences that it ends with."""
+    """Number of its output sequences."""
     parameters: Mapping[str, Any]
-    """Of `_core.Runtime.submit`."""
+    """Keyword arguments of `_core.Runtime.submit`."""
 
 
-class Inbox:
-    """The outputs of one call that it has not taken yet. The polling thread refers to this only."""
+class OutputQueue:
+    """The pending outputs of one call; all that the polling thread refers to."""
 
     def __init__(self) -> None:
-        """Empty, and nobody is notified."""
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        """Empty, without a callback."""
+        self.events: queue.SimpleQueue[OutputEvent] = queue.SimpleQueue()
         self._wake: Callable[[], object] | None = None
 
     def notify(self, wake: Callable[[], object]) -> None:
@@ -57,22 +56,22 @@ class Inbox:
         wake()
 
     def put(self, number: int, output: Any) -> None:
-        """Add an output; called by the polling thread, which no waiting call may end."""
-        self.events.put(Event(number, output))
+        """Add an output; called by the polling thread, which must not fail."""
+        self.events.put(OutputEvent(number, output))
         if self._wake is None:
             return
         try:
             self._wake()
         except Exception:
-            # An event loop that is closed has no waiting call.
+            # The event loop is closed.
             self._wake = None
             logger.debug("a call cannot be notified", exc_info=True)
 
 
 class Call:
-    """The requests of one call of the engine. As a context manager it aborts what is left.
+    """The requests of one call of the engine.
 
-    A call that nobody refers to any more does the same.
+    Leaving it as a context manager, or its garbage collection, aborts unfinished requests.
     """
 
     def __init__(self, requests: OpenRequests, *, streams: bool = False) -> None:
@@ -80,17 +79,17 @@ class Call:
 
         Args:
             requests: The engine's.
-            streams: Outputs are wanted as they come, not once for each sequence.
+            streams: Whether outputs come per step, instead of once per sequence.
         """
         self._streams = streams
         self._requests = requests
         self._open: dict[int, int] = {}
         self._count = 0
-        self._inbox = Inbox()
+        self._outputs = OutputQueue()
         self._left: dict[int, int] = {}
 
-    def submit(self, asked: Sequence[Asked]) -> None:
-        """Hand requests in. They are numbered through, from 0, over all calls of this method."""
+    def submit(self, asked: Sequence[NewRequest]) -> None:
+        """Submit requests, which are numbered from 0 over all calls of this method."""
 
         def register(numbers: Iterable[int]) -> None:
             for number, request in zip(numbers, asked, strict=True):
@@ -98,23 +97,23 @@ class Call:
                 self._left[number] = request.samples
                 self._count += 1
 
-        self._requests.submit(asked, self._inbox, register, streams=self._streams)
+        self._requests.submit(asked, self._outputs, register, streams=self._streams)
 
-    def events(self) -> Iterator[Event]:
-        """All events until every request has ended; waits for them.
+    def events(self) -> Iterator[OutputEvent]:
+        """Yield events until every request has ended.
 
         Raises:
             StartError: The drivers are gone, or this is a fork of the engine's process.
         """
         while self._open:
             self._requests.require_own_process()
-            yield self._taken(self._inbox.events.get())
+            yield self._taken(self._outputs.events.get())
 
-    async def async_events(self) -> AsyncIterator[Event]:
-        """As :meth:`events`; the running loop waits for them."""
+    async def async_events(self) -> AsyncIterator[OutputEvent]:
+        """As :meth:`events`, without blocking the loop."""
         self._requests.require_own_process()
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._inbox.notify(lambda: loop.call_soon_threadsafe(arrived.set))
+        self._outputs.notify(lambda: loop.call_soon_threadsafe(arrived.set))
         while self._open:
             await arrived.wait()
             arrived.clear()
@@ -123,24 +122,24 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether every request has ended, and its events were taken."""
+        """Whether every request has ended, and its events were yielded."""
         return not self._open
 
     def abort(self) -> None:
-        """End what has not ended."""
+        """Abort unfinished requests."""
         self._requests.forget(self._open)
         self._open.clear()
 
-    def _ready(self) -> Iterator[Event]:
-        """The events that have come by now."""
+    def _ready(self) -> Iterator[OutputEvent]:
+        """The events that are available."""
         while self._open:
             try:
-                event = self._inbox.events.get_nowait()
+                event = self._outputs.events.get_nowait()
             except queue.Empty:
                 return
             yield self._taken(event)
 
-    def _taken(self, event: Event) -> Event:
+    def _taken(self, event: OutputEvent) -> OutputEvent:
         if event.output is None:
             raise StartError(
                 "the engine has ended", "make a new one; its log says why the drivers ended"
@@ -152,18 +151,13 @@ class Call:
             if not self._left[number]:
                 del self._open[number]
                 self._requests.forget([number], abort=False)
-        return Event(index, event.output)
+        return OutputEvent(index, event.output)
 
     def __enter__(self) -> Self:
         """Return the call."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Abort what is left: the caller does not wait for it any more."""
         self.abort()
 
@@ -187,8 +181,8 @@ class OpenRequests:
             runtime: A `_core.Runtime` whose drivers are ready.
         """
         self._runtime = runtime
-        self._inboxes: dict[int, Inbox] = {}
-        # Held while requests are handed in; a signal handler may hand in others.
+        self._queues: dict[int, OutputQueue] = {}
+        # Held while requests are submitted; reentrant, because a signal handler may submit others.
         self._lock = threading.RLock()
         self._holder: int | None = None
         self._stopping = False
@@ -197,7 +191,7 @@ class OpenRequests:
         self._thread.start()
 
     def require_own_process(self) -> None:
-        """Refuses a fork, in which neither the threads of the engine exist nor its drivers' parent.
+        """Raise in a forked process, which has neither the engine's threads nor its drivers.
 
         Raises:
             StartError: This process was forked after the engine's start.
@@ -211,39 +205,39 @@ class OpenRequests:
 
     def submit(
         self,
-        asked: Sequence[Asked],
-        inbox: Inbox,
+        requests: Sequence[NewRequest],
+        outputs: OutputQueue,
         register: Callable[[Iterable[int]], None],
         *,
         streams: bool,
     ) -> None:
-        """Hand requests in together. Either all are registered, or an exception leaves none.
+        """Submit requests together: all of them, or none after an exception.
 
         Args:
-            asked: The requests.
-            inbox: Where their outputs go.
-            register: Takes their numbers, in order, before the first output can come.
-            streams: Outputs are wanted as they come.
+            requests: The requests.
+            outputs: The queue of their outputs.
+            register: Called with their ids, in order, before the first output.
+            streams: Whether outputs come per step.
 
         Raises:
             StartError: The engine is shut down, or this is a fork of its process.
         """
         self.require_own_process()
-        requests = _core.Requests()
-        for request in asked:
-            parameters = {**request.parameters, "streams": streams, "into": requests}
+        batch = _core.Requests()
+        for request in requests:
+            parameters = {**request.parameters, "streams": streams, "into": batch}
             self._runtime.submit(request.tokens, **parameters)
         numbers: list[list[int]] = []
-        # An output may be fetched before this returns: it waits for the lock.
+        # An output that arrives before this returns waits for the lock.
         with self._lock:
             outer, self._holder = self._holder, threading.get_ident()
             try:
                 self._require_running()
-                # A call of C: Ctrl-C interrupts before or after it, and no number is lost.
-                numbers.extend(map(self._runtime.submit_all, (requests,)))
-                self._inboxes.update(dict.fromkeys(numbers[0], inbox))
+                # One C call: Ctrl-C comes before or after it, so no id is lost.
+                numbers.extend(map(self._runtime.submit_all, (batch,)))
+                self._queues.update(dict.fromkeys(numbers[0], outputs))
                 register(numbers[0])
-                # A signal handler may have shut down the engine in between.
+                # A signal handler may have shut the engine down.
                 self._require_running()
             except BaseException:
                 for listed in numbers:
@@ -253,25 +247,20 @@ class OpenRequests:
                 self._holder = outer
 
     def forget(self, numbers: Iterable[int], abort: bool = True) -> None:
-        """Drop requests: nobody waits for their outputs any more.
-
-        Args:
-            numbers: Of the requests.
-            abort: They have not ended.
-        """
+        """Drop requests, and abort them unless they have ended."""
         aborts = abort and not self._stopping and os.getpid() == self._process
         for number in list(numbers):
-            self._inboxes.pop(number, None)
+            self._queues.pop(number, None)
             if aborts:
                 self._runtime.abort(number)
 
     def close(self) -> None:
-        """Shut the runtime down and end all calls; in a fork nothing. A second call waits, too."""
+        """Shut the runtime down and end all calls; does nothing in a forked process."""
         if os.getpid() != self._process:
             return
         self._stopping = True
         self._runtime.shutdown()
-        # The thread may wait for the lock, which code that this call interrupts may hold.
+        # The thread may wait for the lock of a caller that this one interrupts.
         this = threading.current_thread()
         if this is not self._thread and self._holder != this.ident:
             self._thread.join()
@@ -287,24 +276,24 @@ class OpenRequests:
         except BaseException:
             logger.exception("the outputs of requests cannot be fetched any more: all calls end")
         finally:
-            # Whoever hands requests in meanwhile looks at this afterwards.
+            # `submit` checks this afterwards.
             self._stopping = True
-            for number, inbox in list(self._inboxes.items()):
-                inbox.put(number, None)
+            for number, outputs in list(self._queues.items()):
+                outputs.put(number, None)
 
     def _deliver(self, outputs: Iterable[Any]) -> None:
-        """Hands outputs to their calls."""
+        """Put outputs into the queues of their calls."""
         with self._lock:
-            found = [(self._inboxes.get(output.request), output) for output in outputs]
-        for inbox, output in found:
-            if inbox is not None:
-                inbox.put(output.request, output)
+            found = [(self._queues.get(output.request), output) for output in outputs]
+        for target, output in found:
+            if target is not None:
+                target.put(output.request, output)
 
 
-def in_parts(
+def batched_by_size(
     items: Iterable[_Item], size: Callable[[_Item], int], most: int
 ) -> Iterator[list[_Item]]:
-    """Cut a sequence into parts of `most` together, or of one item that is larger."""
+    """Split into batches of at most `most` in total size, or of one larger item."""
     part: list[_Item] = []
     total = 0
     for item in items:

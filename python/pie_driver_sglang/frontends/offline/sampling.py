@@ -1,6 +1,6 @@
-"""SGLang's sampling parameters as the native runtime takes them; the others are refused by name.
+"""SGLang's sampling parameters for the native runtime; unsupported ones are rejected by name.
 
-Types are checked here. Ranges and limits are the runtime's, the same for every frontend.
+Types are checked here, ranges and limits in the runtime for every frontend.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, invalid_value, nearest, quoted
+from pie_driver_sglang.frontends.offline.logprobs import is_integer
 
 _META: Final = frozenset(".^$*+?{}[]\\|()")
-"""What gives a character of an expression another meaning than itself."""
+"""Metacharacters of regular expressions."""
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
-"""Parameters that bind the answer; at most one of them."""
+"""Parameters of constrained decoding; at most one may be set."""
 
-#: Parameters of SGLang that are refused, with the value that changes nothing, and the reason.
+#: Unsupported parameters of SGLang, with the value that has no effect, and the reason.
 REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
         "custom_params": (None, "there are no custom logit processors"),
@@ -26,7 +27,7 @@ REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     }
 )
 
-#: Parameters that are served.
+#: Supported parameters.
 SERVED_PARAMETERS: Final = frozenset(
     {
         *GRAMMARS,
@@ -53,17 +54,17 @@ SERVED_PARAMETERS: Final = frozenset(
 
 
 class SamplingParameters(NamedTuple):
-    """Checked sampling parameters, with SGLang's defaults.
+    """Validated sampling parameters, with SGLang's defaults.
 
     Attributes:
-        max_new_tokens: None for as many as the context has room for.
+        max_new_tokens: None for the rest of the context.
         temperature: 0 for greedy.
         top_k: -1 for all.
-        logit_bias: Tokens, and what is added to their logits.
-        stop: Texts that end the answer.
-        stop_regex: Expressions that end it where they match.
-        grammar: What binds the answer, one of `GRAMMARS`, and its text.
-        no_stop_trim: Leave what ended the answer in its text.
+        logit_bias: Token ids, and the values that are added to their logits.
+        stop: Stop strings.
+        stop_regex: Regular expressions that stop at a match.
+        grammar: One of `GRAMMARS`, and its text.
+        no_stop_trim: Keep stop strings and stop tokens in the text.
     """
 
     max_new_tokens: int | None = 128
@@ -88,17 +89,14 @@ class SamplingParameters(NamedTuple):
 
     @property
     def trimmed(self) -> tuple[str, ...]:
-        """The texts that are cut off where they end the answer.
-
-        As with SGLang, an expression leaves what it matches, unless it is a plain text.
-        """
+        """The stop strings that are trimmed; as in SGLang also expressions that are plain texts."""
         return self.stop + tuple(text for text in self.stop_regex if _META.isdisjoint(text))
 
-    def submitted(self, room: int) -> dict[str, Any]:
+    def runtime_arguments(self, room: int) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`.
 
         Args:
-            room: Tokens that the context has left for the answer.
+            room: Tokens that the context has left for the output.
         """
         wanted = self.max_new_tokens
         most = max(0, room) if wanted is None else min(max(0, room), wanted)
@@ -127,10 +125,10 @@ class SamplingParameters(NamedTuple):
 
 
 def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
-    """Check sampling parameters. None for a value means its default, as in SGLang.
+    """Validate sampling parameters; as in SGLang, None means the default.
 
     Raises:
-        ConfigError: One is unknown, is not served, or has a wrong value.
+        ConfigError: One is unknown, unsupported, or has a wrong value.
     """
     given = given or {}
     for name, value in given.items():
@@ -195,13 +193,9 @@ def _seed(values: Mapping[str, Any]) -> int | None:
 
 def _integer(values: Mapping[str, Any], name: str, default: int) -> int:
     value = values.get(name, default)
-    if not _is_integer(value):
+    if not is_integer(value):
         raise _wrong(name, value, "an integer of 64 bits")
     return int(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _number(values: Mapping[str, Any], name: str, default: float) -> float:
@@ -222,7 +216,7 @@ def _flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """Token ids, as SGLang's texts or as integers, and what is added to their logits."""
+    """Pairs of token id and bias; ids may be strings, as in SGLang."""
     wanted = "a mapping from token ids, such as '42', to numbers"
     if not isinstance(value, Mapping):
         raise _wrong("logit_bias", value, wanted)
@@ -230,7 +224,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not _is_integer(token) or not is_number:
+        if not is_integer(token) or not is_number:
             raise _wrong("logit_bias", {key: bias}, wanted)
         biases[token] = _number({"logit_bias": bias}, "logit_bias", 0.0)
     return tuple(biases.items())
@@ -258,13 +252,10 @@ def _grammar(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not all(map(_is_integer, value)):
+    if isinstance(value, str) or not all(map(is_integer, value)):
         raise _wrong("stop_token_ids", value, "a list of token ids")
     return tuple(value)
 
 
 def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(
-        f"the sampling parameter `{name}` is {quoted(value)}, expected {expected}",
-        f"set `{name}` to {expected}, or remove it",
-    )
+    return invalid_value(f"the sampling parameter `{name}`", value, expected)

@@ -1,22 +1,24 @@
-"""`pie-sglang serve`: SGLang's own HTTP server over this package's runtime.
+"""SGLang's own HTTP server over this package's runtime: `pie-sglang serve`.
 
-SGLang's server, tokenizer manager, detokenizer and parsers run unchanged. In the place of their
-scheduler process is one of ours: it hands their messages to `_core.Front`, which reads and writes
-them in Rust, and answers the few that are not about requests. It never schedules.
+SGLang's server, tokenizer manager, detokenizer and parsers run unchanged. Its scheduler process is
+replaced by one of ours, which passes requests to `_core.SglangFrontend`, where they are decoded and
+encoded in Rust, and answers control messages itself. It never schedules.
 
 =====================  =============================================================================
-``serve``              the command: starts the server's process, and cleans up after it
-``launch``             that process: whose scheduler it gets; ``flags`` says what ours serves
-``scheduler_process``  the process in the place of SGLang's scheduler: sockets, two threads
-``parts``              what that process is made of; ``driver_log`` passes the drivers' log on
-``flow``               outputs wait for a tokenizer manager that is slower than the model
-``control``            messages that are not about requests; ``refusals`` has those not served
-``adapters``           LoRA adapters by name
-``scheduler_metrics``  the scheduler's metrics for Prometheus
-``profile``            steps as a file for a trace viewer
-``access``             which key each route needs; ``connections`` limits connections and bodies
-``stores``             bounds what is kept for clients; ``answers`` the errors that they get
-``media``              images and other media that requests name by URL
-``compat``             all that is imported of SGLang
+``server_process``     the HTTP server's process: selects the scheduler and starts the server
+``served_flags``       which of SGLang's flags our scheduler supports, and why not the others
+``scheduler_process``  the process that replaces SGLang's scheduler: sockets and two threads
+``components``         what that process consists of: runtime, requests, adapters, metrics, spans
+``flow_control``       backpressure from the tokenizer manager to the scheduler
+``control_messages``   messages that are not requests; ``unsupported`` has the rejected ones
+``server_adapters``    LoRA adapters, loaded and unloaded while it serves
+``scheduler_metrics``  the scheduler's Prometheus metrics
+``profile``            `/start_profile`: a trace of steps
+``access``             authentication: which key each route needs
+``connections``        limits on connections, headers and bodies
+``bounded_store``      a size-bounded dictionary for stored responses
+``error_responses``    status, headers and length of error responses
+``media``              fetches images and other media that requests name by URL
+``compat``             every import of SGLang
 =====================  =============================================================================
 """

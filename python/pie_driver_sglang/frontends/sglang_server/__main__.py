@@ -6,8 +6,8 @@
 if __name__ == "__main__":
     import sys
 
-    from pie_driver_sglang.frontends.sglang_server.launch import run
-    from pie_driver_sglang.shared_names import take_token
+    from pie_driver_sglang.frontends.sglang_server.server_process import run
+    from pie_driver_sglang.shared_names import use_token
 
-    take_token()
+    use_token()
     raise SystemExit(run(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""Who may call which route of SGLang's HTTP server.
+"""Authentication of SGLang's HTTP server: an access level for every route.
 
-Every route has a level. SGLang's own levels leave control of a server without keys to everyone, and
-protect neither several tokenizer workers nor WebSockets, so its middleware is not used.
+SGLang's own middleware is not used: without keys it leaves control of the server to everyone, and
+it protects neither several tokenizer workers nor WebSockets.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.config.keys import ApiKeys, digest, matches
-from pie_driver_sglang.frontends.sglang_server.answers import ClientAnswer, Send, error_body
+from pie_driver_sglang.config.api_keys import ApiKeys, digest, matches
+from pie_driver_sglang.frontends.sglang_server.error_responses import ErrorSender, Send, error_body
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
-class Level(enum.Enum):
-    """What a client must show to call a route."""
+class AccessLevel(enum.Enum):
+    """What a client needs to call a route."""
 
     OPEN = "nothing: health and metrics"
     USER = "the API key, if the server has one"
@@ -78,7 +78,7 @@ _USER: Final = (
     "/vertex_generate",
     "/weight_version",
 )
-#: They change how others are served, but write no file and run no code.
+#: They affect other clients, but write no files and run no code.
 _CONTROL: Final = (
     "/abort_request",
     "/continue_generation",
@@ -99,7 +99,7 @@ _CONTROL: Final = (
     "/update_weight_version",
     "/weights_checker",
 )
-#: They write files, read any file, replace weights, connect to other hosts, or run a client's code.
+#: They access files, replace weights, connect to other hosts, or run a client's code.
 _ADMIN: Final = (
     "/add_external_corpus",
     "/clear_hicache_storage_backend",
@@ -124,20 +124,20 @@ _ADMIN: Final = (
     "/update_weights_from_ipc",
     "/update_weights_from_tensor",
 )
-#: Level by the path of a route. One that is not listed, as of another version, is for admins.
-ROUTE_LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
+#: Level by the path of a route. Unlisted routes are for admins.
+ROUTE_LEVELS: Final[Mapping[str, AccessLevel]] = MappingProxyType(
     {
-        **dict.fromkeys(("/health", "/health_generate", "/ping", "/metrics"), Level.OPEN),
-        **dict.fromkeys(_USER, Level.USER),
-        **dict.fromkeys(_CONTROL, Level.CONTROL),
-        **dict.fromkeys(_ADMIN, Level.ADMIN),
+        **dict.fromkeys(("/health", "/health_generate", "/ping", "/metrics"), AccessLevel.OPEN),
+        **dict.fromkeys(_USER, AccessLevel.USER),
+        **dict.fromkeys(_CONTROL, AccessLevel.CONTROL),
+        **dict.fromkeys(_ADMIN, AccessLevel.ADMIN),
     }
 )
 #: Handlers whose paths an operator may choose by environment variables of SGLang.
 _NAMED: Final = frozenset(
     {"ollama_chat", "ollama_generate", "ollama_show", "ollama_tags", "vertex_generate"}
 )
-#: Where reading is control, and changing administration: a backend is a module that is imported.
+#: GET needs CONTROL, other methods ADMIN: a backend is a module that is imported.
 _READ_ONLY: Final = frozenset({"/hicache/storage-backend"})
 _NEEDS_ADMIN: Final = (
     "this route needs the admin key: start the server with PIE_ADMIN_API_KEY or "
@@ -152,54 +152,48 @@ _NEEDS_LOOPBACK: Final = (
 
 
 class AccessKeys(NamedTuple):
-    """The keys of a server by their digests, and one for its own warm-up request.
-
-    Attributes:
-        api: Of the API key; None without.
-        admin: Of the admin key; None without.
-        warm_up: A key of this server's own, which nobody else knows.
-    """
+    """The digests of a server's keys, and a random key for its own warm-up request."""
 
     api: bytes | None
     admin: bytes | None
     warm_up: str
 
     def __repr__(self) -> str:
-        """Say which there are."""
+        """Show which keys are set."""
         return f"AccessKeys(api={self.api is not None}, admin={self.admin is not None})"
 
 
 def access_keys(keys: ApiKeys) -> AccessKeys:
-    """What requests are compared with."""
+    """The digests of keys, with a new warm-up key."""
     api, admin = (None if key is None else digest(key) for key in keys)
     return AccessKeys(api, admin, secrets.token_urlsafe(32))
 
 
-def find_refusal(
-    level: Level, keys: AccessKeys, headers: Mapping[bytes, bytes], client: str | None
+def access_error(
+    level: AccessLevel, keys: AccessKeys, headers: Mapping[bytes, bytes], client: str | None
 ) -> tuple[int, str] | None:
-    """Why a request may not call a route: a status and a message; None if it may.
+    """The status and message for a request that may not call a route; None if it may.
 
     Args:
         level: Of the route.
         keys: Of the server.
-        headers: Of the request, by lower-case name.
+        headers: By lower-case name.
         client: The client's address; None for a Unix socket.
     """
     token = _bearer(headers.get(b"authorization"))
-    if level is Level.OPEN:
+    if level is AccessLevel.OPEN:
         return None
-    if level is Level.ADMIN:
+    if level is AccessLevel.ADMIN:
         if keys.admin is None:
             return 403, _NEEDS_ADMIN
         return None if _is_key(token, keys.admin) else (401, _NEEDS_ADMIN)
     wanted = keys.api
-    if level is Level.CONTROL and keys.admin is not None:
+    if level is AccessLevel.CONTROL and keys.admin is not None:
         wanted = keys.admin
     if wanted is not None:
-        is_warm_up = level is Level.USER and _is_key(token, digest(keys.warm_up))
+        is_warm_up = level is AccessLevel.USER and _is_key(token, digest(keys.warm_up))
         return None if is_warm_up or _is_key(token, wanted) else (401, _NEEDS_KEY)
-    if level is Level.CONTROL and (b"origin" in headers or not is_local(client)):
+    if level is AccessLevel.CONTROL and (b"origin" in headers or not is_local(client)):
         return 403, _NEEDS_LOOPBACK
     return None
 
@@ -214,7 +208,7 @@ def _is_key(token: str | None, wanted: bytes) -> bool:
 
 
 def is_local(client: str | None) -> bool:
-    """Whether an address is one of the loopback interface; None is a Unix socket."""
+    """Whether an address is a loopback address; None is a Unix socket."""
     if client is None or client == "localhost":
         return True
     try:
@@ -226,21 +220,21 @@ def is_local(client: str | None) -> bool:
 
 
 class AccessMiddleware:
-    """Refuses requests that may not call their route, and sends the answers of the others."""
+    """ASGI middleware that checks the access level of each route."""
 
     def __init__(self, app: App, routes: Any, keys: Callable[[], AccessKeys]) -> None:
-        """Wraps an application.
+        """Wrap an application.
 
         Args:
-            app: Of ASGI.
-            routes: Its routes, as Starlette has them.
-            keys: Gives the server's keys, once it has started.
+            app: An ASGI application.
+            routes: Its Starlette routes.
+            keys: Returns the server's keys, once it has started.
         """
         self._app, self._routes, self._find_keys = app, routes, keys
         self._keys: AccessKeys | None = None
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Handle one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -249,16 +243,16 @@ class AccessMiddleware:
         headers = dict(scope["headers"])
         client = scope.get("client")
         level = self._level(scope)
-        refusal = level and find_refusal(level, self._keys, headers, client and client[0])
+        refusal = level and access_error(level, self._keys, headers, client and client[0])
         if refusal:
             await _refuse(scope, send, *refusal)
         elif scope["type"] == "http":
-            await self._app(scope, receive, ClientAnswer(send).send)
+            await self._app(scope, receive, ErrorSender(send).send)
         else:
             await self._app(scope, receive, send)
 
-    def _level(self, scope: Scope) -> Level | None:
-        """The level of the route that serves a request; None if none does, or for a preflight."""
+    def _level(self, scope: Scope) -> AccessLevel | None:
+        """The level of a request's route; None for no route, or a CORS preflight."""
         path, method = scope["path"], scope.get("method", "GET")
         if method == "OPTIONS":
             return None
@@ -266,11 +260,11 @@ class AccessMiddleware:
         if route is None:
             return None
         if route in _READ_ONLY and method not in ("GET", "HEAD"):
-            return Level.ADMIN
-        return ROUTE_LEVELS.get(route, Level.ADMIN)
+            return AccessLevel.ADMIN
+        return ROUTE_LEVELS.get(route, AccessLevel.ADMIN)
 
     def _route(self, scope: Scope) -> str | None:
-        """The path of the route that serves a request, with its parameters' names."""
+        """The path template of a request's route."""
         found = None
         for route in self._routes:
             match, _ = route.matches(scope)
@@ -280,13 +274,13 @@ class AccessMiddleware:
             if match.name == "FULL":
                 return path
             if match.value:
-                # Another method of the path, unless a later route has this one.
+                # The path with another method, unless a later route matches fully.
                 found = found or path
         return found
 
 
 def all_paths(routes: Any) -> Iterator[str]:
-    """The paths of routes and of the routers among them."""
+    """The path templates of routes and of nested routers."""
     for route in routes:
         if (path := getattr(route, "path", None)) is not None:
             yield path

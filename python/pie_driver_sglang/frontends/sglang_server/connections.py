@@ -1,8 +1,8 @@
-"""HTTP connections with limits: what uvicorn's protocol leaves to a proxy in front of it.
+"""HTTP connections with limits, which uvicorn leaves to a reverse proxy.
 
-uvicorn waits for headers and bodies without a limit, keeps what it is sent, and lets connections
-add up. Here a client that is slow, silent or greedy is answered 408, 413, 431 or 503 and closed, or
-makes room for the next one; see `ConnectionLimits` for each limit.
+uvicorn has no timeouts for headers and bodies, and no limits on their size and on connections. Here
+a client beyond a limit (`ConnectionLimits`) is answered 408, 413, 431 or 503 and disconnected; idle
+connections are closed to admit new ones.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from pie_driver_sglang.config.edge import ConnectionLimits
-from pie_driver_sglang.frontends.sglang_server.answers import error_body
+from pie_driver_sglang.config.http_limits import ConnectionLimits
+from pie_driver_sglang.frontends.sglang_server.error_responses import error_body
 
 logger = logging.getLogger(__name__)
 
 _LINGER_S: Final = 5.0
-"""How long a refused client may go on sending: a reset would take its answer from it."""
+"""How long a rejected client may go on sending: a reset would discard its response."""
 _BODY_STEP: Final = 64 << 10
 _RETRY_S: Final = 1
 
 
 class ServerUsage:
-    """What the connections of a server hold together.
+    """Totals over the connections of a server.
 
     Attributes:
         body_bytes: Bytes of bodies whose requests have no complete response.
-        waiting: Connections that have no request, the one that waits longest first.
+        waiting: Idle connections, the longest idle one first.
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """No connections."""
         self.body_bytes = 0
         self.waiting: dict[LimitedProtocol, None] = {}
 
@@ -45,7 +45,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(
         self, *arguments: Any, limits: ConnectionLimits, usage: ServerUsage, **keywords: Any
     ) -> None:
-        """Takes what uvicorn's takes, and the limits of the server."""
+        """As uvicorn's, with the limits of the server."""
         super().__init__(*arguments, **keywords)
         self._limits, self._usage = limits, usage
         self._head_bytes = 0
@@ -58,7 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Takes a connection: where there are too many, that of an idle one."""
+        """Accept a connection; beyond the limit, close the longest idle one."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             oldest = next(iter(self._usage.waiting), None)
@@ -71,13 +71,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(self._limits.header_timeout_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives up what the connection holds."""
+        """Release the connection's resources."""
         self._release()
         self._cancel_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reads what has come, unless the connection is refused already."""
+        """Read data, unless the connection is rejected."""
         if self._is_refused:
             return
         if self._reads_head:
@@ -90,7 +90,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
-        """Starts a request whose head is complete, if its body may come."""
+        """Start a request whose headers are complete, if their sizes are within the limits."""
         if self._is_refused:
             return
         self._reads_head, self._body_bytes = False, 0
@@ -108,7 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch_body(0)
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of a body, within the limits of the request and of the server."""
+        """Read a part of a body, within the limits of the request and of the server."""
         if self._is_refused:
             return
         self._body_bytes += len(body)
@@ -124,21 +124,21 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends a request's body; the next bytes are another head."""
+        """End a request's body; other headers follow."""
         if self._is_refused:
             return
         self._cancel_timer()
         self._reads_head, self._reads_body, self._head_bytes = True, False, 0
         super().on_message_complete()
-        self._rest()
+        self._mark_idle()
 
     def on_response_complete(self) -> None:
-        """Frees what a request held; the connection waits for the next one."""
+        """Release a request's body; the connection becomes idle."""
         super().on_response_complete()
-        self._rest()
+        self._mark_idle()
 
-    def _rest(self) -> None:
-        """Has the connection count as idle, if it is."""
+    def _mark_idle(self) -> None:
+        """Count the connection as idle, if it is."""
         if self.cycle is None or not self.cycle.response_complete or self.pipeline:
             return
         self._free_body()
@@ -146,27 +146,27 @@ class LimitedProtocol(HttpToolsProtocol):
             self._usage.waiting[self] = None
 
     def handle_websocket_upgrade(self) -> None:
-        """Hands the connection over to uvicorn's protocol for WebSockets."""
+        """Hand the connection over to uvicorn's WebSocket protocol."""
         self._release()
         super().handle_websocket_upgrade()
 
     def pause_writing(self) -> None:
-        """Called when the client does not read: it may do so for some time."""
+        """Start the timeout of a client that does not read."""
         super().pause_writing()
         if self._write_timer is None:
             limit = self._limits.write_timeout_s
             self._write_timer = self.loop.call_later(limit, self.drop)
 
     def resume_writing(self) -> None:
-        """Called when the client has read."""
+        """Stop that timeout."""
         super().resume_writing()
         self._cancel_write_timer()
 
     def _watch_body(self, before: int) -> None:
-        """Has the rest of a body come in time, a step at least in each span."""
+        """Require `_BODY_STEP` bytes of the body in each timeout."""
 
         def look() -> None:
-            # Reading is paused where the server is the one that is slow.
+            # Reading is paused where the server is slow.
             if not self.flow.read_paused and self._body_bytes - before < _BODY_STEP:
                 limit = self._limits.body_timeout_s
                 self._refuse(408, f"less than 64 KiB of the body came in {limit:g} s")
@@ -196,17 +196,17 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, reads no more, and closes the connection."""
+        """Respond with an error, stop reading, and close the connection."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
         self._release()
         if (cycle := self.cycle) is not None and (self._reads_body or not cycle.response_complete):
             if cycle.response_started or self.pipeline:
-                # There is no place for an answer among the others.
+                # Another response has begun.
                 self.transport.abort()
                 return
-            # Its handler learns that the client is gone.
+            # The handler sees a disconnect.
             cycle.disconnected = True
             cycle.message_event.set()
         body = error_body(status, message)
@@ -225,13 +225,13 @@ class LimitedProtocol(HttpToolsProtocol):
         logger.debug("a connection is answered %d: %s", status, message)
 
     def drop(self) -> None:
-        """Closes the connection, and frees what its request has taken."""
+        """Abort the connection."""
         self._release()
         if not self.transport.is_closing():
             self.transport.abort()
 
     def _release(self) -> None:
-        """Gives up what the connection has of the server's."""
+        """Release the connection's share of `ServerUsage`, and its timer."""
         self._usage.waiting.pop(self, None)
         self._free_body()
         self._cancel_timer()

@@ -1,7 +1,6 @@
-"""Media that requests name by URL: fetched here, within limits, before SGLang sees the request.
+"""Fetches the media that requests name by URL, within limits, before SGLang sees the request.
 
-SGLang's processors would fetch any address and open any file. They get `data:` URLs instead, so no
-processor of any model fetches or opens anything by itself.
+SGLang's processors would fetch any address and open any file (SSRF). They get `data:` URLs instead.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import aiohttp
 
-from pie_driver_sglang.config.edge import MediaPolicy
+from pie_driver_sglang.config.http_limits import MediaPolicy
 from pie_driver_sglang.errors import quoted, reason
 
 _FIELDS: Final = ("image_data", "video_data", "audio_data")
@@ -33,29 +32,25 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 
 
 class MediaError(ValueError):
-    """A medium that is refused or cannot be had; the message is for the client."""
+    """A medium that is rejected or cannot be fetched; the message is for the client."""
 
 
 class MediaFetcher:
-    """Replaces the URLs in requests by what they name. For one event loop."""
+    """Replaces the URLs in requests by `data:` URLs. For one event loop."""
 
     def __init__(self, policy: MediaPolicy) -> None:
-        """Fetches nothing yet.
-
-        Args:
-            policy: What may be fetched.
-        """
+        """Fetch by a policy."""
         self._policy = policy
 
     async def resolve(self, request: Any) -> None:
-        """Replaces every URL of a request's media, in place, by a `data:` URL.
+        """Replace every URL of a request's media, in place, by a `data:` URL.
 
         Args:
             request: Has `image_data`, `video_data` and `audio_data`, each a value or nested lists
                 of them: a text, or an object or a map with a `url`.
 
         Raises:
-            MediaError: A URL is not allowed, or cannot be had within the limits.
+            MediaError: A URL is not allowed, or cannot be fetched within the limits.
         """
         slots = [slot for name in _FIELDS for slot in _slots(request, name)]
         remote = [slot for slot in slots if not slot[0].startswith("data:")]
@@ -140,7 +135,7 @@ class MediaFetcher:
             )
 
     def _open_socket(self, info: Any) -> socket.socket:
-        """A socket for one address, after a name was resolved and after each redirect."""
+        """A socket for a resolved address; called after each redirect, too."""
         family, kind, protocol, _, address = info
         if not self._policy.allow_private_hosts and not is_public(address[0]):
             raise MediaError(
@@ -150,7 +145,7 @@ class MediaFetcher:
         return socket.socket(family, kind, protocol)
 
     def _local_file(self, url: str, scheme: str) -> Path | None:
-        """The file that a URL or path names, where local files are allowed and it is in there."""
+        """The local file of a URL or path, if it is in the allowed folder."""
         folder = self._policy.local_path
         if folder is None or scheme not in ("", "file") or (not scheme and url[:1] != "/"):
             return None
@@ -169,7 +164,7 @@ class MediaFetcher:
 
 
 class _Budget:
-    """Bytes that a request may still have fetched."""
+    """Remaining bytes of a request's media."""
 
     def __init__(self, policy: MediaPolicy) -> None:
         self._most = self._left = policy.max_bytes
@@ -184,13 +179,13 @@ class _Budget:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the public internet."""
+    """Whether an address is globally routable."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
     if isinstance(found, ipaddress.IPv6Address):
-        # Addresses that a gateway may translate into one of IPv4.
+        # IPv6 addresses that embed an IPv4 address.
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
         if found in _NAT64:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)
@@ -203,7 +198,7 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def _slots(holder: Any, name: str) -> Iterator[tuple[str, Callable[[str], None]]]:
-    """Every URL of an attribute, with what replaces it."""
+    """Every URL of an attribute, with a function that replaces it."""
     yield from _of_value(getattr(holder, name, None), functools.partial(setattr, holder, name))
 
 

@@ -1,4 +1,4 @@
-"""Profiles that a client asks for: the steps of a time, as a file for a trace viewer."""
+"""`/start_profile`: steps as a Chrome trace file."""
 
 from __future__ import annotations
 
@@ -11,31 +11,26 @@ from pie_driver_sglang.errors import ConfigError, StartError
 
 _FOLDER_VARIABLE: Final = "SGLANG_TORCH_PROFILER_DIR"
 _FOLDER: Final = "/tmp"
-"""Where SGLang puts profiles, unless the request or its variable says otherwise."""
+"""SGLang's default folder of profiles."""
 _ACTIVITIES: Final = frozenset({"CPU", "GPU"})
 
 
 class Profiler:
-    """Starts and ends the runtime's trace, as SGLang's requests for profiles say."""
+    """Starts and stops the runtime's trace."""
 
     def __init__(self, runtime: _core.Runtime, replica: int | None) -> None:
-        """No trace yet.
-
-        Args:
-            runtime: Whose steps are written.
-            replica: Of data parallelism; None without.
-        """
+        """No trace yet; `replica` is None without data parallelism."""
         self._runtime = runtime
         self._name = "TP-0" if replica is None else f"TP-0-DP-{replica}"
 
     def start(self, message: Any) -> str:
-        """Begins, and says where the file will be.
+        """Start a profile, and return the path of its file.
 
         Args:
             message: SGLang's ``ProfileReq``.
 
         Raises:
-            ConfigError: It asks for what steps do not show, or there is a trace already.
+            ConfigError: The request is not supported, or a profile is running.
         """
         wrong = sorted(set(message.activities or ()) - _ACTIVITIES)
         if wrong or message.profile_by_stage or message.profile_stages or message.merge_profiles:
@@ -54,17 +49,17 @@ class Profiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._runtime.start_trace(path, skip=skip, steps=message.num_steps or None)
         except (OSError, RuntimeError) as error:
-            # The latter for a home that there is not.
+            # RuntimeError: there is no home folder.
             raise ConfigError(f"{path} cannot be written: {error}", "name a folder") from error
         except StartError as error:
             raise ConfigError(str(error), error.hint) from None
         return f"profiling into {path}"
 
     def stop(self) -> str:
-        """Ends the profile, and says where its file is.
+        """Stop the profile, and return where its file is.
 
         Raises:
-            ConfigError: There is none, or its file could not be written.
+            ConfigError: None is running, or its file could not be written.
         """
         ends = self._runtime.end_trace()
         if not ends:

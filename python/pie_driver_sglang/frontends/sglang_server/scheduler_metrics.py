@@ -1,6 +1,6 @@
-"""The scheduler's metrics for Prometheus: SGLang's names, and `pie_runtime:` for what it has not.
+"""The scheduler's Prometheus metrics: SGLang's names, and `pie_runtime:` for others.
 
-The front end's `/metrics` merges them with its own, by files in ``PROMETHEUS_MULTIPROC_DIR``.
+`/metrics` merges them with those of the front end, by files in ``PROMETHEUS_MULTIPROC_DIR``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pie_driver_sglang.observability.backoff import Backoff
 logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
-"""How old metrics may be."""
+"""Update period."""
 
 
-class _Figure(NamedTuple):
-    """What a metric of the runtime is, without its value."""
+class _Metric(NamedTuple):
+    """A metric of the runtime, without its value."""
 
     name: str
     is_counter: bool
@@ -34,36 +34,27 @@ class _Figure(NamedTuple):
 
 
 class MetricsThread:
-    """Writes the figures of the runtime once a second, in a thread that nothing waits for.
-
-    Where that fails it is tried again, later each time.
-    """
+    """A thread that writes the runtime's metrics once a second, with backoff after failures."""
 
     def __init__(
-        self, runtime: _core.Runtime, front: _core.Front, metrics: SchedulerMetrics
+        self, runtime: _core.Runtime, front: _core.SglangFrontend, metrics: SchedulerMetrics
     ) -> None:
-        """Starts.
-
-        Args:
-            runtime: Its figures are written; it has one replica.
-            front: Its requests' waits are written.
-            metrics: SGLang's.
-        """
+        """Start the thread; the runtime has one replica."""
         self._runtime, self._front, self._metrics = runtime, front, metrics
         self._own: dict[str, Any] = {}
         self._seen: dict[tuple[str, Any], float] = {}
-        self._gauges: dict[tuple[str, Any], _Figure] = {}
+        self._gauges: dict[tuple[str, Any], _Metric] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
-        """Writes how things stand now."""
-        [figures] = self._runtime.figures()
-        for name, is_counter, text, label, value in figures:
+        """Write the current values."""
+        [metrics] = self._runtime.metrics()
+        for name, is_counter, text, label, value in metrics:
             grown = max(0.0, value - self._seen.get((name, label), 0.0)) if is_counter else 0.0
-            self._put(_Figure(name, is_counter, text, label), value, grown)
-            # Not before: what a counter has grown by is added by the next attempt otherwise.
+            self._put(_Metric(name, is_counter, text, label), value, grown)
+            # After the write: a failed increment is added by the next attempt.
             self._seen[name, label] = value
         self._metrics.observe(self._front.take_waits())
         self._metrics.put_sessions(self._front.open_sessions)
@@ -89,8 +80,8 @@ class MetricsThread:
                 if backoff.succeeded():
                     logger.warning("the metrics are written again")
 
-    def _put(self, figure: _Figure, value: float, grown: float) -> None:
-        """Writes one figure: the value of a gauge, or by how much a counter has grown."""
+    def _put(self, figure: _Metric, value: float, grown: float) -> None:
+        """Set a gauge, or increment a counter by `grown`."""
         name, label = figure.name, figure.label
         if not figure.is_counter:
             self._gauges.setdefault((name, label), figure)
@@ -105,13 +96,13 @@ class MetricsThread:
             child.set(value)
 
     def _drop_gauges(self) -> None:
-        """Sets what cannot be written to NaN: the last value would pass for the current one."""
+        """Set gauges to NaN: their last values would pass for current ones."""
         for figure in self._gauges.values():
             with contextlib.suppress(Exception):
                 self._put(figure, math.nan, 0.0)
 
-    def _register(self, figure: _Figure) -> Any:
-        # Not before SGLang has said where its files are.
+    def _register(self, figure: _Metric) -> Any:
+        # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         import prometheus_client
 
         names = [*self._metrics.labels, *([figure.label[0]] if figure.label else ())]

@@ -1,6 +1,6 @@
-"""The process in the place of SGLang's scheduler: sockets on one side, the runtime on the other.
+"""The scheduler process: SGLang's ZeroMQ sockets on one side, the native runtime on the other.
 
-One thread takes messages, one sends outputs. Between them and the driver is Rust.
+One thread receives messages, another sends outputs.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from pie_driver_sglang.frontends.common.types import EngineArguments
-from pie_driver_sglang.frontends.sglang_server.flow import Window
-from pie_driver_sglang.frontends.sglang_server.parts import Parts
+from pie_driver_sglang.console import print_notice
+from pie_driver_sglang.frontends.common.arguments import EngineArguments
+from pie_driver_sglang.frontends.sglang_server.components import SchedulerComponents
+from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
 from pie_driver_sglang.observability.active import active_line
 
 logger = logging.getLogger(__name__)
 
 _PUBLISH_S: Final = 0.5
-"""How old the counts for `/v1/loads` may be while requests run."""
+"""Period of the load snapshots for `/v1/loads` while requests run."""
 _SEND_WAIT_S: Final = 0.5
 _HANDLED_S: Final = 0.5
-"""How long outputs wait for a tokenizer manager that handles none."""
+"""How long outputs wait for acknowledgements of the tokenizer manager."""
 
 
 def run_scheduler(
     plan: EngineArguments, acknowledged: Sequence[Connection], *arguments: Any
 ) -> None:
-    """Runs in the process that SGLang starts for its scheduler.
+    """The entry point of the process that SGLang starts for its scheduler.
 
     Args:
-        plan: What the runtime starts with.
-        acknowledged: Acknowledgements of outputs, by replica; empty where there are none.
+        plan: Arguments of the runtime.
+        acknowledged: Acknowledgements of outputs, by replica; empty without.
         arguments: Those of SGLang's ``run_scheduler_process``.
     """
-    # transformers would import it, for what is not needed here: 700 modules.
+    # transformers would import its 700 modules without need.
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
-    from pie_driver_sglang.frontends.sglang_server.compat import scheduling
+    from pie_driver_sglang.frontends.sglang_server.compat import scheduler_ipc
 
-    given = scheduling.SchedulerArguments(arguments)
+    given = scheduler_ipc.SchedulerArguments(arguments)
     leads = given.rank == 0
-    parent = scheduling.begin_process(given.settings, leads=leads)
+    parent = scheduler_ipc.begin_process(given.settings, leads=leads)
     try:
         if leads:
-            window = Window(acknowledged[given.replica or 0] if acknowledged else None)
+            window = SendWindow(acknowledged[given.replica or 0] if acknowledged else None)
             with SchedulerProcess(plan, given, window) as process:
                 process.serve()
         else:
@@ -56,54 +57,47 @@ def run_scheduler(
             signal.pause()
     except Exception:
         logger.exception("the scheduler failed")
-        scheduling.report_failure(parent)
+        scheduler_ipc.report_failure(parent)
 
 
 class SchedulerProcess:
     """The runtime, the sockets and the two threads. Use it as a context manager."""
 
-    def __init__(self, plan: EngineArguments, given: Any, window: Window) -> None:
-        """Starts the driver, and connects meanwhile.
-
-        Args:
-            plan: What the runtime starts with.
-            given: SGLang's arguments.
-            window: Of the messages of outputs.
-        """
+    def __init__(self, plan: EngineArguments, given: Any, window: SendWindow) -> None:
+        """Start the driver, and connect the sockets while it loads."""
         self._window = window
-        parts = Parts(plan, given)
-        from pie_driver_sglang.frontends.sglang_server.compat import loads, scheduling
-        from pie_driver_sglang.frontends.sglang_server.control import Control
+        components = SchedulerComponents(plan, given)
+        from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
+        from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
         from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 
-        # Kept, because drivers that are started again write into a file of theirs.
-        self._parts = parts
-        self._pipe, self._runtime, self._log = given.pipe, parts.runtime, parts.log
-        self._sockets = scheduling.Sockets(given.settings, given.ports)
-        self._loads = loads.LoadBoard(given.settings, given.ports, given.replica)
-        parts.wait_ready()
-        self._announced = _ready(parts.tokens, parts.prompt_length, parts.active)
+        # Kept: it owns the file that restarted drivers write.
+        self._components = components
+        self._pipe, self._runtime = given.pipe, components.runtime
+        self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
+        self._loads = load_snapshots.LoadSnapshots(given.settings, given.ports, given.replica)
+        components.wait_ready()
+        self._announced = _ready(components.kv_tokens, components.prompt_length, components.active)
         if not given.replica:
-            sys.stderr.write(f"pie-sglang: {active_line(parts.active)}\n")
-            sys.stderr.flush()
-        self._front = parts.front()
-        self._control = Control(
+            print_notice(active_line(components.active))
+        self._front = components.front()
+        self._control = ControlHandler(
             self._runtime,
             self._front,
-            parts.facts(),
-            parts.adapters(self._front),
+            components.server_info(),
+            components.adapters(self._front),
             Profiler(self._runtime, given.replica),
             window,
         )
-        self._metrics = parts.metrics(self._front)
-        self._spans = parts.spans(self._front)
+        self._metrics = components.metrics(self._front)
+        self._spans = components.spans(self._front)
         self._failure: BaseException | None = None
 
     def serve(self) -> None:
-        """Says that it is ready, and serves until SGLang says that it ends.
+        """Report readiness, and serve until SGLang shuts it down.
 
         Raises:
-            StartError: The drivers are gone for good.
+            StartError: The drivers cannot be restarted.
         """
         self._pipe.send(self._announced)
         sender = self._sockets.sender()
@@ -117,17 +111,17 @@ class SchedulerProcess:
             for line in unreadable:
                 logger.error("%s", line)
             for message in others:
-                reply = self._control.obey(message)
+                reply = self._control.handle(message)
                 to_detokenizer += reply.to_detokenizer
                 to_tokenizer += reply.to_tokenizer
-            sender.send(to_detokenizer, [*to_tokenizer, *self._control.due()])
+            sender.send(to_detokenizer, [*to_tokenizer, *self._control.pending_replies()])
             is_idle = not self._front.open_requests
-            # The last counts stay, so those of an idle scheduler must be the last.
+            # The last snapshot stays, so it must be that of an idle scheduler.
             if time.monotonic() - published > _PUBLISH_S or is_idle != was_idle:
                 self._loads.write(self._control.counts())
                 published, was_idle = time.monotonic(), is_idle
             self._front.reap_sessions()
-            self._log.pass_on()
+            self._components.forward_log()
 
     def _send_outputs(self) -> None:
         try:
@@ -138,7 +132,7 @@ class SchedulerProcess:
             self._failure = error
 
     def _check(self) -> None:
-        """Ends the process if it cannot serve any longer."""
+        """Raise if the sender or the drivers have failed."""
         if self._failure is not None:
             raise self._failure
         self._runtime.wait_ready(0.0)
@@ -148,7 +142,7 @@ class SchedulerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the drivers and remove what is in shared memory."""
+        """Stop the drivers and remove the shared memory."""
         if self._metrics is not None:
             self._metrics.close()
         if self._spans is not None:
@@ -158,14 +152,8 @@ class SchedulerProcess:
         self._sockets.close()
 
 
-def send_next(front: Any, sender: Any, window: Window) -> None:
-    """Sends what is new, once the tokenizer manager has handled what was sent before.
-
-    Args:
-        front: `_core.Front`.
-        sender: `SocketSender`.
-        window: Of the messages.
-    """
+def send_next(front: Any, sender: Any, window: SendWindow) -> None:
+    """Send new outputs, once the tokenizer manager has acknowledged the previous ones."""
     window.wait(_HANDLED_S)
     to_detokenizer, to_tokenizer, _ = front.poll(_SEND_WAIT_S)
     sender.send(to_detokenizer, to_tokenizer)
@@ -173,7 +161,7 @@ def send_next(front: Any, sender: Any, window: Window) -> None:
 
 
 def _ready(tokens: int, longest: int, active: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang waits for; `/server_info` shows it."""
+    """The message that SGLang waits for; `/server_info` shows it."""
     return {
         "status": "ready",
         "max_total_num_tokens": tokens,

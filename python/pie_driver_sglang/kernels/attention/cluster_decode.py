@@ -1,7 +1,7 @@
-"""The attention of a step of one row by clusters of CTAs, from the product of its layer on.
+"""Batch-1 decode attention by thread block clusters, in CUDA C++ (``cuda/cluster_decode.cu``).
 
-``cuda/single_decode.cu`` has the kernel. It computes what ``single_decode.py`` does, but merges
-partial results in the distributed shared memory of a cluster instead of in global memory.
+It computes what `single_decode` does on Hopper with 4 to 8 KV heads, but merges split-KV partial
+results in the distributed shared memory of a cluster instead of in global memory.
 """
 
 from __future__ import annotations
@@ -12,64 +12,64 @@ import numpy
 import torch
 
 from pie_driver_sglang.kernels.attention.partial_results import LOG2E
-from pie_driver_sglang.kernels.attention.single_decode import LoneRow
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads
+from pie_driver_sglang.kernels.attention.single_decode import DecodeToken
+from pie_driver_sglang.kernels.gemm.types import Heads
 
 _DIMS = (64, 128)
 """Head sizes."""
-_MOST_HEADS = 8
-"""Query heads of a KV head, at most: the columns of a matrix instruction."""
+_MAX_GQA_GROUP = 8
+"""Query heads of a KV head, at most: N of the MMA."""
 _HOPPER = 9
 _CLUSTERS = {4: 16, 5: 9, 6: 9, 7: 9, 8: 9}
-"""CTAs of a cluster by KV heads, of which each has a cluster: the best on an H100. With more of
-them, some clusters would not run at once; and fewer heads leave too much of a GPU idle."""
+"""CTAs of a cluster by KV heads, each of which has a cluster: the best on an H100. With more CTAs
+or heads some clusters would wait for others; with fewer heads too many SMs are idle."""
 
 
 @dataclass(frozen=True)
-class ClusterTuning:
-    """How the KV of a row is divided."""
+class ClusterConfig:
+    """Split of the KV."""
 
     cluster: int
-    """CTAs of a cluster, which divide its tokens."""
+    """CTAs of a cluster, which divide the tokens."""
     threads: int = 256
     """Of a CTA."""
 
 
-def cluster_tuning(heads: Heads) -> ClusterTuning | None:
-    """The best on an H100; None for heads with which other kernels are faster."""
-    _, kv_heads, _ = heads.keys.shape
+def find_cluster_config(heads: Heads) -> ClusterConfig | None:
+    """The best config on an H100; None where other kernels are faster."""
+    _, kv_heads, _ = heads.k_cache.shape
     cluster = _CLUSTERS.get(kv_heads)
-    return None if cluster is None else ClusterTuning(cluster)
+    return None if cluster is None else ClusterConfig(cluster)
 
 
-class ClusterAttention:
-    """The kernel for heads of one shape."""
+class ClusterDecode:
+    """The kernel for one shape of heads."""
 
-    def __init__(self, heads: Heads, dtype: torch.dtype, tuning: ClusterTuning) -> None:
-        """Compiles it for heads for which :func:`knows_heads` says so.
+    def __init__(self, heads: Heads, dtype: torch.dtype, tuning: ClusterConfig) -> None:
+        """Compiles it for heads that :func:`supports_cluster_decode`.
 
         Args:
             heads: Of any layer.
             dtype: Of rows, and of KV.
-            tuning: How KV is divided.
+            tuning: The config.
         """
-        # Half a second, which other models need not wait for.
+        # Takes half a second, for models that need it only.
         from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-        _, kv_heads, dim = heads.keys.shape
-        group = heads.queries // kv_heads
-        constants = {
+        _, kv_heads, dim = heads.k_cache.shape
+        group = heads.num_q_heads // kv_heads
+        macros = {
             "BF16": int(dtype is torch.bfloat16), "DIM": dim, "GROUP": group,
             "CLUSTER": tuning.cluster, "THREADS": tuning.threads,
-            "NORMED": int(heads.query_norm is not None),
+            "QK_NORM": int(heads.q_norm is not None),
         }  # fmt: skip
-        # What `Shared` of the source takes, rounded up to its alignment.
+        # The size of `Shared` in the source, rounded up to its alignment.
         floats = (tuning.threads // 32 + tuning.cluster) * group * (dim + 2)
         shared = (group + 2) * dim * dtype.itemsize + 4 * floats + 16
         self._threads = tuning.threads
         self._grid = (tuning.cluster, kv_heads)
         self._kernel = CudaKernel(
-            "single_decode.cu", constants, heads.keys.device,
+            "cluster_decode.cu", macros, heads.k_cache.device,
             shared_bytes=shared, cluster=tuning.cluster,
         )  # fmt: skip
 
@@ -77,58 +77,58 @@ class ClusterAttention:
     def fits(self) -> bool:
         """Whether the clusters of all KV heads run at once on its GPU."""
         _, kv_heads = self._grid
-        return self._kernel.clusters_at_once(self._grid, self._threads) >= kv_heads
+        return self._kernel.max_active_clusters(self._grid, self._threads) >= kv_heads
 
-    def attend(self, qkv: torch.Tensor, heads: Heads, row: LoneRow, scale: float) -> torch.Tensor:
-        """Norms and turns heads, stores the new key and value, and attends. Can be captured.
+    def attend(
+        self, qkv: torch.Tensor, heads: Heads, row: DecodeToken, scale: float
+    ) -> torch.Tensor:
+        """Applies q/k norm and rotary embedding, stores K and V, and attends. Can be captured.
 
-        A kernel that is not launched early must come between those that write `row` and the first
-        one of these.
+        A kernel without PDL must run between those that write `row` and the first one of these.
+        Grid: (cluster, kv_heads).
 
         Args:
-            qkv: ``[1, heads]``, contiguous: queries, keys and values of the row.
+            qkv: ``[1, (q_heads + 2 * kv_heads) * dim]``, contiguous: output of the QKV projection.
             heads: Of the shape that it was made for.
-            row: The row.
-            scale: Of scores.
+            row: The token.
+            scale: Softmax scale.
 
         Returns:
-            ``[1, queries * dim]``.
+            ``[1, q_heads * dim]``.
 
         Raises:
-            ValueError: The row's numbers, or the table of rotations, are of other types, which the
-                kernel would misread.
+            ValueError: Dtypes of the token or of the cos/sin cache differ from the kernel's.
         """
-        if heads.rotations.dtype is not torch.float32:
+        if heads.cos_sin_cache.dtype is not torch.float32:
             raise ValueError(
-                f"a table of rotations in {heads.rotations.dtype}: the kernel reads float32"
+                f"a table of rotations in {heads.cos_sin_cache.dtype}: the kernel reads float32"
             )
         table, *numbers = row
         types = [table.dtype, *(number.dtype for number in numbers)]
         if types != [torch.int32] + [torch.int64] * len(numbers):
             raise ValueError(f"a row of {types}: its slots are int32, other numbers int64")
-        dim = heads.keys.shape[2]
-        out = qkv.new_empty(1, heads.queries * dim)
-        norms = (heads.query_norm, heads.key_norm)
+        dim = heads.k_cache.shape[2]
+        out = qkv.new_empty(1, heads.num_q_heads * dim)
+        norms = (heads.q_norm, heads.k_norm)
         self._kernel.launch(
-            self._grid, self._threads,
-            qkv, out, *(qkv if norm is None else norm.weight for norm in norms),
-            *(numpy.float32(0.0 if norm is None else norm.epsilon) for norm in norms),
-            heads.rotations, *row, heads.keys, heads.values, numpy.float32(scale * LOG2E.value),
-            heads.rotations.stride(0), row.table.stride(0),
-            heads.keys.stride(0), heads.keys.stride(1),
-            heads.values.stride(0), heads.values.stride(1),
+            self._grid, self._threads, qkv, out, *(qkv if norm is None else norm.weight for norm in
+            norms), *(numpy.float32(0.0 if norm is None else norm.epsilon) for norm in norms),
+            heads.cos_sin_cache, *row, heads.k_cache, heads.v_cache, numpy.float32(scale *
+            LOG2E.value), heads.cos_sin_cache.stride(0), row.table.stride(0),
+            heads.k_cache.stride(0), heads.k_cache.stride(1), heads.v_cache.stride(0),
+            heads.v_cache.stride(1),
         )  # fmt: skip
         return out
 
 
-def knows_heads(heads: Heads, dtype: torch.dtype) -> bool:
-    """Whether the kernel knows such heads, and was measured on GPUs like theirs."""
-    keys = heads.keys
+def supports_cluster_decode(heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether the kernel supports the heads and their GPU."""
+    keys = heads.k_cache
     _, kv_heads, dim = keys.shape
-    known = heads.halves and heads.queries <= kv_heads * _MOST_HEADS and dim in _DIMS
-    # SGLang casts the table to the activations' type where its own kernel does not rotate.
-    known = known and heads.rotations.dtype is torch.float32
-    others = [norm.weight.dtype for norm in (heads.query_norm, heads.key_norm) if norm is not None]
+    known = heads.is_neox and heads.num_q_heads <= kv_heads * _MAX_GQA_GROUP and dim in _DIMS
+    # SGLang casts the cos/sin cache to the activations' dtype where its own kernel is not used.
+    known = known and heads.cos_sin_cache.dtype is torch.float32
+    others = [norm.weight.dtype for norm in (heads.q_norm, heads.k_norm) if norm is not None]
     typed = dtype in (torch.bfloat16, torch.float16) and {keys.dtype, *others} == {dtype}
     return (
         known and typed and keys.device.type == "cuda"
@@ -136,10 +136,10 @@ def knows_heads(heads: Heads, dtype: torch.dtype) -> bool:
     )  # fmt: skip
 
 
-def find_clusters(heads: Heads, dtype: torch.dtype) -> ClusterAttention | None:
-    """Compiles the kernel for heads of KV in `dtype`; None where it cannot run, or is slower."""
-    tuning = cluster_tuning(heads) if knows_heads(heads, dtype) else None
+def make_cluster_decode(heads: Heads, dtype: torch.dtype) -> ClusterDecode | None:
+    """Compiles the kernel for heads with KV in `dtype`; None where unsupported or slower."""
+    tuning = find_cluster_config(heads) if supports_cluster_decode(heads, dtype) else None
     if tuning is None:
         return None
-    made = ClusterAttention(heads, dtype, tuning)
+    made = ClusterDecode(heads, dtype, tuning)
     return made if made.fits else None

@@ -1,4 +1,4 @@
-"""Masked attention in plain torch, for the CPU; and the arguments that the GPU kernel shares."""
+"""Attention under a custom mask: torch reference, also used on CPUs, and its argument types."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 WORD_BITS = 32
-SCORES = 1 << 24
-"""Most scores that are computed at once: 64 MB."""
+MAX_SCORES = 1 << 24
+"""Most float32 scores that are computed at once: 64 MB."""
 
 
-class Requests(NamedTuple):
+class MaskedRequests(NamedTuple):
     """The rows, KV and mask of each request of a pass."""
 
     table: torch.Tensor
@@ -30,12 +30,12 @@ class Requests(NamedTuple):
     """``[words]`` int32: the mask, in the format of `Pass.mask`."""
 
 
-class Rule(NamedTuple):
-    """How a layer computes attention weights from queries and keys."""
+class AttentionParams(NamedTuple):
+    """Softmax parameters of an attention layer."""
 
     scale: float
     """Factor that scores are multiplied by."""
-    cap: float = 0.0
+    logit_cap: float = 0.0
     """Soft cap: scores become ``cap * tanh(score / cap)``; 0 for no cap."""
     window: int = -1
     """Sliding window: most earlier keys that a row sees, by KV index; -1 for all."""
@@ -43,13 +43,13 @@ class Rule(NamedTuple):
     """``[heads]``: attention sinks, the scores of a key without a value."""
 
 
-def attend_masked_torch(
+def masked_attention_torch(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    requests: Requests,
-    rule: Rule,
+    requests: MaskedRequests,
+    rule: AttentionParams,
 ) -> None:
     """Attends in float32 under mask and window; a row without visible keys gives zeros.
 
@@ -59,14 +59,14 @@ def attend_masked_torch(
         values: ``[slots, kv_heads, value_dim]``.
         out: ``[tokens, heads, value_dim]``, written.
         requests: The requests of the pass.
-        rule: The layer's rule.
+        rule: The layer's parameters.
     """
     table, rest = requests.table, [part.tolist() for part in requests[1:6]]
     for table_row, kv_len, rows, first_row, first_word in zip(*rest, strict=True):
         slots = table[table_row, :kv_len]
         k, v = keys[slots].float(), values[slots].float()
         width = -(-kv_len // WORD_BITS)
-        step = max(1, SCORES // (queries.shape[1] * kv_len))
+        step = max(1, MAX_SCORES // (queries.shape[1] * kv_len))
         for start in range(0, rows, step):
             count = min(step, rows - start)
             part = slice(first_row + start, first_row + start + count)
@@ -79,7 +79,7 @@ def attend_masked_torch(
 
 
 def expand(words: torch.Tensor, rows: int, kv_len: int) -> torch.Tensor:
-    """The bits of a request's mask: ``[rows, kv_len]`` bool.
+    """Unpacks a request's mask: ``[rows, kv_len]`` bool.
 
     Args:
         words: int32, from the request's first word on.
@@ -97,15 +97,15 @@ def _attend_rows(
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
 ) -> torch.Tensor:
-    """Rows of one request: ``[rows, heads, value_dim]``."""
+    """Attention of rows of one request: ``[rows, heads, value_dim]``."""
     rows, heads, dim = queries.shape
     kv_len, kv_heads, _ = keys.shape
     grouped = queries.reshape(rows, kv_heads, -1, dim)
     scores = torch.einsum("rkgd,tkd->rkgt", grouped, keys).flatten(1, 2) * rule.scale
-    if rule.cap > 0:
-        scores = rule.cap * torch.tanh(scores / rule.cap)
+    if rule.logit_cap > 0:
+        scores = rule.logit_cap * torch.tanh(scores / rule.logit_cap)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     if rule.sinks is not None:
         scores = torch.cat([scores, rule.sinks.float().expand(rows, heads)[..., None]], dim=-1)

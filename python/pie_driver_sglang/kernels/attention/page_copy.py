@@ -1,4 +1,4 @@
-"""Copies rows of many buffers in one launch: a page's rows in all layers."""
+"""Copies rows of many buffers in one launch, in Triton: pages of the KV cache in all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COPY_BLOCK = 1024
 
 
 class BufferRows(NamedTuple):
-    """Rows of several buffers of one dtype, by their addresses."""
+    """Buffers of one dtype, by their addresses."""
 
     dtype: torch.dtype
     starts: torch.Tensor
@@ -40,7 +40,7 @@ class BufferRows(NamedTuple):
 
 
 @triton.jit
-def _move(
+def _copy_rows(
     source_starts, source_strides, source_rows, target_starts, target_strides, target_rows, widths,
     ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,10 +56,12 @@ def _move(
     tl.store(target + elements, tl.load(source + elements, mask=inside), mask=inside)
 
 
-def move(
+def copy_rows(
     source: BufferRows, source_rows: torch.Tensor, target: BufferRows, target_rows: torch.Tensor
 ) -> None:
-    """Copies one row of every buffer for each pair. No target may be among the sources.
+    """Copies one row of every buffer for each pair; targets and sources are disjoint.
+
+    Grid: (pairs, buffers, blocks of a row).
 
     Args:
         source: Buffers to read, of the same widths as those of `target`.
@@ -68,7 +70,7 @@ def move(
         target_rows: ``[pairs]`` int64, all different.
     """
     grid = (len(source_rows), len(source.starts), triton.cdiv(source.widest, COPY_BLOCK))
-    _move[grid](
+    _copy_rows[grid](
         source.starts, source.strides, source_rows,
         target.starts, target.strides, target_rows, source.widths,
         ELEMENT=tl.int64 if source.dtype == torch.int64 else tl.uint8, BLOCK=COPY_BLOCK,

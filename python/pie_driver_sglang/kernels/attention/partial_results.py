@@ -1,9 +1,9 @@
-"""Decode attention over pages: partial results of rows, and how they are merged.
+"""Partial softmax results of split rows, and their merge, for decode attention.
 
-Each program of a split row stores a partial result, and the last one to do so merges all of them. A
-row of a group has two halves, its common prefix and the rest; the second one to finish merges them.
-A partial result is an online softmax: weighted values, the largest score, and the sum of weights.
-Scores are exponents of two, and weights are relative to the largest score.
+Each program of a split row stores a normalized output and its log-sum-exp (base 2); the last one to
+arrive merges all, by a semaphore. A row of a prefix group has two halves, the common prefix and the
+rest; the second one to finish merges them. Within a kernel a result is an online softmax state:
+accumulator, row maximum and row sum.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_MERGED_NUMBERS = tl.constexpr(8192)
+_MERGE_ELEMENTS = tl.constexpr(8192)
 """Elements of partial results that are merged at once, about."""
-_JOINING_TURNS = tl.constexpr(3)
-"""Iterations of merging that take as long as joining the halves of a row, about."""
+_HALVES_ITERATIONS = tl.constexpr(3)
+"""Iterations of merging that take as long as merging the halves of a row, about."""
 
 
 def alloc_partials(
@@ -25,225 +25,232 @@ def alloc_partials(
     """Allocates partial results of `rows` rows, uninitialized.
 
     Returns:
-        ``[rows, heads, value_dim]`` float32 normalized values, and ``[rows, heads]`` float32 sums
-        of their weights, as exponents of two.
+        ``[rows, heads, value_dim]`` float32 outputs, and ``[rows, heads]`` float32 log-sum-exps.
     """
     heads = queries.shape[1]
-    parts = queries.new_empty((rows, heads, value_dim), dtype=torch.float32)
-    return parts, queries.new_empty((rows, heads), dtype=torch.float32)
+    partial_out = queries.new_empty((rows, heads, value_dim), dtype=torch.float32)
+    return partial_out, queries.new_empty((rows, heads), dtype=torch.float32)
 
 
 @triton.jit
-def rows_of(order, row, ahead, number, elsewhere, GROUPED: tl.constexpr):
-    """Rows of a tile by their index in it, int64; undefined beyond its last row."""
-    rows = row - ahead + number
-    if GROUPED:
-        listed = (number <= ahead) & (elsewhere < 0)
+def tile_rows(order, row, rows_before, tile_row, prefix_len, PREFIX_GROUPS: tl.constexpr):
+    """Step rows of a tile, int64; undefined beyond its last row."""
+    rows = row - rows_before + tile_row
+    if PREFIX_GROUPS:
+        listed = (tile_row <= rows_before) & (prefix_len < 0)
         rows = tl.where(listed, tl.load(order + rows, mask=listed, other=0), rows)
     return rows.to(tl.int64)
 
 
 @triton.jit
-def _place(program, first, number, TILE: tl.constexpr):
-    """Where a program stores its part of a row: it has two places, for the tiles at its ends."""
-    return (2 * program + (program == first).to(tl.int32)) * TILE + number
+def _partial_index(program, first, tile_row, TILE_ROWS: tl.constexpr):
+    """Index of a program's partial result: it has two tiles of them, for both ends of its range."""
+    return (2 * program + (program == first).to(tl.int32)) * TILE_ROWS + tile_row
 
 
 @triton.jit
 def store_partial(
-    mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
-    order, row, ahead, number, kv_head, out_stride,
-    halves, half_sums, met, row_count, elsewhere,
-    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
-    GROUPED: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr = _MERGED_NUMBERS,
+    acc, row_max, row_sum, out, partial_out, partial_lse, sinks, semaphores, program, first, final,
+    order, row, rows_before, tile_row, kv_head, out_stride,
+    half_out, half_lse, half_semaphores, row_count, prefix_len,
+    GQA_GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    GQA_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    PREFIX_GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    MERGE_ELEMENTS: tl.constexpr = _MERGE_ELEMENTS,
 ):  # fmt: skip
-    """Stores a program's part of a tile; the last one of `first` to `final` merges all parts."""
-    heads = kv_head * GROUP + tl.arange(0, GROUP_BLOCK) % GROUP
-    head_count = tl.num_programs(0) * GROUP
-    asks = number <= ahead
+    """Stores a program's partial tile; the last of programs `first` to `final` merges them."""
+    heads = kv_head * GQA_GROUP + tl.arange(0, BLOCK_M) % GQA_GROUP
+    head_count = tl.num_programs(0) * GQA_GROUP
+    row_mask = tile_row <= rows_before
     value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
-    place = _place(program, first, number, TILE) * head_count + heads
+    index = _partial_index(program, first, tile_row, TILE_ROWS) * head_count + heads
     tl.store(
-        parts + place[:, None] * VALUE_DIM + value_dims,
-        mixed / tl.where(total > 0, total, 1.0)[:, None],
-        mask=asks[:, None] & (value_dims < VALUE_DIM),
+        partial_out + index[:, None] * VALUE_DIM + value_dims,
+        acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None],
+        mask=row_mask[:, None] & (value_dims < VALUE_DIM),
     )
-    tl.store(sums + place, best + tl.log2(total), mask=asks)
-    # All warps must have stored their part before one of them counts it.
+    tl.store(partial_lse + index, row_max + tl.log2(row_sum), mask=row_mask)
+    # All warps must have stored their part before the semaphore is raised.
     tl.debug_barrier()
-    count = arrived + kv_head * tl.num_programs(1) + first
-    if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
-        tl.store(count, 0)
-        AT_ONCE: tl.constexpr = max(1, MERGED // (HEAD_BLOCK * VALUE_BLOCK))
-        # Merge all rows part by part, or row by row: whatever takes fewer iterations.
-        turns = (ahead + 1) * tl.cdiv(final - first + 1, AT_ONCE)
-        if GROUPED:
-            turns += tl.where(elsewhere != 0, ahead * _JOINING_TURNS, 0)
-        if final - first < turns:
-            mixed, best, total = _merged_rows(
-                parts, sums, first, final, number, heads, head_count, asks,
-                VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
+    semaphore = semaphores + kv_head * tl.num_programs(1) + first
+    if tl.atomic_add(semaphore, 1, sem="acq_rel") == final - first:
+        tl.store(semaphore, 0)
+        PARTS_PER_STEP: tl.constexpr = max(1, MERGE_ELEMENTS // (GQA_BLOCK * VALUE_BLOCK))
+        # Merges all rows part by part, or row by row: whatever takes fewer iterations.
+        iterations = (rows_before + 1) * tl.cdiv(final - first + 1, PARTS_PER_STEP)
+        if PREFIX_GROUPS:
+            iterations += tl.where(prefix_len != 0, rows_before * _HALVES_ITERATIONS, 0)
+        if final - first < iterations:
+            acc, row_max, row_sum = _merge_part_by_part(
+                partial_out, partial_lse, first, final, tile_row, heads, head_count, row_mask,
+                VALUE_DIM, BLOCK_M, VALUE_BLOCK, TILE_ROWS,
             )  # fmt: skip
-            rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
+            rows = tile_rows(order, row, rows_before, tile_row, prefix_len, PREFIX_GROUPS)
             merge_or_store(
-                mixed, best, total, rows, heads, asks, out, out_stride,
-                halves, half_sums, met, row_count, elsewhere, sinks,
-                GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
+                acc, row_max, row_sum, rows, heads, row_mask, out, out_stride,
+                half_out, half_lse, half_semaphores, row_count, prefix_len, sinks,
+                GQA_GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, PREFIX_GROUPS,
             )  # fmt: skip
         else:
-            lanes = tl.arange(0, HEAD_BLOCK)
-            in_group = lanes < GROUP
-            own_heads = kv_head * GROUP + lanes
-            for turn in range(ahead + 1):
-                one, largest, weight = _merged_parts(
-                    parts, sums, first, final, turn, own_heads, in_group, head_count,
-                    VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, AT_ONCE, TILE,
+            lanes = tl.arange(0, GQA_BLOCK)
+            head_mask = lanes < GQA_GROUP
+            own_heads = kv_head * GQA_GROUP + lanes
+            for merged_row in range(rows_before + 1):
+                row_acc, new_max, row_weight = _merge_row_by_row(
+                    partial_out, partial_lse, first, final, merged_row, own_heads, head_mask,
+                    head_count, VALUE_DIM, GQA_BLOCK, VALUE_BLOCK, PARTS_PER_STEP, TILE_ROWS,
                 )  # fmt: skip
-                own_rows = rows_of(order, row, ahead, turn + lanes * 0, elsewhere, GROUPED)
+                own_rows = tile_rows(
+                    order, row, rows_before, merged_row + lanes * 0, prefix_len, PREFIX_GROUPS
+                )
                 merge_or_store(
-                    one, largest, weight, own_rows, own_heads, in_group, out, out_stride,
-                    halves, half_sums, met, row_count, elsewhere, sinks,
-                    GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
+                    row_acc, new_max, row_weight, own_rows, own_heads, head_mask, out, out_stride,
+                    half_out, half_lse, half_semaphores, row_count, prefix_len, sinks,
+                    GQA_GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, PREFIX_GROUPS,
                 )  # fmt: skip
 
 
 @triton.jit
 def merge_or_store(
-    mixed, best, total, rows, heads, asks, out, out_stride,
-    halves, half_sums, met, row_count, elsewhere, sinks,
-    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    SINKS: tl.constexpr, GROUPED: tl.constexpr,
+    acc, row_max, row_sum, rows, heads, row_mask, out, out_stride,
+    half_out, half_lse, half_semaphores, row_count, prefix_len, sinks,
+    GQA_GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, PREFIX_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of rows, or stores one half if the other half is missing."""
+    """Stores the output of rows; of prefix groups only once both halves are there."""
     value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
-    if GROUPED:  # noqa: SIM102  (a constant, unlike the other one)
-        if elsewhere != 0:
-            mixed, best, total, asks = _joined(
-                mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count,
-                elsewhere, GROUP, VALUE_DIM, VALUE_BLOCK,
+    if PREFIX_GROUPS:  # noqa: SIM102  (a constant, unlike the other one)
+        if prefix_len != 0:
+            acc, row_max, row_sum, row_mask = _merge_halves(
+                acc, row_max, row_sum, rows, heads, row_mask, half_out, half_lse, half_semaphores,
+                row_count, prefix_len, GQA_GROUP, VALUE_DIM, VALUE_BLOCK,
             )  # fmt: skip
-    mixed = normalize(mixed, best, total, sinks, heads, asks, SINKS)
+    acc = normalize(acc, row_max, row_sum, sinks, heads, row_mask, SINKS)
     tl.store(
         out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims,
-        mixed,
-        mask=asks[:, None] & (value_dims < VALUE_DIM),
+        acc,
+        mask=row_mask[:, None] & (value_dims < VALUE_DIM),
     )
 
 
 @triton.jit
-def _joined(
-    mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count, elsewhere,
-    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+def _merge_halves(
+    acc, row_max, row_sum, rows, heads, row_mask, half_out, half_lse, half_semaphores, row_count,
+    prefix_len, GQA_GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores these halves, and merges those rows whose other half is stored already."""
+    """Stores halves of rows, and merges those whose other half is stored already."""
     value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
-    head_count = tl.num_programs(0) * GROUP
-    place = rows * head_count + heads
-    alone = (elsewhere > 0).to(tl.int64)
-    own = place + alone * row_count * head_count
-    others = place + (1 - alone) * row_count * head_count
-    own_sums = best + tl.log2(total)
-    own_values = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    head_count = tl.num_programs(0) * GQA_GROUP
+    index = rows * head_count + heads
+    is_rest = (prefix_len > 0).to(tl.int64)
+    own = index + is_rest * row_count * head_count
+    others = index + (1 - is_rest) * row_count * head_count
+    own_lse = row_max + tl.log2(row_sum)
+    own_values = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     stored = value_dims < VALUE_DIM
-    left = halves + own[:, None] * VALUE_DIM + value_dims
-    tl.store(left, own_values, mask=asks[:, None] & stored)
-    tl.store(half_sums + own, own_sums, mask=asks)
-    # As above: all warps have stored before one counts, and all see the same counts afterwards.
+    own_ptrs = half_out + own[:, None] * VALUE_DIM + value_dims
+    tl.store(own_ptrs, own_values, mask=row_mask[:, None] & stored)
+    tl.store(half_lse + own, own_lse, mask=row_mask)
+    # Barriers: all warps have stored before one counts, and all see the same counts afterwards.
     tl.debug_barrier()
-    before = tl.atomic_add(met + place, 1, mask=asks, sem="acq_rel")
+    before = tl.atomic_add(half_semaphores + index, 1, mask=row_mask, sem="acq_rel")
     tl.debug_barrier()
-    whole = asks & (before == 1)
-    tl.store(met + place, 0, mask=whole)
+    whole = row_mask & (before == 1)
+    tl.store(half_semaphores + index, 0, mask=whole)
     # Bypasses L1, which is not coherent with other SMs.
-    sums = tl.load(half_sums + others, mask=whole, other=float("-inf"), cache_modifier=".cg")
+    other_lse = tl.load(half_lse + others, mask=whole, other=float("-inf"), cache_modifier=".cg")
     values = tl.load(
-        halves + others[:, None] * VALUE_DIM + value_dims,
+        half_out + others[:, None] * VALUE_DIM + value_dims,
         mask=whole[:, None] & stored,
         other=0.0,
         cache_modifier=".cg",
     )
-    largest = tl.maximum(own_sums, sums)
-    level = tl.where(largest == float("-inf"), 0.0, largest)
-    weights, own_weights = tl.exp2(sums - level), tl.exp2(own_sums - level)
+    new_max = tl.maximum(own_lse, other_lse)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights, own_weights = tl.exp2(other_lse - safe_max), tl.exp2(own_lse - safe_max)
     own_values, values = own_values * own_weights[:, None], values * weights[:, None]
-    # One product is fused with the addition and rounds differently: always the same one.
-    seen_alone = tl.where(elsewhere > 0, own_values, values)
-    joined = seen_alone + tl.where(elsewhere > 0, values, own_values)
-    return joined, largest, weights + own_weights, whole
+    # The compiler fuses one product with the addition (FMA): always that of the prefix.
+    rest = tl.where(prefix_len > 0, own_values, values)
+    merged = rest + tl.where(prefix_len > 0, values, own_values)
+    return merged, new_max, weights + own_weights, whole
 
 
 @triton.jit
-def _merged_rows(
-    parts, sums, first, final, number, heads, head_count, asks,
-    VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+def _merge_part_by_part(
+    partial_out, partial_lse, first, final, tile_row, heads, head_count, row_mask,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts of a tile that programs `first` to `final` stored: part by part."""
+    """Merges the partial tiles of programs `first` to `final`: all rows, part by part."""
     value_dims = tl.arange(0, VALUE_BLOCK)
-    best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_BLOCK], tl.float32)
-    mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
     for program in range(first, final + 1):
-        place = _place(program, first, number, TILE) * head_count + heads
+        index = _partial_index(program, first, tile_row, TILE_ROWS) * head_count + heads
         # Bypasses L1, which is not coherent with other SMs.
-        logs = tl.load(sums + place, mask=asks, other=float("-inf"), cache_modifier=".cg")
+        logs = tl.load(
+            partial_lse + index, mask=row_mask, other=float("-inf"), cache_modifier=".cg"
+        )
         part = tl.load(
-            parts + place[:, None] * VALUE_DIM + value_dims[None, :],
-            mask=asks[:, None] & (value_dims[None, :] < VALUE_DIM),
+            partial_out + index[:, None] * VALUE_DIM + value_dims[None, :],
+            mask=row_mask[:, None] & (value_dims[None, :] < VALUE_DIM),
             other=0.0,
             cache_modifier=".cg",
         )
-        largest = tl.maximum(best, logs)
-        level = tl.where(largest == float("-inf"), 0.0, largest)
-        shrink = tl.exp2(best - level)
-        weights = tl.exp2(logs - level)
-        total = total * shrink + weights
-        mixed = mixed * shrink[:, None] + weights[:, None] * part
-        best = largest
-    return mixed, best, total
+        new_max = tl.maximum(row_max, logs)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - safe_max)
+        weights = tl.exp2(logs - safe_max)
+        row_sum = row_sum * rescale + weights
+        acc = acc * rescale[:, None] + weights[:, None] * part
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit
-def _merged_parts(
-    parts, sums, first, final, number, heads, in_set, head_count,
-    VALUE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+def _merge_row_by_row(
+    partial_out, partial_lse, first, final, tile_row, heads, head_mask, head_count,
+    VALUE_DIM: tl.constexpr, GQA_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    PARTS_PER_STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts of one row of a tile: many parts at once."""
+    """Merges the partial results of one row of a tile: many parts at once."""
     value_dims = tl.arange(0, VALUE_BLOCK)[None, None, :]
-    best = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([HEAD_BLOCK], tl.float32)
-    mixed = tl.zeros([HEAD_BLOCK, VALUE_BLOCK], tl.float32)
-    for start in range(first, final + 1, AT_ONCE):
-        programs = start + tl.arange(0, AT_ONCE)
-        known = in_set[:, None] & (programs <= final)[None, :]
-        places = _place(programs, first, number, TILE)[None, :] * head_count + heads[:, None]
+    row_max = tl.full([GQA_BLOCK], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GQA_BLOCK], tl.float32)
+    acc = tl.zeros([GQA_BLOCK, VALUE_BLOCK], tl.float32)
+    for start in range(first, final + 1, PARTS_PER_STEP):
+        programs = start + tl.arange(0, PARTS_PER_STEP)
+        mask = head_mask[:, None] & (programs <= final)[None, :]
+        indices = (
+            _partial_index(programs, first, tile_row, TILE_ROWS)[None, :] * head_count
+            + heads[:, None]
+        )
         # Bypasses L1, which is not coherent with other SMs.
-        logs = tl.load(sums + places, mask=known, other=float("-inf"), cache_modifier=".cg")
+        logs = tl.load(partial_lse + indices, mask=mask, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
-            parts + places[:, :, None] * VALUE_DIM + value_dims,
-            mask=known[:, :, None] & (value_dims < VALUE_DIM),
+            partial_out + indices[:, :, None] * VALUE_DIM + value_dims,
+            mask=mask[:, :, None] & (value_dims < VALUE_DIM),
             other=0.0,
             cache_modifier=".cg",
         )
-        largest = tl.maximum(best, tl.max(logs, 1))
-        level = tl.where(largest == float("-inf"), 0.0, largest)
-        shrink = tl.exp2(best - level)
-        weights = tl.exp2(logs - level[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * part, 1)
-        best = largest
-    return mixed, best, total
+        new_max = tl.maximum(row_max, tl.max(logs, 1))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - safe_max)
+        weights = tl.exp2(logs - safe_max[:, None])
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * part, 1)
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit
-def normalize(mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr):
-    """Divides weighted values by the sum of weights, the attention sink's included."""
+def normalize(acc, row_max, row_sum, sinks, heads, head_mask, SINKS: tl.constexpr):
+    """Divides the accumulator by the row sum, attention sink included."""
     if SINKS:
-        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * LOG2E
-        largest = tl.maximum(best, sink)
-        mixed = mixed * tl.exp2(best - largest)[:, None]
-        total = total * tl.exp2(best - largest) + tl.exp2(sink - largest)
+        sink = tl.load(sinks + heads, mask=head_mask, other=0.0).to(tl.float32) * LOG2E
+        new_max = tl.maximum(row_max, sink)
+        acc = acc * tl.exp2(row_max - new_max)[:, None]
+        row_sum = row_sum * tl.exp2(row_max - new_max) + tl.exp2(sink - new_max)
     # A row without visible keys gives zeros.
-    return mixed / tl.where(total > 0, total, 1.0)[:, None]
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

@@ -1,8 +1,8 @@
-"""Which rows of a step are prompts, found on the device: what kernels of prefills must know.
+"""Finds prefills among the rows of a captured step, on the device, in torch.
 
-In a graph every token of a prompt is a row (``rust/planner/src/stages/graph.rs``). Consecutive rows
-of one context, of which each sees one token more, are a prompt here, and any other row is a decode.
-All sizes are fixed, so this can be captured.
+In a graph every token of a prompt is a row (``rust/planner/src/staging/graph.rs``). Consecutive
+rows of one context, each of which sees one token more, are a prefill; any other row is a decode.
+All sizes are fixed, so this can be captured. FlashAttention-3 takes the segments as `cu_seqlens_q`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.kernels.attention.split_plan import ELSEWHERE, DecodeRows
+from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
 
 
 class Prompts(NamedTuple):
-    """A step as segments: prompts, and the rows between them, which read no KV here."""
+    """A step as segments: prefills, and the rows between them, which read no KV here."""
 
     starts: torch.Tensor
-    """``[segments + 1]`` int32: the first row of each segment. Those that are not needed begin
-    after the last row."""
+    """``[segments + 1]`` int32: first row of each segment; unused ones begin after the last row."""
     kv_lens: torch.Tensor
     """``[segments]`` int32: KV length of a prompt's last row; 0 for rows between prompts."""
     pages: torch.Tensor
@@ -27,11 +26,11 @@ class Prompts(NamedTuple):
 
 
 def find_prompts(rows: DecodeRows, most: int, page_size: int) -> tuple[Prompts, DecodeRows]:
-    """The prompts of a step, and the rows that are left: decodes.
+    """The prefills of a step, and its rows with those of prefills set to `SKIP_ROW`.
 
     Args:
         rows: Of the step, without common prefixes.
-        most: Requests that a step has at most, each with consecutive rows of its own context.
+        most: Most requests of a step, each with consecutive rows of its own context.
         page_size: Tokens of a page.
     """
     owners, kv_lens, count = rows.table_rows, rows.kv_lens, len(rows.kv_lens)
@@ -47,7 +46,7 @@ def find_prompts(rows: DecodeRows, most: int, page_size: int) -> tuple[Prompts, 
     segments = 2 * min(most, count // 2) + 1
 
     def per_segment(chosen: torch.Tensor, values: torch.Tensor, default: int) -> torch.Tensor:
-        """The value of the chosen row of each segment; what is not needed comes last."""
+        """The value of the chosen row of each segment; unused segments get the default."""
         found = values.new_full((segments + 1,), default)
         return found.scatter_(0, torch.where(chosen, segment, segments), values)[:segments]
 
@@ -60,5 +59,5 @@ def find_prompts(rows: DecodeRows, most: int, page_size: int) -> tuple[Prompts, 
         first_slots.index_select(0, tables) // page_size,
     )
     # Padding lies between prompts, too.
-    left = torch.where(inside | (owners == 0), ELSEWHERE, owners)
+    left = torch.where(inside | (owners == 0), SKIP_ROW, owners)
     return prompts, rows._replace(table_rows=left)

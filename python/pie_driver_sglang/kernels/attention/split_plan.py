@@ -1,12 +1,11 @@
-"""Decode attention over pages: how the work of a step is split among programs.
+"""Stream-K work plan of decode attention, computed on the device once a step, in Triton.
 
-The KV of all rows is counted in blocks of tokens. Each program of a KV head takes the same number
-of blocks, in the order of the rows (stream-K). So a program may begin and end within a row, and the
-time depends on the sum of the lengths only. The plan is computed on the device once a step, and
-grids are fixed, so everything can be captured.
+The KV of all rows is counted in blocks of tokens, and each program of a KV head gets the same
+number of blocks, in the order of rows. A program may begin and end within a row, so the time
+depends on the sum of lengths only. Grids are fixed, so everything can be captured.
 
-Rows with a common prefix may read it together, and each row reads the rest by itself (`Prefixes`).
-Both are work like any other; the second of the two parts to finish merges them.
+Rows of a prefix group read their common prefix together, as a tile of M, and each row reads the
+rest by itself (`Prefixes`); the second of the two parts to finish merges them.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
-_FEW_ROWS = 256
-"""Up to this many rows are planned at once; more in larger chunks."""
+_ONE_CHUNK_ROWS = 256
+"""Up to this many rows are planned in one chunk; more in larger chunks."""
 _FINE_ROWS = 16
 """Up to this many rows, blocks are smaller, since each program has few of them."""
-ELSEWHERE = -1
-"""In place of the table row: another kernel computes the row, so it is left as it is."""
-_ELSEWHERE = tl.constexpr(ELSEWHERE)
+SKIP_ROW = -1
+"""In place of a table row: the row is skipped, because another kernel computes it."""
+_SKIP_ROW = tl.constexpr(SKIP_ROW)
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ def split_tuning(
 
 
 class Prefixes(NamedTuple):
-    """Groups of rows with a common prefix, as `rust/planner/src/prefix.rs` finds them."""
+    """Prefix groups: rows with a common KV prefix, from `rust/planner/src/prefix.rs`."""
 
     lens: torch.Tensor
-    """``[rows]`` int32: tokens of the group's prefix, fewer than the row reads; multiples of every
+    """``[rows]`` int32: tokens of the group's prefix, fewer than the row's KV length; multiples of
     `SplitTuning.block`. 0 for rows without a group."""
     places: torch.Tensor
     """``[rows]`` int32: for a row in a group, its index in `order`."""
@@ -91,7 +90,7 @@ class DecodeRows(NamedTuple):
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
     table_rows: torch.Tensor
-    """``[rows]`` int64; 0 is padding, whose output is ignored; may be `ELSEWHERE`."""
+    """``[rows]`` int64; 0 is padding, whose output is ignored; may be `SKIP_ROW`."""
     kv_lens: torch.Tensor
     """``[rows]`` int64: KV length of the row, its own token included."""
     prefixes: Prefixes | None = None
@@ -140,44 +139,52 @@ class WorkPlan(NamedTuple):
     blocks up to its end, KV length and table row of the last row, and KV that its rows read in a
     group's tile. For the tile of a group the latter is -1, and the last row is an index into
     `Prefixes.order`."""
-    stretches: torch.Tensor
-    """``[2, programs]`` int32: the first tile of a program, and the one after its last."""
-    arrived: torch.Tensor
-    """``[kv_heads, programs]`` int32, zeros between layers: how many programs have stored their
-    partial result of the tile that begins in a program and continues in the next."""
-    met: torch.Tensor
-    """``[rows, heads]`` int32, zeros between layers: whether one of a row's two parts is stored.
+    tile_ranges: torch.Tensor
+    """``[2, programs]`` int32: first tile of each program, and the one after its last."""
+    semaphores: torch.Tensor
+    """``[kv_heads, programs]`` int32, zeros between layers: programs that have stored their partial
+    result of the tile that begins in a program and continues in the next."""
+    half_semaphores: torch.Tensor
+    """``[rows, heads]`` int32, zeros between layers: whether one of a row's two halves is stored.
     Empty without groups."""
 
 
 def plan_splits(rows: DecodeRows, split: SplitPlan, multiprocessors: int) -> WorkPlan:
-    """Divides the step's blocks among programs; can be captured.
+    """Divides the step's KV blocks among programs. Can be captured.
 
-    A kernel that is not launched early must come before the first `paged_attend.attend_paged`.
+    A kernel without PDL must run before the first :func:`attend_paged`. Grid: blocks of programs.
     """
     count = len(rows.kv_lens)
     groups = None if split.windowed else rows.prefixes
     programs = max(1, multiprocessors * split.tuning.programs // split.kv_heads)
     heads = split.kv_heads * split.group
-    most = count if groups is None else 2 * count
-    sizes = ((3,), (6, most), (2, programs), (split.kv_heads, programs), (most - count, heads))
-    made = [torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device) for size in sizes]
+    max_tiles = count if groups is None else 2 * count
+    sizes = (
+        (3,),
+        (6, max_tiles),
+        (2, programs),
+        (split.kv_heads, programs),
+        (max_tiles - count, heads),
+    )
+    tensors = [torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device) for size in sizes]
     # Rows and programs per iteration of an instance.
-    planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
+    planned_rows, planned_programs = (
+        (_ONE_CHUNK_ROWS, 32) if count <= _ONE_CHUNK_ROWS else (1024, 16)
+    )
     _plan_splits[(triton.cdiv(programs, planned_programs),)](
-        rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 5), *made,
-        count, most, programs, split.window,
-        BLOCK=split.tuning.block, WINDOWED=split.windowed, GROUPED=groups is not None,
-        TILE=split.tile,
+        rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 5), *tensors,
+        count, max_tiles, programs, split.window,
+        BLOCK_KV=split.tuning.block, WINDOWED=split.windowed, PREFIX_GROUPS=groups is not None,
+        TILE_ROWS=split.tile,
         ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=split.kv_heads, HEADS=heads,
-        num_warps=8, **chained(rows.kv_lens.device),
+        num_warps=8, **pdl_options(rows.kv_lens.device),
     )  # fmt: skip
-    return WorkPlan(split, *made)
+    return WorkPlan(split, *tensors)
 
 
 @triton.jit
-def seen_from(kv_len, window, WINDOWED: tl.constexpr):
-    """The first token that a row with this KV length sees."""
+def first_visible(kv_len, window, WINDOWED: tl.constexpr):
+    """First visible token of a row with this KV length."""
     if WINDOWED:
         return tl.maximum(kv_len - 1 - window, 0)
     else:  # noqa: RET505  (Triton's compiler drops one of the branches)
@@ -185,179 +192,188 @@ def seen_from(kv_len, window, WINDOWED: tl.constexpr):
 
 
 @triton.jit
-def _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr):
-    """Whether rows see the previous row's KV and one token more.
-
-    Padding rows go together as well: their output is ignored.
-    """
+def _continues_row(table_rows, kv_lens, prefix_lens, rows, row_count, PREFIX_GROUPS: tl.constexpr):
+    """Whether rows see the previous row's KV and one token more; padding rows do, too."""
     known = (rows > 0) & (rows < row_count)
     own = tl.load(table_rows + rows, mask=known, other=0)
     same = own == tl.load(table_rows + rows - 1, mask=known, other=0)
     kv_len = tl.load(kv_lens + rows, mask=known, other=0)
     longer = kv_len == tl.load(kv_lens + rows - 1, mask=known, other=0) + 1
-    if GROUPED:
-        common = tl.load(prefix_lens + rows, mask=known, other=0)
-        same = same & (common == tl.load(prefix_lens + rows - 1, mask=known, other=0))
+    if PREFIX_GROUPS:
+        prefix = tl.load(prefix_lens + rows, mask=known, other=0)
+        same = same & (prefix == tl.load(prefix_lens + rows - 1, mask=known, other=0))
     return known & same & (longer | (own == 0))
 
 
 @triton.jit
-def _tiles(
+def _row_tiles(
     table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
-    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_KV: tl.constexpr, WINDOWED: tl.constexpr, PREFIX_GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For the last row of each tile: the number of rows before it, its KV length and its blocks.
+    """For each tile's last row: rows before it, KV length and blocks; -1, 0 and 0 for other rows.
 
-    Other rows give -1, and no blocks. Also returns where each run of rows begins that continue each
-    other; `start` is where the run of the row before the first one begins.
+    Also returns where each row's run of continuing rows begins; `start` is that of the row before
+    the first one.
     """
-    goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED)
-    starts = tl.associative_scan(tl.where(goes_on, start, rows), 0, _larger)
-    before = (rows - starts) % TILE
-    next_goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows + 1, row_count, GROUPED)
-    ends = (before == TILE - 1) | (next_goes_on == 0)
-    own = tl.load(table_rows + rows, mask=rows < row_count, other=_ELSEWHERE)
-    ends = ends & (own != _ELSEWHERE)
+    continues = _continues_row(table_rows, kv_lens, prefix_lens, rows, row_count, PREFIX_GROUPS)
+    starts = tl.associative_scan(tl.where(continues, start, rows), 0, _max)
+    before = (rows - starts) % TILE_ROWS
+    next_continues = _continues_row(
+        table_rows, kv_lens, prefix_lens, rows + 1, row_count, PREFIX_GROUPS
+    )
+    ends = (before == TILE_ROWS - 1) | (next_continues == 0)
+    own = tl.load(table_rows + rows, mask=rows < row_count, other=_SKIP_ROW)
+    ends = ends & (own != _SKIP_ROW)
     kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
-    if GROUPED:
-        unseen = tl.load(prefix_lens + rows, mask=ends, other=0) // BLOCK
+    if PREFIX_GROUPS:
+        hidden = tl.load(prefix_lens + rows, mask=ends, other=0) // BLOCK_KV
     else:
-        unseen = seen_from(kv_len - before, window, WINDOWED) // BLOCK
-    # One block for rows that see nothing: a program must write their zeros.
-    blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
+        hidden = first_visible(kv_len - before, window, WINDOWED) // BLOCK_KV
+    # At least one block: a program must write zeros for rows without visible keys.
+    blocks = tl.maximum(tl.cdiv(kv_len, BLOCK_KV) - hidden, 1)
     return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
 
 
 @triton.jit
 def _group_tiles(
-    prefix_lens, places, group_starts, used, rows, row_count, BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    prefix_lens, group_indices, group_starts, entries_used, rows, row_count, BLOCK_KV: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same for tiles of groups; also indices into `Prefixes.order`, and prefix lengths."""
-    common = tl.load(prefix_lens + rows, mask=rows < row_count, other=0)
-    listed = common > 0
-    entries = tl.load(places + rows, mask=listed, other=0)
+    """The same for tiles of prefix groups, with indices into `Prefixes.order` and lengths."""
+    prefix = tl.load(prefix_lens + rows, mask=rows < row_count, other=0)
+    listed = prefix > 0
+    entries = tl.load(group_indices + rows, mask=listed, other=0)
     start = tl.load(group_starts + entries, mask=listed, other=0)
     # Entries after the last one are undefined.
-    known = listed & (entries + 1 < used)
+    known = listed & (entries + 1 < entries_used)
     next_start = tl.load(group_starts + entries + 1, mask=known, other=-1)
-    before = (entries - start) % TILE
-    ends = listed & ((before == TILE - 1) | (next_start != start))
-    ahead = tl.where(ends, before, -1)
-    return ahead, tl.where(ends, common // BLOCK, 0), entries, common
+    before = (entries - start) % TILE_ROWS
+    ends = listed & ((before == TILE_ROWS - 1) | (next_start != start))
+    rows_before = tl.where(ends, before, -1)
+    return rows_before, tl.where(ends, prefix // BLOCK_KV, 0), entries, prefix
 
 
 @triton.jit
-def _larger(a, b):
+def _max(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])
+@triton.jit(do_not_specialize=["row_count", "max_tiles", "program_count", "window"])
 def _plan_splits(
-    table_rows, kv_lens, prefix_lens, places, _order, group_starts, entry_count,
-    totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
-    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
+    table_rows, kv_lens, prefix_lens, group_indices, _order, group_starts, entry_count,
+    totals, tiles, tile_ranges, semaphores, half_semaphores, row_count, max_tiles, program_count,
+    window, BLOCK_KV: tl.constexpr, WINDOWED: tl.constexpr, PREFIX_GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Plans `PROGRAMS` programs. Each instance sums all rows; the first one stores the tiles."""
-    if CHAINED:
-        follow()
+    """Plans `PROGRAMS` programs; each instance sums all rows, and the first stores the tiles."""
+    if PDL:
+        pdl_wait_trigger()
     lanes = tl.arange(0, ROWS)
-    used = 0
-    if GROUPED:
-        used = tl.load(entry_count)
+    entries_used = 0
+    if PREFIX_GROUPS:
+        entries_used = tl.load(entry_count)
     total = 0
     tile_count = 0
     start = 0
     for first in range(0, row_count, ROWS):
         rows = first + lanes
-        ahead, _, blocks, starts = _tiles(
+        rows_before, _, blocks, starts = _row_tiles(
             table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
-            BLOCK, WINDOWED, GROUPED, TILE,
+            BLOCK_KV, WINDOWED, PREFIX_GROUPS, TILE_ROWS,
         )  # fmt: skip
         total += tl.sum(blocks)
-        tile_count += tl.sum((ahead >= 0).to(tl.int32))
-        if GROUPED:
-            ahead, blocks, _, _ = _group_tiles(
-                prefix_lens, places, group_starts, used, rows, row_count, BLOCK, TILE
-            )
+        tile_count += tl.sum((rows_before >= 0).to(tl.int32))
+        if PREFIX_GROUPS:
+            rows_before, blocks, _, _ = _group_tiles(
+                prefix_lens, group_indices, group_starts, entries_used, rows, row_count, BLOCK_KV,
+                TILE_ROWS,
+            )  # fmt: skip
             total += tl.sum(blocks)
-            tile_count += tl.sum((ahead >= 0).to(tl.int32))
+            tile_count += tl.sum((rows_before >= 0).to(tl.int32))
         start = tl.max(starts)
-    share = tl.cdiv(total, program_count)
+    blocks_per_program = tl.cdiv(total, program_count)
     programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    keeps = tl.program_id(0) == 0
-    tl.store(totals, share, mask=keeps)
-    tl.store(totals + 1, total, mask=keeps)
-    tl.store(totals + 2, tile_count, mask=keeps)
+    is_first = tl.program_id(0) == 0
+    tl.store(totals, blocks_per_program, mask=is_first)
+    tl.store(totals + 1, total, mask=is_first)
+    tl.store(totals + 2, tile_count, mask=is_first)
     passed = 0
     passed_tiles = 0
     start = 0
     # Tiles that end before a program begins, and those that begin before it ends.
-    ended = tl.zeros([PROGRAMS], tl.int32)
-    begun = tl.zeros([PROGRAMS], tl.int32)
-    block = (programs * share)[:, None]
+    tiles_ended = tl.zeros([PROGRAMS], tl.int32)
+    tiles_begun = tl.zeros([PROGRAMS], tl.int32)
+    block = (programs * blocks_per_program)[:, None]
     for first in range(0, row_count, ROWS):
         rows = first + lanes
-        ahead, kv_len, blocks, starts = _tiles(
+        rows_before, kv_len, blocks, starts = _row_tiles(
             table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
-            BLOCK, WINDOWED, GROUPED, TILE,
+            BLOCK_KV, WINDOWED, PREFIX_GROUPS, TILE_ROWS,
         )  # fmt: skip
-        is_tile = ahead >= 0
-        own = tl.load(table_rows + rows, mask=is_tile & keeps, other=0).to(tl.int32)
-        if GROUPED:
-            group_ahead, group_blocks, entries, common = _group_tiles(
-                prefix_lens, places, group_starts, used, rows, row_count, BLOCK, TILE
-            )
+        is_tile = rows_before >= 0
+        own = tl.load(table_rows + rows, mask=is_tile & is_first, other=0).to(tl.int32)
+        if PREFIX_GROUPS:
+            group_ahead, group_blocks, entries, prefix = _group_tiles(
+                prefix_lens, group_indices, group_starts, entries_used, rows, row_count, BLOCK_KV,
+                TILE_ROWS,
+            )  # fmt: skip
             is_group = group_ahead >= 0
             ends = passed + tl.cumsum(blocks + group_blocks, 0)
             numbers = passed_tiles + tl.cumsum(is_tile.to(tl.int32) + is_group.to(tl.int32), 0)
             group_ends = ends - blocks
-            ended += _at_most(group_ends, block, is_group)
-            begun += _at_most(group_ends - group_blocks, block + share - 1, is_group)
-            kept = is_group & keeps
-            row = tl.load(table_rows + rows, mask=kept, other=0).to(tl.int32)
-            _keep(
-                tiles + numbers - 1 - is_tile.to(tl.int32), most, entries, group_ahead, group_ends,
-                common, row, kept,
+            tiles_ended += _count_at_most(group_ends, block, is_group)
+            tiles_begun += _count_at_most(
+                group_ends - group_blocks, block + blocks_per_program - 1, is_group
+            )
+            group_mask = is_group & is_first
+            row = tl.load(table_rows + rows, mask=group_mask, other=0).to(tl.int32)
+            _store_tiles(
+                tiles + numbers - 1 - is_tile.to(tl.int32), max_tiles, entries, group_ahead,
+                group_ends, prefix, row, group_mask,
             )  # fmt: skip
-            tl.store(tiles + numbers - 1 - is_tile.to(tl.int32) + 5 * most, -1, mask=kept)
-            tl.store(tiles + numbers - 1 + 5 * most, common, mask=is_tile & keeps)
+            tl.store(
+                tiles + numbers - 1 - is_tile.to(tl.int32) + 5 * max_tiles, -1, mask=group_mask
+            )
+            tl.store(tiles + numbers - 1 + 5 * max_tiles, prefix, mask=is_tile & is_first)
             passed += tl.sum(group_blocks)
             passed_tiles += tl.sum(is_group.to(tl.int32))
         else:
             ends = passed + tl.cumsum(blocks, 0)
             numbers = passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0)
-        ended += _at_most(ends, block, is_tile)
-        begun += _at_most(ends - blocks, block + share - 1, is_tile)
-        _keep(tiles + numbers - 1, most, rows, ahead, ends, kv_len, own, is_tile & keeps)
+        tiles_ended += _count_at_most(ends, block, is_tile)
+        tiles_begun += _count_at_most(ends - blocks, block + blocks_per_program - 1, is_tile)
+        _store_tiles(
+            tiles + numbers - 1, max_tiles, rows, rows_before, ends, kv_len, own, is_tile & is_first
+        )
         passed += tl.sum(blocks)
         passed_tiles += tl.sum(is_tile.to(tl.int32))
         start = tl.max(starts)
     known = programs < program_count
-    tl.store(stretches + programs, ended, mask=known)
-    tl.store(stretches + program_count + programs, begun, mask=known)
+    tl.store(tile_ranges + programs, tiles_ended, mask=known)
+    tl.store(tile_ranges + program_count + programs, tiles_begun, mask=known)
     for head in range(KV_HEADS):
-        tl.store(arrived + head * program_count + programs, 0, mask=known)
-    if used > 0:
+        tl.store(semaphores + head * program_count + programs, 0, mask=known)
+    if entries_used > 0:
         for head in range(tl.program_id(0), HEADS, tl.num_programs(0)):
             for first in range(0, row_count, ROWS):
                 rows = first + lanes
-                tl.store(met + rows * HEADS + head, 0, mask=rows < row_count)
+                tl.store(half_semaphores + rows * HEADS + head, 0, mask=rows < row_count)
 
 
 @triton.jit
-def _at_most(places, blocks, tiles):
-    """The number of tiles at or before each block: ``[blocks]`` int32."""
-    return tl.sum(((places[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
+def _count_at_most(ends, blocks, tiles):
+    """Number of tiles at or before each block: ``[blocks]`` int32."""
+    return tl.sum(((ends[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
-def _keep(place, most, last, ahead, end, kv_len, table_row, kept):
+def _store_tiles(field, max_tiles, last, rows_before, end, kv_len, table_row, group_mask):
     """Stores the first five fields of tiles."""
-    tl.store(place, last, mask=kept)
-    tl.store(place + most, ahead, mask=kept)
-    tl.store(place + 2 * most, end, mask=kept)
-    tl.store(place + 3 * most, kv_len, mask=kept)
-    tl.store(place + 4 * most, table_row, mask=kept)
+    tl.store(field, last, mask=group_mask)
+    tl.store(field + max_tiles, rows_before, mask=group_mask)
+    tl.store(field + 2 * max_tiles, end, mask=group_mask)
+    tl.store(field + 3 * max_tiles, kv_len, mask=group_mask)
+    tl.store(field + 4 * max_tiles, table_row, mask=group_mask)

@@ -1,8 +1,7 @@
-"""GPU kernels in CUDA C++, and how they are compiled.
+"""CUDA C++ sources of GPU kernels, and their compilation by NVRTC (`compiled`).
 
-For what Triton has no words for: clusters and their shared memory, and operands of a matrix
-instruction that stay in the registers to which they were loaded. `compiled.py` has NVRTC compile a
-source of this folder. Each source is called by one module of `kernels`: `wgmma_gemm.cu` by
-`wgmma.py`, `fp8_gemv.cu` by `fp8_gemv.py`, `single_decode.cu` by `cluster_decode.py`.
-All begin with `halves.cuh`.
+They use what Triton cannot express: clusters and distributed shared memory, warp specialization,
+and MMA operands loaded from global memory into registers. Each source has one kernel, of its name,
+launched by one module of `kernels`: `wgmma_gemm.cu` by `wgmma`, `fp8_gemv.cu` by `fp8_gemv`,
+`cluster_decode.cu` by `cluster_decode`. `halves.cuh` is prepended to all.
 """

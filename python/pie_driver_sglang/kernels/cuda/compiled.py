@@ -1,4 +1,4 @@
-"""A CUDA C++ kernel of this folder: compiled by NVRTC when it is made, launched as Triton's are."""
+"""Compiles CUDA C++ sources of this folder by NVRTC, and launches their kernels with PDL."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
 from cuda.core.utils import FileStreamProgramCache, StridedMemoryView
 
 _NO_STREAM = -1
-"""Of an exported tensor, which is only read by kernels: nothing to wait for."""
-_MOST_PORTABLE = 8
-"""CTAs of a cluster that every GPU with clusters takes."""
-
+"""DLPack: no stream to synchronize with."""
+_MAX_PORTABLE_CLUSTER = 8
+"""Largest portable cluster size, in CTAs."""
 
 _HEADER = "halves.cuh"
-"""What every source begins with."""
+"""Prepended to every source."""
 
 
 def read_source(file: str) -> str:
-    """A file of this folder, and what it begins with; errors name the file's own lines."""
+    """A source with its header; compiler errors name the file's own lines."""
     header, own = (
         resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
         for name in (_HEADER, file)
@@ -41,29 +40,26 @@ def read_source(file: str) -> str:
     return f'#line 1 "{_HEADER}"\n{header}#line 1 "{file}"\n{own}'
 
 
-def compile_source(file: str, constants: Mapping[str, int], arch: str) -> ObjectCode:
-    """Compiles a file of this folder; takes no GPU.
+def compile_source(file: str, macros: Mapping[str, int], arch: str) -> ObjectCode:
+    """Compiles a source of this folder to a cubin; needs no GPU.
 
     Args:
         file: Its name.
-        constants: Macros that it wants.
+        macros: Its macros.
         arch: Such as ``sm_90a``.
 
     Raises:
-        cuda.core.NVRTCError: It has mistakes, which the error quotes.
+        cuda.core.NVRTCError: It does not compile; the error has the compiler's log.
     """
     source = read_source(file)
     options = ProgramOptions(
-        name=file, arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in constants.items()]
+        name=file, arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in macros.items()]
     )
     return Program(source, "c++", options).compile("cubin", cache=_cache())
 
 
 def _cache() -> FileStreamProgramCache | None:
-    """What was compiled before: some kernels take a second, and a model has dozens.
-
-    None where the user's cache folder cannot be written to: then they are compiled at every start.
-    """
+    """The cache of compiled kernels; None if the user's cache folder is not writable."""
     try:
         return FileStreamProgramCache()
     except OSError:
@@ -71,11 +67,11 @@ def _cache() -> FileStreamProgramCache | None:
 
 
 def tile_map(matrix: torch.Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
-    """A matrix as the copy engine reads it, box by box, with words of 16 bytes swizzled.
+    """Makes a TMA descriptor with 128-byte swizzle.
 
     Args:
-        matrix: Of 8 or 16 bits a number; the last dimension is contiguous.
-        box: Numbers of each dimension; 128 bytes of the last one.
+        matrix: 8- or 16-bit elements; the last dimension is contiguous.
+        box: Elements of each dimension; 128 bytes of the last one.
     """
     raw = matrix.view(torch.uint16 if matrix.itemsize == 2 else torch.uint8)
     view = StridedMemoryView.from_dlpack(raw, stream_ptr=_NO_STREAM)
@@ -91,7 +87,7 @@ class CudaKernel:
     def __init__(
         self,
         file: str,
-        constants: Mapping[str, int],
+        macros: Mapping[str, int],
         device: torch.device,
         *,
         shared_bytes: int = 0,
@@ -101,32 +97,32 @@ class CudaKernel:
 
         Args:
             file: The source, which has a kernel of the same name.
-            constants: Macros that the source wants.
+            macros: Its macros.
             device: Where it will run.
             shared_bytes: Dynamic shared memory of a CTA.
-            cluster: CTAs of a cluster, as the source says.
+            cluster: CTAs of a cluster, as in the source.
         """
         major, minor = torch.cuda.get_device_capability(device)
-        # Features of one generation alone have an "a" after its number.
+        # WGMMA and other architecture-specific features need the suffix "a".
         arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
         self._device = Device(device.index or 0)
         self._device.set_current()
-        code = compile_source(file, constants, arch)
+        code = compile_source(file, macros, arch)
         self._kernel: Kernel = code.get_kernel(file.removesuffix(".cu"))
         self._shared_bytes = shared_bytes
         self._cluster = cluster
         attributes = driver.CUfunction_attribute
         self._set(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        if cluster > _MOST_PORTABLE:
+        if cluster > _MAX_PORTABLE_CLUSTER:
             self._set(attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
 
     def launch(self, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
-        """Launches it early (see ``chained.py``) on torch's current stream. Can be captured.
+        """Launches it with PDL on torch's current stream. Can be captured.
 
         Args:
             grid: CTAs in each dimension.
             threads: Of a CTA.
-            *arguments: Tensors, integers of 64 bits, and NumPy numbers for other types.
+            *arguments: Tensors, 64-bit integers, and NumPy scalars of other types.
         """
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
         config = LaunchConfig(
@@ -136,8 +132,8 @@ class CudaKernel:
         values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         launch_kernel(stream, config, self._kernel, *values)
 
-    def clusters_at_once(self, grid: tuple[int, ...], threads: int) -> int:
-        """How many of its clusters the GPU runs at once, with nothing else on it."""
+    def max_active_clusters(self, grid: tuple[int, ...], threads: int) -> int:
+        """Clusters that an idle GPU runs at once."""
         occupancy: Any = self._kernel.occupancy
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
         config = LaunchConfig(

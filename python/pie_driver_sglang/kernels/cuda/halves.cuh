@@ -1,4 +1,4 @@
-// Numbers of 16 bits: bfloat16, or float16 where BF16 is 0. Every source of this folder begins with it.
+// Conversions of 16-bit floats: bfloat16, or float16 if BF16 is 0. Prepended to every source of this folder.
 
 typedef unsigned int u32;
 

@@ -1,6 +1,7 @@
-"""GEMM kernels of decode steps, with fused epilogues.
+"""GEMM kernels of decode steps with fused epilogues, and the kernels between GEMMs.
 
-`small_m` is a GEMV and small-M GEMM in Triton, `tiled` a TMA GEMM for more rows, `wgmma` a CUDA C++
-GEMM for Hopper, `fp8_gemv` a CUDA C++ GEMV of FP8 weights. `fp8_rows` quantizes rows.
-`dense_layers` has what runs between library GEMMs.
+`types` has weights, epilogues and tile configs. `small_m` is a GEMV and small-M GEMM in Triton,
+`tiled` a TMA GEMM for more rows, `wgmma` a CUDA C++ GEMM for Hopper, `fp8_gemv` a CUDA C++ GEMV of
+FP8 weights, `linear` a split-K GEMM for layers whose norms are not folded. `fp8_rows` quantizes
+activations. `norm_rope` has norms, SwiGLU and rotary embedding.
 """

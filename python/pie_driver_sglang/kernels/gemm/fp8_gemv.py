@@ -1,18 +1,19 @@
-"""Products of one row and FP8 matrices, of which each is one kernel: ``cuda/fp8_gemv.cu``.
+"""FP8 GEMV for Hopper in CUDA C++ (``cuda/fp8_gemv.cu``): one row times an FP8 weight.
 
-The kernel norms the row, makes FP8 of it, and joins a gate or adds to the residual at its end.
+Each CTA applies RMSNorm and quantizes the row to FP8 itself, so no kernel runs between two GEMVs.
+Epilogues: scales with store, SwiGLU or residual add. No library has an FP8 GEMV with fused
+quantization.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy
 import torch
 
-from pie_driver_sglang.kernels.gemm.dense_layers import Norm
 from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedWeights
+from pie_driver_sglang.kernels.gemm.types import SWIGLU, Epilogue, Norm
 
 _PIECE = 64
 """Inputs that four threads load at once."""
@@ -21,95 +22,84 @@ _TILE = 16
 _HOPPER = 9
 
 
-class ProductKind(IntEnum):
-    """What a product does at its end."""
-
-    STORES = 0
-    JOINS = 1
-    """Joins a gate and an up projection."""
-    ADDS = 2
-
-    @classmethod
-    def of(cls, *, gated: bool, adds: bool) -> ProductKind:
-        """That of a product with a gate, or one that adds, or of another one."""
-        return cls.JOINS if gated else cls.ADDS if adds else cls.STORES
-
-
 @dataclass(frozen=True)
-class RowCut:
-    """How a product is divided."""
+class GemvConfig:
+    """Launch options of a GEMV."""
 
     threads: int
     """Of a CTA, whose warps divide the inputs."""
-    batch: int
-    """Pieces of 64 inputs that a warp loads at once: two are a group of quantized rows."""
-    resident: int
-    """CTAs of a multiprocessor, which divide the tiles."""
+    unroll: int
+    """Pieces of 64 inputs that a warp loads at once; two are a quantization group."""
+    ctas_per_sm: int
+    """CTAs of an SM, which divide the tiles."""
 
     def fits(self, inputs: int) -> bool:
         """Whether the warps divide so many inputs."""
-        return inputs % (self.threads // 32 * self.batch * _PIECE) == 0
+        return inputs % (self.threads // 32 * self.unroll * _PIECE) == 0
 
 
-ROW_CUTS = (RowCut(256, 4, 2), RowCut(256, 2, 3), RowCut(128, 2, 6), RowCut(64, 2, 12))
+GEMV_CONFIGS = (
+    GemvConfig(256, 4, 2), GemvConfig(256, 2, 3), GemvConfig(128, 2, 6), GemvConfig(64, 2, 12),
+)  # fmt: skip
 """The best on an H100 first, then some for other shapes."""
 
 
-def find_row_cut(inputs: int) -> RowCut | None:
-    """How a product of so many inputs is divided; None where the kernel does not take it."""
-    return next((cut for cut in ROW_CUTS if cut.fits(inputs)), None)
+def find_gemv_config(inputs: int) -> GemvConfig | None:
+    """Chooses the config for so many inputs; None where the kernel does not support them."""
+    return next((config for config in GEMV_CONFIGS if config.fits(inputs)), None)
 
 
-def quantizes_row(weights: QuantizedWeights) -> bool:
-    """Whether the kernel knows such a matrix, and was measured on GPUs like its own."""
+def supports_gemv(weights: QuantizedWeights) -> bool:
+    """Whether the kernel supports the shape and the GPU of a weight."""
     outputs, inputs = weights.weight.shape
-    whole = outputs % _TILE == 0 and find_row_cut(inputs) is not None
+    whole = outputs % _TILE == 0 and find_gemv_config(inputs) is not None
     cuda = weights.weight.device.type == "cuda"
     return (
         cuda and whole and torch.cuda.get_device_capability(weights.weight.device)[0] == _HOPPER
     )  # fmt: skip
 
 
-class RowProduct:
-    """The kernel of matrices with the same inputs, kind, norm and scale."""
+class Fp8Gemv:
+    """The kernel for weights with the same inputs, epilogue, norm and scales."""
 
     def __init__(
         self,
         inputs: int,
-        kind: ProductKind,
+        epilogue: Epilogue,
         dtype: torch.dtype,
         device: torch.device,
-        cut: RowCut,
+        config: GemvConfig,
         *,
         normed: bool,
-        fixed: bool,
+        static_scale: bool,
         grouped: bool,
     ) -> None:
         """Compiles it.
 
         Args:
-            inputs: Of the matrices.
-            kind: What it does at its end.
-            dtype: Of rows and outputs, of 16 bits.
+            inputs: Of the weights.
+            epilogue: The epilogue.
+            dtype: Of rows and outputs: bfloat16 or float16.
             device: Where it runs.
-            cut: One that fits.
-            normed: Whether it norms the row first.
-            fixed: Whether the matrices have the row's scale, too.
-            grouped: Whether blocks of the matrices and groups of the row have scales.
+            config: One that fits.
+            normed: Whether it applies RMSNorm to the row.
+            static_scale: Whether the weights come with the scale of the row.
+            grouped: Whether scales are those of 128x128 blocks of the weight and of groups of 128
+                inputs of the row.
         """
-        # Half a second, which other models need not wait for.
+        # Takes half a second, for models that need it only.
         from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-        constants = {
-            "BF16": int(dtype is torch.bfloat16), "INPUTS": inputs, "THREADS": cut.threads,
-            "BATCH": cut.batch, "RESIDENT": cut.resident, "KIND": int(kind),
-            "NORMED": int(normed), "FIXED": int(fixed), "GROUPED": int(grouped),
+        macros = {
+            "BF16": int(dtype is torch.bfloat16), "INPUTS": inputs, "THREADS": config.threads,
+            "UNROLL": config.unroll, "CTAS_PER_SM": config.ctas_per_sm, "EPILOGUE": int(epilogue),
+            "RMS_NORM": int(normed), "STATIC_SCALE": int(static_scale), "GROUPED": int(grouped),
         }  # fmt: skip
-        self._kind = kind
-        self._cut = cut
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most = processors * cut.resident
-        self._kernel = CudaKernel("fp8_gemv.cu", constants, device)
+        self._epilogue = epilogue
+        self._config = config
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._max_ctas = sms * config.ctas_per_sm
+        self._kernel = CudaKernel("fp8_gemv.cu", macros, device)
 
     def multiply(
         self,
@@ -117,26 +107,28 @@ class RowProduct:
         weights: QuantizedWeights,
         *,
         norm: Norm | None = None,
-        into: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiplies a row by a matrix. Can be captured.
+        """Computes ``row @ weight.T`` with the epilogue. Can be captured.
+
+        Grid: at most `ctas_per_sm` CTAs an SM, which loop over tiles of 16 outputs.
 
         Args:
             row: ``[1, inputs]``, contiguous.
-            weights: The matrix.
-            norm: To be applied to the row first.
-            into: ``[1, outputs]``: what is added to, in place, by a product that adds.
+            weights: FP8, with scales.
+            norm: RMSNorm of the row.
+            residual: ``[1, outputs]``, added to in place by `ADD_RESIDUAL`.
 
         Returns:
-            ``[1, outputs]``, half of them of a product that joins; `into` of one that adds.
+            ``[1, outputs]``, half of them with SwiGLU; `residual` if given.
         """
-        outputs = len(weights.weight) // (2 if self._kind == ProductKind.JOINS else 1)
+        outputs = len(weights.weight) // (2 if self._epilogue == SWIGLU else 1)
         tiles = len(weights.weight) // _TILE
-        out = row.new_empty(1, outputs) if into is None else into
+        out = row.new_empty(1, outputs) if residual is None else residual
         unused = weights.scales
         self._kernel.launch(
-            (min(tiles, self._most),), self._cut.threads, row, weights.weight, weights.scales,
-            row if norm is None else norm.weight,
+            (min(tiles, self._max_ctas),), self._config.threads, row, weights.weight,
+            weights.scales, row if norm is None else norm.weight,
             unused if weights.row_scale is None else weights.row_scale, out,
             numpy.float32(0.0 if norm is None else norm.epsilon), numpy.int32(tiles),
         )  # fmt: skip

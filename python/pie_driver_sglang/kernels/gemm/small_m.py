@@ -1,364 +1,346 @@
-"""GPU kernels of the products of a decode step of few rows.
+"""GEMV and small-M GEMM in Triton for decode steps: ``rows @ weight.T``, up to 64 rows.
 
-Reading weights is all that such a step takes long for. So no kernel of a layer only adds or
-normalizes:
+Such a step is bound by reading weights, so nothing else gets a kernel of its own:
 
-* A product adds to the residual, and stores the sum of squares of what it wrote. The product after
-  it multiplies rows as they are, and scales its outputs: an RMS norm commutes with a product whose
-  matrix has the norm's weights folded in.
-* Split-K parts are summed by the program that finishes last, in a fixed order.
-* A kernel lets the next one start at once, and asks for weights before it waits for the one before.
+- **RMSNorm** is deferred. The epilogue that adds to the residual also stores the sum of squares
+  of each tile; the next GEMM takes the residual as it is and multiplies its outputs by ``1 / rms``.
+  The norm's weight is folded into the matrix.
+- **SwiGLU and residual add** are epilogues.
+- **Split-K** sums are reduced by the program that finishes last, in a fixed order.
+- **PDL**: a kernel releases the next one at once. One row is multiplied by FMA instead of tensor
+  cores, and its first weights are loaded before the wait for the previous kernel.
+
+cuBLAS has neither these epilogues nor PDL loads. On Hopper `wgmma` is faster from 2 rows on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, silu
-from pie_driver_sglang.kernels.pdl import chained, lead
+from pie_driver_sglang.kernels.gemm.norm_rope import silu_mul
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    STORE,
+    SWIGLU,
+    Epilogue,
+    LinearWeights,
+    Residual,
+    TileConfig,
+    Workspace,
+)
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
 
 _VECTOR = tl.constexpr(8)
 """Weights that a thread loads at once."""
-_FEWEST_OUTPUTS, _FEWEST_INPUTS = 16, 16
-"""Of a tile and of an iteration: what a product on tensor cores takes."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a product is divided among programs."""
-
-    outputs: int
-    """Outputs of a tile."""
-    inputs: int
-    """Inputs per iteration of a program's loop."""
-    parts: int = 1
-    """Split-K factor: programs that divide the inputs of a tile."""
-    warps: int = 4
-    """Warps of a program."""
-    stages: int = 1
-    """Iterations whose operands are loaded or being loaded; with 1 they go through registers, the
-    first one's weights before the previous kernel has ended. 1 for a step of one row."""
-
-    def fits(self, outputs: int, inputs: int) -> bool:
-        """Whether the tiles divide a matrix of this shape."""
-        return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
-
-
-MOST_ROWS = 64
-"""Most rows of a step that these kernels take."""
-_MEASURED: dict[tuple[str, int, int, int], Cut] = {
-    # One row.
-    ("plain", 1, 6144, 4096): Cut(8, 512, warps=2),
-    ("plain", 1, 7168, 5120): Cut(8, 512),
-    ("plain", 1, 4096, 1024): Cut(4, 512, warps=2),
-    ("plain", 1, 5120, 2048): Cut(4, 512, warps=2),
-    ("adds", 1, 4096, 4096): Cut(16, 512, parts=2),
-    ("adds", 1, 4096, 14336): Cut(16, 512, parts=2),
-    ("adds", 1, 5120, 5120): Cut(4, 512, warps=2),
-    ("adds", 1, 1024, 2048): Cut(4, 2048, warps=8),
-    ("gated", 1, 3072, 1024): Cut(2, 512, warps=1),
-    # Up to 16 rows.
-    ("adds", 16, 4096, 4096): Cut(64, 256, parts=2, stages=3),
-    ("adds", 16, 4096, 14336): Cut(64, 256, parts=2, stages=3),
-    ("adds", 16, 5120, 5120): Cut(64, 128, parts=4, stages=3),
-    ("adds", 16, 5120, 17408): Cut(64, 128, parts=4, stages=3),
-    # Up to 32 rows.
-    ("adds", 32, 4096, 4096): Cut(64, 128, parts=2, stages=5),
-    ("adds", 32, 4096, 14336): Cut(64, 128, parts=2, stages=5),
+_MIN_BLOCK_N, _MIN_BLOCK_K = 16, 16
+"""Smallest tile of a tensor core MMA."""
+MAX_ROWS = 64
+"""Most rows of a step."""
+_TUNED: dict[tuple[Epilogue, int, int, int], TileConfig] = {
+    (STORE, 1, 7168, 5120): TileConfig(1, 8, 512, num_stages=1),
+    (STORE, 1, 4096, 1024): TileConfig(1, 4, 512, num_warps=2, num_stages=1),
+    (STORE, 1, 5120, 2048): TileConfig(1, 4, 512, num_warps=2, num_stages=1),
+    (ADD_RESIDUAL, 1, 4096, 4096): TileConfig(1, 16, 512, split_k=2, num_stages=1),
+    (ADD_RESIDUAL, 1, 4096, 14336): TileConfig(1, 16, 512, split_k=2, num_stages=1),
+    (ADD_RESIDUAL, 1, 5120, 5120): TileConfig(1, 4, 512, num_warps=2, num_stages=1),
+    (ADD_RESIDUAL, 1, 1024, 2048): TileConfig(1, 4, 2048, num_warps=8, num_stages=1),
+    (SWIGLU, 1, 3072, 1024): TileConfig(1, 2, 512, num_warps=1, num_stages=1),
+    (ADD_RESIDUAL, 16, 4096, 4096): TileConfig(16, 64, 256, split_k=2, num_stages=3),
+    (ADD_RESIDUAL, 16, 4096, 14336): TileConfig(16, 64, 256, split_k=2, num_stages=3),
+    (ADD_RESIDUAL, 16, 5120, 5120): TileConfig(16, 64, 128, split_k=4, num_stages=3),
+    (ADD_RESIDUAL, 16, 5120, 17408): TileConfig(16, 64, 128, split_k=4, num_stages=3),
+    (ADD_RESIDUAL, 32, 4096, 4096): TileConfig(32, 64, 128, split_k=2, num_stages=5),
+    (ADD_RESIDUAL, 32, 4096, 14336): TileConfig(32, 64, 128, split_k=2, num_stages=5),
 }
-"""The best cuts on an H200, where they are not :data:`_USUAL`: by kind, rows, outputs, inputs."""
-_USUAL: dict[tuple[str, int], Cut] = {
-    ("plain", 1): Cut(8, 512, warps=2),
-    ("adds", 1): Cut(4, 1024),
-    ("gated", 1): Cut(2, 1024, warps=2),
-    ("plain", 16): Cut(64, 256, stages=3),
-    ("adds", 16): Cut(64, 256, parts=4, stages=3),
-    ("gated", 16): Cut(64, 128, stages=5),
-    ("plain", 32): Cut(64, 128, stages=5),
-    ("adds", 32): Cut(64, 128, parts=4, stages=3),
-    ("gated", 32): Cut(64, 128, stages=5),
-    ("plain", 64): Cut(64, 256, stages=3),
-    ("adds", 64): Cut(64, 256, parts=4, stages=3),
+"""Configs measured on an H200, where they differ from the defaults: by epilogue, largest number of
+rows, outputs and inputs."""
+_DEFAULTS: dict[tuple[Epilogue, int], TileConfig] = {
+    (STORE, 1): TileConfig(1, 8, 512, num_warps=2, num_stages=1),
+    (ADD_RESIDUAL, 1): TileConfig(1, 4, 1024, num_stages=1),
+    (SWIGLU, 1): TileConfig(1, 2, 1024, num_warps=2, num_stages=1),
+    (STORE, 16): TileConfig(16, 64, 256, num_stages=3),
+    (ADD_RESIDUAL, 16): TileConfig(16, 64, 256, split_k=4, num_stages=3),
+    (SWIGLU, 16): TileConfig(16, 64, 128, num_stages=5),
+    (STORE, 32): TileConfig(32, 64, 128, num_stages=5),
+    (ADD_RESIDUAL, 32): TileConfig(32, 64, 128, split_k=4, num_stages=3),
+    (SWIGLU, 32): TileConfig(32, 64, 128, num_stages=5),
+    (STORE, 64): TileConfig(64, 64, 256, num_stages=3),
+    (ADD_RESIDUAL, 64): TileConfig(64, 64, 256, split_k=4, num_stages=3),
 }
 
 
-def find_cut(
-    rows: int, outputs: int, inputs: int, *, adds: bool = False, gated: bool = False
-) -> Cut | None:
-    """Chooses the cut of a product.
+def find_small_m_config(
+    rows: int, outputs: int, inputs: int, epilogue: Epilogue = STORE
+) -> TileConfig | None:
+    """Chooses the tile config of a GEMM.
 
     Args:
         rows: Rows of the step.
-        outputs: Outputs of the matrix, or of the gate's half of it.
-        inputs: Inputs of the matrix.
-        adds: Whether the product adds to a stream.
-        gated: Whether the matrix is that of a gate and an up projection.
+        outputs: Outputs of the weight, or of its gate half.
+        inputs: Inputs of the weight.
+        epilogue: The epilogue.
 
     Returns:
-        None where these kernels do not take the product.
+        None where these kernels do not support the GEMM.
     """
-    kind = "gated" if gated else "adds" if adds else "plain"
-    tile = next((tile for tile in (1, 16, 32, 64) if rows <= tile), None)
-    if tile is None:
+    bucket = next((bucket for bucket in (1, 16, 32, 64) if rows <= bucket), None)
+    if bucket is None:
         return None
-    best = _MEASURED.get((kind, tile, outputs, inputs)) or _USUAL.get((kind, tile))
+    tuned = _TUNED.get((epilogue, bucket, outputs, inputs))
+    best = tuned or _DEFAULTS.get((epilogue, bucket))
     if best is None or best.fits(outputs, inputs):
         return best
-    return smaller_cut(outputs, inputs, best)
+    return shrink_config(outputs, inputs, best)
 
 
-def smaller_cut(outputs: int, inputs: int, cut: Cut) -> Cut | None:
-    """A smaller cut than this one, without parts, that fits a matrix of another shape."""
+def shrink_config(outputs: int, inputs: int, config: TileConfig) -> TileConfig | None:
+    """Shrinks a config's tiles, without split-K, so that they divide a weight of this shape."""
     # The largest powers of two that divide them.
-    tile = min(cut.outputs, outputs & -outputs)
-    turn = min(cut.inputs, inputs & -inputs)
-    if tile < min(cut.outputs, _FEWEST_OUTPUTS) or turn < _FEWEST_INPUTS:
+    block_n = min(config.block_n, outputs & -outputs)
+    block_k = min(config.block_k, inputs & -inputs)
+    if block_n < min(config.block_n, _MIN_BLOCK_N) or block_k < _MIN_BLOCK_K:
         return None
-    return replace(cut, outputs=tile, inputs=turn, parts=1)
+    return replace(config, block_n=block_n, block_k=block_k, split_k=1)
 
 
-class Stream(NamedTuple):
-    """The residual stream of a step."""
-
-    rows: torch.Tensor
-    """``[rows, width]``, contiguous."""
-    squares: torch.Tensor
-    """``[rows, tiles]`` float32: sums of squares of parts of the rows."""
-
-
-class Scratch(NamedTuple):
-    """Memory that products share: kernels run one after the other."""
-
-    parts: torch.Tensor
-    """Float32 partial sums, as many as `size` says."""
-    arrived: torch.Tensor
-    """Int32 zeros between kernels: parts of each tile that are stored."""
-
-
-def product(
+def small_m_gemm(
     rows: torch.Tensor,
     matrix: LinearWeights,
-    cut: Cut,
-    scratch: Scratch,
+    config: TileConfig,
+    workspace: Workspace,
     *,
-    stream: Stream | None = None,
+    sum_squares: torch.Tensor | None = None,
     epsilon: float = 0.0,
-    into: Stream | None = None,
-    gated: bool = False,
+    residual: Residual | None = None,
+    swiglu: bool = False,
 ) -> torch.Tensor:
-    """Multiplies rows by a matrix. Can be captured.
+    """Computes ``rows @ weight.T`` with an epilogue. Can be captured.
+
+    Grid: (outputs / block_n, split_k).
 
     Args:
-        rows: ``[rows, inputs]``, inputs contiguous.
+        rows: ``[rows, inputs]``, inputs contiguous; at most `config.block_m` rows.
         matrix: Of the rows' dtype; without a bias.
-        cut: One that fits the matrix, or half of it if `gated`.
-        scratch: For parts.
-        stream: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
+        config: One that fits the weight, or half of it if `swiglu`.
+        workspace: For split-K.
+        sum_squares: ``[rows, tiles]`` float32: partial sums of squares of `rows`, whose RMSNorm is
+            applied; None for no norm.
         epsilon: Of that norm.
-        into: The stream to add to, in place, instead of an output.
-        gated: Whether the matrix is that of a gate, then that of an up projection.
+        residual: Added to in place, and given new sums of squares, ``[rows, outputs / block_n]``.
+        swiglu: Whether the epilogue is SwiGLU.
 
     Returns:
-        ``[rows, outputs]`` of the rows' dtype: the products, or ``silu(gate) * up``; the stream's
-        rows with `into`.
+        ``[rows, outputs]`` of the rows' dtype, half of them with SwiGLU; `residual.rows` if given.
+
+    Raises:
+        ValueError: The residual has another number of partial sums of squares.
     """
     count, inputs = rows.shape
-    outputs = len(matrix.weight) // (2 if gated else 1)
-    out = rows.new_empty(count, outputs) if into is None else into.rows
-    tiles = outputs // cut.outputs
-    squares = scratch.parts if stream is None else stream.squares
-    left = scratch.parts if into is None else into.squares
-    if into is not None and into.squares.shape[1] != tiles:
-        raise ValueError(f"{into.squares.shape[1]} sums of squares for {tiles} tiles")
-    _product[(tiles, cut.parts)](
-        rows, matrix.weight, out, squares, left, scratch.parts, scratch.arrived,
-        count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
-        0 if stream is None else squares.shape[1],
-        ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
-        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages,
-        SQUARES=0 if stream is None else triton.next_power_of_2(squares.shape[1]),
-        GATED=gated, ADDS=into is not None,
-        num_warps=cut.warps, **chained(rows.device),
+    outputs = len(matrix.weight) // (2 if swiglu else 1)
+    out = rows.new_empty(count, outputs) if residual is None else residual.rows
+    tiles = outputs // config.block_n
+    unused = workspace.partial_sums
+    if residual is not None and residual.sum_squares.shape[1] != tiles:
+        raise ValueError(f"{residual.sum_squares.shape[1]} sums of squares for {tiles} tiles")
+    square_tiles = 0 if sum_squares is None else sum_squares.shape[1]
+    _gemm[(tiles, config.split_k)](
+        rows, matrix.weight, out, unused if sum_squares is None else sum_squares,
+        unused if residual is None else residual.sum_squares, workspace.partial_sums,
+        workspace.semaphores,
+        count, rows.stride(0), outputs, inputs, inputs // config.split_k, epsilon, square_tiles,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k, NUM_STAGES=config.num_stages,
+        SQUARE_TILES=0 if sum_squares is None else triton.next_power_of_2(square_tiles),
+        SWIGLU=swiglu, ADD_RESIDUAL=residual is not None,
+        num_warps=config.num_warps, **pdl_options(rows.device),
     )  # fmt: skip
     return out
 
 
-def begin(rows: torch.Tensor, tiles: int) -> Stream:
-    """The stream of embeddings, ``[rows, width]``, with so many sums of squares a row."""
-    squares = rows.new_empty(len(rows), tiles, dtype=torch.float32)
+def start_residual(rows: torch.Tensor, tiles: int) -> Residual:
+    """Computes the sums of squares of embeddings, ``[rows, width]``, as a residual's epilogue does.
+
+    They are ``[rows, tiles]``: the first has the row's sum, the others are zero.
+    """
+    sum_squares = rows.new_empty(len(rows), tiles, dtype=torch.float32)
     width = rows.shape[1]
-    _begin[(len(rows),)](
-        rows, squares, width, tiles, WIDTH=triton.next_power_of_2(width),
-        TILES=triton.next_power_of_2(tiles), num_warps=8, **chained(rows.device),
+    _start_residual[(len(rows),)](
+        rows, sum_squares, width, tiles, WIDTH=triton.next_power_of_2(width),
+        TILES=triton.next_power_of_2(tiles), num_warps=8, **pdl_options(rows.device),
     )  # fmt: skip
-    return Stream(rows, squares)
+    return Residual(rows, sum_squares)
 
 
 @triton.jit
-def _begin(
-    rows, squares, width, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr, CHAINED: tl.constexpr
+def _start_residual(
+    rows, sum_squares, width, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
 ):
-    if CHAINED:
-        lead()
+    if PDL:
+        pdl_trigger_wait()
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, WIDTH)
-    x = tl.load(rows + row * width + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+    columns = tl.arange(0, WIDTH)
+    x = tl.load(rows + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     tile = tl.arange(0, TILES)
     total = tl.where(tile == 0, tl.sum(x * x, 0), 0.0)
-    tl.store(squares + row * tiles + tile, total, mask=tile < tiles)
+    tl.store(sum_squares + row * tiles + tile, total, mask=tile < tiles)
 
 
 @triton.jit(do_not_specialize=["row_count"])
-def _product(
-    rows, weight, out, squares, left, parts, arrived,
-    row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
-    CHAINED: tl.constexpr,
+def _gemm(
+    rows, weight, out, sum_squares, out_sum_squares, partial_sums, semaphores,
+    row_count, row_stride, outputs, inputs, inputs_per_split, epsilon, square_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr, SWIGLU: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of a tile of outputs, for all rows."""
+    """Computes one split of an output tile, for all rows, as ``out.T = weight @ x.T``."""
     tile = tl.program_id(0)
-    part = tl.program_id(1)
-    units = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    first = part * part_inputs
-    own = weight + units.to(tl.int64) * inputs + first
-    ups = own + outputs.to(tl.int64) * inputs
-    numbers = tl.arange(0, ROWS)
-    inside = numbers < row_count
-    lanes = tl.arange(0, INPUTS)
-    if ROWS == 1:
-        x_places = rows + first + lanes[None, :]
-        known_x = lanes[None, :] >= 0
+    split = tl.program_id(1)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = split * inputs_per_split
+    w_rows = weight + columns.to(tl.int64) * inputs + first
+    up_rows = w_rows + outputs.to(tl.int64) * inputs
+    row_ids = tl.arange(0, BLOCK_M)
+    row_mask = row_ids < row_count
+    k_offsets = tl.arange(0, BLOCK_K)
+    if BLOCK_M == 1:
+        x_ptrs = rows + first + k_offsets[None, :]
+        x_mask = k_offsets[None, :] >= 0
     else:
-        x_places = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
-        known_x = inside[None, :]
-    if STAGES == 1:
-        # Weights of the first iteration are on their way while this waits.
-        w = tl.load(own[:, None] + lanes[None, :])
+        x_ptrs = rows + row_ids[None, :].to(tl.int64) * row_stride + first + k_offsets[:, None]
+        x_mask = row_mask[None, :]
+    if NUM_STAGES == 1:
+        # Loads of the first weights overlap with the wait for the previous kernel.
+        w = tl.load(w_rows[:, None] + k_offsets[None, :])
         u = w
-        if GATED:
-            u = tl.load(ups[:, None] + lanes[None, :])
-    if CHAINED:
-        lead()
-    place = units[:, None] + numbers[None, :].to(tl.int64) * outputs
-    known = inside[None, :] & (units[:, None] >= 0)
-    at_squares = tl.arange(0, 1 if SQUARES == 0 else SQUARES)
-    sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
-    up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
-    if STAGES == 1:
-        x = tl.load(x_places, mask=known_x, other=0.0)
-    given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
-    old = tl.zeros([OUTPUTS, ROWS], out.dtype.element_ty)
-    if ADDS:
-        old = tl.load(out + place, mask=known, other=0.0)
-    if STAGES == 1:
-        for at in tl.range(INPUTS, part_inputs, INPUTS, num_stages=1):
-            next_x = tl.load(x_places + at, mask=known_x, other=0.0)
-            next_w = tl.load(own[:, None] + at + lanes[None, :])
-            if GATED:
-                next_u = tl.load(ups[:, None] + at + lanes[None, :])
-                up_sums = add_products(u, x, up_sums, ROWS)
+        if SWIGLU:
+            u = tl.load(up_rows[:, None] + k_offsets[None, :])
+    if PDL:
+        pdl_trigger_wait()
+    out_offsets = columns[:, None] + row_ids[None, :].to(tl.int64) * outputs
+    out_mask = row_mask[None, :] & (columns[:, None] >= 0)
+    square_lanes = tl.arange(0, 1 if SQUARE_TILES == 0 else SQUARE_TILES)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // _VECTOR if BLOCK_M == 1 else BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K // _VECTOR if BLOCK_M == 1 else BLOCK_M], tl.float32)
+    if NUM_STAGES == 1:
+        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+    sum_squares_tile = _load_sum_squares(
+        sum_squares, row_ids, row_mask, square_lanes, square_tiles, SQUARE_TILES
+    )
+    residual_tile = tl.zeros([BLOCK_N, BLOCK_M], out.dtype.element_ty)
+    if ADD_RESIDUAL:
+        residual_tile = tl.load(out + out_offsets, mask=out_mask, other=0.0)
+    if NUM_STAGES == 1:
+        for k in tl.range(BLOCK_K, inputs_per_split, BLOCK_K, num_stages=1):
+            next_x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+            next_w = tl.load(w_rows[:, None] + k + k_offsets[None, :])
+            if SWIGLU:
+                next_u = tl.load(up_rows[:, None] + k + k_offsets[None, :])
+                up_acc = accumulate(u, x, up_acc, BLOCK_M)
                 u = next_u
-            sums = add_products(w, x, sums, ROWS)
+            acc = accumulate(w, x, acc, BLOCK_M)
             w = next_w
             x = next_x
-        sums = add_products(w, x, sums, ROWS)
-        if GATED:
-            up_sums = add_products(u, x, up_sums, ROWS)
+        acc = accumulate(w, x, acc, BLOCK_M)
+        if SWIGLU:
+            up_acc = accumulate(u, x, up_acc, BLOCK_M)
     else:
-        for at in tl.range(0, part_inputs, INPUTS, num_stages=STAGES):
-            x = tl.load(x_places + at, mask=known_x, other=0.0)
-            w = tl.load(own[:, None] + at + lanes[None, :])
-            sums = add_products(w, x, sums, ROWS)
-            if GATED:
-                w = tl.load(ups[:, None] + at + lanes[None, :])
-                up_sums = add_products(w, x, up_sums, ROWS)
-    if ROWS == 1:
-        sums = tl.sum(sums, 1)[:, None]
-        up_sums = tl.sum(up_sums, 1)[:, None]
-    if PARTS == 1:
-        _finish(
-            sums, up_sums, given, old, out, left, place, tile, numbers, inside, inputs, epsilon,
-            SQUARES, GATED, ADDS,
+        for k in tl.range(0, inputs_per_split, BLOCK_K, num_stages=NUM_STAGES):
+            x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+            w = tl.load(w_rows[:, None] + k + k_offsets[None, :])
+            acc = accumulate(w, x, acc, BLOCK_M)
+            if SWIGLU:
+                w = tl.load(up_rows[:, None] + k + k_offsets[None, :])
+                up_acc = accumulate(w, x, up_acc, BLOCK_M)
+    if BLOCK_M == 1:
+        acc = tl.sum(acc, 1)[:, None]
+        up_acc = tl.sum(up_acc, 1)[:, None]
+    if SPLIT_K == 1:
+        _epilogue(
+            acc, up_acc, sum_squares_tile, residual_tile, out, out_sum_squares, out_offsets, tile,
+            row_ids, row_mask, inputs, epsilon, SQUARE_TILES, SWIGLU, ADD_RESIDUAL,
         )  # fmt: skip
     else:
         size = row_count.to(tl.int64) * outputs
-        stored = parts + place
-        tl.store(stored + part * size, sums, mask=known)
-        if GATED:
-            tl.store(stored + (PARTS + part) * size, up_sums, mask=known)
-        # All warps must have stored their part before one of them counts it.
+        partial_ptrs = partial_sums + out_offsets
+        tl.store(partial_ptrs + split * size, acc, mask=out_mask)
+        if SWIGLU:
+            tl.store(partial_ptrs + (SPLIT_K + split) * size, up_acc, mask=out_mask)
+        # All warps must have stored their sums before the semaphore is raised.
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1:
-            tl.store(arrived + tile, 0)
-            sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            for each in tl.static_range(PARTS):
+        if tl.atomic_add(semaphores + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            tl.store(semaphores + tile, 0)
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLIT_K):
                 # Bypasses L1, which is not coherent with other SMs.
-                sums += tl.load(stored + each * size, mask=known, other=0.0, cache_modifier=".cg")
-                if GATED:
-                    up_sums += tl.load(
-                        stored + (PARTS + each) * size, mask=known, other=0.0,
+                acc += tl.load(
+                    partial_ptrs + other * size, mask=out_mask, other=0.0, cache_modifier=".cg"
+                )
+                if SWIGLU:
+                    up_acc += tl.load(
+                        partial_ptrs + (SPLIT_K + other) * size, mask=out_mask, other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
-            _finish(
-                sums, up_sums, given, old, out, left, place, tile, numbers, inside, inputs, epsilon,
-                SQUARES, GATED, ADDS,
+            _epilogue(
+                acc, up_acc, sum_squares_tile, residual_tile, out, out_sum_squares, out_offsets,
+                tile, row_ids, row_mask, inputs, epsilon, SQUARE_TILES, SWIGLU, ADD_RESIDUAL,
             )  # fmt: skip
 
 
 @triton.jit
-def add_products(w, x, sums, ROWS: tl.constexpr):
-    """Adds products of weights, ``[outputs, inputs]``, and one row or ``[inputs, rows]``.
+def accumulate(w, x, acc, BLOCK_M: tl.constexpr):
+    """Adds ``w @ x`` of a tile: by FMA for one row (GEMV), else on tensor cores.
 
-    For one row a thread sums what it loaded at once, so that sums take few registers.
+    `w` is ``[outputs, inputs]``, `x` ``[1, inputs]`` or ``[inputs, rows]``. For one row each thread
+    reduces the vector that it loaded, so that sums take few registers.
     """
-    if ROWS == 1:
-        OUTPUTS: tl.constexpr = w.shape[0]
-        INPUTS: tl.constexpr = w.shape[1]
-        each = w.to(tl.float32) * x.to(tl.float32)
-        sums += tl.sum(tl.reshape(each, [OUTPUTS, INPUTS // _VECTOR, _VECTOR]), 2)
+    if BLOCK_M == 1:
+        BLOCK_N: tl.constexpr = w.shape[0]
+        BLOCK_K: tl.constexpr = w.shape[1]
+        products = w.to(tl.float32) * x.to(tl.float32)
+        acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // _VECTOR, _VECTOR]), 2)
     else:
-        sums = tl.dot(w, x, sums, input_precision="ieee")
-    return sums
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def _squares(squares, numbers, inside, lanes, count, SQUARES: tl.constexpr):
-    """Sums of squares of the given rows; zeros without any."""
-    found = tl.zeros([numbers.shape[0], lanes.shape[0]], tl.float32)
-    if SQUARES > 0:
+def _load_sum_squares(sum_squares, row_ids, row_mask, lanes, count, SQUARE_TILES: tl.constexpr):
+    """Loads partial sums of squares, ``[rows, tiles]``; zeros without any."""
+    found = tl.zeros([row_ids.shape[0], lanes.shape[0]], tl.float32)
+    if SQUARE_TILES > 0:
         found = tl.load(
-            squares + numbers[:, None] * count + lanes[None, :],
-            mask=inside[:, None] & (lanes < count)[None, :],
+            sum_squares + row_ids[:, None] * count + lanes[None, :],
+            mask=row_mask[:, None] & (lanes < count)[None, :],
             other=0.0,
         )
     return found
 
 
 @triton.jit
-def _finish(
-    sums, up_sums, given, old, out, left, place, tile, numbers, inside, width, epsilon,
-    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
+def _epilogue(
+    acc, up_acc, sum_squares_tile, residual_tile, out, out_sum_squares, out_offsets, tile,
+    row_ids, row_mask, width, epsilon,
+    SQUARE_TILES: tl.constexpr, SWIGLU: tl.constexpr, ADD_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Scales, gates or adds whole sums, and stores them."""
-    kind = out.dtype.element_ty
-    known = inside[None, :] & (place >= 0)
-    if SQUARES > 0:
-        spread = tl.rsqrt(tl.sum(given, 1) / width + epsilon)[None, :]
-        sums *= spread
-        up_sums *= spread
-    if GATED:
+    """Applies the RMS scale, then SwiGLU or the residual add, and stores."""
+    dtype = out.dtype.element_ty
+    out_mask = row_mask[None, :] & (out_offsets >= 0)
+    if SQUARE_TILES > 0:
+        rstd = tl.rsqrt(tl.sum(sum_squares_tile, 1) / width + epsilon)[None, :]
+        acc *= rstd
+        up_acc *= rstd
+    if SWIGLU:
         # Rounded as the output of an unfused GEMM would be.
-        sums = silu(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32))
-    if ADDS:
-        sums += old.to(tl.float32)
-        rounded = tl.where(known, sums.to(kind).to(tl.float32), 0.0)
+        acc = silu_mul(acc.to(dtype).to(tl.float32), up_acc.to(dtype).to(tl.float32))
+    if ADD_RESIDUAL:
+        acc += residual_tile.to(tl.float32)
+        rounded = tl.where(out_mask, acc.to(dtype).to(tl.float32), 0.0)
         total = tl.sum(rounded * rounded, 0)
-        tl.store(left + numbers * tl.num_programs(0) + tile, total, mask=inside)
-    tl.store(out + place, sums, mask=known)
+        tl.store(out_sum_squares + row_ids * tl.num_programs(0) + tile, total, mask=row_mask)
+    tl.store(out + out_offsets, acc, mask=out_mask)

@@ -1,13 +1,14 @@
-"""GPU kernels of the products of a decode step of more rows, and of those of FP8 weights.
+"""TMA GEMM in Triton for FP8 weights, and for 16-bit weights where `wgmma` does not run.
 
-They do what those of ``small_m.py`` do: add to the residual in place, apply a norm to what comes
-out, or join a gate with an up projection. Operands come in tiles by the copy engine (TMA), because
-what is read from the L2 cache for every tile of outputs is as much as the weights themselves.
+Computes ``rows @ weight.T`` for up to 128 rows with the epilogues of `small_m`: deferred RMSNorm,
+SwiGLU, residual add in place, split-K. Both operands are loaded by TMA, since rows are read from L2
+once for each tile of outputs. On Hopper it serves FP8 weights with block scales (128x128, DeepSeek
+style), where DeepGEMM would need separate kernels for quantization, activation and residual add;
+`wgmma` is faster for all others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,359 +16,331 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights, prefetch, silu
 from pie_driver_sglang.kernels.gemm.fp8_rows import GROUP, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream
-from pie_driver_sglang.kernels.pdl import chained, lead
+from pie_driver_sglang.kernels.gemm.norm_rope import silu_mul
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    STORE,
+    SWIGLU,
+    Epilogue,
+    LinearWeights,
+    Residual,
+    TileConfig,
+    Workspace,
+)
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
 
-_LARGEST_PARTS = 4
-"""Largest split-K factor of a tile."""
-_MULTIPROCESSORS = 132
+_MAX_SPLIT_K = 4
+_SMS = 132
 """Of an H100 or H200."""
 _SHARED_BYTES = 227 << 10
-"""Shared memory of a multiprocessor that programs can have."""
-
-
-_FEWEST_FILLED = 0.65
-"""Share of the places for programs that a product must have programs for."""
+"""Shared memory of an SM that programs can have."""
+_MIN_FILL = 0.65
+"""Least share of program slots that a GEMM must use."""
 _NEARLY_FULL = 112
-"""Rows above which a tile of 128 pays, of bfloat16: it takes as long for fewer, and a library does
-not."""
+"""Rows above which a tile of 128 rows beats cuBLAS, in 16 bits."""
 _LONG = 8192
-"""Inputs from which on a library's product of 65 rows and more is the faster one, of bfloat16."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a product is divided among programs."""
-
-    rows: int
-    """Rows of a tile."""
-    outputs: int
-    """Outputs of a tile; of a gated product as many of the gate and of the up half."""
-    inputs: int
-    """Inputs per iteration of a program's loop."""
-    parts: int = 1
-    """Split-K factor: programs that divide the inputs of a tile."""
-    warps: int = 4
-    """Warps of a program."""
-    stages: int = 4
-    """Iterations whose operands are loaded or being loaded."""
-    swapped: bool = False
-    """Whether outputs are the first dimension of the matrix instruction, which wants 64 of it."""
-    ahead: int = 0
-    """Bytes of each of its weight rows that a program asks for before the kernel in front has
-    ended."""
-
-    def fits(self, outputs: int, inputs: int) -> bool:
-        """Whether the tiles divide a matrix of this shape."""
-        return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
-
-    def shared_bytes(self, itemsize: int, *, gated: bool = False) -> int:
-        """Bytes of shared memory of a program."""
-        held = self.rows + self.outputs * (2 if gated else 1)
-        return held * self.inputs * itemsize * self.stages
-
-
-_TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
-    ("plain", 1, 16): (
-        Tile(16, 64, 256, stages=5, swapped=True),
-        Tile(16, 64, 128, stages=8, swapped=True),
+"""Inputs from which on cuBLAS is faster for 65 rows and more, in 16 bits."""
+_CONFIGS: dict[tuple[Epilogue, int, int], tuple[TileConfig, ...]] = {
+    (STORE, 1, 16): (
+        TileConfig(16, 64, 256, num_stages=5, swap_ab=True),
+        TileConfig(16, 64, 128, num_stages=8, swap_ab=True),
     ),
-    ("adds", 1, 16): (
-        Tile(16, 64, 256, 2, stages=5, swapped=True),
-        Tile(16, 64, 128, 2, stages=8, swapped=True),
+    (ADD_RESIDUAL, 1, 16): (
+        TileConfig(16, 64, 256, 2, num_stages=5, swap_ab=True),
+        TileConfig(16, 64, 128, 2, num_stages=8, swap_ab=True),
     ),
-    ("gated", 1, 16): (
-        Tile(16, 64, 256, stages=3, swapped=True),
-        Tile(16, 64, 128, stages=6, swapped=True),
+    (SWIGLU, 1, 16): (
+        TileConfig(16, 64, 256, num_stages=3, swap_ab=True),
+        TileConfig(16, 64, 128, num_stages=6, swap_ab=True),
     ),
-    ("plain", 1, 64): (
-        Tile(64, 64, 256, stages=6, swapped=True),
-        Tile(64, 64, 128, stages=8, swapped=True),
+    (STORE, 1, 64): (
+        TileConfig(64, 64, 256, num_stages=6, swap_ab=True),
+        TileConfig(64, 64, 128, num_stages=8, swap_ab=True),
     ),
-    ("adds", 1, 64): (Tile(64, 32, 256, stages=8), Tile(64, 32, 256, stages=4)),
-    ("gated", 1, 64): (Tile(64, 64, 128, stages=4, swapped=True),),
-    ("plain", 1, 128): (
-        Tile(128, 64, 128, stages=8, swapped=True),
-        Tile(128, 64, 128, stages=4, swapped=True),
+    (ADD_RESIDUAL, 1, 64): (
+        TileConfig(64, 32, 256, num_stages=8),
+        TileConfig(64, 32, 256, num_stages=4),
     ),
-    ("adds", 1, 128): (
-        Tile(128, 64, 256, 2, stages=4, swapped=True),
-        Tile(128, 32, 256, stages=5),
-        Tile(128, 64, 128, 2, stages=4),
+    (SWIGLU, 1, 64): (TileConfig(64, 64, 128, num_stages=4, swap_ab=True),),
+    (STORE, 1, 128): (
+        TileConfig(128, 64, 128, num_stages=8, swap_ab=True),
+        TileConfig(128, 64, 128, num_stages=4, swap_ab=True),
     ),
-    ("gated", 1, 128): (Tile(128, 128, 128, warps=8, stages=4, swapped=True),),
-    ("plain", 2, 64): (Tile(64, 64, 128, stages=6), Tile(64, 64, 64, stages=6)),
-    ("adds", 2, 64): (Tile(64, 32, 128, stages=8), Tile(64, 32, 64, stages=8)),
-    ("gated", 2, 64): (Tile(64, 64, 128, stages=4),),
-    ("adds", 2, 128): (Tile(128, 32, 128, stages=5),),
-    ("gated", 2, 128): (Tile(128, 64, 64, stages=3, swapped=True),),
+    (ADD_RESIDUAL, 1, 128): (
+        TileConfig(128, 64, 256, 2, num_stages=4, swap_ab=True),
+        TileConfig(128, 32, 256, num_stages=5),
+        TileConfig(128, 64, 128, 2, num_stages=4),
+    ),
+    (SWIGLU, 1, 128): (TileConfig(128, 128, 128, num_warps=8, num_stages=4, swap_ab=True),),
+    (STORE, 2, 64): (TileConfig(64, 64, 128, num_stages=6), TileConfig(64, 64, 64, num_stages=6)),
+    (ADD_RESIDUAL, 2, 64): (
+        TileConfig(64, 32, 128, num_stages=8),
+        TileConfig(64, 32, 64, num_stages=8),
+    ),
+    (SWIGLU, 2, 64): (TileConfig(64, 64, 128, num_stages=4),),
+    (ADD_RESIDUAL, 2, 128): (TileConfig(128, 32, 128, num_stages=5),),
+    (SWIGLU, 2, 128): (TileConfig(128, 64, 64, num_stages=3, swap_ab=True),),
 }
-"""By kind, bytes of a number and rows: the best on an H200 first, then some for other shapes."""
+"""Configs by epilogue, bytes of a weight and largest number of rows: the best on an H200 first,
+then some for other shapes."""
 
 
-def find_tile(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    itemsize: int,
-    *,
-    adds: bool = False,
-    gated: bool = False,
-) -> Tile | None:
-    """Chooses how a product is divided.
+def find_tiled_config(
+    rows: int, outputs: int, inputs: int, itemsize: int, epilogue: Epilogue = STORE
+) -> TileConfig | None:
+    """Chooses the tile config of a GEMM.
 
     Args:
         rows: Rows of the step.
-        outputs: Outputs of the matrix, or of the gate's half of it.
-        inputs: Inputs of the matrix.
+        outputs: Outputs of the weight, or of its gate half.
+        inputs: Inputs of the weight.
         itemsize: Bytes of a weight.
-        adds: Whether the product adds to a stream.
-        gated: Whether the matrix is that of a gate and an up projection.
+        epilogue: The epilogue.
 
     Returns:
-        None where a library's product is as fast, or no tile fits.
+        None where cuBLAS is as fast, or no config fits.
     """
-    kind = "gated" if gated else "adds" if adds else "plain"
     if itemsize > 1 and rows > 64 and (rows <= _NEARLY_FULL or inputs >= _LONG):
         return None
     for bucket in (16, 64, 128):
-        tiles = _TILES.get((kind, itemsize, bucket), ()) if rows <= bucket else ()
-        for tile in tiles:
-            filled = _fill(tile, outputs, itemsize, gated=gated)
-            if tile.fits(outputs, inputs) and filled >= _FEWEST_FILLED:
-                return tile
-        if tiles:
+        configs = _CONFIGS.get((epilogue, itemsize, bucket), ()) if rows <= bucket else ()
+        for config in configs:
+            fill = _fill(config, outputs, itemsize, epilogue)
+            if config.fits(outputs, inputs) and fill >= _MIN_FILL:
+                return config
+        if configs:
             break
     return None
 
 
-def _fill(tile: Tile, outputs: int, itemsize: int, *, gated: bool) -> float:
-    """The share of a GPU's places for programs that a product takes, in the waves that it needs."""
-    programs = outputs // tile.outputs * tile.parts
-    shared = tile.shared_bytes(itemsize, gated=gated)
-    places = _MULTIPROCESSORS * max(1, min(_SHARED_BYTES // (shared + 2048), 16 // tile.warps))
-    if programs <= places:
-        # Programs that run at once share the bandwidth: one on most multiprocessors is enough.
-        return min(1.0, programs / _MULTIPROCESSORS)
-    return programs / (-(-programs // places) * places)
+def _fill(config: TileConfig, outputs: int, itemsize: int, epilogue: Epilogue) -> float:
+    """Share of the GPU's program slots that a GEMM uses, over its waves."""
+    programs = outputs // config.block_n * config.split_k
+    shared = config.shared_bytes(itemsize, epilogue)
+    slots = _SMS * max(1, min(_SHARED_BYTES // (shared + 2048), 16 // config.num_warps))
+    if programs <= slots:
+        # Programs of one wave share the bandwidth: one on most SMs is enough.
+        return min(1.0, programs / _SMS)
+    return programs / (-(-programs // slots) * slots)
 
 
-def scratch_sizes(rows: int, outputs: int) -> tuple[int, int]:
-    """Floats and counters of a `Scratch` for products of so many rows and outputs.
+def workspace_sizes(rows: int, outputs: int) -> tuple[int, int]:
+    """Floats and semaphores of a `Workspace` for GEMMs of so many rows and outputs.
 
-    Products with a gate have no parts.
+    GEMMs with SwiGLU do not split K.
     """
-    return _LARGEST_PARTS * rows * outputs, outputs
+    return _MAX_SPLIT_K * rows * outputs, outputs
 
 
-def tiled_product(
+def tiled_gemm(
     given: torch.Tensor | QuantizedRows,
     matrix: LinearWeights | QuantizedWeights,
-    tile: Tile,
-    scratch: Scratch,
+    config: TileConfig,
+    workspace: Workspace,
     *,
-    stream: Stream | None = None,
+    sum_squares: torch.Tensor | None = None,
     epsilon: float = 0.0,
-    into: Stream | torch.Tensor | None = None,
-    gated: bool = False,
+    residual: Residual | torch.Tensor | None = None,
+    swiglu: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiplies rows by a matrix. Can be captured.
+    """Computes ``rows @ weight.T`` with an epilogue. Can be captured.
+
+    Grid: (outputs / block_n, rows / block_m, split_k).
 
     Args:
         given: ``[rows, inputs]``, inputs contiguous.
-        matrix: Of the rows' dtype; without a bias. In FP8 if the rows are.
-        tile: One that fits the matrix, or half of it if `gated`.
-        scratch: For parts.
-        stream: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
+        matrix: Of the rows' dtype; without a bias. FP8 if the rows are.
+        config: One that fits the weight, or half of it if `swiglu`.
+        workspace: For split-K.
+        sum_squares: ``[rows, tiles]`` float32: partial sums of squares of the rows, whose RMSNorm
+            is applied; None for no norm.
         epsilon: Of that norm.
-        into: What to add to, in place, instead of an output: ``[rows, outputs]``, or a stream.
-        gated: Whether the matrix is that of a gate, then that of an up projection.
-        dtype: Of the output; that of the rows unless it is named.
+        residual: ``[rows, outputs]``, added to in place; a `Residual` also gets new sums of
+            squares.
+        swiglu: Whether the epilogue is SwiGLU.
+        dtype: Of the output; by default that of the rows.
 
     Returns:
-        ``[rows, outputs]``: the products, or ``silu(gate) * up``; what was added to with `into`.
+        ``[rows, outputs]``, half of them with SwiGLU; the residual's rows if given.
 
     Raises:
-        ValueError: The stream has room for other sums of squares.
+        ValueError: The residual has another number of partial sums of squares.
     """
     rows = given.rows if isinstance(given, QuantizedRows) else given
     count, inputs = rows.shape
-    outputs = len(matrix.weight) // (2 if gated else 1)
-    tiles = outputs // tile.outputs
-    unused = scratch.parts
-    left, out = unused, into
-    if isinstance(into, Stream):
-        out, left = into
-        if left.shape[1] != tiles:
-            raise ValueError(f"{left.shape[1]} sums of squares for {tiles} tiles")
+    outputs = len(matrix.weight) // (2 if swiglu else 1)
+    tiles = outputs // config.block_n
+    unused = workspace.partial_sums
+    out_sum_squares, out = unused, residual
+    if isinstance(residual, Residual):
+        out, out_sum_squares = residual
+        if out_sum_squares.shape[1] != tiles:
+            raise ValueError(f"{out_sum_squares.shape[1]} sums of squares for {tiles} tiles")
     if out is None:
         out = rows.new_empty(count, outputs, dtype=dtype)
     assert isinstance(out, torch.Tensor)
-    squares = 0 if stream is None else stream.squares.shape[1]
-    x = TensorDescriptor(rows, [count, inputs], [rows.stride(0), 1], [tile.rows, tile.inputs])
-    height = len(matrix.weight)
-    w = TensorDescriptor(matrix.weight, [height, inputs], [inputs, 1], [tile.outputs, tile.inputs])
-    _tiled_product[(tiles, triton.cdiv(count, tile.rows), tile.parts)](
-        x, w, matrix.weight, out, unused if stream is None else stream.squares, left, scratch.parts,
-        scratch.arrived, count, outputs, inputs, inputs // tile.parts, epsilon, squares,
-        ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, PARTS=tile.parts,
-        STAGES=tile.stages, SWAPPED=tile.swapped, AHEAD=tile.ahead,
-        SQUARES=triton.next_power_of_2(squares) if squares else 0, GATED=gated,
-        ADDS=into is not None, LEAVES=isinstance(into, Stream),
-        **_scales(given, matrix, unused),
-        num_warps=tile.warps, **chained(rows.device),
+    square_tiles = 0 if sum_squares is None else sum_squares.shape[1]
+    height, block_k = len(matrix.weight), config.block_k
+    x = TensorDescriptor(rows, [count, inputs], [rows.stride(0), 1], [config.block_m, block_k])
+    w = TensorDescriptor(matrix.weight, [height, inputs], [inputs, 1], [config.block_n, block_k])
+    _tiled_gemm[(tiles, triton.cdiv(count, config.block_m), config.split_k)](
+        x, w, out, unused if sum_squares is None else sum_squares, out_sum_squares,
+        workspace.partial_sums, workspace.semaphores, count, outputs, inputs,
+        inputs // config.split_k, epsilon, square_tiles,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT_K=config.split_k,
+        NUM_STAGES=config.num_stages, SWAP_AB=config.swap_ab,
+        SQUARE_TILES=triton.next_power_of_2(square_tiles) if square_tiles else 0, SWIGLU=swiglu,
+        ADD_RESIDUAL=residual is not None, WRITE_SUM_SQUARES=isinstance(residual, Residual),
+        **_scale_args(given, matrix, unused),
+        num_warps=config.num_warps, **pdl_options(rows.device),
     )  # fmt: skip
     return out
 
 
-def _scales(
+def _scale_args(
     given: torch.Tensor | QuantizedRows,
     matrix: LinearWeights | QuantizedWeights,
     unused: torch.Tensor,
 ) -> dict[str, Any]:
-    """Kernel arguments of what FP8 numbers are to be multiplied by."""
+    """Kernel arguments of FP8 scales."""
     if not isinstance(matrix, QuantizedWeights) or not isinstance(given, QuantizedRows):
-        return {"of_rows": unused, "of_weights": unused, "SCALED": False, "GROUP": 0}
+        return {"x_scales": unused, "w_scales": unused, "SCALED": False, "GROUP": 0}
     group = GROUP if matrix.grouped else 0
-    return {"of_rows": given.scales, "of_weights": matrix.scales, "SCALED": True, "GROUP": group}
+    return {"x_scales": given.scales, "w_scales": matrix.scales, "SCALED": True, "GROUP": group}
 
 
 @triton.jit(do_not_specialize=["row_count"])
-def _tiled_product(
-    x, w, weight, out, squares, left, parts, arrived,
-    row_count, outputs, inputs, part_inputs, epsilon, square_count,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, SWAPPED: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr,
-    ADDS: tl.constexpr, LEAVES: tl.constexpr, of_rows, of_weights, SCALED: tl.constexpr,
-    GROUP: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+def _tiled_gemm(
+    x, w, out, sum_squares, out_sum_squares, partial_sums, semaphores,
+    row_count, outputs, inputs, inputs_per_split, epsilon, square_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SWAP_AB: tl.constexpr, SQUARE_TILES: tl.constexpr,
+    SWIGLU: tl.constexpr, ADD_RESIDUAL: tl.constexpr, WRITE_SUM_SQUARES: tl.constexpr,
+    x_scales, w_scales, SCALED: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of a tile."""
+    """Computes one split of an output tile."""
     tile = tl.program_id(0)
-    part = tl.program_id(2)
-    first_row = tl.program_id(1) * ROWS
-    unit = tile * OUTPUTS
-    first = part * part_inputs
-    if CHAINED:
-        if AHEAD > 0:
-            begins = (unit + tl.arange(0, OUTPUTS)).to(tl.int64) * inputs + first
-            prefetch(weight + begins, AHEAD)
-            if GATED:
-                prefetch(weight + outputs.to(tl.int64) * inputs + begins, AHEAD)
-        lead()
-    numbers = first_row + tl.arange(0, ROWS)
-    inside = numbers < row_count
-    units = unit + tl.arange(0, OUTPUTS)
-    spread = _row_spread(squares, numbers, inside, square_count, inputs, epsilon, SQUARES)
-    sums = _zeros(ROWS, OUTPUTS, SWAPPED)
-    up_sums = sums
-    for at in tl.range(first, first + part_inputs, INPUTS, num_stages=STAGES):
-        given = x.load([first_row, at])
-        own = w.load([unit, at])
+    split = tl.program_id(2)
+    first_row = tl.program_id(1) * BLOCK_M
+    first_column = tile * BLOCK_N
+    first = split * inputs_per_split
+    if PDL:
+        pdl_trigger_wait()
+    row_ids = first_row + tl.arange(0, BLOCK_M)
+    row_mask = row_ids < row_count
+    columns = first_column + tl.arange(0, BLOCK_N)
+    rstd = _row_rstd(sum_squares, row_ids, row_mask, square_tiles, inputs, epsilon, SQUARE_TILES)
+    acc = _zero_acc(BLOCK_M, BLOCK_N, SWAP_AB)
+    up_acc = acc
+    for k in tl.range(first, first + inputs_per_split, BLOCK_K, num_stages=NUM_STAGES):
+        x_tile = x.load([first_row, k])
+        w_tile = w.load([first_column, k])
         if GROUP == 0:
-            sums = _add_tile(sums, given, own, SWAPPED)
-            if GATED:
-                up_sums = _add_tile(up_sums, given, w.load([outputs + unit, at]), SWAPPED)
+            acc = _mma(acc, x_tile, w_tile, SWAP_AB)
+            if SWIGLU:
+                up_acc = _mma(up_acc, x_tile, w.load([outputs + first_column, k]), SWAP_AB)
         else:
             groups = inputs // GROUP
-            group = at // GROUP
-            row_scales = tl.load(of_rows + numbers * groups + group, mask=inside, other=0.0)
-            scales = tl.load(of_weights + units // GROUP * groups + group)
-            sums = _add_scaled_tile(sums, given, own, row_scales, scales, SWAPPED)
-            if GATED:
-                own = w.load([outputs + unit, at])
-                scales = tl.load(of_weights + (outputs + units) // GROUP * groups + group)
-                up_sums = _add_scaled_tile(up_sums, given, own, row_scales, scales, SWAPPED)
-    if SWAPPED:
-        sums = tl.trans(sums)
-        up_sums = tl.trans(up_sums)
-    place = numbers[:, None].to(tl.int64) * outputs + units[None, :]
-    known = inside[:, None] & (units >= 0)[None, :]
+            group = k // GROUP
+            x_scale = tl.load(x_scales + row_ids * groups + group, mask=row_mask, other=0.0)
+            w_scale = tl.load(w_scales + columns // GROUP * groups + group)
+            acc = _mma_scaled(acc, x_tile, w_tile, x_scale, w_scale, SWAP_AB)
+            if SWIGLU:
+                w_tile = w.load([outputs + first_column, k])
+                w_scale = tl.load(w_scales + (outputs + columns) // GROUP * groups + group)
+                up_acc = _mma_scaled(up_acc, x_tile, w_tile, x_scale, w_scale, SWAP_AB)
+    if SWAP_AB:
+        acc = tl.trans(acc)
+        up_acc = tl.trans(up_acc)
+    out_offsets = row_ids[:, None].to(tl.int64) * outputs + columns[None, :]
+    out_mask = row_mask[:, None] & (columns >= 0)[None, :]
     last = True
-    if PARTS > 1:
+    if SPLIT_K > 1:
         size = row_count.to(tl.int64) * outputs
-        tl.store(parts + part * size + place, sums, mask=known)
-        if GATED:
-            tl.store(parts + (PARTS + part) * size + place, up_sums, mask=known)
-        # All warps must have stored their part before one of them counts it.
+        tl.store(partial_sums + split * size + out_offsets, acc, mask=out_mask)
+        if SWIGLU:
+            tl.store(partial_sums + (SPLIT_K + split) * size + out_offsets, up_acc, mask=out_mask)
+        # All warps must have stored their sums before the semaphore is raised.
         tl.debug_barrier()
-        count = arrived + tl.program_id(1) * tl.num_programs(0) + tile
-        last = tl.atomic_add(count, 1, sem="acq_rel") == PARTS - 1
+        semaphore = semaphores + tl.program_id(1) * tl.num_programs(0) + tile
+        last = tl.atomic_add(semaphore, 1, sem="acq_rel") == SPLIT_K - 1
         if last:
-            tl.store(count, 0)
-            sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-            up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-            for each in tl.static_range(PARTS):
+            tl.store(semaphore, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for other in tl.static_range(SPLIT_K):
                 # Bypasses L1, which is not coherent with other SMs.
-                stored = parts + each * size + place
-                sums += tl.load(stored, mask=known, other=0.0, cache_modifier=".cg")
-                if GATED:
-                    stored = parts + (PARTS + each) * size + place
-                    up_sums += tl.load(stored, mask=known, other=0.0, cache_modifier=".cg")
+                partial_ptrs = partial_sums + other * size + out_offsets
+                acc += tl.load(partial_ptrs, mask=out_mask, other=0.0, cache_modifier=".cg")
+                if SWIGLU:
+                    partial_ptrs = partial_sums + (SPLIT_K + other) * size + out_offsets
+                    up_acc += tl.load(partial_ptrs, mask=out_mask, other=0.0, cache_modifier=".cg")
     if last:
-        kind = out.dtype.element_ty
+        dtype = out.dtype.element_ty
         if SCALED and GROUP == 0:
-            row_scales = tl.load(of_rows + numbers, mask=inside, other=0.0)[:, None]
-            sums *= row_scales * tl.load(of_weights + units)[None, :]
-            if GATED:
-                up_sums *= row_scales * tl.load(of_weights + outputs + units)[None, :]
-        if SQUARES > 0:
-            sums *= spread[:, None]
-            up_sums *= spread[:, None]
-        if GATED:
+            x_scale = tl.load(x_scales + row_ids, mask=row_mask, other=0.0)[:, None]
+            acc *= x_scale * tl.load(w_scales + columns)[None, :]
+            if SWIGLU:
+                up_acc *= x_scale * tl.load(w_scales + outputs + columns)[None, :]
+        if SQUARE_TILES > 0:
+            acc *= rstd[:, None]
+            up_acc *= rstd[:, None]
+        if SWIGLU:
             # Rounded as the output of an unfused GEMM would be.
-            sums = silu(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32))
-        if ADDS:
-            sums += tl.load(out + place, mask=known, other=0.0).to(tl.float32)
-            if LEAVES:
-                rounded = tl.where(known, sums.to(kind).to(tl.float32), 0.0)
+            acc = silu_mul(acc.to(dtype).to(tl.float32), up_acc.to(dtype).to(tl.float32))
+        if ADD_RESIDUAL:
+            acc += tl.load(out + out_offsets, mask=out_mask, other=0.0).to(tl.float32)
+            if WRITE_SUM_SQUARES:
+                rounded = tl.where(out_mask, acc.to(dtype).to(tl.float32), 0.0)
                 total = tl.sum(rounded * rounded, 1)
-                tl.store(left + numbers * tl.num_programs(0) + tile, total, mask=inside)
-        tl.store(out + place, sums.to(kind), mask=known)
+                tl.store(
+                    out_sum_squares + row_ids * tl.num_programs(0) + tile, total, mask=row_mask
+                )
+        tl.store(out + out_offsets, acc.to(dtype), mask=out_mask)
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SWAPPED: tl.constexpr):
-    """Sums of a tile, in the order of the matrix instruction."""
-    if SWAPPED:
-        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+def _zero_acc(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
+    """Zero accumulators, ``[N, M]`` if operands are swapped."""
+    if SWAP_AB:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
-        sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    return sums
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return acc
 
 
 @triton.jit
-def _add_tile(sums, given, weights, SWAPPED: tl.constexpr):
-    """Adds the products of a tile of rows and a tile of weights."""
-    if SWAPPED:
-        sums = tl.dot(weights, tl.trans(given), sums, input_precision="ieee")
+def _mma(acc, x_tile, weights, SWAP_AB: tl.constexpr):
+    """Adds ``x_tile @ weights.T``, transposed if operands are swapped."""
+    if SWAP_AB:
+        acc = tl.dot(weights, tl.trans(x_tile), acc, input_precision="ieee")
     else:
-        sums = tl.dot(given, tl.trans(weights), sums, input_precision="ieee")
-    return sums
+        acc = tl.dot(x_tile, tl.trans(weights), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def _add_scaled_tile(sums, given, weights, of_rows, of_weights, SWAPPED: tl.constexpr):
-    """Adds the products of a group of each row and blocks of weights, times their scales."""
-    part = _add_tile(tl.zeros_like(sums), given, weights, SWAPPED)
-    if SWAPPED:
-        sums += part * of_weights[:, None] * of_rows[None, :]
+def _mma_scaled(acc, x_tile, weights, x_scales, w_scales, SWAP_AB: tl.constexpr):
+    """Adds ``x_tile @ weights.T`` of one quantization group, times the scales of both."""
+    sums = _mma(tl.zeros_like(acc), x_tile, weights, SWAP_AB)
+    if SWAP_AB:
+        acc += sums * w_scales[:, None] * x_scales[None, :]
     else:
-        sums += part * of_rows[:, None] * of_weights[None, :]
-    return sums
+        acc += sums * x_scales[:, None] * w_scales[None, :]
+    return acc
 
 
 @triton.jit
-def _row_spread(squares, numbers, inside, count, width, epsilon, SQUARES: tl.constexpr):
+def _row_rstd(sum_squares, row_ids, row_mask, count, width, epsilon, SQUARE_TILES: tl.constexpr):
     """The reciprocal RMS of each row."""
-    total = tl.zeros([numbers.shape[0]], tl.float32)
-    if SQUARES > 0:
-        lanes = tl.arange(0, SQUARES)
+    total = tl.zeros([row_ids.shape[0]], tl.float32)
+    if SQUARE_TILES > 0:
+        lanes = tl.arange(0, SQUARE_TILES)
         found = tl.load(
-            squares + numbers[:, None] * count + lanes[None, :],
-            mask=inside[:, None] & (lanes < count)[None, :],
+            sum_squares + row_ids[:, None] * count + lanes[None, :],
+            mask=row_mask[:, None] & (lanes < count)[None, :],
             other=0.0,
         )
         total = tl.rsqrt(tl.sum(found, 1) / width + epsilon)

@@ -1,7 +1,10 @@
-"""Products of 2 to 224 rows and a matrix, of which each is one kernel: ``cuda/wgmma_gemm.cu``.
+"""WGMMA GEMM for Hopper in CUDA C++ (``cuda/wgmma_gemm.cu``): ``rows @ weight.T``, 2 to 224 rows.
 
-They do what those of ``tiled.py`` do, on GPUs whose matrix instructions are those of
-a warpgroup: multiply by scales, join a gate with an up projection, or add to the residual.
+Weights of 16 bits, or FP8 with a scale for each row and output. Operands are swapped: outputs are
+the M dimension of the instruction and rows the N dimension, so a step is padded to 8, 16 or a
+multiple of 32 rows instead of 64. Epilogues are those of `small_m`: deferred RMSNorm or FP8 scales,
+SwiGLU, residual add in place. cuBLAS has no such epilogues, and does not load weights before the
+previous kernel has ended (PDL).
 """
 
 from __future__ import annotations
@@ -12,139 +15,146 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from pie_driver_sglang.kernels.gemm.dense_layers import LinearWeights
-from pie_driver_sglang.kernels.gemm.fp8_gemv import ProductKind
 from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedRows, QuantizedWeights
-from pie_driver_sglang.kernels.gemm.small_m import Stream
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    SWIGLU,
+    Epilogue,
+    LinearWeights,
+    Residual,
+)
 
 if TYPE_CHECKING:
     from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-MOST_BATCH_ROWS = 224
-"""Most rows of a product: the kernel takes 256, but with them a library is as fast."""
-ROWS = (8, 16, *range(32, MOST_BATCH_ROWS + 1, 32))
-"""Of the matrix instruction."""
+MAX_WGMMA_ROWS = 224
+"""Most rows of a GEMM: the kernel supports 256, but there cuBLAS is as fast."""
+BLOCK_MS = (8, 16, *range(32, MAX_WGMMA_ROWS + 1, 32))
+"""Supported numbers of padded rows."""
 _HOPPER = 9
-_SLAB_BYTES = 128
-"""Of each row that the copy engine brings at once."""
-_GROUP_OUTPUTS = 64
+_ATOM_BYTES = 128
+"""Bytes of K in a swizzle atom, of each row of an operand."""
+_WARPGROUP_OUTPUTS = 64
 """Outputs of a warpgroup."""
-_ROOM, _HALF_ROOM = 205 << 10, 100 << 10
-"""Bytes of stages of a CTA, if it is alone on a multiprocessor or with another one."""
-_MOST_STAGES = 12
-_MULTIPROCESSORS = 132
+_STAGES_BYTES, _HALF_STAGES_BYTES = 205 << 10, 100 << 10
+"""Bytes for the stages of a CTA, if it has an SM for itself or shares it with another one."""
+_MAX_STAGES = 12
+_SMS = 132
 """Of an H100 or H200."""
-_MOST_PARTS = 4
-_DIVIDED = 100
-"""Most CTAs of a product that has three parts or more: clusters do not fill the chip."""
-_BOUND_BY_MEMORY = 192
-"""Rows up to which weights of 16 bits take longer to read than to multiply; of FP8 half of them."""
+_MAX_SPLIT_K = 4
+_MAX_SPLIT_CTAS = 100
+"""Most CTAs of a GEMM with a split-K factor of 3 or more: clusters do not fill the GPU."""
+_MEMORY_BOUND_ROWS = 192
+"""Rows up to which reading 16-bit weights takes longer than multiplying; half as many in FP8."""
 _LONG, _NARROW = 4096, 2048
-"""Fewest inputs of a product of more rows than that, and of one of more than 128."""
-_FEWEST_FILLED = 0.7
-"""Share of multiprocessors that a product of more rows than that must use, in its waves."""
+"""Fewest inputs of a GEMM of more rows than that, and of one of more than 128."""
+_MIN_FILL = 0.7
+"""Least share of SMs that a GEMM of more rows than that must use, over its waves."""
 
 
 @dataclass(frozen=True)
-class BatchCut:
-    """How a product is divided."""
+class WgmmaConfig:
+    """Tile and cluster sizes of a GEMM."""
 
-    rows: int
-    """Of the matrix instruction; those that are not given count as zeros."""
+    block_m: int
+    """Padded rows."""
     warpgroups: int
-    """Of a CTA, each of which has 64 outputs."""
-    stages: int
-    """Stages whose operands are loaded or being loaded."""
-    slabs: int = 1
-    """128 bytes of each row and weight row of a stage."""
-    across: int = 1
-    """CTAs that fetch the rows for each other, which have other outputs."""
-    parts: int = 1
-    """CTAs that divide the inputs."""
+    """Consumer warpgroups of a CTA, each of which has 64 outputs."""
+    num_stages: int
+    """TMA pipeline stages."""
+    k_atoms: int = 1
+    """Swizzle atoms of 128 bytes of K in a stage."""
+    multicast: int = 1
+    """CTAs of a cluster that load rows for each other by TMA multicast; they have other outputs."""
+    split_k: int = 1
+    """CTAs of a cluster that divide the inputs."""
 
     @property
-    def outputs(self) -> int:
-        """Rows of the matrix of a CTA."""
-        return self.warpgroups * _GROUP_OUTPUTS
+    def block_n(self) -> int:
+        """Outputs of a CTA; with SwiGLU both halves count."""
+        return self.warpgroups * _WARPGROUP_OUTPUTS
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA's stages, and what aligns them."""
-        return self.stages * _stage_bytes(self.rows, self.warpgroups, self.slabs) + 1024
+        """Dynamic shared memory of a CTA: its stages and their alignment."""
+        return self.num_stages * _stage_bytes(self.block_m, self.warpgroups, self.k_atoms) + 1024
 
 
-def find_batch_cut(
-    rows: int, height: int, inputs: int, itemsize: int, kind: ProductKind
-) -> BatchCut | None:
-    """Chooses how a product is divided, as measured on an H100.
+def find_wgmma_config(
+    rows: int, height: int, inputs: int, itemsize: int, epilogue: Epilogue
+) -> WgmmaConfig | None:
+    """Chooses the config of a GEMM, by measurements on an H100.
 
     Args:
         rows: Rows of the step.
-        height: Rows of the matrix, both halves of a gate and an up projection.
-        inputs: Inputs of the matrix.
+        height: Rows of the weight; both halves with SwiGLU.
+        inputs: Inputs of the weight.
         itemsize: Bytes of a weight.
-        kind: What the product does at its end.
+        epilogue: The epilogue.
 
     Returns:
-        None where the kernel does not take the product, or a library's is as fast.
+        None where the kernel does not support the GEMM, or cuBLAS is as fast.
     """
-    count = next((most for most in ROWS if rows <= most), None)
-    if count is None or rows < 2 or height % _GROUP_OUTPUTS or inputs * itemsize % 256:
+    block_m = next((block_m for block_m in BLOCK_MS if rows <= block_m), None)
+    if block_m is None or rows < 2 or height % _WARPGROUP_OUTPUTS or inputs * itemsize % 256:
         return None
-    units = height // _GROUP_OUTPUTS
-    groups, parts = _divide(units, kind)
-    few = count <= (_BOUND_BY_MEMORY if itemsize > 1 else _BOUND_BY_MEMORY // 2)
-    fills = inputs >= _LONG and _fill(units // groups * parts) >= _FEWEST_FILLED
-    if (count > 128 and inputs < _NARROW) or not (few or fills):
+    units = height // _WARPGROUP_OUTPUTS
+    groups, split_k = _divide(units, epilogue)
+    few = block_m <= (_MEMORY_BOUND_ROWS if itemsize > 1 else _MEMORY_BOUND_ROWS // 2)
+    fills = inputs >= _LONG and _fill(units // groups * split_k) >= _MIN_FILL
+    if (block_m > 128 and inputs < _NARROW) or not (few or fills):
         return None
-    # Two CTAs of a multiprocessor have room for two tiles, where one after the other takes longer.
-    two = kind == ProductKind.JOINS and groups == 2 and 64 <= count <= 128
-    slabs = 2 if count <= 64 and not two else 1
-    steps = inputs * itemsize // (slabs * _SLAB_BYTES)
-    parts = min(parts, steps)
-    room = (_HALF_ROOM if two else _ROOM) // _stage_bytes(count, groups, slabs)
-    stages = min(room, _MOST_STAGES, max(2, steps // parts))
-    cut = BatchCut(count, groups, stages, slabs, 2 if two and units % 4 == 0 else 1, parts)
-    # The parts are summed where the stages were.
-    blocks = -(-count // 8 // parts) * parts
-    return cut if parts == 1 or blocks * 8 * cut.outputs * 4 < cut.shared_bytes else None
+    # Two CTAs on an SM overlap their tiles, where one CTA would compute them one after the other.
+    two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
+    k_atoms = 2 if block_m <= 64 and not two else 1
+    steps = inputs * itemsize // (k_atoms * _ATOM_BYTES)
+    split_k = min(split_k, steps)
+    stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
+    fitting = stages_bytes // _stage_bytes(block_m, groups, k_atoms)
+    stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
+    multicast = 2 if two and units % 4 == 0 else 1
+    config = WgmmaConfig(block_m, groups, stages, k_atoms, multicast, split_k)
+    # Split-K sums are reduced in the memory of the stages.
+    blocks = -(-block_m // 8 // split_k) * split_k
+    fits = split_k == 1 or blocks * 8 * config.block_n * 4 < config.shared_bytes
+    return config if fits else None
 
 
-def _divide(units: int, kind: ProductKind) -> tuple[int, int]:
-    """Warpgroups of a CTA, and the parts of the inputs, for so many times 64 outputs."""
-    if kind == ProductKind.JOINS:
+def _divide(units: int, epilogue: Epilogue) -> tuple[int, int]:
+    """Warpgroups of a CTA and split-K factor, for so many times 64 outputs."""
+    if epilogue == SWIGLU:
         return 2 if units % 2 == 0 and _fill(units // 2) >= _fill(units) else 1, 1
-    if kind == ProductKind.ADDS:
-        groups = 2 if units * 2 > _MULTIPROCESSORS and units % 2 == 0 else 1
-        return groups, max(2, min(_MOST_PARTS, _DIVIDED * groups // units))
-    return 1, max(1, min(_MOST_PARTS, _DIVIDED // units)) if units < 64 else 1
+    if epilogue == ADD_RESIDUAL:
+        groups = 2 if units * 2 > _SMS and units % 2 == 0 else 1
+        return groups, max(2, min(_MAX_SPLIT_K, _MAX_SPLIT_CTAS * groups // units))
+    return 1, max(1, min(_MAX_SPLIT_K, _MAX_SPLIT_CTAS // units)) if units < 64 else 1
 
 
-def _stage_bytes(rows: int, warpgroups: int, slabs: int) -> int:
-    return slabs * (warpgroups * _GROUP_OUTPUTS + rows) * _SLAB_BYTES
+def _stage_bytes(rows: int, warpgroups: int, k_atoms: int) -> int:
+    return k_atoms * (warpgroups * _WARPGROUP_OUTPUTS + rows) * _ATOM_BYTES
 
 
-def _fill(programs: int) -> float:
-    """The share of multiprocessors that CTAs use, one on each, in the waves that they need."""
-    return programs / (-(-programs // _MULTIPROCESSORS) * _MULTIPROCESSORS)
+def _fill(ctas: int) -> float:
+    """Share of SMs that CTAs use, one on each, over their waves."""
+    return ctas / (-(-ctas // _SMS) * _SMS)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether a device has the kernel's instructions, which are those of one generation."""
+def supports_wgmma(device: torch.device) -> bool:
+    """Whether a device has WGMMA instructions (sm_90a)."""
     return (
         device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
     )  # fmt: skip
 
 
-class BatchProducts:
-    """The kernels of one GPU, each compiled when it is first wanted."""
+class WgmmaGemm:
+    """The GEMM kernels of one GPU, each compiled at its first launch."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compiles nothing yet.
 
         Args:
-            dtype: Of rows and outputs, of 16 bits.
-            device: Where they run: one that they :func:`runs_on`.
+            dtype: Of rows and outputs: bfloat16 or float16.
+            device: One that :func:`supports_wgmma`.
         """
         self._dtype = dtype
         self._device = device
@@ -154,91 +164,98 @@ class BatchProducts:
         self,
         given: torch.Tensor | QuantizedRows,
         matrix: LinearWeights | QuantizedWeights,
-        cut: BatchCut,
-        kind: ProductKind,
+        config: WgmmaConfig,
+        epilogue: Epilogue,
         *,
-        stream: Stream | None = None,
+        sum_squares: torch.Tensor | None = None,
         epsilon: float = 0.0,
-        into: Stream | torch.Tensor | None = None,
+        residual: Residual | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiplies rows by a matrix. Can be captured.
+        """Computes ``rows @ weight.T`` with an epilogue. Can be captured.
+
+        Grid: (height / block_n * split_k), in clusters of multicast * split_k.
 
         Args:
-            given: ``[rows, inputs]``, contiguous; at most the cut's rows.
-            matrix: Of the rows' dtype, without a bias. In FP8 if the rows are, with a scale for
-                each row and output.
-            cut: That of :func:`find_batch_cut`.
-            kind: What it does at its end.
-            stream: The stream that the rows are, whose RMS norm is to be applied; None for plain
-                rows.
+            given: ``[rows, inputs]``, contiguous; at most `config.block_m` rows.
+            matrix: Of the rows' dtype, without a bias. FP8 if the rows are, with a scale for each
+                row and output.
+            config: That of :func:`find_wgmma_config`.
+            epilogue: The epilogue.
+            sum_squares: ``[rows, tiles]`` float32: partial sums of squares of the rows, whose
+                RMSNorm is applied; None for no norm.
             epsilon: Of that norm.
-            into: What a product that adds adds to, in place: ``[rows, outputs]``, or a stream.
+            residual: ``[rows, outputs]``, added to in place by `ADD_RESIDUAL`; a `Residual` also
+                gets new sums of squares.
 
         Returns:
-            ``[rows, outputs]``, half of them of a product that joins; what was added to of one
-            that adds.
+            ``[rows, outputs]``, half of them with SwiGLU; the residual's rows if given.
 
         Raises:
-            ValueError: There are more rows, or the stream has room for other sums of squares.
+            ValueError: There are more rows, or the residual has another number of sums of squares.
         """
         from pie_driver_sglang.kernels.cuda.compiled import tile_map
 
         quantized = given if isinstance(given, QuantizedRows) else None
         rows = given.rows if isinstance(given, QuantizedRows) else given
         (count, inputs), height = rows.shape, len(matrix.weight)
-        tiles = height // cut.outputs
-        outputs = height // 2 if kind == ProductKind.JOINS else height
-        out, left = into if isinstance(into, Stream) else (into, None)
-        if count > cut.rows:
-            raise ValueError(f"{count} rows are more than the {cut.rows} of the kernel")
-        if left is not None and left.shape[1] != tiles:
-            raise ValueError(f"{left.shape[1]} sums of squares for {tiles} tiles")
+        tiles = height // config.block_n
+        outputs = height // 2 if epilogue == SWIGLU else height
+        out, out_sum_squares = residual if isinstance(residual, Residual) else (residual, None)
+        if count > config.block_m:
+            raise ValueError(f"{count} rows are more than the {config.block_m} of the kernel")
+        if out_sum_squares is not None and out_sum_squares.shape[1] != tiles:
+            raise ValueError(f"{out_sum_squares.shape[1]} sums of squares for {tiles} tiles")
         if out is None:
             out = rows.new_empty(count, outputs, dtype=self._dtype)
         assert isinstance(out, torch.Tensor)
-        # Of rows, and of outputs: unused ones are any address.
-        row_scales = of_outputs = out
+        # Any address where the kernel reads no scales.
+        row_scales = output_scales = out
         if quantized is not None and isinstance(matrix, QuantizedWeights):
-            row_scales, of_outputs = quantized.scales, matrix.scales
-        elif stream is not None:
-            row_scales = stream.squares
-        unscaled = quantized is None and stream is None
-        weight, wide = matrix.weight, _SLAB_BYTES // matrix.weight.itemsize
-        box: tuple[int, ...] = (cut.outputs, wide)
-        if kind == ProductKind.JOINS:
-            # Eight rows of the gate, then the same of the up projection: a thread has both.
+            row_scales, output_scales = quantized.scales, matrix.scales
+        elif sum_squares is not None:
+            row_scales = sum_squares
+        unscaled = quantized is None and sum_squares is None
+        weight, atom = matrix.weight, _ATOM_BYTES // matrix.weight.itemsize
+        box: tuple[int, ...] = (config.block_n, atom)
+        if epilogue == SWIGLU:
+            # 8 rows of the gate alternate with 8 of the up projection, so that a thread has both.
             weight = weight.view(2, outputs // 8, 8, inputs).permute(1, 0, 2, 3)
-            box = (cut.outputs // 16, 2, 8, wide)
-        kernel = self._kernel(cut, kind, fp8=quantized is not None, normed=stream is not None)
-        threads = cut.warpgroups * 128 + (32 if unscaled else 64)
+            box = (config.block_n // 16, 2, 8, atom)
+        kernel = self._kernel(
+            config, epilogue, fp8=quantized is not None, normed=sum_squares is not None
+        )
+        threads = config.warpgroups * 128 + (32 if unscaled else 64)
         kernel.launch(
-            (tiles * cut.parts,), threads, tile_map(weight, box),
-            tile_map(rows, (cut.rows // cut.across, wide)), of_outputs, row_scales, out,
-            0 if left is None else left, numpy.float32(epsilon), numpy.int32(count),
-            numpy.int32(outputs), numpy.int32(inputs),
-            numpy.int32(0 if stream is None else stream.squares.shape[1]),
+            (tiles * config.split_k,), threads, tile_map(weight, box),
+            tile_map(rows, (config.block_m // config.multicast, atom)), output_scales, row_scales,
+            out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
+            numpy.int32(count), numpy.int32(outputs), numpy.int32(inputs),
+            numpy.int32(0 if sum_squares is None else sum_squares.shape[1]),
         )  # fmt: skip
         return out
 
-    def _kernel(self, cut: BatchCut, kind: ProductKind, *, fp8: bool, normed: bool) -> CudaKernel:
+    def _kernel(
+        self, config: WgmmaConfig, epilogue: Epilogue, *, fp8: bool, normed: bool
+    ) -> CudaKernel:
         from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-        named = constants(cut, kind, self._dtype, fp8=fp8, normed=normed)
-        key = tuple(named.items())
+        macros = wgmma_macros(config, epilogue, self._dtype, fp8=fp8, normed=normed)
+        key = tuple(macros.items())
         if key not in self._kernels:
             self._kernels[key] = CudaKernel(
-                "wgmma_gemm.cu", named, self._device, shared_bytes=cut.shared_bytes,
-                cluster=cut.across * cut.parts,
+                "wgmma_gemm.cu", macros, self._device, shared_bytes=config.shared_bytes,
+                cluster=config.multicast * config.split_k,
             )  # fmt: skip
         return self._kernels[key]
 
 
-def constants(
-    cut: BatchCut, kind: ProductKind, dtype: torch.dtype, *, fp8: bool, normed: bool
+def wgmma_macros(
+    config: WgmmaConfig, epilogue: Epilogue, dtype: torch.dtype, *, fp8: bool, normed: bool
 ) -> dict[str, int]:
-    """The macros that the source wants."""
+    """Macros of the source."""
     return {
-        "FP8": int(fp8), "BF16": int(dtype is torch.bfloat16), "ROWS": cut.rows,
-        "WARPGROUPS": cut.warpgroups, "ACROSS": cut.across, "PARTS": cut.parts,
-        "SLABS": cut.slabs, "STAGES": cut.stages, "KIND": int(kind), "NORMED": int(normed),
+        "FP8": int(fp8), "BF16": int(dtype is torch.bfloat16), "BLOCK_M": config.block_m,
+        "WARPGROUPS": config.warpgroups, "MULTICAST": config.multicast,
+        "SPLIT_K": config.split_k, "K_ATOMS": config.k_atoms, "STAGES": config.num_stages,
+        "EPILOGUE": int(epilogue), "RMS_NORM": int(normed),
     }  # fmt: skip

@@ -1,9 +1,10 @@
-"""GPU kernels that choose the experts of rows.
+"""MoE router in Triton: RMSNorm, router GEMM, softmax top-k and lists of pairs in one kernel.
 
-An RMS norm is applied first, since experts take the same rows. Of few rows every program finds the
-logit of an expert and a row, and the last one of a row chooses. Of more a program has some inputs
-of several rows and all experts, and the last one of these rows chooses. Who chooses adds to the
-lists of the experts' pairs: a pair is a row and one of its experts.
+``experts, weights = top_k(softmax(rms_norm(residual) @ router.T))``; a *pair* is a row and one of
+its experts. Up to 16 rows a program computes the logit of one expert and row, above a split of the
+inputs of 16 rows for all experts. The last program of a row selects, and adds to the lists of pairs
+of each expert by atomics. It replaces a norm kernel, a cuBLAS GEMM, `topk_softmax` and
+`moe_align_block_size`.
 """
 
 from __future__ import annotations
@@ -14,287 +15,304 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.gemm.dense_layers import Norm
-from pie_driver_sglang.kernels.gemm.small_m import Scratch, Stream
-from pie_driver_sglang.kernels.pdl import chained, lead
+from pie_driver_sglang.kernels.gemm.types import Norm, Residual, Workspace
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
 
-FEWEST = 2
-"""Rows up to which pairs are not listed: each is computed alone."""
-_FEW = 16
+MAX_UNLISTED_ROWS = 2
+"""Rows up to which there are no lists: a program computes one pair."""
+_MAX_GEMV_ROWS = 16
 """Rows up to which a program has one expert and one row."""
-_LOADED = 2048
-"""Elements of a row that a warp of the router loads, if rows are few."""
-_TILE_ROWS, _PARTS, _INPUTS = 16, 8, 128
-"""Of more: rows of a program, programs that divide their inputs, and inputs of an iteration."""
+_ELEMENTS_PER_WARP = 2048
+"""Elements of a row that a warp loads there."""
+_BLOCK_M, _SPLIT_K, _BLOCK_K = 16, 8, 128
+"""Tile sizes above."""
 
 
 class Router(NamedTuple):
-    """How a mixture chooses experts."""
+    """Router weights and options."""
 
     weight: torch.Tensor
     """``[experts, width]``."""
-    chosen: int
-    """Experts of a row."""
-    normalized: bool
-    """Whether the weights of a row's experts sum to 1."""
+    top_k: int
+    """Experts of each row."""
+    renormalize: bool
+    """Whether the weights of a row's experts are renormalized to a sum of 1."""
 
 
 class PairLists(NamedTuple):
-    """The pairs of each expert."""
+    """The pairs of each expert; a pair is ``row * top_k + rank``."""
 
     pairs: torch.Tensor
     """``[experts, rows]`` int32, in any order."""
     counts: torch.Tensor
-    """``[experts]`` int32: how many of these there are; zeros outside of a layer."""
+    """``[experts]`` int32: number of pairs; zeros between layers."""
 
 
 class Routing(NamedTuple):
-    """Which experts the rows of a step take."""
+    """The experts of a step's rows."""
 
     rows: torch.Tensor
-    """``[rows, width]``: normalized."""
+    """``[rows, width]``: input of the experts, after RMSNorm."""
     experts: torch.Tensor
-    """``[rows, chosen]`` int32."""
+    """``[rows, top_k]`` int32."""
     weights: torch.Tensor
-    """``[rows, chosen]`` float32."""
+    """``[rows, top_k]`` float32."""
     lists: PairLists | None = None
-    """The pairs of each expert, if rows are more than :data:`FEWEST`."""
+    """None up to :data:`MAX_UNLISTED_ROWS` rows."""
 
 
-def route(stream: Stream, norm: Norm, router: Router, scratch: Scratch) -> Routing:
-    """Normalizes the rows of a stream and chooses their experts. Can be captured.
+def route(residual: Residual, norm: Norm, router: Router, workspace: Workspace) -> Routing:
+    """Normalizes the residual and selects the experts of its rows. Can be captured.
 
     Args:
-        stream: The stream; of more than :data:`FEWEST` rows its sums of squares may be unknown,
-            ``[rows, 0]``.
-        norm: The norm of what experts take.
-        router: What chooses.
-        scratch: Of :func:`routing_scratch`; the counts of lists must be cleared later.
+        residual: The residual; above :data:`MAX_UNLISTED_ROWS` rows its sums of squares may be
+            unknown, ``[rows, 0]``.
+        norm: The RMSNorm before the experts.
+        router: The router.
+        workspace: Of :func:`routing_workspace_sizes`; the counts of lists must be cleared later.
     """
-    count, total = len(stream.rows), len(router.weight)
+    count, total = len(residual.rows), len(router.weight)
     ids, weights = (
-        stream.rows.new_empty(count, router.chosen, dtype=dtype)
+        residual.rows.new_empty(count, router.top_k, dtype=dtype)
         for dtype in (torch.int32, torch.float32)
     )
-    routing = Routing(torch.empty_like(stream.rows), ids, weights)
-    if count > FEWEST:
-        lists = PairLists(ids.new_empty(total, count), scratch.arrived[:total])
+    routing = Routing(torch.empty_like(residual.rows), ids, weights)
+    if count > MAX_UNLISTED_ROWS:
+        lists = PairLists(ids.new_empty(total, count), workspace.semaphores[:total])
         routing = routing._replace(lists=lists)
-    if count > _FEW or not stream.squares.shape[1]:
-        _route_tiles(stream, norm, router, scratch, routing)
+    if count > _MAX_GEMV_ROWS or not residual.sum_squares.shape[1]:
+        _launch_tiled(residual, norm, router, workspace, routing)
     else:
-        _route_rows(stream, norm, router, scratch, routing)
+        _launch_per_row(residual, norm, router, workspace, routing)
     return routing
 
 
-def routing_scratch(rows: int, experts: int) -> tuple[int, int]:
-    """Floats and counters of a `Scratch` for so many rows and experts."""
-    tiles = triton.cdiv(rows, _TILE_ROWS)
-    floats = max(rows, _PARTS * tiles * _TILE_ROWS) * _lanes(experts)
+def routing_workspace_sizes(rows: int, experts: int) -> tuple[int, int]:
+    """Floats and semaphores of a `Workspace` for so many rows and experts."""
+    tiles = triton.cdiv(rows, _BLOCK_M)
+    floats = max(rows, _SPLIT_K * tiles * _BLOCK_M) * _expert_block(experts)
     return floats, experts + max(rows, tiles)
 
 
-def _lanes(experts: int) -> int:
-    """Columns of a tile of logits, of which matrix instructions want some."""
+def _expert_block(experts: int) -> int:
+    """Columns of a tile of logits; MMA instructions need 16."""
     return max(16, int(triton.next_power_of_2(experts)))
 
 
-def _route_rows(
-    stream: Stream, norm: Norm, router: Router, scratch: Scratch, routing: Routing
+def _launch_per_row(
+    residual: Residual, norm: Norm, router: Router, workspace: Workspace, routing: Routing
 ) -> None:
-    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(router.weight)
+    (count, width), tiles = residual.rows.shape, residual.sum_squares.shape[1]
+    total = len(router.weight)
     block, ids = triton.next_power_of_2(width), routing.experts
-    _route[(total, count)](
-        stream.rows, stream.squares, norm.weight, router.weight, routing.rows, scratch.parts,
-        scratch.arrived[total:], ids, routing.weights, *(routing.lists or (ids, ids)), width, tiles,
-        norm.epsilon,
-        WIDTH=block, SQUARES=triton.next_power_of_2(tiles),
-        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=router.chosen,
-        LISTED=triton.next_power_of_2(router.chosen), NORMALIZED=router.normalized,
-        LISTS=routing.lists is not None, num_warps=max(1, block // _LOADED),
-        **chained(stream.rows.device),
+    _route_row[(total, count)](
+        residual.rows, residual.sum_squares, norm.weight, router.weight, routing.rows,
+        workspace.partial_sums, workspace.semaphores[total:], ids, routing.weights,
+        *(routing.lists or (ids, ids)), width, tiles, norm.epsilon,
+        WIDTH=block, SQUARE_TILES=triton.next_power_of_2(tiles),
+        NUM_EXPERTS=total, EXPERT_BLOCK=triton.next_power_of_2(total), TOP_K=router.top_k,
+        TOP_K_BLOCK=triton.next_power_of_2(router.top_k), RENORMALIZE=router.renormalize,
+        WRITE_LISTS=routing.lists is not None, num_warps=max(1, block // _ELEMENTS_PER_WARP),
+        **pdl_options(residual.rows.device),
     )  # fmt: skip
 
 
-def _route_tiles(
-    stream: Stream, norm: Norm, router: Router, scratch: Scratch, routing: Routing
+def _launch_tiled(
+    residual: Residual, norm: Norm, router: Router, workspace: Workspace, routing: Routing
 ) -> None:
-    (count, width), tiles, total = stream.rows.shape, stream.squares.shape[1], len(router.weight)
+    (count, width), tiles = residual.rows.shape, residual.sum_squares.shape[1]
+    total = len(router.weight)
     assert routing.lists is not None
-    _route_tile[(triton.cdiv(count, _TILE_ROWS), _PARTS)](
-        stream.rows, stream.squares, norm.weight, router.weight, routing.rows, scratch.parts,
-        scratch.arrived[total:], routing.experts, routing.weights, *routing.lists, count, width,
-        triton.cdiv(width, _PARTS * _INPUTS) * _INPUTS, tiles, norm.epsilon,
-        ROWS=_TILE_ROWS, INPUTS=_INPUTS, SQUARES=triton.next_power_of_2(tiles) if tiles else 0,
-        TOTAL=total, LANES=_lanes(total), CHOSEN=router.chosen,
-        LISTED=triton.next_power_of_2(router.chosen), NORMALIZED=router.normalized,
-        num_warps=4, num_stages=3, **chained(stream.rows.device),
+    _route_tile[(triton.cdiv(count, _BLOCK_M), _SPLIT_K)](
+        residual.rows, residual.sum_squares, norm.weight, router.weight, routing.rows,
+        workspace.partial_sums, workspace.semaphores[total:], routing.experts, routing.weights,
+        *routing.lists, count, width, triton.cdiv(width, _SPLIT_K * _BLOCK_K) * _BLOCK_K, tiles,
+        norm.epsilon, BLOCK_M=_BLOCK_M, BLOCK_K=_BLOCK_K,
+        SQUARE_TILES=triton.next_power_of_2(tiles) if tiles else 0,
+        NUM_EXPERTS=total, EXPERT_BLOCK=_expert_block(total), TOP_K=router.top_k,
+        TOP_K_BLOCK=triton.next_power_of_2(router.top_k), RENORMALIZE=router.renormalize,
+        num_warps=4, num_stages=3, **pdl_options(residual.rows.device),
     )  # fmt: skip
 
 
 @triton.jit
-def _route(
-    rows, squares, norm, router, out, logits, arrived, ids, weights, pairs, counts, width, tiles,
-    epsilon,
-    WIDTH: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr,
-    CHOSEN: tl.constexpr, LISTED: tl.constexpr, NORMALIZED: tl.constexpr, LISTS: tl.constexpr,
-    CHAINED: tl.constexpr,
+def _route_row(
+    rows, sum_squares, norm, router, out, logits, semaphores, ids, weights, pairs, counts, width,
+    tiles, epsilon,
+    WIDTH: tl.constexpr, SQUARE_TILES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr,
+    RENORMALIZE: tl.constexpr, WRITE_LISTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """An expert's logit of a row; the row's last program chooses."""
+    """One expert's logit of a row; the row's last program selects. Grid: (experts, rows)."""
     expert = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     lanes = tl.arange(0, WIDTH)
     inside = lanes < width
     w = tl.load(router + expert.to(tl.int64) * width + lanes, mask=inside, other=0.0)
     scale = tl.load(norm + lanes, mask=inside, other=0.0)
-    if CHAINED:
-        lead()
+    if PDL:
+        pdl_trigger_wait()
     x = tl.load(rows + row * width + lanes, mask=inside, other=0.0).to(tl.float32)
-    tile = tl.arange(0, SQUARES)
-    square = tl.sum(tl.load(squares + row * tiles + tile, mask=tile < tiles, other=0.0), 0)
-    kind = out.dtype.element_ty
-    x = (x * tl.rsqrt(square / width + epsilon) * scale.to(tl.float32)).to(kind)
+    tile = tl.arange(0, SQUARE_TILES)
+    sum_square = tl.sum(tl.load(sum_squares + row * tiles + tile, mask=tile < tiles, other=0.0), 0)
+    dtype = out.dtype.element_ty
+    x = (x * tl.rsqrt(sum_square / width + epsilon) * scale.to(tl.float32)).to(dtype)
     tl.store(out + row * width + lanes, x, mask=inside & (expert == 0))
-    # Rounded as the output of a separate product would be.
-    logit = tl.sum(w.to(tl.float32) * x.to(tl.float32), 0).to(kind).to(tl.float32)
-    tl.store(logits + row * TOTAL + expert, logit)
-    # All warps must have stored their part before one of them counts it.
+    # Rounded as the output of an unfused GEMM would be.
+    logit = tl.sum(w.to(tl.float32) * x.to(tl.float32), 0).to(dtype).to(tl.float32)
+    tl.store(logits + row * NUM_EXPERTS + expert, logit)
+    # All warps must have stored their logits before the semaphore is raised.
     tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == TOTAL - 1:
-        tl.store(arrived + row, 0)
-        numbers = tl.arange(0, LANES)
+    if tl.atomic_add(semaphores + row, 1, sem="acq_rel") == NUM_EXPERTS - 1:
+        tl.store(semaphores + row, 0)
+        expert_ids = tl.arange(0, EXPERT_BLOCK)
         # Bypasses L1, which is not coherent with other SMs.
         found = tl.load(
-            logits + row * TOTAL + numbers, mask=numbers < TOTAL, other=float("-inf"),
-            cache_modifier=".cg",
+            logits + row * NUM_EXPERTS + expert_ids, mask=expert_ids < NUM_EXPERTS,
+            other=float("-inf"), cache_modifier=".cg",
         )  # fmt: skip
-        left = _keys(found, numbers, LANES)
-        turns = tl.arange(0, LISTED)
-        chosen = tl.zeros([LISTED], tl.int32)
-        best = tl.full([LISTED], float("-inf"), tl.float32)
-        for turn in tl.static_range(CHOSEN):
-            largest = tl.max(left, 0)
-            left = tl.where(left == largest, -(1 << 63), left)
-            number, logit = _apart(largest, LANES)
-            chosen = tl.where(turns == turn, number, chosen)
-            best = tl.where(turns == turn, logit, best)
+        remaining = _sort_keys(found, expert_ids, EXPERT_BLOCK)
+        ranks = tl.arange(0, TOP_K_BLOCK)
+        topk_ids = tl.zeros([TOP_K_BLOCK], tl.int32)
+        best = tl.full([TOP_K_BLOCK], float("-inf"), tl.float32)
+        for rank in tl.static_range(TOP_K):
+            largest = tl.max(remaining, 0)
+            remaining = tl.where(remaining == largest, -(1 << 63), remaining)
+            chosen, logit = _split_keys(largest, EXPERT_BLOCK)
+            topk_ids = tl.where(ranks == rank, chosen, topk_ids)
+            best = tl.where(ranks == rank, logit, best)
         highest = tl.max(best, 0)
-        shares = tl.exp(best - highest)
-        shares = shares / tl.sum(shares if NORMALIZED else tl.exp(found - highest), 0)
-        listed = turns < CHOSEN
-        pair = row * CHOSEN + turns
-        tl.store(ids + pair, chosen, mask=listed)
-        tl.store(weights + pair, shares, mask=listed)
-        if LISTS:
-            place = tl.atomic_add(counts + chosen, 1, mask=listed, sem="relaxed")
-            tl.store(pairs + chosen * tl.num_programs(1) + place, pair.to(tl.int32), mask=listed)
+        topk_weights = tl.exp(best - highest)
+        topk_weights = topk_weights / tl.sum(
+            topk_weights if RENORMALIZE else tl.exp(found - highest), 0
+        )
+        listed = ranks < TOP_K
+        pair = row * TOP_K + ranks
+        tl.store(ids + pair, topk_ids, mask=listed)
+        tl.store(weights + pair, topk_weights, mask=listed)
+        if WRITE_LISTS:
+            position = tl.atomic_add(counts + topk_ids, 1, mask=listed, sem="relaxed")
+            pair_ptrs = pairs + topk_ids * tl.num_programs(1) + position
+            tl.store(pair_ptrs, pair.to(tl.int32), mask=listed)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _route_tile(
-    rows, squares, norm, router, out, parts, arrived, ids, weights, pairs, counts, count, width,
-    part_width, tiles, epsilon,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr,
-    LANES: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr, NORMALIZED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    rows, sum_squares, norm, router, out, partial_logits, semaphores, ids, weights, pairs, counts,
+    count, width, split_width, tiles, epsilon,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SQUARE_TILES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some inputs of some rows; the last program of these rows chooses."""
+    """A split of a tile of logits; its last program selects. Grid: (row tiles, splits)."""
     tile = tl.program_id(0)
-    part = tl.program_id(1)
-    number = tile * ROWS + tl.arange(0, ROWS)
-    inside = number < count
-    numbers = tl.arange(0, LANES)
-    lanes = tl.arange(0, INPUTS)
-    places = number[:, None].to(tl.int64) * width + lanes[None, :]
-    if CHAINED:
-        lead()
-    square = tl.zeros([ROWS], tl.float32)
-    if SQUARES > 0:
-        lane = tl.arange(0, SQUARES)
-        known = inside[:, None] & (lane < tiles)[None, :]
-        found = tl.load(squares + number[:, None] * tiles + lane[None, :], mask=known, other=0.0)
-        square = tl.sum(found, 1)
+    split = tl.program_id(1)
+    row_ids = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = row_ids < count
+    expert_ids = tl.arange(0, EXPERT_BLOCK)
+    k_offsets = tl.arange(0, BLOCK_K)
+    x_offsets = row_ids[:, None].to(tl.int64) * width + k_offsets[None, :]
+    if PDL:
+        pdl_trigger_wait()
+    sum_square = tl.zeros([BLOCK_M], tl.float32)
+    if SQUARE_TILES > 0:
+        lane = tl.arange(0, SQUARE_TILES)
+        known = row_mask[:, None] & (lane < tiles)[None, :]
+        found = tl.load(
+            sum_squares + row_ids[:, None] * tiles + lane[None, :], mask=known, other=0.0
+        )
+        sum_square = tl.sum(found, 1)
     else:
-        for at in range(0, width, INPUTS):
-            known = inside[:, None] & (at + lanes < width)[None, :]
-            x = tl.load(rows + places + at, mask=known, other=0.0).to(tl.float32)
-            square += tl.sum(x * x, 1)
-    spread = tl.rsqrt(square / width + epsilon)[:, None]
-    logits = tl.zeros([ROWS, LANES], tl.float32)
-    for at in tl.range(part * part_width, tl.minimum((part + 1) * part_width, width), INPUTS):
-        there = at + lanes < width
-        x = tl.load(rows + places + at, mask=inside[:, None] & there[None, :], other=0.0)
-        scale = tl.load(norm + at + lanes, mask=there, other=0.0)
+        for k in range(0, width, BLOCK_K):
+            known = row_mask[:, None] & (k + k_offsets < width)[None, :]
+            x = tl.load(rows + x_offsets + k, mask=known, other=0.0).to(tl.float32)
+            sum_square += tl.sum(x * x, 1)
+    rstd = tl.rsqrt(sum_square / width + epsilon)[:, None]
+    logits = tl.zeros([BLOCK_M, EXPERT_BLOCK], tl.float32)
+    for k in tl.range(split * split_width, tl.minimum((split + 1) * split_width, width), BLOCK_K):
+        k_mask = k + k_offsets < width
+        x = tl.load(rows + x_offsets + k, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        scale = tl.load(norm + k + k_offsets, mask=k_mask, other=0.0)
         w = tl.load(
-            router + numbers[None, :] * width + (at + lanes)[:, None],
-            mask=(numbers < TOTAL)[None, :] & there[:, None],
+            router + expert_ids[None, :] * width + (k + k_offsets)[:, None],
+            mask=(expert_ids < NUM_EXPERTS)[None, :] & k_mask[:, None],
             other=0.0,
         )
-        x = (x.to(tl.float32) * spread * scale.to(tl.float32)[None, :]).to(x.dtype)
-        tl.store(out + places + at, x, mask=inside[:, None] & there[None, :])
+        x = (x.to(tl.float32) * rstd * scale.to(tl.float32)[None, :]).to(x.dtype)
+        tl.store(out + x_offsets + k, x, mask=row_mask[:, None] & k_mask[None, :])
         logits = tl.dot(x, w, logits, input_precision="ieee")
-    own = tl.arange(0, ROWS)[:, None] * LANES + numbers[None, :]
-    tiles_of_part = tl.num_programs(0)
-    tl.store(parts + (part * tiles_of_part + tile) * (ROWS * LANES) + own, logits)
-    # All warps must have stored their part before one of them counts it.
+    logit_offsets = tl.arange(0, BLOCK_M)[:, None] * EXPERT_BLOCK + expert_ids[None, :]
+    num_tiles = tl.num_programs(0)
+    tl.store(
+        partial_logits + (split * num_tiles + tile) * (BLOCK_M * EXPERT_BLOCK) + logit_offsets,
+        logits,
+    )
+    # All warps must have stored their logits before the semaphore is raised.
     tl.debug_barrier()
-    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-        tl.store(arrived + tile, 0)
-        logits = tl.zeros([ROWS, LANES], tl.float32)
+    if tl.atomic_add(semaphores + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        tl.store(semaphores + tile, 0)
+        logits = tl.zeros([BLOCK_M, EXPERT_BLOCK], tl.float32)
         for other in range(tl.num_programs(1)):
             # Bypasses L1, which is not coherent with other SMs.
             logits += tl.load(
-                parts + (other * tiles_of_part + tile) * (ROWS * LANES) + own, cache_modifier=".cg"
+                partial_logits
+                + (other * num_tiles + tile) * (BLOCK_M * EXPERT_BLOCK)
+                + logit_offsets,
+                cache_modifier=".cg",
             )
-        # Rounded as the output of a separate product would be.
+        # Rounded as the output of an unfused GEMM would be.
         logits = logits.to(out.dtype.element_ty).to(tl.float32)
-        logits = tl.where((numbers < TOTAL)[None, :], logits, float("-inf"))
-        chosen, shares = _choose(logits, numbers, LANES, CHOSEN, LISTED, NORMALIZED)
-        turn = tl.arange(0, LISTED)[None, :]
-        listed = (turn < CHOSEN) & inside[:, None]
-        pair = number[:, None] * CHOSEN + turn
-        tl.store(ids + pair, chosen, mask=listed)
-        tl.store(weights + pair, shares, mask=listed)
-        place = tl.atomic_add(counts + chosen, 1, mask=listed, sem="relaxed")
-        tl.store(pairs + chosen * count + place, pair, mask=listed)
+        logits = tl.where((expert_ids < NUM_EXPERTS)[None, :], logits, float("-inf"))
+        topk_ids, topk_weights = _top_k(
+            logits, expert_ids, EXPERT_BLOCK, TOP_K, TOP_K_BLOCK, RENORMALIZE
+        )
+        rank = tl.arange(0, TOP_K_BLOCK)[None, :]
+        listed = (rank < TOP_K) & row_mask[:, None]
+        pair = row_ids[:, None] * TOP_K + rank
+        tl.store(ids + pair, topk_ids, mask=listed)
+        tl.store(weights + pair, topk_weights, mask=listed)
+        position = tl.atomic_add(counts + topk_ids, 1, mask=listed, sem="relaxed")
+        tl.store(pairs + topk_ids * count + position, pair, mask=listed)
 
 
 @triton.jit
-def _choose(
-    logits, numbers, LANES: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+def _top_k(
+    logits, expert_ids, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The best experts of rows by their logits, ``[rows, LANES]``, and their weights."""
-    left = _keys(logits, numbers[None, :], LANES)
-    turns = tl.arange(0, LISTED)[None, :]
-    chosen = tl.zeros([logits.shape[0], LISTED], tl.int32)
-    best = tl.full([logits.shape[0], LISTED], float("-inf"), tl.float32)
-    for turn in tl.static_range(CHOSEN):
-        largest = tl.max(left, 1)[:, None]
-        left = tl.where(left == largest, -(1 << 63), left)
-        number, logit = _apart(largest, LANES)
-        chosen = tl.where(turns == turn, number, chosen)
-        best = tl.where(turns == turn, logit, best)
+    """Softmax top-k of logits, ``[rows, EXPERT_BLOCK]``: expert ids and weights."""
+    remaining = _sort_keys(logits, expert_ids[None, :], EXPERT_BLOCK)
+    ranks = tl.arange(0, TOP_K_BLOCK)[None, :]
+    topk_ids = tl.zeros([logits.shape[0], TOP_K_BLOCK], tl.int32)
+    best = tl.full([logits.shape[0], TOP_K_BLOCK], float("-inf"), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        largest = tl.max(remaining, 1)[:, None]
+        remaining = tl.where(remaining == largest, -(1 << 63), remaining)
+        chosen, logit = _split_keys(largest, EXPERT_BLOCK)
+        topk_ids = tl.where(ranks == rank, chosen, topk_ids)
+        best = tl.where(ranks == rank, logit, best)
     highest = tl.max(best, 1)[:, None]
-    shares = tl.exp(best - highest)
-    return chosen, shares / tl.sum(shares if NORMALIZED else tl.exp(logits - highest), 1)[:, None]
+    topk_weights = tl.exp(best - highest)
+    return topk_ids, topk_weights / tl.sum(
+        topk_weights if RENORMALIZE else tl.exp(logits - highest), 1
+    )[:, None]
 
 
 @triton.jit
-def _keys(logits, numbers, LANES: tl.constexpr):
-    """Integers in the order of the logits, and of equal ones the first expert first."""
+def _sort_keys(logits, expert_ids, EXPERT_BLOCK: tl.constexpr):
+    """Unique int64 keys in the order of the logits; among equal ones the lower expert first."""
     bits = logits.to(tl.int32, bitcast=True)
-    return (_ordered(bits).to(tl.int64) << 32) + LANES - numbers
+    return (_sortable(bits).to(tl.int64) << 32) + EXPERT_BLOCK - expert_ids
 
 
 @triton.jit
-def _apart(keys, LANES: tl.constexpr):
-    """The experts and logits of keys."""
-    logits = _ordered((keys >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-    return LANES - (keys & 0xFFFFFFFF).to(tl.int32), logits
+def _split_keys(keys, EXPERT_BLOCK: tl.constexpr):
+    """Expert ids and logits of keys."""
+    logits = _sortable((keys >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+    return EXPERT_BLOCK - (keys & 0xFFFFFFFF).to(tl.int32), logits
 
 
 @triton.jit
-def _ordered(bits):
-    """Maps the bits of float32 numbers to integers of the same order, and back."""
+def _sortable(bits):
+    """Maps float32 bits to int32 of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

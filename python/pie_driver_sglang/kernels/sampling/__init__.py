@@ -6,13 +6,13 @@
 ``top_p_search``        top-k and top-p where many are kept, without a sort
 ``penalties``           penalties and logit biases
 ``token_logprobs``      log-probabilities: of a token, of the most probable, of given ones
-``logit_rows``          what these kernels share
+``logit_rows``          device functions that these kernels share
 ``reference``           torch: sampling and probing of logit rows; calls `sampler` on a GPU
 ``token_history``       torch: penalties, biases, and the tokens that penalties count
 ``logprobs_reference``  torch: log-probabilities
 ``slot_params``         sampling parameters of slots, as tensors
-``outputs``             what a group of slots produces
+``outputs``             outputs of a group of slots
 ======================  ============================================================================
 
-A slot is one sampler's draw from one row of logits.
+A slot is one sampler of a request, with one row of logits.
 """

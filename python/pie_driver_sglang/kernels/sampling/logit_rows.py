@@ -1,4 +1,4 @@
-"""What kernels that read rows of logits have in common."""
+"""Device functions and types that kernels over rows of logits share."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import triton
 import triton.language as tl
 
 LOGIT_BLOCK = tl.constexpr(8192)
-"""Logits that a program reads at once."""
+"""Logits of a block."""
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits, some of which were changed and lie elsewhere."""
+    """Rows of logits, some of which were modified into another tensor."""
 
     logits: torch.Tensor
     """``[rows, vocabulary]`` of any float dtype."""
     changed: torch.Tensor | None = None
-    """``[rows, vocabulary]`` float32, contiguous: the rows that `is_changed` names. In other rows
-    there may be anything."""
+    """``[rows, vocabulary]`` float32, contiguous: modified rows; other rows are undefined."""
     is_changed: torch.Tensor | None = None
-    """``[rows]`` int32: 1 for rows to be read from `changed`, 0 for others."""
+    """``[rows]`` int32: 1 for rows of `changed`."""
 
     def arguments(self) -> tuple[torch.Tensor | int | None, ...]:
-        """The first five arguments of a kernel that takes rows by :func:`row_of`."""
+        """The first five arguments of a kernel that calls :func:`row_of`."""
         rows = self.logits
         return rows, rows.stride(0), rows.shape[1], self.changed, self.is_changed
 
     def latest(self) -> torch.Tensor:
-        """Where rows lie that were changed: all of them, if there is no other place."""
+        """The tensor of modified rows; `logits` if there is no other."""
         return self.logits if self.changed is None else self.changed
 
 
@@ -50,7 +49,7 @@ def read_logits(row, ids, mask):
     if len(row) == 1:
         x = tl.load(row[0] + ids, mask=mask, other=float("-inf")).to(tl.float32)
     else:
-        # Of the two loads one takes no time: it has no lane.
+        # One of the two loads is fully masked, and free.
         plain = tl.load(row[0] + ids, mask=mask & (row[2] == 0), other=float("-inf"))
         changed = tl.load(row[1] + ids, mask=mask & row[2], other=float("-inf"))
         x = tl.where(row[2], changed, plain.to(tl.float32))
@@ -68,8 +67,8 @@ def write_logits(row, ids, x, mask):
 
 
 @triton.jit
-def ordered(x):
-    """Integer keys that sort like the floats."""
+def sort_key(x):
+    """Int32 keys that sort like the float32 numbers."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -82,77 +81,80 @@ def load_block(row, first, vocab):
 
 
 @triton.jit
-def weight_of(x, largest, scale, cap, CAPPED: tl.constexpr):
-    """The probability of a logit, as a multiple of the largest probability."""
-    # exp2 is exact at 0: the largest one has weight 1.
-    return tl.exp2((capped(x, cap, CAPPED) - largest) * scale)
+def weight_of(x, row_max, scale, softcap, SOFTCAP: tl.constexpr):
+    """``exp((x - row_max) / temperature)``; `scale` is ``log2(e) / temperature``."""
+    # exp2 is exact at 0: the largest weight is 1.
+    return tl.exp2((apply_softcap(x, softcap, SOFTCAP) - row_max) * scale)
 
 
 @triton.jit
-def capped(x, cap, CAPPED: tl.constexpr):
-    """Logits after the soft cap, where there is one."""
-    if CAPPED:
-        # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
-        e = tl.exp(-2.0 * tl.abs(x) / cap)
-        bounded = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
+def apply_softcap(x, softcap, SOFTCAP: tl.constexpr):
+    """``softcap * tanh(x / softcap)`` with `SOFTCAP`, else `x`."""
+    if SOFTCAP:
+        # By the exponential of a negative number, which cannot overflow; -inf stays.
+        e = tl.exp(-2.0 * tl.abs(x) / softcap)
+        bounded = tl.where(x < 0, -softcap, softcap) * (1.0 - e) / (1.0 + e)
         x = tl.where(x == float("-inf"), x, bounded)
     return x
 
 
 @triton.jit
-def is_wide(top_k, top_p, vocab):
-    """Whether top-p is a share of the whole distribution, and not of what top-k leaves."""
+def top_p_of_all(top_k, top_p, vocab):
+    """Whether top-p is a share of the whole distribution, not of what top-k keeps."""
     return (top_p < 1.0) & ((top_p < 0.0) | (top_k >= vocab))
 
 
 @triton.jit
-def limits(largest, SHIFT: tl.constexpr):
-    """The least and the largest key of a row."""
-    lowest = ordered(float("-inf") + 0.0 * largest) >> SHIFT
-    return lowest, ordered(largest) >> SHIFT
+def key_range(row_max, SHIFT: tl.constexpr):
+    """Smallest and largest sort key of a row."""
+    lowest = sort_key(float("-inf") + 0.0 * row_max) >> SHIFT
+    return lowest, sort_key(row_max) >> SHIFT
 
 
 @triton.jit
-def middle_of(low, high):
-    """The middle of two integers, rounded up, of any signs."""
+def midpoint(low, high):
+    """Midpoint of two int32, rounded up, without overflow."""
     wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
     return wide.to(tl.int32)
 
 
 @triton.jit
-def weight_at(key, largest, scale, cap, CAPPED: tl.constexpr, SHIFT: tl.constexpr):
-    """The weight of a logit with this key; 0 if there is none."""
+def weight_of_key(key, row_max, scale, softcap, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr):
+    """Weight of a logit by its sort key; 0 if no logit has it."""
     bits = key << SHIFT
     if SHIFT:
-        # The lower half of a negative number's key is all ones.
+        # The dropped bits of a negative number's key are ones.
         bits = bits | tl.where(bits < 0, 0xFFFF, 0)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     x = bits.to(tl.float32, bitcast=True)
-    weight = weight_of(x, largest, scale, cap, CAPPED)
+    weight = weight_of(x, row_max, scale, softcap, SOFTCAP)
     return tl.where((x == x) & (weight == weight), weight, 0.0)
 
 
 @triton.jit
-def first_beyond(weights, before, goal):
-    """The first place up to which the weights and those before them exceed the goal.
+def inverse_cdf(weights, before, target):
+    """First position where `before` plus the cumulative weights exceeds `target`.
 
-    The last place with a weight, if rounding leaves the goal just out of reach.
+    The last position with a weight if rounding leaves the target out of reach.
     """
-    places = tl.arange(0, weights.shape[0])
-    beyond = (before + tl.cumsum(weights, 0) > goal) & (weights > 0.0)
-    found = tl.min(tl.where(beyond, places, 0x7FFFFFFF), 0)
-    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
+    positions = tl.arange(0, weights.shape[0])
+    beyond = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
+    found = tl.min(tl.where(beyond, positions, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(weights > 0.0, positions, 0), 0)
     return tl.where(found == 0x7FFFFFFF, last, found)
 
 
 @triton.jit
-def whole_mass(
-    tops, masses, row, parts, largest, temperature, cap, PARTS: tl.constexpr, CAPPED: tl.constexpr
+def total_weight(
+    block_max, block_sum, row, blocks, row_max, temperature, softcap, NUM_BLOCKS: tl.constexpr,
+    SOFTCAP: tl.constexpr
 ):  # fmt: skip
-    """The weight of a whole row, from those of its blocks."""
-    lanes = tl.arange(0, PARTS)
-    known = lanes < parts
-    top = tl.load(tops + row * parts + lanes, mask=known, other=float("-inf"))
-    mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
+    """Weight of a row, from block maxima and block sums."""
+    lanes = tl.arange(0, NUM_BLOCKS)
+    known = lanes < blocks
+    top = tl.load(block_max + row * blocks + lanes, mask=known, other=float("-inf"))
+    mass = tl.load(block_sum + row * blocks + lanes, mask=known, other=0.0)
     scale = 1.4426950408889634 / temperature
-    return tl.sum(mass * weight_of(top, capped(largest, cap, CAPPED), scale, cap, CAPPED), 0)
+    return tl.sum(
+        mass * weight_of(top, apply_softcap(row_max, softcap, SOFTCAP), scale, softcap, SOFTCAP), 0
+    )

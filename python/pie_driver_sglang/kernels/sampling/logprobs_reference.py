@@ -1,8 +1,8 @@
-"""Log-probabilities of places: of a token, of the most probable ones, of given ones.
+"""Log-probabilities of tokens, top k and given tokens: request types and torch reference.
 
-A place is a row of logits and a token: the one that was drawn from it, or the next one of a prompt.
-Its values are words of 32 bits, as they are answered: the log-probability of the token, the most
-probable tokens, best first, their log-probabilities, and those of given tokens.
+A request is a row of logits and a token: the one that was sampled from it, or the next one of a
+prompt. Its values are 32-bit words, as in the answer: the log-probability of the token, the ids of
+the top k tokens, their log-probabilities, and those of given tokens.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import torch
 from pie_driver_sglang._core import STEP_TOP
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 
-PLACE_WORDS = 4
-"""Numbers of a place in a staged group, as `rust/planner/src/slot/group.rs` writes them."""
-LEAST = torch.finfo(torch.float32).min
-"""In place of -inf, as SGLang has it."""
+LOGPROB_REQUEST_WORDS = 4
+"""Words of a request in a staged group, as `rust/planner/src/slot/group.rs` writes them."""
+MIN_LOGPROB = torch.finfo(torch.float32).min
+"""Instead of -inf, as in SGLang."""
 
 
-class Places(NamedTuple):
-    """What is asked of the slots of a step or a group."""
+class LogprobRequests(NamedTuple):
+    """Log-probability requests of a step or a sampling group."""
 
     slots: torch.Tensor
-    """``[places]`` int64: rows of the logits, ascending."""
+    """``[requests]`` int64: rows of the logits, ascending."""
     tokens: torch.Tensor
-    """``[places]`` int64: the token of each; -1 for the one that is drawn."""
+    """``[requests]`` int64: the token of each; -1 for the sampled one."""
     tops: torch.Tensor
-    """``[places]`` int64: most probable tokens that are wanted."""
+    """``[requests]`` int64: k of the top k tokens."""
     divisors: torch.Tensor
-    """``[places]`` float32: what the logits are divided by."""
+    """``[requests]`` float32: what the logits are divided by."""
     given: torch.Tensor
-    """``[tokens, 2]`` int64: place, ascending, and a token whose log-probability is wanted."""
+    """``[tokens, 2]`` int64: request, ascending, and a token whose log-probability is wanted."""
 
     @staticmethod
-    def of_step(records: torch.Tensor, words: torch.Tensor) -> Places:
-        """Those of the records of a step's slots.
+    def of_step(records: torch.Tensor, words: torch.Tensor) -> LogprobRequests:
+        """Reads the records of a step's slots.
 
         Args:
             records: ``[slots, 6]`` int32: 1 if something is asked; first one of the words that are
@@ -51,86 +51,88 @@ class Places(NamedTuple):
         ranks = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
         tokens = words[first[rows] + ranks].long()
         given = torch.stack((rows, tokens), dim=1)
-        return Places(slots, torch.full_like(slots, -1), tops, divisors, given)
+        return LogprobRequests(slots, torch.full_like(slots, -1), tops, divisors, given)
 
     def counts(self) -> torch.Tensor:
-        """``[places]`` int64: tokens that are given for each."""
+        """``[requests]`` int64: given tokens of each."""
         return torch.bincount(self.given[:, 0], minlength=len(self.slots))
 
     def starts(self) -> torch.Tensor:
-        """``[places + 1]`` int64: the first word of each place, and the end of the last one."""
+        """``[requests + 1]`` int64: the first word of each request, and the end of the last one."""
         lengths = 1 + 2 * self.tops + self.counts()
         return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
-def place_words(logits: torch.Tensor, places: Places, drawn: torch.Tensor) -> torch.Tensor:
-    """The words of all places, one after the other.
+def logprob_words(
+    logits: torch.Tensor, requests: LogprobRequests, sampled: torch.Tensor
+) -> torch.Tensor:
+    """Computes the words of all requests, one after the other.
 
     Args:
-        logits: ``[slots, vocabulary]`` float32, as tokens are drawn from them.
-        places: What is asked, at least one; on the same device.
-        drawn: ``[slots]`` int64, or of the first slots only if no others are drawn from: their
-            tokens. One outside of the vocabulary has any words.
+        logits: ``[slots, vocabulary]`` float32, as tokens are sampled from them.
+        requests: At least one; on the same device.
+        sampled: ``[slots]`` int64, or of the first slots only if no others are sampled: their
+            tokens. The words of one outside of the vocabulary are undefined.
 
     Returns:
         ``[words]`` int32 on the same device.
     """
-    starts = places.starts()
+    starts = requests.starts()
     out = torch.zeros(int(starts[-1]), dtype=torch.int32, device=logits.device)
-    drawn = torch.nn.functional.pad(drawn, (0, len(logits) - len(drawn)))
-    own = torch.where(places.tokens < 0, drawn[places.slots], places.tokens)
-    if logits.is_cuda and int(places.tops.max()) <= STEP_TOP:
-        _find(logits, places, own, out)
+    sampled = torch.nn.functional.pad(sampled, (0, len(logits) - len(sampled)))
+    tokens = torch.where(requests.tokens < 0, sampled[requests.slots], requests.tokens)
+    if logits.is_cuda and int(requests.tops.max()) <= STEP_TOP:
+        _compute_on_gpu(logits, requests, tokens, out)
     else:
-        _look_up(logits, places, own, out)
+        _compute_in_torch(logits, requests, tokens, out)
     return out
 
 
-def _find(logits: torch.Tensor, places: Places, own: torch.Tensor, out: torch.Tensor) -> None:
-    """By the kernels of `kernels/sampling/token_logprobs.py`."""
+def _compute_on_gpu(
+    logits: torch.Tensor, requests: LogprobRequests, tokens: torch.Tensor, out: torch.Tensor
+) -> None:
+    """By the kernels of `token_logprobs`."""
     # Imported here: a machine without a GPU may have no Triton.
     from pie_driver_sglang.kernels.sampling import token_logprobs as kernels
 
-    counts = places.counts()
+    counts = requests.counts()
     columns = (
-        torch.ones_like(places.tops),
-        places.starts()[:-1],
-        places.tops,
-        counts,
-        counts.cumsum(0) - counts,
-        places.divisors.view(torch.int32),
-    )
+        torch.ones_like(requests.tops), requests.starts()[:-1], requests.tops, counts,
+        counts.cumsum(0) - counts, requests.divisors.view(torch.int32),
+    )  # fmt: skip
     records = torch.zeros(len(logits), STEP_RECORD_WORDS, dtype=torch.int32, device=logits.device)
-    records[places.slots] = torch.stack([column.to(torch.int32) for column in columns], dim=1)
+    records[requests.slots] = torch.stack([column.to(torch.int32) for column in columns], dim=1)
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    tokens[places.slots] = own
-    given = places.given[:, 1].to(torch.int32)
-    kernels.find(logits, tokens, records, given, out, int(places.tops.max()))
+    tokens[requests.slots] = tokens
+    given = requests.given[:, 1].to(torch.int32)
+    kernels.compute_logprobs(logits, tokens, records, given, out, int(requests.tops.max()))
 
 
-def _look_up(logits: torch.Tensor, places: Places, own: torch.Tensor, out: torch.Tensor) -> None:
-    """In plain torch."""
-    starts = places.starts()[:-1]
+def _compute_in_torch(
+    logits: torch.Tensor, requests: LogprobRequests, tokens: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Torch reference."""
+    starts = requests.starts()[:-1]
     last = logits.shape[-1] - 1
-    values = logits[places.slots].float() / places.divisors[:, None]
+    values = logits[requests.slots].float() / requests.divisors[:, None]
     norms = values.logsumexp(dim=-1)
 
     def write(at: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        found = (values[rows, tokens] - norms[rows]).clamp(min=LEAST)
+        found = (values[rows, tokens] - norms[rows]).clamp(min=MIN_LOGPROB)
         out[at] = found.view(torch.int32)
 
-    write(starts, torch.arange(len(starts), device=logits.device), own.clamp(max=last))
-    widest = int(places.tops.max())
+    write(starts, torch.arange(len(starts), device=logits.device), tokens.clamp(max=last))
+    widest = int(requests.tops.max())
     if widest:
         best = values.topk(widest, dim=-1).indices
-        rows, ranks = (torch.arange(widest, device=best.device) < places.tops[:, None]).nonzero(
+        rows, ranks = (torch.arange(widest, device=best.device) < requests.tops[:, None]).nonzero(
             as_tuple=True
         )
         ids = best[rows, ranks]
         at = starts[rows] + 1 + ranks
         out[at] = ids.to(torch.int32)
-        write(at + places.tops[rows], rows, ids)
-    rows, tokens = places.given.unbind(1)
-    counts = places.counts()
+        write(at + requests.tops[rows], rows, ids)
+    rows, tokens = requests.given.unbind(1)
+    counts = requests.counts()
     ranks = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    write(starts[rows] + 1 + 2 * places.tops[rows] + ranks, rows, tokens)
+    write(starts[rows] + 1 + 2 * requests.tops[rows] + ranks, rows, tokens)

@@ -1,8 +1,8 @@
-"""Vectorised sampling and probing: one logit row and one uniform number per slot.
+"""Sampling and probes in torch: one row of logits and one uniform number per slot.
 
-A slot's output depends on its own row, parameters and uniform number only, so it is independent of
-batch composition. Tokens are drawn by inverting the cumulative distribution over the ids. A row
-with NaNs gives the vocabulary's size instead of a token.
+A slot's output depends on its own row, parameters and uniform number only, so it is
+batch-invariant. Tokens are sampled by inverse CDF over the ids. A row with NaNs gives the
+vocabulary size instead of a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def run_group(
 ) -> Outputs:
     """Computes a slot group: tokens, then distributions, logits, log-probabilities, entropies.
 
-    The slots of a prompt's tokens come last; nothing is computed of them here.
+    Slots of prompt log-probabilities come last, and are computed elsewhere.
 
     Args:
         logits: ``[slots, vocabulary]`` float32, masked.
@@ -69,7 +69,7 @@ def sample_group(logits: torch.Tensor, group: SlotGroup, params: SlotParams) -> 
         parts.append(sample_greedy(logits[: group.greedy]))
     if end > group.greedy:
         rows = params.rows(group.greedy, end)
-        parts.append(_sample_drawn(logits[group.greedy : end], group.plain, rows))
+        parts.append(_sample_random(logits[group.greedy : end], group.plain, rows))
     if not parts:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -80,20 +80,19 @@ def sample_rows(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
 
     Args:
         logits: ``[rows, vocabulary]`` float32.
-        params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
-            nothing.
+        params: ``[rows]`` parameters; temperature 0 for arg-max, negative for no sampling.
 
     Returns:
         ``[rows]`` int64 token ids; the vocabulary's size for rows that are not sampled.
     """
     vocabulary = logits.shape[-1]
     tokens = torch.full((len(logits),), vocabulary, dtype=torch.int64)
-    drawn = params.temperatures > 0
+    random = params.temperatures > 0
     restricted = (params.top_ks < vocabulary) | (params.top_ps < 1.0) | (params.min_ps > 0.0)
     for chosen, sample in (
         (params.temperatures == 0, lambda rows, _: sample_greedy(rows)),
-        (drawn & ~restricted, sample_plain),
-        (drawn & restricted, sample_filtered),
+        (random & ~restricted, sample_plain),
+        (random & restricted, sample_filtered),
     ):
         rows = chosen.nonzero()[:, 0]
         if len(rows):
@@ -102,7 +101,7 @@ def sample_rows(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     return tokens
 
 
-def _sample_drawn(logits: torch.Tensor, plain: int, params: SlotParams) -> torch.Tensor:
+def _sample_random(logits: torch.Tensor, plain: int, params: SlotParams) -> torch.Tensor:
     """Samples `plain` slots without a filter, then filtered ones."""
     if logits.is_cuda:
         # Imported here: a machine without a GPU may have no Triton.
@@ -156,7 +155,7 @@ def most_probable(logits: torch.Tensor, params: SlotParams) -> tuple[torch.Tenso
     temperatures = torch.where(params.temperatures > 0, params.temperatures, 1.0)
     best = logits.argmax(dim=-1, keepdim=True)
     on_best = torch.zeros_like(logits).scatter_(-1, best, 1.0)
-    probs = torch.where(point, on_best, _tempered(logits, temperatures))
+    probs = torch.where(point, on_best, _softmax_at(logits, temperatures))
     probs, ids = probs.sort(dim=-1, descending=True, stable=True)
     widest = int(params.top_ks.max())
     listed = torch.arange(widest, device=logits.device) < params.top_ks[:, None]
@@ -189,29 +188,27 @@ def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def sample_plain(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     """Samples ``softmax(logits / temperature)``. Shapes as in :func:`sample_group`."""
-    return _invert(_tempered(logits, params.temperatures), params.uniforms)
+    return _inverse_cdf(_softmax_at(logits, params.temperatures), params.uniforms)
 
 
 def sample_filtered(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
-    """Samples with top-k, then top-p on the renormalised rest, and with min-p.
+    """Samples with top-k, then top-p of the renormalised rest, and min-p.
 
-    A top-p below 0 is the negated share of the whole distribution, and not of that rest.
-
-    Min-p compares with the largest probability; ties go to lower ids. This sorts every row; on a
-    GPU `sampling.sampler` does the same without sorting. Shapes as
-    in :func:`sample_group`.
+    A negative top-p is the negated share of the whole distribution instead. Min-p is relative to
+    the largest probability; ties go to lower ids. Sorts every row; `sampler` computes the same on a
+    GPU without sorting. Shapes as in :func:`sample_group`.
     """
-    return _invert(filtered_weights(logits, params), params.uniforms)
+    return _inverse_cdf(filtered_weights(logits, params), params.uniforms)
 
 
 def filtered_weights(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
-    """What :func:`sample_filtered` draws from.
+    """The weights that :func:`sample_filtered` samples from.
 
     Returns:
         ``[slots, vocabulary]`` float32: probabilities, times a factor of each row.
     """
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    probs = _tempered(ordered, params.temperatures)
+    sorted_logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+    probs = _softmax_at(sorted_logits, params.temperatures)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     whole_before = probs.cumsum(dim=-1) - probs
     probs = probs.masked_fill(rank >= params.top_ks[:, None], 0.0)
@@ -223,17 +220,17 @@ def filtered_weights(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
         probs < params.min_ps[:, None] * probs[:, :1]
     )
     probs = probs.masked_fill(outside & (rank > 0), 0.0)
-    # Back in the order of the ids, so that the draw does not depend on the filters.
+    # Back in the order of ids, so that the sample does not depend on the filters.
     return torch.empty_like(probs).scatter_(-1, ids, probs)
 
 
-def _tempered(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def _softmax_at(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     # Shifted before the division, so that a tiny temperature underflows instead of overflowing.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     return (shifted / temperatures[:, None]).softmax(dim=-1)
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """First index whose cumulative weight exceeds ``uniform * total``: ``[slots]`` int64.
 
     Returns the number of weights for a row with NaNs.

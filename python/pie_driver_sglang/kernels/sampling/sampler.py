@@ -1,10 +1,10 @@
-"""Sampling on a GPU without sorting, and the other small kernels of a captured step.
+"""Sampler for bfloat16, float16 or float32 logits without sorting, in Triton; other step kernels.
 
-Computes what `sampling.reference` computes, without a float32 copy
-of bfloat16 logits, except of rows that were changed. Several programs survey a row, and one draws
-its token: with filters as `sampling.small_filters` says, or, of many
-tokens that they keep, as `sampling.top_p_search` does. A row's
-result does not depend on the rest of the batch.
+``token = inverse_cdf(top_p(top_k(min_p(softmax(logits / temperature)))), uniform)``, the same as
+`reference`. A block kernel computes the maximum and sum of exponentials of each block of 8192
+logits, and a row kernel samples: without filters it reads one more block, with filters see
+`small_filters`, and where many tokens are kept, `top_p_search`. A row's result does not depend on
+its batch, unlike that of FlashInfer's rejection sampler.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.pdl import chained, follow
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     LOGIT_BLOCK,
     LogitRows,
-    capped,
-    first_beyond,
+    apply_softcap,
+    inverse_cdf,
     load_block,
     row_of,
+    total_weight,
     weight_of,
-    whole_mass,
     write_logits,
 )
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
-from pie_driver_sglang.kernels.sampling.small_filters import MOST_SPANS, SPAN, draw_few
-from pie_driver_sglang.kernels.sampling.top_p_search import draw, search
+from pie_driver_sglang.kernels.sampling.small_filters import MAX_SEGMENTS, SEGMENT, sample_few_kept
+from pie_driver_sglang.kernels.sampling.top_p_search import count_pivots, sample_many_kept
 
-_SURVEY_WARPS = 8
+_BLOCK_STATS_WARPS = 8
 _ROW_WARPS = 8
-_SEARCH_WARPS = 16
-_SPANS = tl.constexpr(LOGIT_BLOCK.value // SPAN.value)
-"""Spans of a block."""
+_DEFERRED_WARPS = 16
+_SEGMENTS_PER_BLOCK = tl.constexpr(LOGIT_BLOCK.value // SEGMENT.value)
+"""Segments of a block."""
 _MASK_BLOCK = tl.constexpr(2048)
 _MASK_PROGRAMS = 16
 """Programs of a row."""
@@ -72,8 +72,7 @@ def sample_step(
 
     Args:
         logit_rows: At least one row.
-        params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
-            nothing.
+        params: ``[rows]`` parameters; temperature 0 for arg-max, negative for no sampling.
         results: ``[rows]`` int64, may be pinned memory of the host. The token is the vocabulary's
             size for a row with NaNs.
         step: ``[1]`` int32.
@@ -82,31 +81,38 @@ def sample_step(
     """
     logits = logit_rows.logits
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, LOGIT_BLOCK.value)
-    tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
-    ids = logits.new_empty(rows, parts, dtype=torch.int32)
-    peaks = logits.new_empty(rows, parts, _SPANS.value, dtype=torch.float32)
-    room = logits.new_empty(rows, MOST_SPANS.value, dtype=torch.int32)
-    # Rows that keep many tokens, and which the search is for.
-    left = logits.new_empty(rows, dtype=torch.int32)
+    blocks = triton.cdiv(vocab, LOGIT_BLOCK.value)
+    block_max, block_sum = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(2))
+    ids = logits.new_empty(rows, blocks, dtype=torch.int32)
+    segment_max = logits.new_empty(rows, blocks, _SEGMENTS_PER_BLOCK.value, dtype=torch.float32)
+    scratch = logits.new_empty(rows, MAX_SEGMENTS.value, dtype=torch.int32)
+    # Rows that keep too many tokens for `sample_few_kept`.
+    deferred = logits.new_empty(rows, dtype=torch.int32)
     params = SlotParams(*(field.contiguous() for field in params))
     # The lower half of a bfloat16 in float32 is zero.
     shift = 16 if logits.dtype == torch.bfloat16 and logit_rows.changed is None else 0
-    how = {"CAPPED": softcap is not None, **chained(logits.device)}
+    options = {"SOFTCAP": softcap is not None, **pdl_options(logits.device)}
     cap = softcap or 0.0
-    _survey[(rows, parts)](
-        *logit_rows.arguments(), *params[:4], tops, ids, masses, peaks, cap,
-        **how, num_warps=_SURVEY_WARPS,
+    _block_stats[(rows, blocks)](
+        *logit_rows.arguments(), *params[:4], block_max, ids, block_sum, segment_max, cap,
+        **options, num_warps=_BLOCK_STATS_WARPS,
     )  # fmt: skip
-    wide = {"PARTS": triton.next_power_of_2(parts), "SHIFT": shift, **how}
+    wide = {"NUM_BLOCKS": triton.next_power_of_2(blocks), "SHIFT": shift, **options}
     _sample_rows[(rows,)](
-        *logit_rows.arguments(), tops, ids, masses, peaks, parts, *params, room, left,
-        results, step, cap, **wide, num_warps=_ROW_WARPS,
+        *logit_rows.arguments(), block_max, ids, block_sum, segment_max, blocks, *params, scratch,
+        deferred, results, step, cap, **wide, num_warps=_ROW_WARPS,
     )  # fmt: skip
-    found = search(logit_rows, params, left, tops, masses, {"cap": cap, "SHIFT": shift, **how})
-    _sample_left[(rows,)](
-        *logit_rows.arguments(), tops, masses, parts, *params, left, *found,
-        results, step, cap, **wide, num_warps=_SEARCH_WARPS,
+    found = count_pivots(
+        logit_rows,
+        params,
+        deferred,
+        block_max,
+        block_sum,
+        {"softcap": cap, "SHIFT": shift, **options},
+    )
+    _sample_deferred[(rows,)](
+        *logit_rows.arguments(), block_max, block_sum, blocks, *params, deferred, *found,
+        results, step, cap, **wide, num_warps=_DEFERRED_WARPS,
     )  # fmt: skip
 
 
@@ -117,7 +123,7 @@ def mask_logits(logit_rows: LogitRows, slot_masks: torch.Tensor, words: torch.Te
     # Most rows have no mask, and empty programs take time, too.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
     _mask_logits[grid](
-        *logit_rows.arguments(), slot_masks, words, **chained(logits.device)
+        *logit_rows.arguments(), slot_masks, words, **pdl_options(logits.device)
     )  # fmt: skip
 
 
@@ -131,21 +137,21 @@ def fetch(
         target: ``[words]`` int32.
         count: ``[1]`` int32.
         expected: Words that the grid is sized for; None for all. More of them are copied, too, by
-            further turns of the same programs.
+            further iterations of the same programs.
     """
     grid = (fetch_programs(len(source) if expected is None else min(expected, len(source))),)
     _fetch[grid](source, target, count)
 
 
 def fetch_programs(words: int) -> int:
-    """Programs (CTAs) of :func:`fetch`: one wave at most, and enough to hide the host's latency."""
+    """Programs of :func:`fetch`: at most one wave, enough to hide the latency of host memory."""
     return max(_FETCH_FEWEST, min(-(-words // int(_FETCH_BLOCK.value)), _FETCH_MOST))
 
 
 def publish(results: torch.Tensor, target: torch.Tensor) -> None:
     """Writes results to memory that the host polls, each in one store; can be captured.
 
-    Who sees a result sees all that earlier kernels have written to the host's memory, too.
+    Stores are releases at system scope: earlier kernels' writes to host memory are visible first.
 
     Args:
         results: ``[rows]`` int64.
@@ -154,7 +160,7 @@ def publish(results: torch.Tensor, target: torch.Tensor) -> None:
     count = len(results)
     grid = (triton.cdiv(count, _PUBLISH_BLOCK.value),)
     _publish[grid](
-        results, target, count, FENCED=results.is_cuda, **chained(results.device)
+        results, target, count, FENCED=results.is_cuda, **pdl_options(results.device)
     )  # fmt: skip
 
 
@@ -166,8 +172,7 @@ def update_table(
     Args:
         table: ``[entries, page]`` int32 storage slots.
         updates: ``[most, 2]`` int64: entry, and first storage slot of the page that it now names.
-        further: ``[words]`` int32: those that `updates` has no room for, as pairs, from the first
-            word on.
+        further: ``[words]`` int32: pairs that `updates` has no room for.
         count: ``[1]`` int32: how many there are in both.
     """
     most, page = len(updates), table.shape[1]
@@ -177,43 +182,45 @@ def update_table(
 
 
 @triton.jit
-def _survey(
+def _block_stats(
     logits, stride, vocab, changed, is_changed, temperatures, top_ks, top_ps, min_ps,
-    tops, ids, masses, peaks, cap,
-    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+    block_max, ids, block_sum, segment_max, softcap,
+    SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For a block of a row: the largest logit, an id, and the sum of weights relative to it.
+    """Computes the maximum logit of a block, an id, and the sum of exponentials relative to it.
 
-    The id is -1 if there is a NaN; else, for a row that takes the arg-max, the lowest id with that
-    logit. For a row with filters, also the largest logit of each span.
+    The id is -1 if there is a NaN, else for greedy rows the lowest arg-max. Rows with filters also
+    get the maximum of each segment.
     """
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    block = tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature < 0.0:
         return
     base = row_of(logits, stride, vocab, changed, is_changed, row)
-    x = load_block(base, part * LOGIT_BLOCK, vocab)
+    x = load_block(base, block * LOGIT_BLOCK, vocab)
     top = tl.max(x, 0)
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
         # NaN if one of the logits is NaN.
-        mass = tl.sum(weight_of(x, capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
-        found = tl.where(mass == mass, part * LOGIT_BLOCK, -1)
+        mass = tl.sum(
+            weight_of(x, apply_softcap(top, softcap, SOFTCAP), scale, softcap, SOFTCAP), 0
+        )
+        found = tl.where(mass == mass, block * LOGIT_BLOCK, -1)
     else:
-        offsets = part * LOGIT_BLOCK + tl.arange(0, LOGIT_BLOCK)
+        offsets = block * LOGIT_BLOCK + tl.arange(0, LOGIT_BLOCK)
         at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
         found = tl.min(tl.where(x != x, -1, at_top), 0)
-    place = row * tl.num_programs(1) + part
-    tl.store(tops + place, top)
-    tl.store(ids + place, found)
-    tl.store(masses + place, mass)
+    index = row * tl.num_programs(1) + block
+    tl.store(block_max + index, top)
+    tl.store(ids + index, found)
+    tl.store(block_sum + index, mass)
     if (temperature > 0.0) & _is_filtered(top_ks, top_ps, min_ps, row, vocab):
-        spans = place * _SPANS + tl.arange(0, _SPANS)
-        tl.store(peaks + spans, tl.max(tl.reshape(x, [_SPANS, SPAN]), 1))
+        segments = index * _SEGMENTS_PER_BLOCK + tl.arange(0, _SEGMENTS_PER_BLOCK)
+        tl.store(segment_max + segments, tl.max(tl.reshape(x, [_SEGMENTS_PER_BLOCK, SEGMENT]), 1))
 
 
 @triton.jit
@@ -224,75 +231,79 @@ def _is_filtered(top_ks, top_ps, min_ps, row, vocab):
 
 @triton.jit
 def _sample_rows(
-    logits, stride, vocab, changed, is_changed, tops, ids, masses, peaks, parts,
-    temperatures, top_ks, top_ps, min_ps, uniforms, room, left, results, step, cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+    logits, stride, vocab, changed, is_changed, block_max, ids, block_sum, segment_max, blocks,
+    temperatures, top_ks, top_ps, min_ps, uniforms, scratch, deferred, results, step, softcap,
+    NUM_BLOCKS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draws a row's token, or says that the row is left to the search."""
-    if CHAINED:
-        follow()
+    """Samples a row, or defers it to `_sample_deferred`."""
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     token = vocab
     if temperature >= 0.0:
-        lanes = tl.arange(0, PARTS)
-        known = lanes < parts
-        top = tl.load(tops + row * parts + lanes, mask=known, other=float("-inf"))
-        at = tl.load(ids + row * parts + lanes, mask=known, other=0x7FFFFFFF)
-        largest = tl.max(top, 0)
-        token = tl.min(tl.where(known & (top == largest), at, 0x7FFFFFFF), 0)
+        lanes = tl.arange(0, NUM_BLOCKS)
+        known = lanes < blocks
+        top = tl.load(block_max + row * blocks + lanes, mask=known, other=float("-inf"))
+        at = tl.load(ids + row * blocks + lanes, mask=known, other=0x7FFFFFFF)
+        row_max = tl.max(top, 0)
+        token = tl.min(tl.where(known & (top == row_max), at, 0x7FFFFFFF), 0)
         token = tl.where(tl.min(at, 0) < 0, vocab, token)
         if temperature > 0.0:
-            if tl.abs(largest) < float("inf"):
+            if tl.abs(row_max) < float("inf"):
                 if token < vocab:
                     base = row_of(logits, stride, vocab, changed, is_changed, row)
                     uniform = tl.load(uniforms + row)
                     if _is_filtered(top_ks, top_ps, min_ps, row, vocab):
-                        whole = whole_mass(
-                            tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED
-                        )
-                        token = draw_few(
-                            base, vocab, peaks + row * parts * _SPANS, room + row * MOST_SPANS,
-                            largest, temperature, tl.load(top_ks + row), tl.load(top_ps + row),
-                            tl.load(min_ps + row), uniform, whole, cap,
-                            PARTS * _SPANS, CAPPED, SHIFT,
+                        total = total_weight(
+                            block_max, block_sum, row, blocks, row_max, temperature, softcap,
+                            NUM_BLOCKS, SOFTCAP,
+                        )  # fmt: skip
+                        token = sample_few_kept(
+                            base, vocab, segment_max + row * blocks * _SEGMENTS_PER_BLOCK,
+                            scratch + row * MAX_SEGMENTS,
+                            row_max, temperature, tl.load(top_ks + row), tl.load(top_ps + row),
+                            tl.load(min_ps + row), uniform, total, softcap,
+                            NUM_BLOCKS * _SEGMENTS_PER_BLOCK, SOFTCAP, SHIFT,
                         )  # fmt: skip
                     else:
-                        mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
-                        token = _draw_any(
-                            base, vocab, top, mass, largest, temperature, uniform, cap,
-                            PARTS, CAPPED,
+                        mass = tl.load(block_sum + row * blocks + lanes, mask=known, other=0.0)
+                        token = _sample_unfiltered(
+                            base, vocab, top, mass, row_max, temperature, uniform, softcap,
+                            NUM_BLOCKS, SOFTCAP,
                         )  # fmt: skip
             else:
                 token = vocab
-    tl.store(left + row, (token < 0).to(tl.int32))
+    tl.store(deferred + row, (token < 0).to(tl.int32))
     if token >= 0:
         _store_result(results, step, row, token)
 
 
 @triton.jit
-def _sample_left(
-    logits, stride, vocab, changed, is_changed, tops, masses, parts,
-    temperatures, top_ks, top_ps, min_ps, uniforms, left, coarse, fine, candidates, results, step,
-    cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+def _sample_deferred(
+    logits, stride, vocab, changed, is_changed, block_max, block_sum, blocks,
+    temperatures, top_ks, top_ps, min_ps, uniforms, deferred, coarse, fine, candidates, results,
+    step, softcap,
+    NUM_BLOCKS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draws the token of a row that is left to the search."""
-    if CHAINED:
-        follow()
+    """Samples a deferred row."""
+    if PDL:
+        pdl_wait_trigger()
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(left + row) == 0:
+    if tl.load(deferred + row) == 0:
         return
     temperature = tl.load(temperatures + row)
-    lanes = tl.arange(0, PARTS)
-    top = tl.load(tops + row * parts + lanes, mask=lanes < parts, other=float("-inf"))
-    largest = tl.max(top, 0)
-    whole = whole_mass(tops, masses, row, parts, largest, temperature, cap, PARTS, CAPPED)
+    lanes = tl.arange(0, NUM_BLOCKS)
+    top = tl.load(block_max + row * blocks + lanes, mask=lanes < blocks, other=float("-inf"))
+    row_max = tl.max(top, 0)
+    total = total_weight(
+        block_max, block_sum, row, blocks, row_max, temperature, softcap, NUM_BLOCKS, SOFTCAP
+    )
     base = row_of(logits, stride, vocab, changed, is_changed, row)
-    token = draw(
-        base, vocab, row, parts, largest, temperature, tl.load(top_ks + row),
-        tl.load(top_ps + row), tl.load(min_ps + row), tl.load(uniforms + row), whole,
-        coarse, fine, candidates, cap, PARTS, CAPPED, SHIFT,
+    token = sample_many_kept(
+        base, vocab, row, blocks, row_max, temperature, tl.load(top_ks + row),
+        tl.load(top_ps + row), tl.load(min_ps + row), tl.load(uniforms + row), total,
+        coarse, fine, candidates, softcap, NUM_BLOCKS, SOFTCAP, SHIFT,
     )  # fmt: skip
     _store_result(results, step, row, token)
 
@@ -304,37 +315,37 @@ def _store_result(results, step, row, token):
 
 
 @triton.jit
-def _draw_any(
-    base, vocab, top, mass, largest, temperature, uniform, cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr,
+def _sample_unfiltered(
+    base, vocab, top, mass, row_max, temperature, uniform, softcap,
+    NUM_BLOCKS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row without filters: only the block that it lies in is read again."""
+    """Samples a row without filters; reads only the block of the token again."""
     scale = 1.4426950408889634 / temperature
-    largest = capped(largest, cap, CAPPED)
-    mass = mass * weight_of(top, largest, scale, cap, CAPPED)
-    goal = uniform * tl.sum(mass, 0)
-    part = first_beyond(mass, 0.0, goal)
-    lanes = tl.arange(0, PARTS)
-    before = tl.sum(tl.where(lanes < part, mass, 0.0), 0)
-    x = load_block(base, part * LOGIT_BLOCK, vocab)
-    weights = weight_of(x, largest, scale, cap, CAPPED)
-    return part * LOGIT_BLOCK + first_beyond(weights, before, goal)
+    row_max = apply_softcap(row_max, softcap, SOFTCAP)
+    mass = mass * weight_of(top, row_max, scale, softcap, SOFTCAP)
+    target = uniform * tl.sum(mass, 0)
+    block = inverse_cdf(mass, 0.0, target)
+    lanes = tl.arange(0, NUM_BLOCKS)
+    before = tl.sum(tl.where(lanes < block, mass, 0.0), 0)
+    x = load_block(base, block * LOGIT_BLOCK, vocab)
+    weights = weight_of(x, row_max, scale, softcap, SOFTCAP)
+    return block * LOGIT_BLOCK + inverse_cdf(weights, before, target)
 
 
 @triton.jit
 def _mask_logits(
-    logits, stride, vocab, changed, is_changed, slot_masks, words, CHAINED: tl.constexpr
+    logits, stride, vocab, changed, is_changed, slot_masks, words, PDL: tl.constexpr
 ):  # fmt: skip
-    if CHAINED:
-        follow()
+    if PDL:
+        pdl_wait_trigger()
     slot = tl.program_id(0).to(tl.int64)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:
         return
     mask = words + tl.load(slot_masks + 2 * slot)
     base = row_of(logits, stride, vocab, changed, is_changed, slot)
-    turn = tl.num_programs(1) * _MASK_BLOCK
-    for start in range(tl.program_id(1) * _MASK_BLOCK, vocab, turn):
+    stride_of_grid = tl.num_programs(1) * _MASK_BLOCK
+    for start in range(tl.program_id(1) * _MASK_BLOCK, vocab, stride_of_grid):
         ids = start + tl.arange(0, _MASK_BLOCK)
         allowed = _allowed(mask, edges, start, vocab)
         write_logits(base, ids, float("-inf"), (ids < vocab) & (allowed == 0))
@@ -348,63 +359,63 @@ def _allowed(mask, edges, start, vocab):
         bits = tl.load(mask + ids // 32, mask=ids < vocab, other=0)
         allowed = (bits >> (ids % 32)) & 1
     else:
-        # The first range of allowed tokens that ends after the block's first token.
-        stretch = 0
+        # Binary search: the first allowed interval that ends after the block's first token.
+        interval = 0
         above = edges // 2
-        while stretch < above:
-            middle = (stretch + above) // 2
+        while interval < above:
+            middle = (interval + above) // 2
             before = tl.load(mask + 2 * middle + 1) <= start
-            stretch = tl.where(before, middle + 1, stretch)
+            interval = tl.where(before, middle + 1, interval)
             above = tl.where(before, above, middle)
         allowed = tl.zeros([_MASK_BLOCK], tl.int32)
-        more = 2 * stretch < edges
+        more = 2 * interval < edges
         while more:
-            begin = tl.load(mask + 2 * stretch)
-            end = tl.load(mask + 2 * stretch + 1)
+            begin = tl.load(mask + 2 * interval)
+            end = tl.load(mask + 2 * interval + 1)
             allowed = allowed | ((ids >= begin) & (ids < end)).to(tl.int32)
-            stretch += 1
-            more = (2 * stretch < edges) & (end < start + _MASK_BLOCK)
+            interval += 1
+            more = (2 * interval < edges) & (end < start + _MASK_BLOCK)
     return allowed
 
 
 @triton.jit
 def _fetch(source, target, count):
     words = tl.load(count)
-    turn = tl.num_programs(0) * _FETCH_BLOCK
-    for start in range(tl.program_id(0) * _FETCH_BLOCK, words, turn):
+    stride_of_grid = tl.num_programs(0) * _FETCH_BLOCK
+    for start in range(tl.program_id(0) * _FETCH_BLOCK, words, stride_of_grid):
         offsets = start + tl.arange(0, _FETCH_BLOCK)
         used = offsets < words
         tl.store(target + offsets, tl.load(source + offsets, mask=used), mask=used)
 
 
 @triton.jit
-def _publish(results, target, count, FENCED: tl.constexpr, CHAINED: tl.constexpr):
-    if CHAINED:
-        follow()
-    places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
-    known = places < count
-    values = tl.load(results + places, mask=known)
+def _publish(results, target, count, FENCED: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl_wait_trigger()
+    result_ids = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
+    known = result_ids < count
+    values = tl.load(results + result_ids, mask=known)
     if FENCED:
         # In front of each store: its value passes through.
         values = tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [values],
             dtype=tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
-    tl.store(target + places, values, mask=known)
+    tl.store(target + result_ids, values, mask=known)
 
 
 @triton.jit
 def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):
     first = tl.program_id(0) * _UPDATE_BLOCK
     used = tl.load(count)
-    places = first + tl.arange(0, _UPDATE_BLOCK)
-    known = places < tl.minimum(used, most)
-    entries = tl.load(updates + 2 * places, mask=known, other=0)
-    slots = tl.load(updates + 2 * places + 1, mask=known, other=0)
+    update_ids = first + tl.arange(0, _UPDATE_BLOCK)
+    known = update_ids < tl.minimum(used, most)
+    entries = tl.load(updates + 2 * update_ids, mask=known, other=0)
+    slots = tl.load(updates + 2 * update_ids + 1, mask=known, other=0)
     _write_pages(table, page, entries, slots, known, PAGE)
-    # Few steps have more: those that a context joins with a long cached prefix.
-    turn = tl.num_programs(0) * _UPDATE_BLOCK
-    for start in range(first, used - most, turn):
+    # Rare: a context with a long cached prefix joined.
+    stride_of_grid = tl.num_programs(0) * _UPDATE_BLOCK
+    for start in range(first, used - most, stride_of_grid):
         pairs = start + tl.arange(0, _UPDATE_BLOCK)
         there = pairs < used - most
         others = tl.load(further + 2 * pairs, mask=there, other=0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What several kernels, and those who call them, share."""
+"""Sampling parameters of slots, and the layout of their records in a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 STEP_RECORD_WORDS = 6
-"""Words of a slot's record in a step's staging block (`rust/planner/src/stages/graph.rs`):
+"""Words of a slot's record in a step's staging block (`rust/planner/src/staging/graph.rs`):
 1 if something is asked; first one of the words that are written; most probable tokens; given
 tokens. The last two are the first given one in `words`, and what logits are divided by (bits of
 float32)."""

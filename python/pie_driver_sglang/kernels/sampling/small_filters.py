@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p of a row that keeps few tokens: one program has them in its registers.
+"""Top-k/top-p/min-p filter and sampling of rows that keep few tokens, in registers of one program.
 
-A row is divided into spans of 64 tokens, whose largest logits, the peaks, are known. The tokens
-from some logit on lie in the spans that have a peak from there on. So the row's program chooses
-that logit by the peaks alone, reads the few spans, and has in them all tokens that a filter keeps:
-of top-k, the spans of the k largest peaks hold k tokens at least. A row that keeps more, or that
-has too many peaks at the same logit, is left to the search of
-`sampling.top_p_search`.
+A row is divided into segments of 64 tokens whose maxima are known. All tokens at or above a logit
+lie in segments whose maximum is at or above it. So the program selects a minimum logit by segment
+maxima alone, reads those few segments, and has all tokens that the filter keeps: the segments of
+the k largest maxima hold the top k tokens. A row that keeps more, or has too many equal maxima, is
+left to `top_p_search`. Unlike FlashInfer's sampler there is no rejection loop: the result is the
+exact inverse CDF over token ids.
 
-All sums are in a fixed order: a row's result does not depend on the rest of the batch.
+All sums are in a fixed order, so a row's result does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -16,143 +16,145 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.sampling.logit_rows import (
-    capped,
-    first_beyond,
-    is_wide,
-    limits,
-    middle_of,
-    ordered,
+    apply_softcap,
+    inverse_cdf,
+    key_range,
+    midpoint,
     read_logits,
-    weight_at,
+    sort_key,
+    top_p_of_all,
     weight_of,
+    weight_of_key,
 )
 
-SPAN = tl.constexpr(64)
-"""Tokens of a span."""
-MOST_SPANS = tl.constexpr(128)
-"""Spans that a program reads."""
-_GONE = tl.constexpr(-0x80000000)
-"""Less than the key of any float."""
+SEGMENT = tl.constexpr(64)
+"""Tokens of a segment."""
+MAX_SEGMENTS = tl.constexpr(128)
+"""Most segments that a program reads."""
+_NO_KEY = tl.constexpr(-0x80000000)
+"""Less than the sort key of any float."""
 
 
 @triton.jit
-def draw_few(
-    base, vocab, peaks, room, largest, temperature, top_k, top_p, min_p, uniform, whole, cap,
-    SPANS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr,
+def sample_few_kept(
+    base, vocab, segment_max, scratch, row_max, temperature, top_k, top_p, min_p, uniform, total,
+    softcap, NUM_SEGMENTS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row: the first whose cumulative kept weight, by id, exceeds its share; or -1.
+    """Samples a row: the first token whose cumulative kept weight, by id, exceeds `uniform`; or -1.
 
     Args:
-        base: The row, of `row_of`.
-        vocab: How many.
-        peaks: The largest logit of each span, float32.
-        room: 128 int32 for the spans that are read.
-        largest: Of all logits, finite.
+        base: The row, from :func:`row_of`.
+        vocab: Vocabulary size.
+        segment_max: Largest logit of each segment, float32.
+        scratch: 128 int32.
+        row_max: Largest logit, finite.
         temperature: Above 0.
-        top_k: How many tokens may stay; from `vocab` on, all.
-        top_p: Their share; below 0, of the whole distribution whatever top-k leaves.
-        min_p: The least probability, as a multiple of the largest one.
-        uniform: From 0 to 1.
-        whole: The weight of all tokens.
-        cap: Soft cap.
-        SPANS: A power of two, not below the number of spans.
-        CAPPED: Whether there is a soft cap.
-        SHIFT: Lower bits of a key that say nothing.
+        top_k: Most tokens to keep; `vocab` or more for all.
+        top_p: Share of weight to keep; negated for a share of all weight, not of what top-k keeps.
+        min_p: Least probability, relative to the largest.
+        uniform: In [0, 1).
+        total: Weight of all tokens.
+        softcap: Logit soft cap.
+        NUM_SEGMENTS: A power of two, at least the number of segments.
+        SOFTCAP: Whether there is a soft cap.
+        SHIFT: Low bits that are dropped from sort keys.
 
     Returns:
-        The token, or -1 where more spans were to be read.
+        The token, or -1 where more segments would have to be read.
     """
     token = -1
-    lowest, highest = limits(largest, SHIFT)
-    lanes = tl.arange(0, SPANS)
-    there = lanes * SPAN < vocab
-    tops = ordered(tl.load(peaks + lanes, mask=there, other=0.0)) >> SHIFT
-    tops = tl.where(there, tops, _GONE)
-    # Tokens at -inf weigh nothing.
+    min_row_key, max_key = key_range(row_max, SHIFT)
+    lanes = tl.arange(0, NUM_SEGMENTS)
+    in_vocab = lanes * SEGMENT < vocab
+    block_max = sort_key(tl.load(segment_max + lanes, mask=in_vocab, other=0.0)) >> SHIFT
+    block_max = tl.where(in_vocab, block_max, _NO_KEY)
+    # Tokens at -inf have no weight.
     of_top_k = top_k < vocab
-    wanted = tl.where(of_top_k, top_k, MOST_SPANS + 1)
-    least, _ = _edge(tops, (tops > lowest).to(tl.float32), wanted * 1.0, lowest, highest)
-    least = tl.where(of_top_k & (least > lowest), least, least + 1)
-    chosen = tops >= least
+    wanted = tl.where(of_top_k, top_k, MAX_SEGMENTS + 1)
+    min_key, _ = _threshold(
+        block_max, (block_max > min_row_key).to(tl.float32), wanted * 1.0, min_row_key, max_key
+    )
+    min_key = tl.where(of_top_k & (min_key > min_row_key), min_key, min_key + 1)
+    chosen = block_max >= min_key
     count = tl.sum(chosen.to(tl.int32), 0)
-    if (count > 0) & (count <= MOST_SPANS):
+    if (count > 0) & (count <= MAX_SEGMENTS):
         places = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(room + places, lanes, mask=chosen)
+        tl.store(scratch + places, lanes, mask=chosen)
         tl.debug_barrier()
-        numbers = tl.arange(0, MOST_SPANS)
-        spans = tl.load(room + numbers, mask=numbers < count, other=0)
-        ids = spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+        numbers = tl.arange(0, MAX_SEGMENTS)
+        segments = tl.load(scratch + numbers, mask=numbers < count, other=0)
+        ids = segments[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
         read = (numbers < count)[:, None] & (ids < vocab)
         x = read_logits(base, ids, read)
         scale = 1.4426950408889634 / temperature
-        largest = capped(largest, cap, CAPPED)
-        keys = ordered(x) >> SHIFT
-        keys = tl.where(read & (keys >= least), keys, _GONE)
-        weights = tl.where(keys >= least, weight_of(x, largest, scale, cap, CAPPED), 0.0)
-        edge, ties, is_known = _kept_from(
-            keys, weights, least, highest, vocab, top_k, top_p, whole, largest, scale, cap,
-            CAPPED, SHIFT,
+        row_max = apply_softcap(row_max, softcap, SOFTCAP)
+        keys = sort_key(x) >> SHIFT
+        keys = tl.where(read & (keys >= min_key), keys, _NO_KEY)
+        weights = tl.where(keys >= min_key, weight_of(x, row_max, scale, softcap, SOFTCAP), 0.0)
+        threshold, ties, is_known = _find_threshold(
+            keys, weights, min_key, max_key, vocab, top_k, top_p, total, row_max, scale, softcap,
+            SOFTCAP, SHIFT,
         )  # fmt: skip
-        # What was not read has less weight than this.
-        beyond = weight_at(least - 1, largest, scale, cap, CAPPED, SHIFT)
+        # Upper bound of the weights that were not read.
+        beyond = weight_of_key(min_key - 1, row_max, scale, softcap, SOFTCAP, SHIFT)
         if is_known | (beyond < min_p) | (beyond == 0.0):
-            at_edge = keys == edge
+            at_edge = keys == threshold
             tied = tl.sum(at_edge.to(tl.int32), 1)
             before = tl.cumsum(tied, 0) - tied
             rank = before[:, None] + tl.cumsum(at_edge.to(tl.int32), 1)
-            kept = (keys > edge) | (at_edge & (rank <= ties))
+            kept = (keys > threshold) | (at_edge & (rank <= ties))
             weights = tl.where(kept & (weights >= min_p), weights, 0.0)
-            masses = tl.sum(weights, 1)
-            goal = uniform * tl.sum(masses, 0)
-            own = first_beyond(masses, 0.0, goal)
-            passed = tl.sum(tl.where(numbers < own, masses, 0.0), 0)
+            block_sum = tl.sum(weights, 1)
+            target = uniform * tl.sum(block_sum, 0)
+            own = inverse_cdf(block_sum, 0.0, target)
+            passed = tl.sum(tl.where(numbers < own, block_sum, 0.0), 0)
             inside = tl.sum(tl.where(numbers[:, None] == own, weights, 0.0), 0)
-            span = tl.sum(tl.where(numbers == own, spans, 0), 0)
-            token = span * SPAN + first_beyond(inside, passed, goal)
+            segment = tl.sum(tl.where(numbers == own, segments, 0), 0)
+            token = segment * SEGMENT + inverse_cdf(inside, passed, target)
     return token
 
 
 @triton.jit
-def _kept_from(
-    keys, weights, least, highest, vocab, top_k, top_p, whole, largest, scale, cap,
-    CAPPED: tl.constexpr, SHIFT: tl.constexpr,
+def _find_threshold(
+    keys, weights, min_key, max_key, vocab, top_k, top_p, total, row_max, scale, softcap,
+    SOFTCAP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The edge above which keys are kept, how many at the edge, and whether no token is missing."""
-    edge = least - 1
+    """Key threshold, number of kept keys equal to it, and whether no kept token is missing."""
+    threshold = min_key - 1
     ties = vocab
     is_known = top_k < vocab
     if top_k < vocab:
-        ones = (keys >= least).to(tl.float32)
-        edge, above = _edge(keys, ones, top_k * 1.0, least - 1, highest)
+        ones = (keys >= min_key).to(tl.float32)
+        threshold, above = _threshold(keys, ones, top_k * 1.0, min_key - 1, max_key)
         ties = top_k - above.to(tl.int32)
     if top_p < 1.0:
-        if not is_wide(top_k, top_p, vocab):
-            at_edge = weight_at(edge, largest, scale, cap, CAPPED, SHIFT)
-            whole = tl.sum(tl.where(keys > edge, weights, 0.0)) + ties * at_edge
-        goal = tl.abs(top_p) * whole
-        if tl.sum(weights) >= goal:
+        if not top_p_of_all(top_k, top_p, vocab):
+            at_edge = weight_of_key(threshold, row_max, scale, softcap, SOFTCAP, SHIFT)
+            total = tl.sum(tl.where(keys > threshold, weights, 0.0)) + ties * at_edge
+        target = tl.abs(top_p) * total
+        if tl.sum(weights) >= target:
             is_known = top_p < 1.0
-            share_edge, mass = _edge(keys, weights, goal, least - 1, highest)
-            if share_edge >= edge:
-                weight = weight_at(share_edge, largest, scale, cap, CAPPED, SHIFT)
-                wanted = tl.maximum(tl.ceil((goal - mass) / tl.maximum(weight, 1e-37)), 1.0)
+            share_edge, mass = _threshold(keys, weights, target, min_key - 1, max_key)
+            if share_edge >= threshold:
+                weight = weight_of_key(share_edge, row_max, scale, softcap, SOFTCAP, SHIFT)
+                wanted = tl.maximum(tl.ceil((target - mass) / tl.maximum(weight, 1e-37)), 1.0)
                 wanted = tl.minimum(wanted, vocab * 1.0).to(tl.int32)
-                ties = tl.where(share_edge == edge, tl.minimum(ties, wanted), wanted)
-                edge = share_edge
-    return edge, ties, is_known
+                ties = tl.where(share_edge == threshold, tl.minimum(ties, wanted), wanted)
+                threshold = share_edge
+    return threshold, ties, is_known
 
 
 @triton.jit
-def _edge(keys, shares, goal, low, high):
-    """The largest key from `low` to `high` on which the shares reach the goal, else `low`.
+def _threshold(keys, shares, target, low, high):
+    """Bisects the largest key from `low` to `high` above which shares sum to `target`, else `low`.
 
     Also returns the sum of the shares above it.
     """
     above = 0.0
     while low < high:
-        middle = middle_of(low, high)
+        middle = midpoint(low, high)
         total = tl.sum(tl.where(keys >= middle, shares, 0.0))
-        enough = total >= goal
+        enough = total >= target
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
         above = tl.where(enough, above, total)

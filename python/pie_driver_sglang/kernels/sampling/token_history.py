@@ -1,9 +1,8 @@
-"""Logits as requests ask for them: penalties for tokens that were produced before, and biases.
+"""Penalties and logit biases: torch reference, and the tokens that penalties count.
 
-What was produced is known from KV: for each storage slot there is the token whose keys and values
-it has. It is noted with every pass of requests whose tokens count, and read by the block table. So
-it is right wherever KV is right: after a request has lost its pages and got others, in another row,
-for each of several continuations, and when drafts are rejected, whose slots are written again.
+For each KV slot `TokenHistory` has the token whose key and value it holds, recorded with every pass
+of requests with penalties, and read by the block table. So the history is right wherever the KV
+cache is: after preemption, for forks of a context, and when rejected drafts are overwritten.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 RECORD_WORDS = 8
-"""Words of a slot's record, as `rust/planner/src/sampler/extra.rs` writes them."""
+"""Words of a slot's record, as `rust/planner/src/sampler/logits_processors.rs` writes them."""
 ROWS_AT_ONCE = 64
-"""Slots that a GPU counts tokens for at once: it takes a word for each of them and each token."""
+"""Sampling slots whose tokens a GPU counts at once, each in a row of int32 counts."""
 
 
 class Records(NamedTuple):
-    """What is asked of the logits of slots."""
+    """Penalties and biases of sampling slots."""
 
     slots: torch.Tensor
     """``[slots, 8]`` int32: row of the block table, KV indices of the first token that counts and
@@ -34,10 +33,10 @@ class Records(NamedTuple):
 
 
 class TokenHistory:
-    """The token of each storage slot, as far as it may count for a penalty."""
+    """The token of each KV slot, for penalties."""
 
     def __init__(self, table: torch.Tensor, storage_slots: int, vocab_size: int) -> None:
-        """Knows no tokens.
+        """Makes an empty history.
 
         Args:
             table: ``[rows, context]`` int32: the storage slots of each row of the block table.
@@ -50,8 +49,8 @@ class TokenHistory:
         self.tokens = torch.zeros(storage_slots, dtype=torch.int32, device=table.device)
         """``[storage slots]`` int32."""
 
-    def note(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Notes tokens.
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Records tokens.
 
         Args:
             slots: ``[count]`` int64: their storage slots. Of equal ones any may stay.
@@ -59,7 +58,7 @@ class TokenHistory:
         """
         self.tokens[slots] = tokens.to(torch.int32)
 
-    def adjust(self, logits: torch.Tensor, records: Records) -> None:
+    def apply_penalties(self, logits: torch.Tensor, records: Records) -> None:
         """Applies penalties, then biases, in place.
 
         Args:
@@ -71,12 +70,14 @@ class TokenHistory:
             _add_biases(logits, records)
             return
         # Imported here: a machine without a GPU may have no Triton.
-        from pie_driver_sglang.kernels.sampling.penalties import adjust
+        from pie_driver_sglang.kernels.sampling.penalties import apply_penalties
 
-        adjust(logits, self._table, self.tokens, records.slots, records.words, self.counts())
+        apply_penalties(
+            logits, self._table, self.tokens, records.slots, records.words, self.counts()
+        )
 
     def counts(self) -> torch.Tensor:
-        """``[64, vocabulary]`` int32 zeros, for the kernel to count in; it leaves zeros."""
+        """``[64, vocabulary]`` int32 zeros, scratch for counts; the kernel restores zeros."""
         if self._counts is None:
             shape = (ROWS_AT_ONCE, self._vocab_size)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._table.device)
@@ -84,9 +85,9 @@ class TokenHistory:
 
     def _penalize(self, logits: torch.Tensor, records: Records) -> None:
         first, end = records.slots[:, 1].long(), records.slots[:, 2].long()
-        rows, places = _spread(first, end)
+        rows, positions = _expand_ranges(first, end)
         table_rows = records.slots[:, 0].long()[rows]
-        tokens = self.tokens[self._table[table_rows, places].long()].long()
+        tokens = self.tokens[self._table[table_rows, positions].long()].long()
         counts = torch.zeros_like(logits)
         one = torch.ones((), dtype=logits.dtype, device=logits.device)
         counts.index_put_((rows, tokens), one, accumulate=True)
@@ -99,15 +100,15 @@ class TokenHistory:
 
 def _add_biases(logits: torch.Tensor, records: Records) -> None:
     first, count = records.slots[:, 6].long(), records.slots[:, 7].long()
-    rows, places = _spread(torch.zeros_like(count), count)
-    at = first[rows] + 2 * places
+    rows, positions = _expand_ranges(torch.zeros_like(count), count)
+    at = first[rows] + 2 * positions
     tokens = records.words[at].long()
     values = records.words[at + 1].contiguous().view(torch.float32)
     logits.index_put_((rows, tokens), values, accumulate=True)
 
 
-def _spread(first: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each number of each range its range and itself: two ``[numbers]`` int64."""
+def _expand_ranges(first: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expands ranges: the range index and the number of each element, ``[numbers]`` int64."""
     lengths = (end - first).clamp(min=0)
     rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths

@@ -201,5 +201,5 @@ fn a_token_outside_the_vocabulary_empties_its_request_alone() {
     let [told] = &told[..] else {
         panic!("{told:?}")
     };
-    assert!(told.contains("request 1 emptied"), "{told}");
+    assert!(told.contains("request 1 rejected"), "{told}");
 }

@@ -75,7 +75,7 @@ impl Memory for Host {
         &self.shared.results[..]
     }
 
-    fn places(&self) -> &[AtomicU32] {
+    fn logprobs(&self) -> &[AtomicU32] {
         &[]
     }
 }
@@ -255,11 +255,13 @@ pub(crate) fn converse(responder: &Responder, frames: &[Vec<u8>]) -> (Vec<Answer
         });
         loop {
             match responder.next(&mut ring).unwrap() {
-                Event::Called => unreachable!("no thread calls"),
+                Event::Woken => unreachable!("no thread calls"),
                 Event::Stopped => break,
-                Event::Notes(notes) => told.extend(notes.into_iter().map(|note| note.text)),
+                Event::LogLines(log_lines) => {
+                    told.extend(log_lines.into_iter().map(|log_line| log_line.text));
+                }
                 Event::Step(step) => told.push(format!("{}/{}", step.requests, step.tokens)),
-                Event::Lost(error) => told.push(format!("lost: {error}")),
+                Event::DeviceLost(error) => told.push(format!("lost: {error}")),
                 Event::Job(_) => told.push("job".into()),
             }
         }

@@ -1,4 +1,4 @@
-//! A leader, and followers that do the same.
+//! A leader, and workers that do the same.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 use pie_driver::launch::LaunchError;
-use pie_driver::{Follow, FollowError, GraphPath, Lead, Memory};
+use pie_driver::{GraphPath, Leader, Memory, Worker, WorkerError};
 use pie_planner::{Layout, StepMemory};
 use pie_ring::{Broadcast, Wait};
 
@@ -46,8 +46,8 @@ impl Memory for Noting {
         self.0.results()
     }
 
-    fn places(&self) -> &[AtomicU32] {
-        self.0.places()
+    fn logprobs(&self) -> &[AtomicU32] {
+        self.0.logprobs()
     }
 }
 
@@ -72,20 +72,20 @@ fn recording(ended: Result<bool, LaunchError>) -> (GraphPath, Log) {
     )
 }
 
-fn inherited(lead: &Lead) -> OwnedFd {
+fn inherited(lead: &Leader) -> OwnedFd {
     let path = format!("/proc/self/fd/{}", lead.fd());
     let file = File::options().read(true).write(true).open(path);
     file.unwrap().into()
 }
 
-/// A follower in a thread: its commands and their blocks, until it fails or receives `end`.
+/// A worker in a thread: its commands and their blocks, until it fails or receives `end`.
 struct Follower {
     commands: Receiver<(Vec<u8>, Vec<u8>)>,
-    thread: JoinHandle<Option<FollowError>>,
+    thread: JoinHandle<Option<WorkerError>>,
 }
 
-fn follower(lead: &Lead, index: usize, graph_path: Option<GraphPath>) -> Follower {
-    let mut follow = Follow::open(inherited(lead), index, graph_path, Wait::Park).unwrap();
+fn follower(lead: &Leader, index: usize, graph_path: Option<GraphPath>) -> Follower {
+    let mut follow = Worker::open(inherited(lead), index, graph_path, Wait::Park).unwrap();
     let (told, commands) = mpsc::channel();
     let thread = thread::spawn(move || {
         let mut block = vec![0; 64];
@@ -102,7 +102,7 @@ fn follower(lead: &Lead, index: usize, graph_path: Option<GraphPath>) -> Followe
 
 #[test]
 fn every_rank_launches_what_the_leader_launches() {
-    let lead = Lead::new(2).unwrap();
+    let lead = Leader::new(2).unwrap();
     let (ours, seen) = recording(Ok(false));
     let others: Vec<_> = (0..2)
         .map(|index| {
@@ -110,7 +110,7 @@ fn every_rank_launches_what_the_leader_launches() {
             (follower(&lead, index, Some(graph_path)), seen)
         })
         .collect();
-    let responder = responder(ours.leading(lead.clone()));
+    let responder = responder(ours.with_leader(lead.clone()));
     let frames = [frame(&[1, 1]), frame(&[2, 1]), frame(&[1]), frame(&[1; 6])];
     let (answers, told) = converse(&responder, &frames);
     assert!(told.is_empty(), "{told:?}");
@@ -126,7 +126,7 @@ fn every_rank_launches_what_the_leader_launches() {
 
 #[test]
 fn commands_and_blocks_come_in_their_order() {
-    let lead = Lead::new(1).unwrap();
+    let lead = Leader::new(1).unwrap();
     let other = follower(&lead, 0, None);
     let long = vec![5; 1 << 20];
     lead.block(&[1; 64]).unwrap();
@@ -147,12 +147,12 @@ fn commands_and_blocks_come_in_their_order() {
 
 #[test]
 fn a_step_that_fails_on_the_leader_is_the_end() {
-    let lead = Lead::new(1).unwrap();
+    let lead = Leader::new(1).unwrap();
     let dead = LaunchError::Failed("dead".into());
     let (ours, _) = recording(Err(dead));
     let (theirs, _) = recording(Ok(false));
     let other = follower(&lead, 0, Some(theirs));
-    let responder = responder(ours.leading(lead.clone()));
+    let responder = responder(ours.with_leader(lead.clone()));
     let (answers, told) = converse(&responder, &[frame(&[1, 1])]);
     assert_eq!(answers, [None]);
     assert!(
@@ -165,13 +165,13 @@ fn a_step_that_fails_on_the_leader_is_the_end() {
 
 #[test]
 fn a_step_that_fails_on_a_follower_ends_it() {
-    let lead = Lead::new(1).unwrap();
+    let lead = Leader::new(1).unwrap();
     let (ours, _) = recording(Ok(false));
     let (theirs, _) = recording(Err(LaunchError::Failed("dead".into())));
     let other = follower(&lead, 0, Some(theirs));
-    converse(&responder(ours.leading(lead)), &[frame(&[1, 1])]);
+    converse(&responder(ours.with_leader(lead)), &[frame(&[1, 1])]);
     let error = other.thread.join().unwrap().unwrap();
-    assert!(matches!(error, FollowError::GraphPath(_)), "{error}");
+    assert!(matches!(error, WorkerError::GraphPath(_)), "{error}");
     assert!(error.to_string().contains("2 rows"), "{error}");
 }
 
@@ -198,7 +198,7 @@ fn results_of_before_the_numbers_began_again_are_not_taken_for_new_ones() {
     let graph_path = GraphPath::new(device, memory, &ROWS.map(Into::into), 4, Wait::Park);
     let mut leader = Broadcast::create(1).unwrap();
     let fd = leader.fd().try_clone_to_owned().unwrap();
-    let mut follow = Follow::open(fd, 0, Some(graph_path), Wait::Park).unwrap();
+    let mut follow = Worker::open(fd, 0, Some(graph_path), Wait::Park).unwrap();
     let block = Layout::graph(ROWS[1]).bytes();
     for (number, rows) in [(1, 2), (u32::MAX, 1), (1, 2)] {
         leader
@@ -229,10 +229,10 @@ fn a_follower_refuses_what_it_is_not_made_for() {
         let mut leader = Broadcast::create(1).unwrap();
         let fd = leader.fd().try_clone_to_owned().unwrap();
         let (graph_path, seen) = recording(Ok(false));
-        let mut follow = Follow::open(fd, 0, Some(graph_path), Wait::Spin).unwrap();
+        let mut follow = Worker::open(fd, 0, Some(graph_path), Wait::Spin).unwrap();
         leader.send(kind, &[&message]).unwrap();
         let error = follow.next(&mut [0; 64]).unwrap_err();
-        assert!(matches!(error, FollowError::Message { .. }), "{error}");
+        assert!(matches!(error, WorkerError::Message { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error}");
         assert!(seen.graphs().is_empty());
     }
@@ -240,10 +240,10 @@ fn a_follower_refuses_what_it_is_not_made_for() {
 
 #[test]
 fn a_rank_without_a_graph_path_refuses_steps() {
-    let lead = Lead::new(1).unwrap();
+    let lead = Leader::new(1).unwrap();
     let (ours, _) = recording(Ok(false));
     let other = follower(&lead, 0, None);
-    converse(&responder(ours.leading(lead)), &[frame(&[1])]);
+    converse(&responder(ours.with_leader(lead)), &[frame(&[1])]);
     let error = other.thread.join().unwrap().unwrap();
     assert!(
         error.to_string().contains("a step of the graph path"),

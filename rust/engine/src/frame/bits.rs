@@ -1,23 +1,23 @@
-//! Masks as bits: converted once where several rows have the same, in buffers that are used again.
+//! Token bitmasks of a frame: rows with equal masks share one.
 
 use std::ptr;
 
 use pie_scheduler::is_shorter_as_bits;
 
-use super::Step;
-use crate::mask::{write_all_but, write_bits};
+use super::ExtensionRow;
+use crate::mask::{write_bits, write_bits_except};
 
-/// Makes the masks of one frame after the other.
+/// Writes the bitmasks of one frame after the other, in reused buffers.
 #[derive(Debug)]
 pub(super) struct BitMasks {
     vocab_size: u32,
     /// Words of a mask.
     words: usize,
-    /// Buffers of frames before; no more than a frame had masks, and one to compare with.
+    /// Buffers of previous frames.
     spare: Vec<Vec<u32>>,
 }
 
-/// The last row of a frame that has a mask of its own, and what that was made of.
+/// The last row with a mask of its own, and what that mask was made of.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Source<'a> {
     mask: &'a [u32],
@@ -34,28 +34,28 @@ impl BitMasks {
         }
     }
 
-    /// Takes the rows of a frame for their buffers.
-    pub(super) fn recycle(&mut self, rows: impl Iterator<Item = Step>) {
+    /// Keeps the buffers of a frame's rows for the next frame.
+    pub(super) fn recycle(&mut self, rows: impl Iterator<Item = ExtensionRow>) {
         let masks = rows.map(|row| row.mask);
         self.spare.extend(masks.filter(|mask| !mask.is_empty()));
     }
 
-    /// Puts a mask without the forbidden tokens into its row, which comes after `rows`; `last` is of these. An empty mask is
-    /// one of all tokens. Does nothing and returns false where it takes less room as runs.
+    /// Writes `mask` without the `forbidden` tokens into `row`, which comes after `rows`, or has it share the mask of `last`.
+    /// An empty mask allows all tokens. Returns false, with nothing done, where run lengths are shorter than bits.
     pub(super) fn put<'a>(
         &mut self,
         mask: &'a [u32],
         forbidden: &'a [u32],
-        rows: &[Step],
+        rows: &[ExtensionRow],
         last: &mut Option<Source<'a>>,
-        row: &mut Option<Step>,
+        row: &mut Option<ExtensionRow>,
     ) -> bool {
-        // Grammars in the same place, as within a string, often allow the same.
+        // Sequences in the same grammar state, as within a JSON string, have equal masks.
         if last.is_some_and(|last| is_same(last.mask, mask) && is_same(last.forbidden, forbidden)) {
             row.get_or_insert_default().shares_mask = true;
             return true;
         }
-        // An empty one stands for all tokens, of which runs leave each forbidden one out.
+        // Two run lengths for each forbidden token.
         let are_shorter = match mask {
             [] => 2 * forbidden.len() > self.words,
             _ => is_shorter_as_bits(mask, self.words),
@@ -66,7 +66,7 @@ impl BitMasks {
         let row = row.get_or_insert_default();
         let mut bits = self.spare.pop().unwrap_or_default();
         match mask {
-            [] => write_all_but(&mut bits, forbidden, self.vocab_size),
+            [] => write_bits_except(&mut bits, forbidden, self.vocab_size),
             _ => write_bits(&mut bits, mask, forbidden, self.words),
         }
         row.shares_mask = last.is_some_and(|last| rows[last.row].mask == bits);
@@ -84,7 +84,7 @@ impl BitMasks {
     }
 }
 
-/// Whether two arrays hold the same; they are not read where they are one.
+/// Whether two arrays are equal; the same array is not read.
 fn is_same(one: &[u32], other: &[u32]) -> bool {
     ptr::eq(one, other) || one == other
 }

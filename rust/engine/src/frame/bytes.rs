@@ -1,73 +1,72 @@
-//! How many bytes the rows of a step take in a frame, for the scheduler's budget.
-
-use std::sync::Arc;
+//! Size of a step's rows in a frame, in bytes, for the scheduler's budget.
 
 use pie_scheduler::FrameBytes;
 use pie_wire::{
     ArchivedAdapterBinding, ArchivedBrle, ArchivedSampler, MAX_KEPT_WORDS, REQUEST_ROOT_LEN,
-    RequestExtension, params_len,
+    params_len,
 };
 
 use super::params::{LARGE, MAX_FREED};
-use crate::sampling::Draw;
+use crate::sampling::RowParams;
 
 const WORD: u32 = size_of::<u32>() as u32;
 
-/// What a frame has besides its rows: the root, the gaps between its arrays, their first offsets, the extension's end, and
-/// the handles that it frees.
+/// Bytes of a frame besides its rows: root, alignment, first offsets, the extension's trailer, freed handles.
 const FRAME: u32 = REQUEST_ROOT_LEN as u32 + 256 + MAX_FREED as u32 * PARAMS;
-/// Parameters without lists; they have 17 words.
+/// Bytes of parameters without lists: 17 words.
 const PARAMS: u32 = 17 * WORD;
 
-/// Most bytes of the parts of a frame that has so many in all, of which images may have `image_bytes`.
+/// Upper bounds on the bytes of each part of a frame with `capacity` bytes, `image_bytes` of them for images.
 pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) -> FrameBytes {
     let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
-    // Lengths of runs have one word more than bits.
+    // Run lengths are sent only where they take at most one word more than bits.
     let mask = WORD * (vocab_size.div_ceil(32) + 1);
-    // Ten offsets, the last page's length, the sampled row; its context; a flag.
+    // Ten offsets, last page length, sampling index; context id; a flag.
     let own = (10 + 2) * WORD + 8 + 1;
     let parts = size_of::<ArchivedSampler>()
         + size_of::<ArchivedAdapterBinding>()
         + size_of::<ArchivedBrle>();
-    // Three lengths of runs that forbid nothing.
+    // Three run lengths of a mask that forbids nothing.
     let row = own + parts as u32 + 4 * WORD + EXTENSION;
     FrameBytes {
         max: capacity.saturating_sub(FRAME).saturating_sub(image_bytes),
         row,
-        // Its id and position, and of an image three positions more.
+        // Id and position; image tokens have three more positions.
         token: 5 * WORD,
         draft: 2 * WORD,
         page: WORD,
         listed: WORD,
         mask,
-        // As much again may be of contexts that have ended, until they are replaced.
+        // The other half may belong to finished requests until it is replaced.
         params: (size_of::<u32>() * MAX_KEPT_WORDS / 2) as u64,
     }
 }
 
-/// A row of the extension without lists; it has 8 words.
+/// Bytes of an extension row without lists: 8 words.
 const EXTENSION: u32 = 8 * WORD;
 
-/// Bytes of the parameters that a request brings to its first row, and of the handles that are freed to make room for them.
-pub(crate) fn params_bytes(draw: &Draw) -> u32 {
-    let bytes = |asked: &Arc<RequestExtension>| params_len(asked);
-    let bytes = draw.extension.as_ref().map_or(0, bytes);
+/// Bytes of the parameters that a request's first row carries, and of the handles that are freed to make room for them.
+pub(crate) fn params_bytes(params: &RowParams) -> u32 {
+    let bytes = params.extension.as_deref().map_or(0, params_len);
     let bytes = bytes + bytes / LARGE * PARAMS as usize;
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use pie_scheduler::{
-        Answer, Begun, Config, Constrain, Constraint, Limits, Mask, NewRequest, Outputs,
+        Config, GrammarHandle, GrammarMatcher, GrammarStatus, Limits, Mask, NewRequest, Outputs,
+        StepOutput,
     };
-    use pie_scheduler::{Finish, Refusal, Scheduler};
-    use pie_wire::{LogprobsAsked, Penalties};
+    use pie_scheduler::{Finish, Scheduler, ValidationError};
+    use pie_wire::{LogprobOptions, Penalties, RequestExtension};
 
     use super::*;
     use crate::frame::FrameBuilder;
-    use crate::relay::turn;
-    use crate::sampling::Sampling;
+    use crate::sampling::SamplingParams;
+    use crate::step_loop::frame_row;
 
     const VOCAB: u32 = 262_144;
     const CAPACITY: usize = 8 << 20;
@@ -76,31 +75,31 @@ mod tests {
     #[derive(Debug)]
     struct Changing(u32);
 
-    impl Constrain for Changing {
-        fn begin(&self, _: u32, _: bool) -> Begun {
-            Begun::Ready(Box::new(Self(self.0)))
+    impl GrammarHandle for Changing {
+        fn create_matcher(&self, _: u32, _: bool) -> GrammarStatus {
+            GrammarStatus::Ready(Box::new(Self(self.0)))
         }
 
-        fn is_waiting(&self) -> bool {
+        fn is_compiling(&self) -> bool {
             false
         }
     }
 
-    impl Constraint for Changing {
-        fn take(&mut self, _: u32, _: u32) -> bool {
+    impl GrammarMatcher for Changing {
+        fn accept_token(&mut self, _: u32, _: u32) -> bool {
             self.0 += 1000;
             false
         }
 
-        fn next(&mut self, _: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
+        fn next_mask(&mut self, _: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>> {
             let words = (0..VOCAB / 32).map(|word| word.wrapping_mul(self.0 + 1) | 0x5555_0001);
             Ok(Some(Arc::new(words.collect())))
         }
     }
 
     /// A scheduler whose steps are encoded into slots of [`CAPACITY`] bytes, and answered with token 7.
-    struct World {
-        scheduler: Scheduler<Draw>,
+    struct Harness {
+        scheduler: Scheduler<RowParams>,
         builder: FrameBuilder,
         frame: Vec<u8>,
         now: u64,
@@ -108,7 +107,7 @@ mod tests {
         steps: usize,
     }
 
-    impl World {
+    impl Harness {
         fn new() -> Self {
             let limits = Limits {
                 total_pages: 10_000,
@@ -137,37 +136,37 @@ mod tests {
             }
         }
 
-        fn submit(&mut self, mut arrival: NewRequest<Draw>) -> Result<(), Refusal> {
+        fn submit(&mut self, mut arrival: NewRequest<RowParams>) -> Result<(), ValidationError> {
             arrival.params_bytes = params_bytes(&arrival.sampling);
             self.scheduler.submit(arrival)
         }
 
-        /// One step. Returns the requests of its rows that draw.
+        /// Runs a step. Returns the requests that sampled.
         fn step(&mut self) -> Vec<u64> {
             self.now += 1000;
-            let step = self.scheduler.step(self.now).unwrap().unwrap();
+            let step = self.scheduler.schedule(self.now).unwrap().unwrap();
             let rows: Vec<_> = step.rows().collect();
-            self.builder.lay_out(rows.iter().map(turn));
+            self.builder.build(rows.iter().map(frame_row));
             let max = frame_bytes(VOCAB, CAPACITY, 0).max;
             let length = self.builder.encode(&mut self.frame).expect("it fits");
             assert!(length <= max as usize + FRAME as usize);
-            let draws = rows.iter().filter(|row| row.sampling.is_some());
-            let drawn: Vec<u64> = draws.map(|row| row.id).collect();
+            let sampled = rows.iter().filter(|row| row.sampling.is_some());
+            let sampled: Vec<u64> = sampled.map(|row| row.id).collect();
             let ends: Vec<u32> = (0..=rows.len())
-                .map(|row| row.min(drawn.len()) as u32)
+                .map(|row| row.min(sampled.len()) as u32)
                 .collect();
-            let answer = Answer {
-                tokens: &vec![7; drawn.len()],
+            let answer = StepOutput {
+                tokens: &vec![7; sampled.len()],
                 token_ends: &ends,
-                ..Answer::default()
+                ..StepOutput::default()
             };
-            self.scheduler.answer(self.now, &answer).unwrap();
+            self.scheduler.process_output(self.now, &answer).unwrap();
             let mut outputs = Outputs::default();
             self.scheduler.outputs(&mut outputs);
             let ends = outputs.iter().filter_map(|it| Some((it.id, it.finish?)));
             self.ends.extend(ends);
             self.steps += 1;
-            drawn
+            sampled
         }
 
         fn run(&mut self) {
@@ -182,41 +181,41 @@ mod tests {
         }
     }
 
-    fn greedy() -> Draw {
-        let greedy = Sampling {
+    fn greedy() -> RowParams {
+        let greedy = SamplingParams {
             temperature: 0.0,
-            ..Sampling::default()
+            ..SamplingParams::default()
         };
-        greedy.draw().unwrap()
+        greedy.row_params().unwrap()
     }
 
     #[test]
     fn a_grammar_for_each_of_256_requests_on_a_large_vocabulary() {
-        let mut world = World::new();
+        let mut harness = Harness::new();
         for id in 0..256 {
             let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 4);
-            arrival.constraint = Some(Arc::new(Changing(id as u32)));
+            arrival.grammar = Some(Arc::new(Changing(id as u32)));
             arrival.streams = false;
-            world.submit(arrival).unwrap();
+            harness.submit(arrival).unwrap();
         }
-        world.run();
-        assert_eq!(world.ends.len(), 256);
+        harness.run();
+        assert_eq!(harness.ends.len(), 256);
         // All masks are 8 MiB, a little more than a frame takes.
-        assert!((5..=12).contains(&world.steps), "{} steps", world.steps);
+        assert!((5..=12).contains(&harness.steps), "{} steps", harness.steps);
     }
 
     #[test]
     fn requests_in_the_same_place_of_a_grammar_share_their_mask() {
-        let mut world = World::new();
+        let mut harness = Harness::new();
         for id in 0..400 {
             let mut arrival = NewRequest::new(id, vec![id as u32 + 1; 4], greedy(), 4);
-            arrival.constraint = Some(Arc::new(Changing(0)));
+            arrival.grammar = Some(Arc::new(Changing(0)));
             arrival.streams = false;
-            world.submit(arrival).unwrap();
+            harness.submit(arrival).unwrap();
         }
         let mut most = 0;
-        while !world.scheduler.is_idle() {
-            most = most.max(world.step().len());
+        while !harness.scheduler.is_idle() {
+            most = most.max(harness.step().len());
         }
         // Masks of their own would take 13 MiB.
         assert!(most > 390, "{most} rows");
@@ -224,41 +223,50 @@ mod tests {
 
     #[test]
     fn requests_that_bias_the_whole_vocabulary_leave_their_neighbours_a_place_in_each_step() {
-        let mut world = World::new();
+        let mut harness = Harness::new();
         for id in 0..8 {
             let arrival = NewRequest::new(id, vec![id as u32 + 1; 20], greedy(), 16);
-            world.submit(arrival).unwrap();
+            harness.submit(arrival).unwrap();
         }
-        world.step();
+        harness.step();
         for id in 8..72 {
-            let sampling = Sampling {
+            let sampling = SamplingParams {
                 logit_bias: (0..VOCAB).map(|token| (token, 0.5)).collect(),
-                ..Sampling::default()
+                ..SamplingParams::default()
             };
-            let arrival = NewRequest::new(id, vec![id as u32 + 1; 20], sampling.draw().unwrap(), 2);
-            world.submit(arrival).unwrap();
+            let arrival = NewRequest::new(
+                id,
+                vec![id as u32 + 1; 20],
+                sampling.row_params().unwrap(),
+                2,
+            );
+            harness.submit(arrival).unwrap();
         }
         for _ in 1..16 {
-            let drawn = world.step();
-            assert_eq!(drawn.iter().filter(|&&id| id < 8).count(), 8, "{drawn:?}");
+            let sampled = harness.step();
+            assert_eq!(
+                sampled.iter().filter(|&&id| id < 8).count(),
+                8,
+                "{sampled:?}"
+            );
         }
-        world.run();
-        assert_eq!(world.ends.len(), 72);
+        harness.run();
+        assert_eq!(harness.ends.len(), 72);
         // Three at once.
-        assert!(world.steps <= 64 * 2 / 3 + 24, "{} steps", world.steps);
+        assert!(harness.steps <= 64 * 2 / 3 + 24, "{} steps", harness.steps);
     }
 
     #[test]
     fn a_request_that_no_frame_has_room_for_is_refused() {
-        let mut world = World::new();
+        let mut harness = Harness::new();
         let mut draw = greedy();
         let ids = vec![5; CAPACITY / 4];
         let extension = Arc::make_mut(draw.extension.get_or_insert_default());
-        extension.logprobs = Some(LogprobsAsked {
+        extension.logprobs = Some(LogprobOptions {
             token_ids: ids,
-            ..LogprobsAsked::default()
+            ..LogprobOptions::default()
         });
-        let refusal = world
+        let refusal = harness
             .submit(NewRequest::new(0, vec![1], draw, 4))
             .unwrap_err();
         let text = refusal.to_string();
@@ -268,10 +276,10 @@ mod tests {
         );
         // As many stop tokens as there are go as bits.
         let mut arrival = NewRequest::new(0, vec![1], greedy(), 2);
-        arrival.ends.min_tokens = 2;
-        arrival.ends.stop_tokens = (0..VOCAB).rev().collect();
-        world.submit(arrival).unwrap();
-        world.run();
+        arrival.stop.min_tokens = 2;
+        arrival.stop.stop_tokens = (0..VOCAB).rev().collect();
+        harness.submit(arrival).unwrap();
+        harness.run();
     }
 
     #[test]
@@ -297,8 +305,8 @@ mod tests {
                 pages: &[1],
                 sampler: Some(&sampler),
                 forbidden: &forbidden,
-                extension: Some(crate::frame::Extended {
-                    asked: &asked,
+                extension: Some(crate::frame::RowExtension {
+                    params: &asked,
                     history: &[],
                     prompt_logprobs: (0, 0),
                     next: None,
@@ -306,7 +314,7 @@ mod tests {
                 ..crate::frame::FrameRow::EMPTY
             };
             let rows = 50;
-            builder.lay_out((0..rows).map(|_| row));
+            builder.build((0..rows).map(|_| row));
             let length = builder.encode(&mut buffer).unwrap();
             let listed = (2 * frame.listed * forbidden.len() as u32).min(frame.mask);
             let each = frame.row + 3 * frame.token + frame.draft + frame.page + listed;

@@ -1,4 +1,4 @@
-//! Which parameters of contexts the driver keeps, and under which handles.
+//! Registry of request parameters: which ones the driver keeps, and under which handles.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -7,122 +7,121 @@ use std::sync::{Arc, Weak};
 use pie_wire::{MAX_HANDLES, MAX_KEPT_WORDS, Params, ParamsRef, RequestExtension, params_len};
 use rustc_hash::FxHashMap;
 
-/// Handles that one frame frees at most, besides those that make room for what it brings.
+/// Handles of finished requests that a frame frees without need.
 pub(super) const MAX_FREED: usize = 4;
-/// What takes more bytes is freed when its context has ended, and not only replaced by that of another one. A list of so many
-/// bytes has fewer than one other freed for it, and one more for each time as many.
+/// Parameters larger than this many bytes are freed when their request has finished; smaller ones are only overwritten. To make room
+/// for `n` bytes, at most `n / LARGE + 1` handles are freed.
 pub(super) const LARGE: usize = 1 << 10;
-/// Frames that the driver may not have taken when one fails: that which is laid out, and two that are out.
-const UNSURE: usize = 3;
-/// Registrations, and bytes of them, after which those of contexts that have ended are looked for, at least.
-const LOOK_AFTER: (usize, usize) = (64, 1 << 22);
-/// Bytes of all that is kept.
+/// Frames that the driver may not have received when one fails: one that is built, and two in flight.
+const MAX_UNCONFIRMED: usize = 3;
+/// Least handles and bytes registered before finished requests are searched for.
+const MIN_SWEEP: (usize, usize) = (64, 1 << 22);
+/// Most bytes that the driver keeps.
 const MAX_KEPT: usize = MAX_KEPT_WORDS * size_of::<u32>();
 
-/// What the driver has under a handle.
+/// What the driver keeps under a handle.
 #[derive(Debug, Default)]
 struct Kept {
-    /// What a context asks for. The pointer keeps the address from being used again.
-    asked: Weak<RequestExtension>,
-    /// Bytes that it takes, until it is freed.
+    /// The parameters; the weak pointer keeps their address from being reused.
+    params: Weak<RequestExtension>,
+    /// Their bytes, until the handle is freed.
     bytes: usize,
 }
 
-/// Gives out handles, and writes down what a frame has to bring for them.
+/// Assigns handles to parameters, and collects the records that a frame must carry for them.
 #[derive(Debug, Default)]
-pub(super) struct Registry {
-    /// By the address of what is asked.
+pub(super) struct ParamRegistry {
+    /// Handles by the address of the parameters.
     handles: FxHashMap<usize, u32>,
     kept: Vec<Kept>,
-    /// Handles for other contexts, of which the driver has little or nothing.
+    /// Unused handles, under which the driver keeps little or nothing.
     free: Vec<u32>,
-    /// Handles of contexts that have ended, whose large lists the next frames free or replace: the largest last.
-    ended: Vec<u32>,
-    /// Bytes that the driver keeps at most.
+    /// Handles of finished requests whose large parameters the next frames free or overwrite; the largest is last.
+    stale: Vec<u32>,
+    /// Upper bound on the bytes that the driver keeps.
     bytes: usize,
-    /// What the last frames have freed or replaced: handles, and their bytes before.
-    gone: VecDeque<Vec<(u32, usize)>>,
-    /// Handles and bytes when those of ended contexts were last looked for.
-    looked: (usize, usize),
-    /// What this frame brings.
+    /// Handles that the last frames freed or overwrote, with the bytes they had.
+    freed: VecDeque<Vec<(u32, usize)>>,
+    /// Handles and bytes after the last sweep for finished requests.
+    swept: (usize, usize),
+    /// Records of this frame.
     records: Vec<(Option<u32>, Arc<RequestExtension>)>,
-    nothing: Arc<RequestExtension>,
+    empty: Arc<RequestExtension>,
 }
 
-impl Registry {
-    /// Begins a frame.
-    pub(super) fn begin(&mut self) {
+impl ParamRegistry {
+    pub(super) fn begin_frame(&mut self) {
         self.records.clear();
-        if self.gone.len() == UNSURE {
-            self.gone.pop_front();
+        if self.freed.len() == MAX_UNCONFIRMED {
+            self.freed.pop_front();
         }
-        self.gone.push_back(Vec::new());
+        self.freed.push_back(Vec::new());
         for _ in 0..MAX_FREED {
-            if self.free_ended().is_none() {
+            if self.free_stale().is_none() {
                 break;
             }
         }
     }
 
-    /// Has the frame free the largest list of those that have ended. Returns its bytes.
-    fn free_ended(&mut self) -> Option<usize> {
-        let handle = self.ended.pop()?;
+    /// Frees the largest stale parameters with this frame. Returns their bytes.
+    fn free_stale(&mut self) -> Option<usize> {
+        let handle = self.stale.pop()?;
         let before = self.keep(handle, Kept::default());
         self.free.push(handle);
-        self.records.push((Some(handle), Arc::clone(&self.nothing)));
+        self.records.push((Some(handle), Arc::clone(&self.empty)));
         Some(before)
     }
 
-    /// Has the driver keep something under a handle. Returns the bytes of what was there.
+    /// Overwrites a handle. Returns the bytes it had.
     fn keep(&mut self, handle: u32, kept: Kept) -> usize {
         let bytes = kept.bytes;
         let before = mem::replace(&mut self.kept[handle as usize], kept).bytes;
         self.bytes = self.bytes + bytes - before;
-        if let Some(gone) = self.gone.back_mut()
+        if let Some(freed) = self.freed.back_mut()
             && before > 0
         {
-            gone.push((handle, before));
+            freed.push((handle, before));
         }
         before
     }
 
-    /// Where the driver finds what a context asks for: the frame brings it, or one before has.
-    pub(super) fn place(&mut self, asked: &Arc<RequestExtension>) -> ParamsRef {
-        if let Some(&handle) = self.handles.get(&address(asked)) {
+    /// A reference to parameters that this frame or an earlier one carries.
+    pub(super) fn register(&mut self, params: &Arc<RequestExtension>) -> ParamsRef {
+        if let Some(&handle) = self.handles.get(&address(params)) {
             return ParamsRef::Kept(handle);
         }
-        let bytes = params_len(asked);
-        if self.handles.len() >= 2 * self.looked.0.max(LOOK_AFTER.0)
-            || self.bytes + bytes >= 2 * self.looked.1.max(LOOK_AFTER.1)
+        let bytes = params_len(params);
+        if self.handles.len() >= 2 * self.swept.0.max(MIN_SWEEP.0)
+            || self.bytes + bytes >= 2 * self.swept.1.max(MIN_SWEEP.1)
         {
-            self.find_ended();
+            self.sweep();
         }
         let handle = self.free_handle(bytes);
         if let Some(handle) = handle {
-            self.handles.insert(address(asked), handle);
-            let asked = Arc::downgrade(asked);
-            let mut freed = self.keep(handle, Kept { asked, bytes });
-            // What is kept grows only where nothing is left of contexts that have ended.
+            self.handles.insert(address(params), handle);
+            let params = Arc::downgrade(params);
+            let mut freed = self.keep(handle, Kept { params, bytes });
+            // The driver's memory grows only once nothing stale is left.
             while freed < bytes
-                && let Some(more) = self.free_ended()
+                && let Some(more) = self.free_stale()
             {
                 freed += more;
             }
         }
         let number = self.records.len() as u32;
-        self.records.push((handle, Arc::clone(asked)));
+        self.records.push((handle, Arc::clone(params)));
         handle.map_or(ParamsRef::InFrame(number), ParamsRef::Kept)
     }
 
-    /// A handle for a list of so many bytes, if the driver can keep it.
+    /// A handle for parameters of so many bytes, if the driver can keep them.
     fn free_handle(&mut self, bytes: usize) -> Option<u32> {
-        // It is freed by being replaced.
-        let ended = self.ended.last().copied();
-        let going = ended.map_or(0, |handle| self.kept[handle as usize].bytes);
-        if self.bytes + bytes > MAX_KEPT + going {
+        // Overwriting a stale handle frees it.
+        let stale = self.stale.last().copied();
+        let reclaimed = stale.map_or(0, |handle| self.kept[handle as usize].bytes);
+        if self.bytes + bytes > MAX_KEPT + reclaimed {
             return None;
         }
-        self.ended.pop().or_else(|| self.free.pop()).or_else(|| {
+        self.stale.pop().or_else(|| self.free.pop()).or_else(|| {
             let next = self.kept.len() as u32;
             (next < MAX_HANDLES).then(|| {
                 self.kept.push(Kept::default());
@@ -131,52 +130,52 @@ impl Registry {
         })
     }
 
-    /// Finds the handles of contexts that have ended.
-    fn find_ended(&mut self) {
-        let (kept, free, ended) = (&self.kept, &mut self.free, &mut self.ended);
+    /// Finds the handles of finished requests.
+    fn sweep(&mut self) {
+        let (kept, free, stale) = (&self.kept, &mut self.free, &mut self.stale);
         self.handles.retain(|_, &mut handle| {
-            let Kept { asked, bytes } = &kept[handle as usize];
-            let lives = asked.strong_count() > 0;
-            if !lives {
-                let those = if *bytes > LARGE {
-                    &mut *ended
+            let Kept { params, bytes } = &kept[handle as usize];
+            let is_alive = params.strong_count() > 0;
+            if !is_alive {
+                let list = if *bytes > LARGE {
+                    &mut *stale
                 } else {
                     &mut *free
                 };
-                those.push(handle);
+                list.push(handle);
             }
-            lives
+            is_alive
         });
-        ended.sort_unstable_by_key(|&it| kept[it as usize].bytes);
-        let going: usize = ended.iter().map(|&it| kept[it as usize].bytes).sum();
-        self.looked = (self.handles.len(), self.bytes - going);
+        stale.sort_unstable_by_key(|&it| kept[it as usize].bytes);
+        let reclaimed: usize = stale.iter().map(|&it| kept[it as usize].bytes).sum();
+        self.swept = (self.handles.len(), self.bytes - reclaimed);
     }
 
-    /// A frame may not have reached the driver: whatever is asked is to be sent again.
-    pub(super) fn forget(&mut self) {
+    /// Sends all parameters again: the driver may not have received the last frames.
+    pub(super) fn reset(&mut self) {
         self.handles.clear();
-        self.looked = (0, 0);
-        for (handle, before) in self.gone.drain(..).flatten() {
+        self.swept = (0, 0);
+        for (handle, before) in self.freed.drain(..).flatten() {
             let bytes = &mut self.kept[handle as usize].bytes;
             self.bytes += before.saturating_sub(*bytes);
             *bytes = before.max(*bytes);
         }
-        // The driver may have something under each of them. The largest goes first.
+        // The driver may still keep something under each handle.
         let is_large = |handle: &u32| self.kept[*handle as usize].bytes > LARGE;
-        (self.ended, self.free) = (0..self.kept.len() as u32).partition(is_large);
-        self.ended
+        (self.stale, self.free) = (0..self.kept.len() as u32).partition(is_large);
+        self.stale
             .sort_by_key(|&handle| self.kept[handle as usize].bytes);
     }
 
-    /// What the frame brings.
+    /// The records of this frame.
     pub(super) fn records(&self) -> impl Iterator<Item = Params<'_>> + Clone {
-        self.records.iter().map(|(handle, asked)| Params {
+        self.records.iter().map(|(handle, params)| Params {
             handle: *handle,
-            asked,
+            asked: params,
         })
     }
 }
 
-fn address(asked: &Arc<RequestExtension>) -> usize {
-    Arc::as_ptr(asked).addr()
+fn address(params: &Arc<RequestExtension>) -> usize {
+    Arc::as_ptr(params).addr()
 }

@@ -2,9 +2,9 @@
 
 use super::*;
 
-fn encoded(builder: &mut FrameBuilder, turns: &[FrameRow<'_>]) -> Vec<u8> {
+fn encoded(builder: &mut FrameBuilder, rows: &[FrameRow<'_>]) -> Vec<u8> {
     let mut buffer = vec![0; 1 << 16];
-    builder.lay_out(turns.iter().copied());
+    builder.build(rows.iter().copied());
     let length = builder.encode(&mut buffer).unwrap();
     buffer.truncate(length);
     buffer
@@ -30,7 +30,7 @@ fn decoded(bytes: &[u8]) -> ForwardRequest {
 fn a_decode_frame_has_the_golden_bytes() {
     let golden = include_bytes!("../../../../tests/data/wire/forward_decode.bin");
     let body = decoded(golden);
-    let turns: Vec<FrameRow<'_>> = (0..body.context_ids.len())
+    let rows: Vec<FrameRow<'_>> = (0..body.context_ids.len())
         .map(|request| FrameRow {
             context_id: body.context_ids[request],
             tokens: &body.token_ids[request..=request],
@@ -48,10 +48,10 @@ fn a_decode_frame_has_the_golden_bytes() {
         tokens: &[1; 40],
         start: 0,
         pages: &[9, 8, 7],
-        ..turns[0]
+        ..rows[0]
     };
-    encoded(&mut builder, &[prompt, turns[0]]);
-    assert_eq!(encoded(&mut builder, &turns), golden);
+    encoded(&mut builder, &[prompt, rows[0]]);
+    assert_eq!(encoded(&mut builder, &rows), golden);
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn a_lean_frame_is_the_same_without_its_masks() {
 #[test]
 fn forbidden_tokens_are_masked() {
     for forbidden in [&[7][..], &[0], &[2, 3, 9], &[0, 1, 5], &[4, u32::MAX - 1]] {
-        let mask = all_but(forbidden);
+        let mask = except(forbidden);
         assert_eq!(
             mask.buffer.iter().map(|&run| u64::from(run)).sum::<u64>(),
             mask.total_size
@@ -151,7 +151,7 @@ fn forbidden_tokens_are_masked() {
     let mut builder = FrameBuilder::new(4);
     let body = decoded(&encoded(&mut builder, &[plain, masked, plain]));
     assert_eq!(body.logit_mask_indptr, [0, 0, 1, 1]);
-    assert_eq!(body.logit_masks, [all_but(&[2])]);
+    assert_eq!(body.logit_masks, [except(&[2])]);
     assert!(
         decoded(&encoded(&mut builder, &[plain]))
             .logit_masks
@@ -183,13 +183,13 @@ fn a_frame_is_made_before_its_tokens_are_known() {
         requests,
         sampled,
         tokens,
-        gaps,
+        patches,
         ..
-    } = builder.lay_out(awaiting.into_iter().chain([FrameRow::EMPTY]));
+    } = builder.build(awaiting.into_iter().chain([FrameRow::EMPTY]));
     assert_eq!((requests, sampled, tokens), (4, 3, 5));
-    fill(&mut frame, &gaps, &[90, 92, 90, 91]);
+    patch_tokens(&mut frame, &patches, &[90, 92, 90, 91]);
     assert_eq!(frame, encoded(&mut builder, &known));
-    assert_eq!(builder.lay_out(known.into_iter()).gaps, []);
+    assert_eq!(builder.build(known.into_iter()).patches, []);
 }
 
 /// The worked example of the protocol, with a request that has no drafts.
@@ -230,12 +230,12 @@ fn drafts_lie_behind_the_last_page_length() {
     assert_eq!(rows, [[0, 14], [0, 16]]);
     assert!(body.single_token_mode);
 
-    let outline = builder.lay_out([verifies, plain].into_iter());
-    let asked: Vec<_> = outline.asked().collect();
-    assert_eq!(asked[0].drafts, [40, 41, 42, 43]);
-    assert!(asked[0].wants_drafts && asked[0].samples && asked[0].end == 14);
-    assert!(asked[1].drafts.is_empty() && !asked[1].wants_drafts);
-    assert_eq!(asked.len(), 2);
+    let meta = builder.build([verifies, plain].into_iter());
+    let expected: Vec<_> = meta.expected().collect();
+    assert_eq!(expected[0].drafts, [40, 41, 42, 43]);
+    assert!(expected[0].wants_drafts && expected[0].samples && expected[0].end == 14);
+    assert!(expected[1].drafts.is_empty() && !expected[1].wants_drafts);
+    assert_eq!(expected.len(), 2);
 
     let body = decoded(&encoded(&mut builder, &[plain]));
     assert!(body.masks.is_empty() && body.spec_token_ids.is_empty());
@@ -244,9 +244,9 @@ fn drafts_lie_behind_the_last_page_length() {
 
 /// Rows of a frame with a vocabulary of 96 tokens, as the extension has them: the request, its own mask, and whether it has that of
 /// the row before.
-fn mask_rows(builder: &mut FrameBuilder, turns: &[FrameRow<'_>]) -> Vec<(u32, Vec<u32>, bool)> {
-    builder.lay_out(turns.iter().copied());
-    let rows = builder.steps.iter();
+fn mask_rows(builder: &mut FrameBuilder, rows: &[FrameRow<'_>]) -> Vec<(u32, Vec<u32>, bool)> {
+    builder.build(rows.iter().copied());
+    let rows = builder.extension_rows.iter();
     rows.map(|row| (row.request, row.mask.clone(), row.shares_mask))
         .collect()
 }
@@ -298,8 +298,8 @@ fn a_mask_that_rows_share_is_sent_once() {
 fn a_mask_is_shared_with_the_last_that_differs() {
     let other = [0xAAAA_AAAA; 3];
     let mut builder = FrameBuilder::new(4).with_bit_masks(96);
-    let turns = [&DENSE, &other, &other, &DENSE].map(|mask| bound(mask, &[]));
-    let rows = mask_rows(&mut builder, &turns);
+    let inputs = [&DENSE, &other, &other, &DENSE].map(|mask| bound(mask, &[]));
+    let rows = mask_rows(&mut builder, &inputs);
     let wanted = [
         (0, DENSE.to_vec(), false),
         (1, other.to_vec(), false),
@@ -308,7 +308,7 @@ fn a_mask_is_shared_with_the_last_that_differs() {
     ];
     assert_eq!(rows, wanted);
     // In buffers of the frame before.
-    assert_eq!(mask_rows(&mut builder, &turns), wanted);
+    assert_eq!(mask_rows(&mut builder, &inputs), wanted);
     // A mask that is shorter than the vocabulary.
     let short = mask_rows(&mut builder, &[bound(&other[..2], &[])]);
     assert_eq!(short, [(0, vec![other[0], other[1], 0], false)]);
@@ -347,13 +347,13 @@ fn forbidden_tokens_are_no_part_of_a_shared_mask() {
 fn a_mask_of_few_runs_goes_as_runs_between_those_that_share() {
     let few = [0xFF, 0, 0];
     let mut builder = FrameBuilder::new(4).with_bit_masks(96);
-    let turns = [
+    let inputs = [
         bound(&DENSE, &[]),
         bound(&few, &[3]),
         bound(&few, &[3]),
         bound(&DENSE, &[]),
     ];
-    let rows = mask_rows(&mut builder, &turns);
+    let rows = mask_rows(&mut builder, &inputs);
     assert_eq!(rows, [(0, DENSE.to_vec(), false), (3, Vec::new(), true)]);
     let Payload::Forward(body) = &builder.frame.payload else {
         panic!();
@@ -362,30 +362,30 @@ fn a_mask_of_few_runs_goes_as_runs_between_those_that_share() {
     assert_eq!(body.logit_masks, [only(&few, &[3]), only(&few, &[3])]);
     // A driver that does not know masks as bits takes all as runs.
     let mut plain = FrameBuilder::new(4);
-    assert!(mask_rows(&mut plain, &turns).is_empty());
+    assert!(mask_rows(&mut plain, &inputs).is_empty());
 }
 
 #[test]
-fn a_mask_of_what_is_asked_does_not_count() {
-    let asked = Arc::new(RequestExtension {
+fn the_mask_of_the_parameters_is_ignored() {
+    let params = Arc::new(RequestExtension {
         biases: vec![(7, 1.0)],
         mask: vec![1; 3],
         shares_mask: true,
         ..RequestExtension::default()
     });
-    let extension = Extended {
-        asked: &asked,
+    let extension = RowExtension {
+        params: &params,
         history: &[],
         prompt_logprobs: (0, 0),
         next: None,
     };
-    let turn = FrameRow {
+    let row = FrameRow {
         extension: Some(extension),
         ..bound(&DENSE, &[])
     };
-    let free = FrameRow { mask: None, ..turn };
+    let free = FrameRow { mask: None, ..row };
     let mut builder = FrameBuilder::new(4).with_bit_masks(96);
-    let rows = mask_rows(&mut builder, &[free, turn, free, turn]);
+    let rows = mask_rows(&mut builder, &[free, row, free, row]);
     let wanted = [
         (0, Vec::new(), false),
         (1, DENSE.to_vec(), false),
@@ -429,11 +429,11 @@ fn biased(id: u32, count: usize) -> Arc<RequestExtension> {
     })
 }
 
-fn frame_of(builder: &mut FrameBuilder, asked: &[Arc<RequestExtension>]) -> Vec<u8> {
+fn frame_of(builder: &mut FrameBuilder, params: &[Arc<RequestExtension>]) -> Vec<u8> {
     let sampler = Sampler::RawLogits;
-    let turn = |asked| FrameRow {
-        extension: Some(Extended {
-            asked,
+    let row = |params| FrameRow {
+        extension: Some(RowExtension {
+            params,
             history: &[],
             prompt_logprobs: (0, 0),
             next: None,
@@ -443,7 +443,7 @@ fn frame_of(builder: &mut FrameBuilder, asked: &[Arc<RequestExtension>]) -> Vec<
         sampler: Some(&sampler),
         ..FrameRow::EMPTY
     };
-    builder.lay_out(asked.iter().map(turn));
+    builder.build(params.iter().map(row));
     let mut buffer = vec![0; 8 << 20];
     let length = builder.encode(&mut buffer).unwrap();
     buffer.truncate(length);
@@ -464,7 +464,7 @@ fn what_a_context_asks_for_is_sent_once() {
     assert_eq!(keeper.read(&second), (0, wanted.clone()));
     assert_eq!(first.len() - second.len(), 4 * (2 * 17 + 2 * 8));
     // After a failure it is sent again, in the place of what the driver may have.
-    builder.forget_params();
+    builder.resend_params();
     let third = frame_of(&mut builder, &all);
     assert_eq!(keeper.read(&third), (2, wanted));
     assert_eq!(keeper.words(), 8);
@@ -486,7 +486,7 @@ fn what_ended_contexts_asked_for_is_freed() {
             live.pop_front();
         }
         if random.u32(..500) == 0 {
-            builder.forget_params();
+            builder.resend_params();
         }
         let frame = frame_of(&mut builder, live.make_contiguous());
         let (_, rows) = keeper.read(&frame);
@@ -515,7 +515,7 @@ fn contexts_that_begin_and_end_in_each_frame_leave_little_behind() {
         let (mut most_live, mut most_kept) = (0, 0);
         for round in 0..400 {
             if round == 300 {
-                builder.forget_params();
+                builder.resend_params();
             }
             while live.len() >= starts * life {
                 live.pop_front();
@@ -559,7 +559,7 @@ fn a_frame_that_fails_frees_nothing() {
         let frame = frame_of(&mut builder, &[biased(round, count)]);
         if round % 3 == 1 {
             // It does not come to the driver.
-            builder.forget_params();
+            builder.resend_params();
         } else {
             let (_, rows) = keeper.read(&frame);
             assert_eq!(rows[0].biases.len(), count);

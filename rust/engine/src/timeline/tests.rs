@@ -7,11 +7,11 @@ use super::*;
 
 const PARENT: &[u8] = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-fn delta(sample: u32, tokens: &[u32], end: Option<End>) -> Delta {
-    Delta {
+fn delta(sample: u32, tokens: &[u32], finish: Option<FinishReason>) -> OutputDelta {
+    OutputDelta {
         tokens: tokens.to_vec(),
-        end,
-        ..Delta::ended(1, sample, End::Aborted)
+        finish,
+        ..OutputDelta::finished(1, sample, FinishReason::Aborted)
     }
 }
 
@@ -52,26 +52,29 @@ fn a_parent_is_what_the_standard_says() {
 
 #[test]
 fn a_request_has_its_times_and_counts() {
-    let began = Instant::now();
-    let timelines = Timelines::new(began);
+    let started = Instant::now();
+    let timelines = Timelines::new(started);
     let parent = TraceParent::parse(PARENT);
     let mut timeline = Timeline::begin("a", parent, 9, 1).with_priority(Some(3));
     thread::sleep(Duration::from_millis(2));
-    let admitted = began.elapsed().as_micros() as u64;
-    let running = Delta {
+    let admitted = started.elapsed().as_micros() as u64;
+    let running = OutputDelta {
         cached_tokens: 4,
         loaded_tokens: 1,
         admitted: Some(admitted),
         ..delta(0, &[], None)
     };
-    timeline.take(&running);
+    timeline.update(&running);
     thread::sleep(Duration::from_millis(2));
-    let first_token = Some(began.elapsed().as_micros() as u64);
-    for (tokens, end) in [(&[5, 6][..], None), (&[7], Some(End::StopToken(7)))] {
+    let first_token = Some(started.elapsed().as_micros() as u64);
+    for (tokens, end) in [
+        (&[5, 6][..], None),
+        (&[7], Some(FinishReason::StopToken(7))),
+    ] {
         thread::sleep(Duration::from_millis(2));
-        timeline.take(&Delta {
+        timeline.update(&OutputDelta {
             tokens: tokens.to_vec(),
-            end,
+            finish: end,
             first_token,
             retractions: 1,
             ..running.clone()
@@ -115,22 +118,26 @@ fn a_request_has_its_times_and_counts() {
 fn a_request_of_several_sequences_ends_with_the_last() {
     let timelines = Timelines::new(Instant::now());
     let mut timeline = Timeline::begin("a", None, 1, 3);
-    let late = Delta {
+    let late = OutputDelta {
         cached_tokens: 7,
         admitted: Some(0),
-        ..delta(1, &[1], Some(End::Length))
+        ..delta(1, &[1], Some(FinishReason::Length))
     };
-    timeline.take(&late);
+    timeline.update(&late);
     // What comes after an end, and of a sequence that there is not, is of no request.
-    timeline.take(&delta(1, &[2], Some(End::Aborted)));
-    timeline.take(&delta(3, &[3], None));
+    timeline.update(&delta(1, &[2], Some(FinishReason::Aborted)));
+    timeline.update(&delta(3, &[3], None));
     assert!(!timeline.has_ended());
-    timeline.take(&Delta {
+    timeline.update(&OutputDelta {
         cached_tokens: 2,
         admitted: Some(0),
         ..delta(0, &[4], None)
     });
-    timeline.take(&delta(0, &[], Some(End::Failed(Arc::from("lost")))));
+    timeline.update(&delta(
+        0,
+        &[],
+        Some(FinishReason::Failed(Arc::from("lost"))),
+    ));
     timeline.abort();
     let found = fetched(&timelines, timeline);
     assert_eq!(found.finish_reasons, ["abort", "length", "abort"]);
@@ -154,13 +161,13 @@ fn a_request_that_is_refused_has_the_reason() {
 #[test]
 fn what_finds_no_room_is_counted() {
     let timelines = Timelines::new(Instant::now());
-    for number in 0..MOST + 3 {
+    for number in 0..CAPACITY + 3 {
         timelines.push(Timeline::begin(&number.to_string(), None, 1, 1));
     }
     let (requests, lost) = timelines.take();
-    assert_eq!((requests.len(), lost), (MOST, 3));
+    assert_eq!((requests.len(), lost), (CAPACITY, 3));
     assert_eq!(
-        (&*requests[0].name, &*requests[MOST - 1].name),
+        (&*requests[0].name, &*requests[CAPACITY - 1].name),
         ("0", "4095")
     );
     assert_eq!(timelines.take(), (Vec::new(), 0));
@@ -185,7 +192,7 @@ proptest! {
     ) {
         let timelines = Timelines::new(Instant::now());
         let mut timeline = Timeline::begin("a", None, 1, 1);
-        timeline.take(&Delta { admitted, first_token, ..delta(0, &[1], Some(End::Length)) });
+        timeline.update(&OutputDelta { admitted, first_token, ..delta(0, &[1], Some(FinishReason::Length)) });
         let found = fetched(&timelines, timeline);
         let times = [Some(found.received_ns), found.admitted_ns, found.first_token_ns, Some(found.ended_ns)];
         prop_assert!(times.iter().flatten().is_sorted(), "{times:?}");

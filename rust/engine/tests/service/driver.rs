@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_wire::{
-    AnswerRows, CopyDirection, CopyRequest, Extension, ForwardRequest, ForwardResponse, Frame,
-    LogprobsAsked, ParamsRef, Payload, PlaceShape, RequestExtension, ResponseFrame,
+    CopyDirection, CopyRequest, Extension, ForwardRequest, ForwardResponse, Frame, LogprobOptions,
+    LogprobRows, LogprobShape, ParamsRef, Payload, RequestExtension, ResponseFrame,
     ResponsePayload,
 };
 use serde_json::json;
@@ -297,7 +297,7 @@ impl Account {
         body: &ForwardRequest,
         extension: &Extension<'_>,
         empty: Option<u32>,
-    ) -> Result<(ForwardResponse, AnswerRows), String> {
+    ) -> Result<(ForwardResponse, LogprobRows), String> {
         check_limits(body)?;
         let requests = body.context_ids.len();
         (0..requests).for_each(|request| self.store(body, request));
@@ -307,7 +307,7 @@ impl Account {
             spec_indptr: vec![0],
             ..ForwardResponse::default()
         };
-        let mut scores = AnswerRows::default();
+        let mut scores = LogprobRows::default();
         let params: Vec<_> = extension
             .params()
             .map(|it| (it.handle(), it.to_owned()))
@@ -391,12 +391,12 @@ impl Account {
 fn score(
     body: &ForwardRequest,
     request: usize,
-    asked: &LogprobsAsked,
+    asked: &LogprobOptions,
     (text, tokens): (&mut Vec<u32>, &[u32]),
-    scores: &mut AnswerRows,
+    scores: &mut LogprobRows,
 ) {
     let rows = range(&body.qo_indptr, request);
-    let shape = PlaceShape {
+    let shape = LogprobShape {
         top: asked.top,
         given: asked.token_ids.len() as u32,
     };

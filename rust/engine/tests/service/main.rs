@@ -11,8 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pie_engine::{
-    Delta, Draw, DriverSettings, End, LogprobParams, NewRequest, Pause, Picture, Pictures, Policy,
-    Rejected, Sampler, Sampling, Service, ServiceSettings, StopCriteria,
+    DriverSettings, FinishReason, LogprobParams, NewRequest, OutputDelta, Pause, Policy,
+    PromptImage, PromptImages, RowParams, Sampler, SamplingParams, Service, ServiceSettings,
+    StopCriteria, SubmitError,
 };
 use tempfile::TempDir;
 
@@ -43,7 +44,7 @@ struct Bench {
 #[derive(Default)]
 struct Story {
     tokens: Vec<u32>,
-    end: Option<End>,
+    end: Option<FinishReason>,
     cached: u32,
     prompt_logprobs: Vec<u32>,
     logprobs: Vec<u32>,
@@ -129,13 +130,13 @@ impl Bench {
     }
 }
 
-fn add(stories: &mut Stories, delta: Delta) {
+fn add(stories: &mut Stories, delta: OutputDelta) {
     let story = stories.entry((delta.request, delta.sample)).or_default();
     assert_eq!(story.end, None, "an output comes after the end");
     story.tokens.extend(delta.tokens);
     story.prompt_logprobs.extend(delta.prompt_logprobs);
     story.logprobs.extend(delta.logprobs);
-    story.end = delta.end;
+    story.end = delta.finish;
     story.cached = delta.cached_tokens;
 }
 
@@ -172,7 +173,7 @@ fn serve(bench: &Bench, prompts: &[(Vec<u32>, u32)]) -> Stories {
     let stories = bench.collect(ids.len());
     for (id, (prompt, output)) in ids.iter().zip(prompts) {
         let story = &stories[&(*id, 0)];
-        assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+        assert_eq!(story.end, Some(FinishReason::Length), "{}", bench.log());
         assert_eq!(story.tokens, expected(prompt, *output), "of {prompt:?}");
     }
     stories
@@ -200,7 +201,7 @@ fn requests_of_one_call_begin_in_one_step() {
     let late = bench
         .service
         .submit_all([(NewRequest::new(0, vec![1], GREEDY, 1), None)]);
-    assert!(matches!(late, Err(Rejected::Stopped)));
+    assert!(matches!(late, Err(SubmitError::Stopped)));
 }
 
 /// A step is laid out shortly before the answer to the one in front of it, so that it has what came meanwhile.
@@ -273,7 +274,7 @@ fn requests_get_the_tokens_of_the_rule() {
     let late = bench
         .service
         .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
-    assert!(matches!(late, Err(Rejected::Stopped)));
+    assert!(matches!(late, Err(SubmitError::Stopped)));
 }
 
 #[test]
@@ -333,7 +334,7 @@ fn deadlines_pass_while_a_driver_is_being_started_again() {
     let patient = bench.submit(&[4, 5, 6], 9);
     let stories = bench.collect(1);
     let story = &stories[&(late, 0)];
-    assert_eq!(story.end, Some(End::Deadline), "{}", bench.log());
+    assert_eq!(story.end, Some(FinishReason::Deadline), "{}", bench.log());
     assert!(expected(&[1, 2, 3], 60).starts_with(&story.tokens));
     // There still is no driver.
     assert_eq!(bench.restarts(), 1);
@@ -352,8 +353,8 @@ fn frames_of_small_slots_have_few_rows() {
     let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
         let mut arrival = NewRequest::new(0, prompt.clone(), GREEDY, *output);
         if index % 8 == 7 {
-            arrival.ends.min_tokens = *output;
-            arrival.ends.stop_tokens = (200..600).rev().collect();
+            arrival.stop.min_tokens = *output;
+            arrival.stop.stop_tokens = (200..600).rev().collect();
         }
         bench.service.submit(arrival, None).unwrap()
     };
@@ -365,14 +366,14 @@ fn frames_of_small_slots_have_few_rows() {
     for (id, (prompt, output)) in ids.iter().zip(&all) {
         let story = &stories[&(*id, 0)];
         assert_eq!(story.tokens, expected(prompt, *output), "of {prompt:?}");
-        assert_eq!(story.end, Some(End::Length));
+        assert_eq!(story.end, Some(FinishReason::Length));
     }
     // More biases than a slot has bytes.
-    let sampling = Sampling {
+    let sampling = SamplingParams {
         logit_bias: (0..300).map(|token| (token % 97, 1.0)).collect(),
-        ..Sampling::default()
+        ..SamplingParams::default()
     };
-    let arrival = NewRequest::new(0, vec![1, 2], sampling.draw().unwrap(), 3);
+    let arrival = NewRequest::new(0, vec![1, 2], sampling.row_params().unwrap(), 3);
     let id = bench.service.submit(arrival, None).unwrap();
     let end = format!("{:?}", bench.collect(1)[&(id, 0)].end);
     assert!(end.contains("RowBytes"), "{end}");
@@ -386,9 +387,9 @@ fn a_frame_that_does_not_fit_its_slot_fails_the_request_that_is_too_large() {
     });
     bench.wait_ready();
     let pixels = vec![1; 9000].into();
-    let picture = Picture::new(1, 4, [1, 2, 2], pixels, [].into()).unwrap();
+    let picture = PromptImage::new(1, 4, [1, 2, 2], pixels, [].into()).unwrap();
     let mut arrival = NewRequest::new(0, vec![1; 6], GREEDY.into(), 5);
-    Draw::attach(Pictures::new(vec![picture]).unwrap(), &mut arrival);
+    RowParams::attach(PromptImages::new(vec![picture]).unwrap(), &mut arrival);
     arrival.images[0].bytes = 1;
     let others = prompts(8);
     let ids: Vec<u64> = others
@@ -399,7 +400,7 @@ fn a_frame_that_does_not_fit_its_slot_fails_the_request_that_is_too_large() {
     let stories = bench.collect(ids.len() + 1);
     let log = bench.log();
     assert!(
-        matches!(stories[&(large, 0)].end, Some(End::Failed(_))),
+        matches!(stories[&(large, 0)].end, Some(FinishReason::Failed(_))),
         "{log}"
     );
     assert!(
@@ -408,7 +409,7 @@ fn a_frame_that_does_not_fit_its_slot_fails_the_request_that_is_too_large() {
     );
     for (id, (prompt, output)) in ids.iter().zip(&others) {
         let story = &stories[&(*id, 0)];
-        assert_eq!(story.end, Some(End::Length), "{log}");
+        assert_eq!(story.end, Some(FinishReason::Length), "{log}");
         assert_eq!(story.tokens, expected(prompt, *output), "of {prompt:?}");
     }
     assert_eq!(bench.restarts(), 0);
@@ -448,7 +449,9 @@ fn a_request_that_the_driver_cannot_serve_fails_alone() {
     let bad = bench.submit(&[91, 1, 2], 9);
     let good = bench.submit(&[3, 1, 2], 9);
     let stories = bench.collect(2);
-    assert!(matches!(&stories[&(bad, 0)].end, Some(End::Failed(why)) if why.contains("no token")));
+    assert!(
+        matches!(&stories[&(bad, 0)].end, Some(FinishReason::Failed(why)) if why.contains("no token"))
+    );
     assert_eq!(stories[&(good, 0)].tokens, expected(&[3, 1, 2], 9));
 }
 
@@ -463,12 +466,12 @@ fn fails_alone(bench: &Bench) {
     for (id, text) in ids.iter().zip(&texts) {
         let story = &stories[&(*id, 0)];
         if text[0] == 88 {
-            let Some(End::Failed(why)) = &story.end else {
+            let Some(FinishReason::Failed(why)) = &story.end else {
                 panic!("{:?}", story.end);
             };
             assert!(why.contains("the one that had it alone"), "{why}");
         } else {
-            assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+            assert_eq!(story.end, Some(FinishReason::Length), "{}", bench.log());
             assert_eq!(story.tokens, expected(text, 9));
         }
     }
@@ -513,7 +516,7 @@ fn a_pause_holds_requests_up_and_loses_nothing() {
         bench.service.abort(aborted);
         let mut stories = Stories::new();
         bench.collect_into(&mut stories, 1);
-        assert_eq!(stories[&(aborted, 0)].end, Some(End::Aborted));
+        assert_eq!(stories[&(aborted, 0)].end, Some(FinishReason::Aborted));
         bench.service.pause(None);
         bench.service.pause(Some(pause));
         bench.service.pause(None);
@@ -530,7 +533,10 @@ fn deadlines_pass_during_a_pause() {
         let arrival = NewRequest::new(0, vec![3, 1, 2], GREEDY, 40);
         let late = Some(Duration::from_millis(1));
         let request = bench.service.submit(arrival, late).unwrap();
-        assert_eq!(bench.collect(1)[&(request, 0)].end, Some(End::Deadline));
+        assert_eq!(
+            bench.collect(1)[&(request, 0)].end,
+            Some(FinishReason::Deadline)
+        );
         bench.service.pause(None);
         serve(&bench, &prompts(3));
     }
@@ -568,7 +574,7 @@ fn a_driver_that_keeps_dying_is_given_up_with_its_reason() {
     bench.wait_ready();
     let request = bench.submit(&[5, 6], 4);
     let stories = bench.collect(1);
-    let Some(End::Failed(why)) = &stories[&(request, 0)].end else {
+    let Some(FinishReason::Failed(why)) = &stories[&(request, 0)].end else {
         panic!("{:?}", stories[&(request, 0)].end);
     };
     assert!(why.contains("the device is lost"), "{why}");
@@ -576,7 +582,7 @@ fn a_driver_that_keeps_dying_is_given_up_with_its_reason() {
     let late = bench
         .service
         .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
-    assert!(matches!(late, Err(Rejected::Gone(_))));
+    assert!(matches!(late, Err(SubmitError::Gone(_))));
 }
 
 #[test]
@@ -599,7 +605,7 @@ fn a_start_that_fails_is_not_repeated() {
     let late = bench
         .service
         .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
-    assert!(matches!(late, Err(Rejected::Gone(_))));
+    assert!(matches!(late, Err(SubmitError::Gone(_))));
 }
 
 #[test]
@@ -627,7 +633,7 @@ fn a_bug_leaves_no_request_without_an_end() {
     let late = bench
         .service
         .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
-    assert!(matches!(late, Err(Rejected::Gone(_))));
+    assert!(matches!(late, Err(SubmitError::Gone(_))));
 }
 
 #[test]
@@ -646,7 +652,7 @@ fn a_driver_is_started_again_with_the_pages_that_it_had() {
     let bench = Bench::ready("die-at=2 short");
     let request = bench.submit(&[5, 6], 4);
     let stories = bench.collect(1);
-    assert_eq!(stories[&(request, 0)].end, Some(End::Length));
+    assert_eq!(stories[&(request, 0)].end, Some(FinishReason::Length));
     assert_eq!(bench.service.stats()[0].restarts, 1);
 }
 
@@ -683,10 +689,10 @@ fn requests_end_by_abort_deadline_and_shutdown() {
     bench.service.abort(aborted);
     bench.service.abort(4711);
     bench.collect_into(&mut stories, 4);
-    assert_eq!(stories[&(aborted, 0)].end, Some(End::Aborted));
-    assert_eq!(stories[&(late, 0)].end, Some(End::Deadline));
+    assert_eq!(stories[&(aborted, 0)].end, Some(FinishReason::Aborted));
+    assert_eq!(stories[&(late, 0)].end, Some(FinishReason::Deadline));
     for (id, text) in [(long, "129 tokens"), (foreign, "token 97 at 1")] {
-        let Some(End::Refused(refusal)) = &stories[&(id, 0)].end else {
+        let Some(FinishReason::Refused(refusal)) = &stories[&(id, 0)].end else {
             panic!("{:?}", stories[&(id, 0)].end);
         };
         assert!(refusal.to_string().contains(text), "{refusal}");
@@ -699,7 +705,7 @@ fn requests_end_by_abort_deadline_and_shutdown() {
     bench.service.shutdown();
     let rest = bench.service.poll(Duration::ZERO);
     assert_eq!((rest.len(), rest[0].request), (1, open));
-    assert_eq!(rest[0].end, Some(End::Aborted));
+    assert_eq!(rest[0].finish, Some(FinishReason::Aborted));
 }
 
 #[test]
@@ -723,7 +729,7 @@ fn stop_tokens_minimum_lengths_and_samples() {
     let stop = whole[12];
     let first = whole.iter().position(|&token| token == stop).unwrap();
     let arrival = |min_tokens, samples| NewRequest {
-        ends: StopCriteria {
+        stop: StopCriteria {
             max_tokens: 40,
             min_tokens,
             stop_tokens: vec![stop],
@@ -738,7 +744,7 @@ fn stop_tokens_minimum_lengths_and_samples() {
     let stories = bench.collect(5);
     for key in [(plain, 0), (several, 0), (several, 1), (several, 2)] {
         assert_eq!(stories[&key].tokens, whole[..=first]);
-        assert_eq!(stories[&key].end, Some(End::StopToken(stop)));
+        assert_eq!(stories[&key].end, Some(FinishReason::StopToken(stop)));
     }
     // As long as the stop token may not come, the driver draws the one after it.
     let tokens = &stories[&(long, 0)].tokens;
@@ -802,7 +808,7 @@ fn log_probabilities_belong_to_their_tokens() {
                 ..NewRequest::new(0, prompt.clone(), GREEDY.into(), *output)
             };
             if index.is_multiple_of(5) {
-                arrival.ends.max_tokens = 0;
+                arrival.stop.max_tokens = 0;
             }
             let params = LogprobParams {
                 top_logprobs_num: index as u32 % 3,
@@ -810,7 +816,7 @@ fn log_probabilities_belong_to_their_tokens() {
                 logprob_start_len: (!index.is_multiple_of(4)).then_some(index as u32 % 7),
                 original: false,
             };
-            params.ask(&mut arrival);
+            params.apply(&mut arrival);
             bench.service.submit(arrival, None).unwrap()
         };
         let all = prompts(40);
@@ -818,7 +824,7 @@ fn log_probabilities_belong_to_their_tokens() {
         let stories = bench.collect(ids.len());
         for (index, (id, (prompt, output))) in ids.iter().zip(&all).enumerate() {
             let story = &stories[&(*id, 0)];
-            assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+            assert_eq!(story.end, Some(FinishReason::Length), "{}", bench.log());
             let text = [&prompt[..], &expected(prompt, *output)].concat();
             let places = |range: std::ops::Range<usize>| {
                 let (top, given) = (index as u32 % 3, &given[..index % 2]);
@@ -883,10 +889,13 @@ fn adapters_share_no_prefix_and_survive_a_driver() {
     let stories = bench.collect(asked.len() + 1);
     for (id, tokens) in asked {
         let story = &stories[&(id, 0)];
-        assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+        assert_eq!(story.end, Some(FinishReason::Length), "{}", bench.log());
         assert_eq!(story.tokens, tokens);
     }
-    assert!(matches!(stories[&(lost, 0)].end, Some(End::Failed(_))));
+    assert!(matches!(
+        stories[&(lost, 0)].end,
+        Some(FinishReason::Failed(_))
+    ));
     assert_eq!(bench.restarts(), 1);
     let log = bench.log();
     for line in [

@@ -5,16 +5,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_engine::{
-    Batch, Capabilities, Delta, End, Service, Timeline, Timelines, TraceParent, TracedRequest,
+    Capabilities, FinishReason, OutputBatch, OutputDelta, Service, Timeline, Timelines,
+    TraceParent, TracedRequest,
 };
 use pie_ingress::{StopTexts, one_line};
 use rustc_hash::FxHashMap;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
-use crate::grpc::asked::Asked;
 use crate::grpc::error::GatewayError;
-use crate::grpc::events::{Journal, Subscription};
+use crate::grpc::events::{KvEventLog, Subscription};
+use crate::grpc::generate_params::GenerateParams;
 use crate::grpc::loads::{Loads, Throughput};
 use crate::grpc::logprobs::Reader;
 use crate::grpc::queue::OutputQueue;
@@ -25,7 +26,7 @@ use crate::grpc::times;
 
 /// A request that was handed in.
 #[derive(Debug)]
-pub(crate) struct Entered {
+pub(crate) struct SubmittedRequest {
     /// The service's name of it.
     pub(crate) id: u64,
     /// The gateway's.
@@ -43,12 +44,12 @@ pub(crate) struct Entered {
 pub(crate) struct Core {
     service: Arc<Service>,
     settings: GatewaySettings,
-    able: Capabilities,
+    capabilities: Capabilities,
     reader: RequestReader,
-    open: Mutex<Open>,
+    open: Mutex<OpenRequests>,
     /// Where requests are traced.
     traced: Option<Timelines>,
-    journal: Arc<Journal>,
+    event_log: Arc<KvEventLog>,
     throughput: Mutex<Throughput>,
     is_closing: AtomicBool,
     /// Tokens of the prompts of requests that have no output yet.
@@ -59,18 +60,18 @@ pub(crate) struct Core {
 }
 
 #[derive(Debug, Default)]
-struct Open {
+struct OpenRequests {
     queues: FxHashMap<u64, Arc<OutputQueue>>,
     /// Of the requests that are traced.
     timelines: FxHashMap<u64, Timeline>,
     names: FxHashMap<String, u64>,
 }
 
-impl Open {
+impl OpenRequests {
     /// Shows an output to its request's timeline, which is returned once it has ended.
-    fn take(&mut self, delta: &Delta) -> Option<Timeline> {
+    fn take(&mut self, delta: &OutputDelta) -> Option<Timeline> {
         let timeline = self.timelines.get_mut(&delta.request)?;
-        timeline.take(delta);
+        timeline.update(delta);
         let has_ended = timeline.has_ended();
         has_ended.then(|| self.timelines.remove(&delta.request))?
     }
@@ -81,14 +82,19 @@ impl Core {
         service: Arc<Service>,
         settings: GatewaySettings,
     ) -> Result<Self, GatewayError> {
-        let able = service.capabilities().ok_or(GatewayError::NotReady)?;
-        let reader = RequestReader::new(&settings, able.vocab_size);
+        let capabilities = service.capabilities().ok_or(GatewayError::NotReady)?;
+        let reader = RequestReader::new(&settings, capabilities.vocab_size);
         Ok(Self {
-            traced: settings.traces.then(|| Timelines::new(service.began())),
-            journal: Arc::new(Journal::new(settings.event_history, able.kv_page_size)),
+            traced: settings
+                .traces
+                .then(|| Timelines::new(service.started_at())),
+            event_log: Arc::new(KvEventLog::new(
+                settings.event_history,
+                capabilities.kv_page_size,
+            )),
             service,
             settings,
-            able,
+            capabilities,
             reader,
             open: Mutex::default(),
             throughput: Mutex::default(),
@@ -100,25 +106,29 @@ impl Core {
     }
 
     /// Hands a request in, whose call has this metadata. It stays until [`close`](Self::close).
-    pub(crate) fn submit(&self, asked: Asked, metadata: &MetadataMap) -> Result<Entered, Status> {
-        let mut timeline = self.begin_timeline(&asked, metadata);
-        let entered = self.enter(asked, &mut timeline);
-        if let (Err(status), Some(mut timeline)) = (&entered, timeline) {
+    pub(crate) fn submit(
+        &self,
+        params: GenerateParams,
+        metadata: &MetadataMap,
+    ) -> Result<SubmittedRequest, Status> {
+        let mut timeline = self.begin_timeline(&params, metadata);
+        let submitted = self.enter(params, &mut timeline);
+        if let (Err(status), Some(mut timeline)) = (&submitted, timeline) {
             timeline.refuse(status.message());
             self.keep_timeline(timeline);
         }
-        entered
+        submitted
     }
 
     /// What a trace gets of a request: of all of them without a parent, else of those that their parent's trace records.
-    fn begin_timeline(&self, asked: &Asked, metadata: &MetadataMap) -> Option<Timeline> {
+    fn begin_timeline(&self, params: &GenerateParams, metadata: &MetadataMap) -> Option<Timeline> {
         self.traced.as_ref()?;
         let parent = metadata.get("traceparent");
         let parent = parent.and_then(|parent| TraceParent::parse(parent.as_bytes()));
         let is_wanted = parent.is_none_or(|parent| parent.is_sampled);
-        let tokens = asked.raw.prompt.len() as u32;
-        let samples = u32::try_from(asked.raw.n).unwrap_or(0);
-        is_wanted.then(|| Timeline::begin(&asked.raw.name, parent, tokens, samples))
+        let tokens = params.raw.prompt.len() as u32;
+        let samples = u32::try_from(params.raw.n).unwrap_or(0);
+        is_wanted.then(|| Timeline::begin(&params.raw.name, parent, tokens, samples))
     }
 
     fn keep_timeline(&self, timeline: Timeline) {
@@ -137,20 +147,28 @@ impl Core {
     }
 
     /// Hands a request in with its timeline, which stays where it is if the request is refused.
-    fn enter(&self, asked: Asked, timeline: &mut Option<Timeline>) -> Result<Entered, Status> {
+    fn enter(
+        &self,
+        params: GenerateParams,
+        timeline: &mut Option<Timeline>,
+    ) -> Result<SubmittedRequest, Status> {
         if self.is_closing() {
             return Err(shut_down());
         }
-        let Asked { raw, pace, sides } = asked;
+        let GenerateParams {
+            raw,
+            interval,
+            sides,
+        } = params;
         let name = raw.name.clone();
-        let bind = |grammar: &_, after: &_| self.service.bind(grammar, after);
+        let bind = |grammar: &_, after: &_| self.service.compile_grammar(grammar, after);
         let spec = self.reader.validate(raw, bind);
         let spec = spec.map_err(|refusal| refused(&refusal))?;
         let prompt_tokens = spec.prompt().len() as u32;
         let (samples, stops) = (spec.samples(), spec.stops().clone());
         let reader = spec.logprobs().cloned();
         let reader = reader.map(|rows| Reader::new(rows, sides));
-        let queue = Arc::new(OutputQueue::new(samples, pace));
+        let queue = Arc::new(OutputQueue::new(samples, interval));
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut open = self.lock();
         if open.names.contains_key(&name) {
@@ -158,7 +176,7 @@ impl Core {
                 "a request {name} has not ended: give each request another request_id"
             )));
         }
-        let (arrival, deadline) = spec.into_arrival();
+        let (arrival, deadline) = spec.into_request();
         let submitted = self.service.submit(arrival, deadline);
         let id = submitted.map_err(|error| rejected(&error))?;
         open.queues.insert(id, Arc::clone(&queue));
@@ -171,7 +189,7 @@ impl Core {
             .fetch_add(prompt_tokens.into(), Ordering::Relaxed);
         let now = self.started.elapsed().as_micros() as u64;
         self.last_request.store(now, Ordering::Relaxed);
-        Ok(Entered {
+        Ok(SubmittedRequest {
             id,
             name,
             queue,
@@ -221,7 +239,7 @@ impl Core {
 
     /// Puts outputs where their clients find them, until the service is shut down.
     pub(crate) async fn deliver(&self) {
-        let mut batch = Batch::default();
+        let mut batch = OutputBatch::default();
         while std::future::poll_fn(|context| self.service.poll_batch(context, &mut batch)).await {
             let mut open = self.lock();
             for delta in batch.deltas.drain(..) {
@@ -236,7 +254,7 @@ impl Core {
                 }
             }
             drop(open);
-            self.journal.append(batch.events.drain(..));
+            self.event_log.append(batch.events.drain(..));
         }
         // Every request has got its end by now, unless a replica has failed to give it.
         self.end_all();
@@ -252,7 +270,9 @@ impl Core {
         for (&id, queue) in &open.queues {
             self.service.abort(id);
             for sample in 0..queue.samples() {
-                if let Some(waker) = queue.put(Delta::ended(id, sample, End::Aborted)) {
+                if let Some(waker) =
+                    queue.put(OutputDelta::finished(id, sample, FinishReason::Aborted))
+                {
                     waker.wake();
                 }
             }
@@ -262,7 +282,7 @@ impl Core {
     /// No request is taken from now on; those that end without an answer learn why.
     pub(crate) fn begin_close(&self) {
         self.is_closing.store(true, Ordering::Relaxed);
-        self.journal.close();
+        self.event_log.close();
     }
 
     pub(crate) fn is_closing(&self) -> bool {
@@ -313,8 +333,10 @@ impl Core {
         let rates = throughput.rates(&tokens);
         let pending = self.pending.load(Ordering::Relaxed) / replicas.len().max(1) as u64;
         let all = replicas.iter().zip(rates);
-        all.map(|(stats, rate)| Loads::new(stats, &self.able, self.max_running(), rate, pending))
-            .collect()
+        all.map(|(stats, rate)| {
+            Loads::new(stats, &self.capabilities, self.max_running(), rate, pending)
+        })
+        .collect()
     }
 
     /// Requests that have not ended.
@@ -324,13 +346,13 @@ impl Core {
 
     /// Requests of one step at most.
     pub(crate) fn max_running(&self) -> u32 {
-        let asked = self.settings.max_running;
-        let able = self.able.max_forward_requests;
-        asked.map_or(able, |asked| asked.max(1))
+        let params = self.settings.max_running;
+        let capabilities = self.capabilities.max_forward_requests;
+        params.map_or(capabilities, |params| params.max(1))
     }
 
-    pub(crate) fn able(&self) -> &Capabilities {
-        &self.able
+    pub(crate) fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
     }
 
     pub(crate) fn model(&self) -> &settings::ModelFacts {
@@ -345,9 +367,11 @@ impl Core {
     pub(crate) fn context_length(&self) -> u32 {
         let stats = self.service.stats();
         let pages = stats.iter().map(|stats| stats.total_pages).min();
-        let pool = pages.unwrap_or(0).saturating_mul(self.able.kv_page_size);
+        let pool = pages
+            .unwrap_or(0)
+            .saturating_mul(self.capabilities.kv_page_size);
         let limit = self.settings.model.context_length.unwrap_or(u32::MAX);
-        self.able.max_model_len.min(pool).min(limit)
+        self.capabilities.max_model_len.min(pool).min(limit)
     }
 
     pub(crate) fn uptime(&self) -> Duration {
@@ -367,10 +391,10 @@ impl Core {
                 "events of the prefix index are published where each replica has a port of its own",
             ));
         }
-        self.journal.subscribe(cursor)
+        self.event_log.subscribe(cursor)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
+    fn lock(&self) -> MutexGuard<'_, OpenRequests> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -22,7 +22,7 @@ const HISTORY_BYTES: usize = 64 << 20;
 
 /// The batches of one replica, of which the last ones are kept.
 #[derive(Debug)]
-pub(crate) struct Journal {
+pub(crate) struct KvEventLog {
     /// Batches that are kept; 0 if none are published.
     limit: usize,
     page_size: usize,
@@ -41,7 +41,7 @@ struct History {
     closed: bool,
 }
 
-impl Journal {
+impl KvEventLog {
     pub(crate) fn new(limit: usize, page_size: u32) -> Self {
         Self {
             limit,
@@ -118,7 +118,7 @@ impl Journal {
         };
         drop(history);
         Ok(Subscription {
-            journal: Arc::clone(self),
+            event_log: Arc::clone(self),
             next,
         })
     }
@@ -199,7 +199,7 @@ const fn tier(medium: KvMedium) -> KvCacheTier {
 /// The batches for one gateway.
 #[derive(Debug)]
 pub(crate) struct Subscription {
-    journal: Arc<Journal>,
+    event_log: Arc<KvEventLog>,
     next: u64,
 }
 
@@ -208,7 +208,7 @@ impl Stream for Subscription {
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
-        let mut history = this.journal.lock();
+        let mut history = this.event_log.lock();
         let first = history.first();
         if this.next < first {
             return Poll::Ready(Some(Err(Status::data_loss(format!(

@@ -8,9 +8,9 @@ use futures_core::Stream;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
-use crate::grpc::asked::Asked;
-use crate::grpc::core::{Core, Entered};
-use crate::grpc::logprobs::{Reader, Scores, Words};
+use crate::grpc::core::{Core, SubmittedRequest};
+use crate::grpc::generate_params::GenerateParams;
+use crate::grpc::logprobs::{OutputLogprobs, Reader, Words};
 use crate::grpc::queue::{Counts, Part};
 use crate::grpc::status::{self, Matched, Outcome, shut_down};
 
@@ -22,7 +22,7 @@ pub(crate) enum Answer {
         sample: u32,
         tokens: Vec<u32>,
         counts: Counts,
-        scores: Scores,
+        scores: OutputLogprobs,
     },
     /// The end of a sequence.
     End {
@@ -30,7 +30,7 @@ pub(crate) enum Answer {
         /// All of them.
         tokens: Vec<u32>,
         counts: Counts,
-        scores: Scores,
+        scores: OutputLogprobs,
         reason: &'static str,
         matched: Matched,
     },
@@ -40,7 +40,7 @@ pub(crate) enum Answer {
 #[derive(Debug)]
 pub(crate) struct StreamHandle {
     core: Arc<Core>,
-    request: Entered,
+    request: SubmittedRequest,
     /// Whether something has come of it.
     has_begun: bool,
     /// Whether nothing more comes of it.
@@ -53,7 +53,7 @@ impl StreamHandle {
     pub(crate) async fn open(
         core: &Arc<Core>,
         is_slow: bool,
-        read: impl FnOnce(&Core) -> Result<Asked, Status> + Send + 'static,
+        read: impl FnOnce(&Core) -> Result<GenerateParams, Status> + Send + 'static,
         metadata: MetadataMap,
     ) -> Result<Self, Status> {
         let core = Arc::clone(core);
@@ -67,9 +67,13 @@ impl StreamHandle {
     }
 
     /// Hands a request in, whose call has this metadata.
-    fn new(core: &Arc<Core>, asked: Asked, metadata: &MetadataMap) -> Result<Self, Status> {
+    fn new(
+        core: &Arc<Core>,
+        params: GenerateParams,
+        metadata: &MetadataMap,
+    ) -> Result<Self, Status> {
         Ok(Self {
-            request: core.submit(asked, metadata)?,
+            request: core.submit(params, metadata)?,
             core: Arc::clone(core),
             has_begun: false,
             has_ended: false,
@@ -128,9 +132,9 @@ impl StreamHandle {
         })
     }
 
-    fn scores(&self, tokens: &[u32], words: &Words) -> Scores {
+    fn scores(&self, tokens: &[u32], words: &Words) -> OutputLogprobs {
         let reader: Option<&Reader> = self.request.logprobs.as_ref();
-        reader.map_or_else(Scores::default, |reader| reader.read(tokens, words))
+        reader.map_or_else(OutputLogprobs::default, |reader| reader.read(tokens, words))
     }
 
     /// An answer cannot be had in parts: the other sequences end, too.

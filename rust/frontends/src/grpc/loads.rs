@@ -28,13 +28,13 @@ pub(crate) struct Loads {
 impl Loads {
     pub(crate) fn new(
         stats: &ReplicaStats,
-        able: &Capabilities,
+        capabilities: &Capabilities,
         max_running: u32,
         throughput: f64,
         pending_tokens: u64,
     ) -> Self {
         let counts = &stats.scheduler;
-        let page = u64::from(able.kv_page_size);
+        let page = u64::from(capabilities.kv_page_size);
         let total = u64::from(stats.total_pages);
         let free = (counts.free_pages + counts.cached_pages) as u64;
         let rate = |part: u64, whole: u64| part as f64 / whole.max(1) as f64;
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn evictable_pages_count_as_free() {
-        let able = Capabilities {
+        let capabilities = Capabilities {
             total_pages: 100,
             kv_page_size: 16,
             swap_pool_size: 0,
@@ -139,7 +139,7 @@ mod tests {
             total_pages: 100,
             ..ReplicaStats::default()
         };
-        let loads = Loads::new(&stats, &able, 8, 7.0, 3);
+        let loads = Loads::new(&stats, &capabilities, 8, 7.0, 3);
         assert_eq!((loads.used_tokens, loads.total_tokens), (400, 1600));
         let shares = [loads.usage(), loads.utilization(), loads.hit_rate];
         let percent = shares.map(|share| (share * 100.0).round() as u32);

@@ -4,7 +4,7 @@ use pie_ingress::{LogprobRows, Refusal};
 
 /// Which log-probabilities of a request are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Sides {
+pub(crate) struct LogprobSides {
     /// Most probable tokens of a place of the prompt, and of one of the output, where these differ; at least one of them is what the
     /// runtime is asked for.
     pub(crate) tops: Option<(u32, u32)>,
@@ -42,7 +42,7 @@ pub(crate) struct Reader {
 
 /// What a part says.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Scores {
+pub(crate) struct OutputLogprobs {
     /// Of the prompt's tokens: the first one has a number and no values.
     pub(crate) input: Option<Rows>,
     pub(crate) output: Option<Rows>,
@@ -67,7 +67,7 @@ pub(crate) struct Row {
 }
 
 impl Reader {
-    pub(crate) fn new(rows: LogprobRows, sides: Sides) -> Self {
+    pub(crate) fn new(rows: LogprobRows, sides: LogprobSides) -> Self {
         let top = rows.params().top_logprobs_num;
         Self {
             rows,
@@ -77,11 +77,11 @@ impl Reader {
     }
 
     /// What the words of a part with these tokens mean.
-    pub(crate) fn read(&self, tokens: &[u32], words: &Words) -> Scores {
+    pub(crate) fn read(&self, tokens: &[u32], words: &Words) -> OutputLogprobs {
         let tokens = LogprobRows::of_output(tokens, words.scored.as_ref());
         let prompt = self.rows.prompt();
         let input = words.prompt.as_ref().filter(|_| !prompt.is_empty());
-        Scores {
+        OutputLogprobs {
             input: input.map(|words| Rows {
                 ids: prompt.to_vec(),
                 ..self.rows(&prompt[1..], words, self.tops.0)
@@ -95,7 +95,7 @@ impl Reader {
     fn rows(&self, tokens: &[u32], words: &[u32], top: u32) -> Rows {
         let params = self.rows.params();
         let mut rows = Rows::default();
-        for (place, &token) in params.shape().places(words).zip(tokens) {
+        for (place, &token) in params.shape().positions(words).zip(tokens) {
             rows.ids.push(token);
             rows.values.push(place.token);
             if top > 0 {
@@ -129,7 +129,7 @@ mod tests {
             logprob_start_len: Some(1),
             original: false,
         };
-        let sides = Sides {
+        let sides = LogprobSides {
             tops: Some((1, 2)),
             only_prompt: false,
         };
@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn a_request_for_no_token_has_one_row() {
         let rows = LogprobRows::new(LogprobParams::default(), &[4]);
-        let reader = Reader::new(rows, Sides::default());
+        let reader = Reader::new(rows, LogprobSides::default());
         let part = Words {
             prompt: Some(Vec::new()),
             tokens: words(&[-1.5]),

@@ -1,6 +1,6 @@
 //! The images of a request, which the gateway has made tensors of.
 
-use pie_engine::{Picture, PictureError, Pictures};
+use pie_engine::{PromptImage, PromptImageError, PromptImages};
 use pie_ingress::shown;
 use tonic::Status;
 
@@ -8,9 +8,9 @@ use crate::grpc::settings::ImageFacts;
 
 /// What says the size of each image.
 const GRIDS: &str = "image_grid_thw";
-/// Why something that is no picture is refused.
+/// Why something that is no image is refused.
 const PICTURES: &str =
-    "it takes pictures, with `pixel_values` and `image_grid_thw`, and no audio or video";
+    "it takes images, with `pixel_values` and `image_grid_thw`, and no audio or video";
 
 /// More have no use here, and would fill a refusal.
 const MOST_DIMENSIONS: usize = 8;
@@ -45,7 +45,7 @@ impl<'a> Media<'a> {
     }
 }
 
-/// What is refused of a medium that is no picture, or of a model that takes none.
+/// What is refused of a medium that is no image, or of a model that takes none.
 pub(crate) fn refusal(facts: Option<ImageFacts>) -> Status {
     let why = match facts {
         Some(_) => PICTURES,
@@ -55,11 +55,11 @@ pub(crate) fn refusal(facts: Option<ImageFacts>) -> Status {
 }
 
 /// Images as the driver takes them, in a prompt of `prompt` tokens.
-pub(crate) fn pictures(
+pub(crate) fn images(
     media: &Media<'_>,
     facts: Option<ImageFacts>,
     prompt: usize,
-) -> Result<Pictures, Status> {
+) -> Result<PromptImages, Status> {
     let (Some(facts), Some(pixels), Some(grids)) = (facts, media.pixels, media.grids) else {
         return Err(refusal(facts));
     };
@@ -75,25 +75,28 @@ pub(crate) fn pictures(
         .iter()
         .fold(0, |sum: u64, &grid| sum.saturating_add(patches(grid)));
     let mut pixels = Pixels::new(pixels, patches)?;
-    let mut found: Vec<Picture> = Vec::with_capacity(grids.len());
-    // By how much positions are smaller than places.
-    let mut lag = 0;
+    let mut found: Vec<PromptImage> = Vec::with_capacity(grids.len());
+    // Index minus position of the next text token.
+    let mut mrope_delta = 0;
     for (number, (&grid, &place)) in grids.iter().zip(&media.places).enumerate() {
         let of_image = |why: String| wrong(format!("image {number}: {why}"));
         let sides = merged(grid, facts.merge).map_err(of_image)?;
         check_place(place, sides, prompt).map_err(of_image)?;
         let (start, tokens) = place;
         // Before its positions are made: images in one place could have any number of them.
-        let free = found.last().map_or(0, Picture::end);
+        let free = found.last().map_or(0, PromptImage::end);
         if start < free {
-            return Err(of_image(PictureError::Place { start, free }.to_string()));
+            return Err(of_image(
+                PromptImageError::Overlap { start, free }.to_string(),
+            ));
         }
-        let axes = axes(start - lag, sides);
-        lag += tokens - sides.0.max(sides.1);
-        let picture = Picture::new(start, tokens, grid, pixels.take(grid), axes);
-        found.push(picture.map_err(|problem| of_image(problem.to_string()))?);
+        let axes = axes(start - mrope_delta, sides);
+        mrope_delta += tokens - sides.0.max(sides.1);
+        let image = PromptImage::new(start, tokens, grid, pixels.take(grid), axes);
+        found.push(image.map_err(|problem| of_image(problem.to_string()))?);
     }
-    Pictures::new(found).map_err(|(number, problem)| wrong(format!("image {number}: {problem}")))
+    PromptImages::new(found)
+        .map_err(|(number, problem)| wrong(format!("image {number}: {problem}")))
 }
 
 fn wrong(why: impl std::fmt::Display) -> Status {
@@ -109,7 +112,7 @@ const fn patches([frames, rows, columns]: [u32; 3]) -> u64 {
 /// Rows and columns of tokens.
 fn merged([frames, rows, columns]: [u32; 3], merge: u32) -> Result<(u32, u32), String> {
     if frames != 1 {
-        return Err(format!("it has {frames} frames, and pictures have one"));
+        return Err(format!("it has {frames} frames, and images have one"));
     }
     let whole = |side: u32| side > 0 && side.is_multiple_of(merge);
     if !whole(rows) || !whole(columns) {

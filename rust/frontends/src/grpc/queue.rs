@@ -5,13 +5,13 @@ use std::mem;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use pie_engine::{Delta, End};
+use pie_engine::{FinishReason, OutputDelta};
 
 use crate::grpc::logprobs::Words;
 
 /// How a client wants its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Pace {
+pub(crate) struct StreamInterval {
     /// Whether it gets them as they come.
     pub(crate) streams: bool,
     /// Tokens from one part to the next, after the first; 1 or more.
@@ -36,7 +36,7 @@ pub(crate) enum Part {
         tokens: Vec<u32>,
         counts: Counts,
         words: Words,
-        end: End,
+        end: FinishReason,
     },
 }
 
@@ -55,7 +55,7 @@ pub(crate) struct OutputQueue(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
-    pace: Pace,
+    interval: StreamInterval,
     samples: Box<[Sample]>,
     /// Samples that have something for the client, each once.
     due: VecDeque<u32>,
@@ -76,15 +76,15 @@ struct Sample {
     /// The token that would come first, of a request that wants none.
     scored: Option<u32>,
     cached: u32,
-    end: Option<End>,
+    end: Option<FinishReason>,
     is_due: bool,
 }
 
 impl OutputQueue {
     /// For a request of so many sequences.
-    pub(crate) fn new(samples: u32, pace: Pace) -> Self {
+    pub(crate) fn new(samples: u32, interval: StreamInterval) -> Self {
         Self(Mutex::new(State {
-            pace,
+            interval,
             samples: vec![Sample::default(); samples as usize].into(),
             due: VecDeque::new(),
             open: samples,
@@ -98,7 +98,7 @@ impl OutputQueue {
     }
 
     /// Takes what is new, and returns whom to wake. What no sequence of the request is is ignored.
-    pub(crate) fn put(&self, delta: Delta) -> Option<Waker> {
+    pub(crate) fn put(&self, delta: OutputDelta) -> Option<Waker> {
         let mut state = self.lock();
         let state = &mut *state;
         let sample = state.samples.get_mut(delta.sample as usize)?;
@@ -116,8 +116,8 @@ impl OutputQueue {
             .extend_from_slice(&delta.prompt_logprobs);
         sample.scored = delta.scored;
         sample.cached = delta.cached_tokens;
-        sample.end = delta.end;
-        if sample.is_due || !sample.has_part(state.pace) {
+        sample.end = delta.finish;
+        if sample.is_due || !sample.has_part(state.interval) {
             return None;
         }
         sample.is_due = true;
@@ -140,8 +140,8 @@ impl OutputQueue {
             return Poll::Pending;
         };
         let sample = &mut state.samples[number as usize];
-        let part = sample.take(number, state.pace);
-        sample.is_due = sample.has_part(state.pace);
+        let part = sample.take(number, state.interval);
+        sample.is_due = sample.has_part(state.interval);
         if matches!(part, Part::End { .. }) {
             state.open -= 1;
             sample.is_due = false;
@@ -159,16 +159,16 @@ impl OutputQueue {
 
 impl Sample {
     /// Whether there is something for the client.
-    fn has_part(&self, pace: Pace) -> bool {
+    fn has_part(&self, interval: StreamInterval) -> bool {
         if self.end.is_some() {
             return true;
         }
-        let passed = |tokens: usize| (tokens as u32).div_ceil(pace.interval);
-        pace.streams && passed(self.tokens.len()) > passed(self.sent)
+        let passed = |tokens: usize| (tokens as u32).div_ceil(interval.interval);
+        interval.streams && passed(self.tokens.len()) > passed(self.sent)
     }
 
     /// Takes a part, which is there.
-    fn take(&mut self, sample: u32, pace: Pace) -> Part {
+    fn take(&mut self, sample: u32, interval: StreamInterval) -> Part {
         let counts = Counts {
             tokens: self.tokens.len() as u32,
             cached: self.cached,
@@ -177,7 +177,7 @@ impl Sample {
         let new = &self.tokens[mem::replace(&mut self.sent, self.tokens.len())..];
         let new_words = &self.words[mem::replace(&mut self.sent_words, self.words.len())..];
         match &self.end {
-            Some(end) if new.is_empty() || !pace.streams => {
+            Some(end) if new.is_empty() || !interval.streams => {
                 let computed = !self.tokens.is_empty() || self.scored.is_some();
                 Part::End {
                     sample,

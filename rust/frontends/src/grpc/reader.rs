@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use pie_engine::{Constrain, Grammar, Unbindable};
-use pie_ingress::{Ingress, ModelFacts, RawRequest, Refusal, RequestSpec};
+use pie_engine::{Grammar, GrammarHandle, GrammarSetupError};
+use pie_ingress::{Ingress, ModelInfo, RawRequest, Refusal, RequestSpec};
 use tonic::Status;
 
 use crate::grpc::encoded::decode;
@@ -25,7 +25,7 @@ impl RequestReader {
     /// Reads requests for a server with these settings, whose model has token ids below `vocab_size`.
     #[must_use]
     pub fn new(settings: &GatewaySettings, vocab_size: u32) -> Self {
-        let facts = ModelFacts {
+        let facts = ModelInfo {
             vocab_size,
             eos_token_ids: settings.model.eos_tokens.clone(),
             // The scheduler knows its pool.
@@ -48,11 +48,11 @@ impl RequestReader {
         &self,
         contract: Contract,
         message: &[u8],
-        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>,
     ) -> Result<RequestSpec, Status> {
         let asked = match contract {
-            Contract::Vllm => vllm::asked(decode(message)?, self.images),
-            Contract::Sglang => sglang::asked(decode(message)?, self.images, &self.ingress),
+            Contract::Vllm => vllm::parse(decode(message)?, self.images),
+            Contract::Sglang => sglang::parse(decode(message)?, self.images, &self.ingress),
         };
         let spec = self.validate(asked?.raw, bind);
         spec.map_err(|refusal| refused(&refusal))
@@ -62,7 +62,7 @@ impl RequestReader {
     pub(crate) fn validate(
         &self,
         mut raw: RawRequest,
-        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>,
+        bind: impl FnOnce(&Grammar, &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>,
     ) -> Result<RequestSpec, Refusal> {
         if raw.name.is_empty() {
             return Err(Refusal::Other(

@@ -35,7 +35,7 @@ use crate::grpc::logprobs::{Row, Rows};
 use crate::grpc::status::Matched;
 use crate::grpc::times;
 use crate::grpc::tokenizer::{self, Bundle};
-use crate::grpc::unserved::NO_EMBEDDINGS;
+use crate::grpc::unsupported::NO_EMBEDDINGS;
 use crate::grpc::vllm::flushed;
 
 /// The service over a core.
@@ -214,7 +214,7 @@ impl SglangScheduler for Scheduler {
         let is_slow = is_large || params.is_some_and(|params| params.constraint.is_some());
         let read = move |core: &Core| {
             let reader = core.reader();
-            request::asked(message, reader.images, &reader.ingress)
+            request::parse(message, reader.images, &reader.ingress)
         };
         let handle = StreamHandle::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(handle).await?))
@@ -253,7 +253,7 @@ impl SglangScheduler for Scheduler {
         &self,
         _: Request<Encoded>,
     ) -> Result<Response<GetModelInfoResponse>, Status> {
-        let (model, able) = (self.0.model(), self.0.able());
+        let (model, capabilities) = (self.0.model(), self.0.capabilities());
         let length = self.0.context_length() as i32;
         let token = |token: Option<u32>| token.map_or(-1, |token| token as i32);
         Ok(Response::new(GetModelInfoResponse {
@@ -263,7 +263,7 @@ impl SglangScheduler for Scheduler {
             weight_version: model.weight_version.clone(),
             served_model_name: model.served_name.clone(),
             max_context_length: length,
-            vocab_size: able.vocab_size as i32,
+            vocab_size: capabilities.vocab_size as i32,
             model_type: model.model_type.clone(),
             eos_token_ids: model.eos_tokens.iter().map(|&token| token as i32).collect(),
             pad_token_id: token(model.pad_token),
@@ -280,12 +280,12 @@ impl SglangScheduler for Scheduler {
         &self,
         _: Request<Encoded>,
     ) -> Result<Response<GetServerInfoResponse>, Status> {
-        let (able, model) = (self.0.able(), self.0.model());
+        let (capabilities, model) = (self.0.capabilities(), self.0.model());
         let tokens: u64 = self.0.loads().iter().map(|loads| loads.total_tokens).sum();
         let arguments = [
             ("tp_size", 1.0),
             ("dp_size", self.0.replicas() as f64),
-            ("page_size", able.kv_page_size.into()),
+            ("page_size", capabilities.kv_page_size.into()),
             ("max_running_requests", self.0.max_running().into()),
         ];
         let facts = [

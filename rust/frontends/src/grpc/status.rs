@@ -1,6 +1,6 @@
 //! From the ends of sequences to finish reasons and statuses.
 
-use pie_engine::{End, Rejected};
+use pie_engine::{FinishReason, SubmitError};
 use pie_ingress::{Failure, Outcome as Ended, Refusal, StopTexts, one_line};
 use tonic::Status;
 
@@ -29,7 +29,11 @@ pub(crate) enum Matched {
 }
 
 /// What an end is for the client of a request with these stop texts. `is_over`: whether the service ends, or no driver is left.
-pub(crate) fn outcome(end: &End, stops: &StopTexts, is_over: impl Fn() -> bool) -> Outcome {
+pub(crate) fn outcome(
+    end: &FinishReason,
+    stops: &StopTexts,
+    is_over: impl Fn() -> bool,
+) -> Outcome {
     let finished = |reason, matched| Outcome::Finished { reason, matched };
     match pie_ingress::outcome(end, stops) {
         Ended::Length => finished("length", Matched::Nothing),
@@ -56,7 +60,7 @@ pub(crate) fn refused(refusal: &Refusal) -> Status {
 }
 
 /// The gateway tries another worker.
-pub(crate) fn rejected(rejected: &Rejected) -> Status {
+pub(crate) fn rejected(rejected: &SubmitError) -> Status {
     Status::unavailable(one_line(&rejected.to_string()))
 }
 

@@ -28,7 +28,7 @@ use crate::grpc::logprobs::{Row, Rows};
 use crate::grpc::status::Matched;
 use crate::grpc::times;
 use crate::grpc::tokenizer::{self, Bundle};
-use crate::grpc::unserved::NO_EMBEDDINGS;
+use crate::grpc::unsupported::NO_EMBEDDINGS;
 
 /// The service over a core.
 pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> VllmEngineServer<Engine> {
@@ -157,7 +157,7 @@ impl VllmEngine for Engine {
         let params = message.sampling_params.as_ref();
         // The first grammar has the vocabulary read.
         let is_slow = is_large || params.is_some_and(|params| params.constraint.is_some());
-        let read = move |core: &Core| request::asked(message, core.reader().images);
+        let read = move |core: &Core| request::parse(message, core.reader().images);
         let handle = StreamHandle::open(&self.0, is_slow, read, metadata).await?;
         Ok(Response::new(Answers::begin(handle).await?))
     }
@@ -198,14 +198,14 @@ impl VllmEngine for Engine {
         &self,
         _: Request<Encoded>,
     ) -> Result<Response<GetModelInfoResponse>, Status> {
-        let (model, able) = (self.0.model(), self.0.able());
+        let (model, capabilities) = (self.0.model(), self.0.capabilities());
         let length = self.0.context_length();
         let token = |token: Option<u32>| token.map_or(-1, |token| token as i32);
         Ok(Response::new(GetModelInfoResponse {
             model_path: model.model_path.clone(),
             is_generation: true,
             max_context_length: length,
-            vocab_size: able.vocab_size,
+            vocab_size: capabilities.vocab_size,
             supports_vision: self.0.reader().images.is_some(),
             served_model_name: model.served_name.clone(),
             tokenizer_path: model.tokenizer_path.clone(),
@@ -229,8 +229,8 @@ impl VllmEngine for Engine {
             uptime_seconds: self.0.uptime().as_secs_f64(),
             server_type: "pie-gateway".to_owned(),
             data_parallel_size: self.0.replicas() as i32,
-            block_size: self.0.able().kv_page_size as i32,
-            model_dtype: self.0.able().activation_dtype.clone(),
+            block_size: self.0.capabilities().kv_page_size as i32,
+            model_dtype: self.0.capabilities().activation_dtype.clone(),
             max_num_seqs: self.0.max_running() as i32,
             ..GetServerInfoResponse::default()
         }))

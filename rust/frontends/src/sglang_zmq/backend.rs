@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_engine::{Constrain, Grammar, Pictures, Rejected, Service, Unbindable};
+use pie_engine::{Grammar, GrammarHandle, GrammarSetupError, PromptImages, Service, SubmitError};
 use pie_ingress::RequestSpec;
 
 /// Why a backend that reads no media takes none.
@@ -14,13 +14,17 @@ pub trait Backend {
     /// Takes a request, and returns its id at once.
     ///
     /// # Errors
-    /// [`Rejected`].
-    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected>;
+    /// [`SubmitError`].
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError>;
     /// What binds a request to a grammar, from its start on or after some tokens.
     ///
     /// # Errors
-    /// [`Unbindable`].
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
+    /// [`GrammarSetupError`].
+    fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError>;
     /// Ends a request; one that has ended is ignored.
     fn abort(&self, request: u64);
     /// Lets go of what it keeps for a session, by the number that requests name as theirs.
@@ -29,19 +33,23 @@ pub trait Backend {
     ///
     /// # Errors
     /// Why they cannot be served, for the client.
-    fn pictures(&self, _media: &[u8]) -> Result<Pictures, String> {
+    fn images(&self, _media: &[u8]) -> Result<PromptImages, String> {
         Err(NOT_SERVED.to_owned())
     }
 }
 
 impl Backend for Service {
-    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
-        let (arrival, deadline) = spec.into_arrival();
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError> {
+        let (arrival, deadline) = spec.into_request();
         Self::submit(self, arrival, deadline)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
-        Self::bind(self, grammar, after)
+    fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+        Self::compile_grammar(self, grammar, after)
     }
 
     fn abort(&self, request: u64) {

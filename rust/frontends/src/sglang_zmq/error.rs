@@ -3,7 +3,7 @@
 /// Why the classes of the installed `SGLang` cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum FrontError {
+pub enum SglangFrontendError {
     /// A class that every message needs is missing.
     #[error("SGLang has no message class `{class}`: install the version that this package names")]
     Class {

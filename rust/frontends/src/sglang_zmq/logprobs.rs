@@ -1,9 +1,9 @@
 //! Log-probabilities, from what the runtime brings to the columns of a message.
 
-use pie_engine::{Delta, LogprobParams, PlaceShape};
+use pie_engine::{LogprobParams, LogprobShape, OutputDelta};
 use pie_ingress::LogprobRows;
 
-use crate::sglang_zmq::table::{array, float, nil, uint};
+use crate::sglang_zmq::schema::{array, float, nil, uint};
 
 /// Fields of a message. With a request that wants log-probabilities in it, all of them are lists, and empty for the others.
 pub(crate) const COLUMNS: [&str; 12] = [
@@ -50,7 +50,7 @@ impl OpenLogprobs {
         Self::new(LogprobRows::new(LogprobParams::default(), &[]))
     }
 
-    pub(crate) fn take(&mut self, delta: &Delta) {
+    pub(crate) fn take(&mut self, delta: &OutputDelta) {
         self.prompt_words.extend_from_slice(&delta.prompt_logprobs);
         self.words.extend_from_slice(&delta.logprobs);
         self.scored = delta.scored;
@@ -111,23 +111,23 @@ impl OpenLogprobs {
             }
             tokens = &first[1..];
         }
-        for (place, &token) in words.chunks_exact(shape.words()).zip(tokens) {
+        for (index, &token) in words.chunks_exact(shape.words()).zip(tokens) {
             match (part, of_ids) {
                 (Part::Own, true) => uint(bytes, token.into()),
-                (Part::Own, false) => float(bytes, f32::from_bits(place[0])),
-                (Part::Top, true) => ids(bytes, &place[1..][..shape.top as usize]),
+                (Part::Own, false) => float(bytes, f32::from_bits(index[0])),
+                (Part::Top, true) => ids(bytes, &index[1..][..shape.top as usize]),
                 (Part::Given, true) => ids(bytes, &self.rows.params().token_ids_logprob),
                 (Part::Top, false) => floats(
                     bytes,
-                    &place[1 + shape.top as usize..][..shape.top as usize],
+                    &index[1 + shape.top as usize..][..shape.top as usize],
                 ),
-                (Part::Given, false) => floats(bytes, &place[1 + 2 * shape.top as usize..]),
+                (Part::Given, false) => floats(bytes, &index[1 + 2 * shape.top as usize..]),
             }
         }
     }
 }
 
-/// Which of a place's log-probabilities.
+/// Which of a index's log-probabilities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Own,
@@ -144,7 +144,7 @@ impl Part {
         }
     }
 
-    const fn is_empty(self, shape: PlaceShape) -> bool {
+    const fn is_empty(self, shape: LogprobShape) -> bool {
         match self {
             Self::Own => false,
             Self::Top => shape.top == 0,

@@ -1,6 +1,6 @@
 //! What a request brings besides tokens.
 
-use pie_engine::Pictures;
+use pie_engine::PromptImages;
 use pie_ingress::{Refusal, one_line};
 
 use crate::sglang_zmq::backend::Backend;
@@ -13,15 +13,15 @@ const IN_SESSION: &str = "images in a session are not served by this server's sc
 pub(crate) fn open(
     backend: &impl Backend,
     request: &mut GenerateRequest,
-) -> Result<Option<Pictures>, Refusal> {
+) -> Result<Option<PromptImages>, Refusal> {
     let Some(media) = request.media.take() else {
         return Ok(None);
     };
     // Also of a request that is refused: reading them frees the shared memory that they came in.
-    match backend.pictures(&media) {
-        Ok(pictures) if pictures.is_empty() => Ok(None),
+    match backend.images(&media) {
+        Ok(images) if images.is_empty() => Ok(None),
         Ok(_) if request.session.is_some() => Err(Refusal::Other(IN_SESSION.to_owned())),
-        Ok(pictures) => Ok(Some(pictures)),
+        Ok(images) => Ok(Some(images)),
         Err(reason) => Err(Refusal::Other(one_line(&reason))),
     }
 }

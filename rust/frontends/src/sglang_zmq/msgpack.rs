@@ -1,4 +1,4 @@
-//! `MessagePack`, read in place: no value is copied, and nested values are skipped by a loop, however deep they are.
+//! `MessagePack`, read in index: no value is copied, and nested values are skipped by a loop, however deep they are.
 
 use std::fmt;
 

@@ -1,16 +1,16 @@
 //! `BatchTokenIDOutput`: what is new of all requests that are due, as one message.
 
-use crate::sglang_zmq::error::FrontError;
+use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::logprobs::COLUMNS;
-use crate::sglang_zmq::open::Open;
-use crate::sglang_zmq::table::{
+use crate::sglang_zmq::open_request::OpenRequest;
+use crate::sglang_zmq::schema::{
     MessageClass, Template, array, binary, boolean, map, nil, optional_text, text, tokens, uint,
 };
 use crate::sglang_zmq::times::TimeStats;
 
 /// Why a request ended, in `SGLang`'s words.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Finish {
+pub(crate) enum SglangFinish {
     /// It has as many tokens.
     Length(u32),
     /// This token ended it.
@@ -23,9 +23,9 @@ pub(crate) enum Finish {
 
 /// A request in a message.
 #[derive(Debug)]
-pub(crate) struct Entry<'a> {
-    pub(crate) open: &'a Open,
-    pub(crate) finish: Option<Finish>,
+pub(crate) struct OutputEntry<'a> {
+    pub(crate) open: &'a OpenRequest,
+    pub(crate) finish: Option<SglangFinish>,
 }
 
 /// Writes the messages.
@@ -84,7 +84,7 @@ impl OutputEncoder {
         dp_rank: Option<u32>,
         speculates: bool,
         times: Option<TimeStats>,
-    ) -> Result<Self, FrontError> {
+    ) -> Result<Self, SglangFrontendError> {
         let set: Vec<&'static str> = LISTS
             .iter()
             .chain(&COLUMNS)
@@ -100,13 +100,13 @@ impl OutputEncoder {
     }
 
     /// One message for all entries.
-    pub(crate) fn encode(&self, entries: &[Entry<'_>]) -> Vec<u8> {
+    pub(crate) fn encode(&self, entries: &[OutputEntry<'_>]) -> Vec<u8> {
         self.template
             .encode(|field, bytes| self.write(field, entries, bytes))
     }
 
-    fn write(&self, field: &str, entries: &[Entry<'_>], bytes: &mut Vec<u8>) -> bool {
-        let mut list = |write: &dyn Fn(&Entry<'_>, &mut Vec<u8>)| {
+    fn write(&self, field: &str, entries: &[OutputEntry<'_>], bytes: &mut Vec<u8>) -> bool {
+        let mut list = |write: &dyn Fn(&OutputEntry<'_>, &mut Vec<u8>)| {
             array(bytes, entries.len());
             for entry in entries {
                 write(entry, bytes);
@@ -199,11 +199,11 @@ impl OutputEncoder {
 pub(crate) struct AbortEncoder(Template);
 
 impl AbortEncoder {
-    pub(crate) fn new(classes: &[MessageClass]) -> Result<Self, FrontError> {
+    pub(crate) fn new(classes: &[MessageClass]) -> Result<Self, SglangFrontendError> {
         Template::new(classes, "AbortReq", &["rid", "http_worker_ipc"]).map(Self)
     }
 
-    pub(crate) fn encode(&self, open: &Open) -> Vec<u8> {
+    pub(crate) fn encode(&self, open: &OpenRequest) -> Vec<u8> {
         self.0.encode(|field, bytes| {
             match field {
                 "rid" => text(bytes, &open.rid),
@@ -215,27 +215,27 @@ impl AbortEncoder {
     }
 }
 
-fn finish(bytes: &mut Vec<u8>, finish: Option<&Finish>) {
+fn finish(bytes: &mut Vec<u8>, finish: Option<&SglangFinish>) {
     match finish {
         None => nil(bytes),
-        Some(Finish::Length(length)) => {
+        Some(SglangFinish::Length(length)) => {
             map(bytes, 2);
             entry(bytes, "type", "length");
             text(bytes, "length");
             uint(bytes, (*length).into());
         }
-        Some(Finish::StopToken(token)) => {
+        Some(SglangFinish::StopToken(token)) => {
             map(bytes, 2);
             entry(bytes, "type", "stop");
             text(bytes, "matched");
             uint(bytes, (*token).into());
         }
-        Some(Finish::StopText(matched)) => {
+        Some(SglangFinish::StopText(matched)) => {
             map(bytes, 2);
             entry(bytes, "type", "stop");
             entry(bytes, "matched", matched);
         }
-        Some(Finish::Abort(message, status)) => {
+        Some(SglangFinish::Abort(message, status)) => {
             map(bytes, 4);
             entry(bytes, "type", "abort");
             entry(bytes, "message", message);
@@ -251,7 +251,7 @@ fn finish(bytes: &mut Vec<u8>, finish: Option<&Finish>) {
 }
 
 /// Where the cached tokens of a prompt were; nothing where there were none.
-fn tiers(bytes: &mut Vec<u8>, open: &Open) {
+fn tiers(bytes: &mut Vec<u8>, open: &OpenRequest) {
     if open.cached_tokens == 0 {
         return nil(bytes);
     }

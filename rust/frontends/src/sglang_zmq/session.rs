@@ -56,7 +56,7 @@ struct Turn {
 
 /// A request that goes on in a session.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Begun {
+pub(crate) struct SessionTurn {
     /// What the backend calls the session.
     pub(crate) number: u64,
     parent: Option<String>,
@@ -141,7 +141,7 @@ impl Sessions {
         own: &[u32],
         bos: Option<u32>,
         now: Instant,
-    ) -> Result<(Vec<u32>, Begun), String> {
+    ) -> Result<(Vec<u32>, SessionTurn), String> {
         let id = &params.id;
         let Some(session) = self.open.get_mut(id) else {
             return Err(format!(
@@ -162,7 +162,7 @@ impl Sessions {
             None => own.to_vec(),
             Some(turn) => turn.followed_by(params, without_bos(own, bos)),
         };
-        let begun = Begun {
+        let begun = SessionTurn {
             number: session.number,
             parent,
             replaces: params.replace,
@@ -175,7 +175,7 @@ impl Sessions {
         &mut self,
         id: &str,
         rid: &str,
-        begun: Begun,
+        begun: SessionTurn,
         (prompt, request): (Vec<u32>, u64),
     ) -> Vec<u64> {
         let Some(session) = self.open.get_mut(id) else {

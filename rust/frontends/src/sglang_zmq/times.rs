@@ -5,7 +5,7 @@
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use crate::sglang_zmq::open::Open;
+use crate::sglang_zmq::open_request::OpenRequest;
 
 /// A pickled object, without the opcodes around it, and where its numbers lie: 8 bytes each, the highest first.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl TimesTemplate {
     pub fn is_whole(&self) -> bool {
         let places = [self.queued, self.admitted, self.computed, self.ahead];
         let end = self.pickle.len().saturating_sub(size_of::<f64>());
-        self.pickle.len() >= size_of::<f64>() && places.iter().all(|&place| place <= end)
+        self.pickle.len() >= size_of::<f64>() && places.iter().all(|&index| index <= end)
     }
 }
 
@@ -51,7 +51,7 @@ const TAIL: &[u8] = b"e.";
 
 impl TimeStats {
     /// A pickled list with the times of each request.
-    pub(crate) fn encode<'o>(&self, requests: impl Iterator<Item = &'o Open>) -> Vec<u8> {
+    pub(crate) fn encode<'o>(&self, requests: impl Iterator<Item = &'o OpenRequest>) -> Vec<u8> {
         let mut bytes = HEAD.to_vec();
         let ahead = self.ahead();
         for open in requests {
@@ -61,14 +61,14 @@ impl TimeStats {
             // What never ran has waited for nothing.
             let admitted = open.admitted.map_or(queued, |us| self.after(us));
             let computed = open.computed.map_or(NEVER, |at| self.at(at));
-            for (place, time) in [
+            for (index, time) in [
                 (self.template.queued, queued),
                 (self.template.admitted, admitted),
                 (self.template.computed, computed),
                 (self.template.ahead, ahead),
             ] {
-                let place = start + place;
-                bytes[place..place + size_of::<f64>()].copy_from_slice(&time.to_be_bytes());
+                let index = start + index;
+                bytes[index..index + size_of::<f64>()].copy_from_slice(&time.to_be_bytes());
             }
         }
         bytes.extend_from_slice(TAIL);
@@ -76,7 +76,7 @@ impl TimeStats {
     }
 
     /// Seconds from the queue to the admission, and from there to the first token.
-    pub(crate) fn waited(&self, open: &Open) -> Option<(f64, f64)> {
+    pub(crate) fn waited(&self, open: &OpenRequest) -> Option<(f64, f64)> {
         let admitted = self.after(open.admitted?);
         let computed = self.at(open.computed?);
         let queued = self.at(open.received);

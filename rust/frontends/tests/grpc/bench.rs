@@ -46,7 +46,7 @@ impl Bench {
         let log = Arc::clone(&lines);
         let mut settings = ServiceSettings {
             log: Arc::new(move |_, line| log.lock().unwrap().push(line.to_owned())),
-            text: Some(Arc::new(vocabulary())),
+            token_bytes: Some(Arc::new(vocabulary())),
             ..ServiceSettings::new(process)
         };
         settings.scheduler.chunk_tokens = 24;
@@ -85,7 +85,7 @@ impl Bench {
             service.grammars = Some(GrammarSettings {
                 tokens: vocabulary().into(),
                 special: vec![(0, "<end>".to_owned())],
-                ends: vec![0],
+                eos_token_ids: vec![0],
                 compiler: compiler.clone(),
             });
             server.model.eos_tokens = vec![0];

@@ -12,15 +12,15 @@ use tonic::{Code, Streaming};
 use crate::bench::{Bench, WATCHDOG, collect_one, prompt, request, run};
 use crate::driver;
 
-/// A gateway's picture of one worker: blocks in each tier, with the text up to their ends.
+/// A gateway's image of one worker: blocks in each tier, with the text up to their ends.
 #[derive(Default)]
-struct Picture {
+struct PromptImage {
     blocks: HashMap<(i64, i32), Vec<u32>>,
     last: u64,
     clears: usize,
 }
 
-impl Picture {
+impl PromptImage {
     fn apply(&mut self, batch: &KvEventBatch) {
         assert!(
             self.last == 0 || batch.sequence_number == self.last + 1,
@@ -100,35 +100,35 @@ fn a_gateway_knows_what_is_cached() {
     run(async {
         let bench = Bench::new("serve", Contract::Vllm);
         let mut client = bench.vllm().await;
-        let (mut picture, mut stream) = (Picture::default(), subscribe(&mut client, 0).await);
+        let (mut image, mut stream) = (PromptImage::default(), subscribe(&mut client, 0).await);
         for number in 0..5 {
             let text = say(&mut client, number).await;
-            picture.until_stored(&mut stream, &text).await;
+            image.until_stored(&mut stream, &text).await;
         }
-        assert_eq!(picture.clears, 1, "only the start of the index");
+        assert_eq!(image.clears, 1, "only the start of the index");
         // One that comes later gets all of it, too.
-        let (mut late, mut other) = (Picture::default(), subscribe(&mut client, 0).await);
-        while late.last < picture.last {
+        let (mut late, mut other) = (PromptImage::default(), subscribe(&mut client, 0).await);
+        while late.last < image.last {
             late.apply(&other.message().await.unwrap().unwrap());
         }
-        assert_eq!(late.blocks, picture.blocks);
+        assert_eq!(late.blocks, image.blocks);
         // And one that lost its connection the rest.
-        let middle = picture.last / 2;
+        let middle = image.last / 2;
         let mut rest = subscribe(&mut client, middle).await;
         assert_eq!(
             rest.message().await.unwrap().unwrap().sequence_number,
             middle + 1
         );
         let none = SubscribeKvEventsRequest {
-            start_sequence_number: picture.last + 1,
+            start_sequence_number: image.last + 1,
             ..SubscribeKvEventsRequest::default()
         };
         let status = client.subscribe_kv_events(none).await.unwrap_err();
         assert_eq!(status.code(), Code::OutOfRange, "{status}");
         bench.until_idle().await;
         assert!(bench.service.flush(WATCHDOG));
-        while !picture.blocks.is_empty() {
-            picture.apply(&stream.message().await.unwrap().unwrap());
+        while !image.blocks.is_empty() {
+            image.apply(&stream.message().await.unwrap().unwrap());
         }
     });
 }
@@ -138,12 +138,12 @@ fn evictions_are_told() {
     run(async {
         let bench = Bench::new("serve", Contract::Vllm);
         let mut client = bench.vllm().await;
-        let (mut picture, mut stream) = (Picture::default(), subscribe(&mut client, 0).await);
+        let (mut image, mut stream) = (PromptImage::default(), subscribe(&mut client, 0).await);
         for number in 0..40 {
             let text = say(&mut client, 100 + number).await;
-            picture.until_stored(&mut stream, &text).await;
+            image.until_stored(&mut stream, &text).await;
             // Both tiers have no more.
-            assert!(picture.blocks.len() <= (driver::TOTAL_PAGES + 12) as usize);
+            assert!(image.blocks.len() <= (driver::TOTAL_PAGES + 12) as usize);
         }
     });
 }
@@ -153,12 +153,12 @@ fn a_driver_that_dies_clears_what_is_known() {
     run(async {
         let bench = Bench::new("die-at=20", Contract::Vllm);
         let mut client = bench.vllm().await;
-        let (mut picture, mut stream) = (Picture::default(), subscribe(&mut client, 0).await);
+        let (mut image, mut stream) = (PromptImage::default(), subscribe(&mut client, 0).await);
         for number in 0..4 {
             let text = say(&mut client, number).await;
-            picture.until_stored(&mut stream, &text).await;
+            image.until_stored(&mut stream, &text).await;
         }
-        assert_eq!(picture.clears, 2);
+        assert_eq!(image.clears, 2);
         assert_eq!(bench.service.stats()[0].restarts, 1);
     });
 }
@@ -171,10 +171,10 @@ fn only_the_last_batches_are_kept() {
         });
         let mut client = bench.vllm().await;
         let mut live = subscribe(&mut client, 0).await;
-        let mut picture = Picture::default();
+        let mut image = PromptImage::default();
         for number in 0..6 {
             let text = say(&mut client, number).await;
-            picture.until_stored(&mut live, &text).await;
+            image.until_stored(&mut live, &text).await;
         }
         for cursor in [1, u64::MAX] {
             let gone = SubscribeKvEventsRequest {
@@ -184,13 +184,13 @@ fn only_the_last_batches_are_kept() {
             let status = client.subscribe_kv_events(gone).await.unwrap_err();
             assert_eq!(status.code(), Code::OutOfRange, "{status}");
         }
-        subscribe(&mut client, picture.last - 1).await;
+        subscribe(&mut client, image.last - 1).await;
         // Without a cursor only what comes.
         let mut fresh = subscribe(&mut client, 0).await;
         let text = say(&mut client, 50).await;
         let first = fresh.message().await.unwrap().unwrap();
-        assert!(first.sequence_number > picture.last, "{first:?}");
-        picture.until_stored(&mut live, &text).await;
+        assert!(first.sequence_number > image.last, "{first:?}");
+        image.until_stored(&mut live, &text).await;
     });
 }
 

@@ -1,6 +1,6 @@
 //! Log-probabilities by both contracts: every row is what the driver has said of it.
 
-use pie_engine::PlaceShape;
+use pie_engine::LogprobShape;
 use pie_frontends::grpc::Contract;
 use pie_frontends::grpc::contract::sglang;
 use pie_frontends::grpc::contract::sglang::generate_response::Response;
@@ -13,13 +13,13 @@ type Place = (f32, Vec<u32>, Vec<f32>, Vec<f32>);
 
 /// The places of the tokens of `text` from `first` on.
 fn places(text: &[u32], first: usize, top: u32, given: &[u32]) -> Vec<Place> {
-    let shape = PlaceShape {
+    let shape = LogprobShape {
         top,
         given: given.len() as u32,
     };
     let words = (first..text.len()).flat_map(|at| driver::place(&text[..at], text[at], top, given));
     let words: Vec<u32> = words.collect();
-    let found = shape.places(&words).map(|place| {
+    let found = shape.positions(&words).map(|place| {
         let (ids, values) = place.top.into_iter().unzip();
         (place.token, ids, values, place.given)
     });

@@ -2,7 +2,7 @@
 
 mod support;
 
-use pie_frontends::sglang_zmq::{Front, Outgoing};
+use pie_frontends::sglang_zmq::{Outgoing, SglangFrontend};
 use proptest::prelude::*;
 use rmpv::Value;
 
@@ -48,7 +48,7 @@ fn answered(outgoing: &Outgoing) -> Vec<(String, String)> {
         .collect()
 }
 
-fn names(kept: &Kept, front: &Front) -> usize {
+fn names(kept: &Kept, front: &SglangFrontend) -> usize {
     let arrivals = kept.arrivals.borrow().len();
     assert_eq!(front.open_requests(), arrivals);
     arrivals

@@ -2,7 +2,7 @@
 
 mod support;
 
-use pie_engine::End;
+use pie_engine::FinishReason;
 use proptest::prelude::*;
 use rmpv::Value;
 
@@ -116,7 +116,7 @@ fn a_request_for_no_token_has_one_log_probability() {
         &[("max_new_tokens", Value::from(0))],
     );
     front.receive(&kept, [&encoded(&message)[..]]);
-    let mut ended = delta(0, &[], Some(End::Length));
+    let mut ended = delta(0, &[], Some(FinishReason::Length));
     ended.logprobs = places(1, 2, 4);
     ended.scored = Some(77);
     let outgoing = front.outputs(&[ended]);

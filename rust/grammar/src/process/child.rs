@@ -1,4 +1,4 @@
-//! The end that compiles.
+//! The compiler process.
 
 use std::fs;
 use std::io;
@@ -13,8 +13,8 @@ use rustix::process::{
     set_parent_process_death_signal, setrlimit,
 };
 
-use super::{Setup, Verdict, receive, receive_bytes, send};
-use crate::budget::Budget;
+use super::{CompileReply, Setup, receive, receive_bytes, send};
+use crate::budget::MemoryBudget;
 use crate::error::GrammarError;
 use crate::grammar::Grammar;
 use crate::model::Model;
@@ -46,7 +46,7 @@ fn serve(socket: &mut UnixStream, setup: Setup, bytes: &[u8]) -> io::Result<()> 
     let memory = setup.memory;
     let model = model(setup, bytes).map_err(io::Error::other)?;
     limit_memory(memory)?;
-    send(socket, &Verdict::Ready)?;
+    send(socket, &CompileReply::Ready)?;
     loop {
         let grammar: Grammar = match receive(socket) {
             Ok(grammar) => grammar,
@@ -55,10 +55,10 @@ fn serve(socket: &mut UnixStream, setup: Setup, bytes: &[u8]) -> io::Result<()> 
         };
         let compile = AssertUnwindSafe(|| model.compile(&grammar).map(drop));
         let verdict = match panic::catch_unwind(compile) {
-            Ok(Ok(())) => Verdict::Ready,
-            Ok(Err(GrammarError::Wrong { reason, .. })) => Verdict::Wrong(reason),
-            Ok(Err(other)) => Verdict::Wrong(other.to_string()),
-            Err(_) => Verdict::Panicked,
+            Ok(Ok(())) => CompileReply::Ready,
+            Ok(Err(GrammarError::Wrong { reason, .. })) => CompileReply::Wrong(reason),
+            Ok(Err(other)) => CompileReply::Wrong(other.to_string()),
+            Err(_) => CompileReply::Panicked,
         };
         send(socket, &verdict)?;
     }
@@ -77,7 +77,7 @@ fn model(setup: Setup, bytes: &[u8]) -> Result<Model, String> {
     let vocabulary = Vocabulary::shared(Arc::new(words), setup.special, &setup.ends)
         .map_err(|error| error.to_string())?;
     // The limit of the process is what counts.
-    Model::new(vocabulary, None, setup.space, Budget::new(usize::MAX))
+    Model::new(vocabulary, None, setup.space, MemoryBudget::new(usize::MAX))
 }
 
 /// Lets the process have so many more bytes of address space than it has now.

@@ -1,4 +1,4 @@
-//! The end that asks.
+//! The parent of a compiler process.
 
 use std::env;
 use std::io::{self, Read, Write};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::{Setup, Verdict, receive, send, send_bytes};
+use super::{CompileReply, Setup, receive, send, send_bytes};
 use crate::error::GrammarError;
 use crate::grammar::{Grammar, JsonSpace};
 use crate::limits::{CompilerCommand, Limits};
@@ -102,7 +102,7 @@ impl Process {
         send(&mut self.socket, &setup)?;
         send_bytes(&mut self.socket, &words.concat())?;
         match receive(&mut self.socket)? {
-            Verdict::Ready => Ok(()),
+            CompileReply::Ready => Ok(()),
             other => Err(io::Error::other(format!("it answered {other:?}"))),
         }
     }
@@ -117,18 +117,18 @@ impl Process {
     ) -> Result<(), Failure> {
         let kind = grammar.kind();
         self.is_fresh = false;
-        let mut socket = Patient {
+        let mut socket = DeadlineSocket {
             socket: &self.socket,
             until,
             is_abandoned,
         };
         let answer = send(&mut socket, grammar).and_then(|()| receive(&mut socket));
         match answer {
-            Ok(Verdict::Ready) => Ok(()),
-            Ok(Verdict::Wrong(reason)) => {
+            Ok(CompileReply::Ready) => Ok(()),
+            Ok(CompileReply::Wrong(reason)) => {
                 Err(Failure::Grammar(GrammarError::Wrong { kind, reason }))
             }
-            Ok(Verdict::Panicked) => Err(Failure::Grammar(GrammarError::Panicked { kind })),
+            Ok(CompileReply::Panicked) => Err(Failure::Grammar(GrammarError::Panicked { kind })),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(Failure::TooSlow),
             Err(error) if error.kind() == ABANDONED => Err(Failure::Abandoned),
             Err(_) => Err(Failure::Ended(self.reason(kind))),
@@ -161,7 +161,7 @@ impl Process {
         let status = self.child.wait().ok();
         let mut said = Vec::new();
         if let Some(errors) = self.child.stderr.take() {
-            // What cannot be read is not told.
+            // Best effort.
             let _ = errors.take(LAST_WORDS).read_to_end(&mut said);
         }
         (status, String::from_utf8_lossy(&said).into_owned())
@@ -175,13 +175,13 @@ impl Drop for Process {
 }
 
 /// A socket that is read and written until a time, while somebody waits for it.
-struct Patient<'a> {
+struct DeadlineSocket<'a> {
     socket: &'a UnixStream,
     until: Instant,
     is_abandoned: &'a dyn Fn() -> bool,
 }
 
-impl Patient<'_> {
+impl DeadlineSocket<'_> {
     /// One attempt after the other, each for a short time.
     fn wait(&self, mut attempt: impl FnMut(&UnixStream) -> io::Result<usize>) -> io::Result<usize> {
         loop {
@@ -204,13 +204,13 @@ impl Patient<'_> {
     }
 }
 
-impl Read for Patient<'_> {
+impl Read for DeadlineSocket<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.wait(|mut socket| socket.read(buffer))
     }
 }
 
-impl Write for Patient<'_> {
+impl Write for DeadlineSocket<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.wait(|mut socket| socket.write(bytes))
     }

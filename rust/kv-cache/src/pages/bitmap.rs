@@ -1,4 +1,4 @@
-//! A set of small numbers that gives its least one, in a few words whatever its size.
+//! A hierarchical bitmap: a set of small numbers with O(levels) access to the smallest.
 
 const BITS: usize = u64::BITS as usize;
 
@@ -26,7 +26,7 @@ impl Bitmap {
         }
     }
 
-    /// Removes the least number and returns it.
+    /// Removes and returns the smallest number.
     pub(crate) fn take_least(&mut self) -> Option<usize> {
         let mut at = 0;
         for level in self.levels.iter().rev() {
@@ -48,7 +48,7 @@ impl Bitmap {
         Some(at)
     }
 
-    /// Puts a number back that was taken.
+    /// Inserts a number.
     pub(crate) fn put(&mut self, number: usize) {
         let mut at = number;
         for level in &mut self.levels {

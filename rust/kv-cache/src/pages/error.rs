@@ -2,30 +2,30 @@
 
 use thiserror::Error;
 
-/// Why a pool refused. It is then as it was before the call.
+/// Why a call was rejected. The pool is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PoolError {
-    /// Fewer pages are free than are asked for.
+    /// Too few free pages.
     #[error(
         "{wanted} pages are asked for and {free} are free; evict cached pages or wait for running steps"
     )]
     Exhausted {
-        /// Pages asked for.
+        /// Requested pages.
         wanted: usize,
-        /// Pages that are free.
+        /// Free pages.
         free: usize,
     },
-    /// The id belongs to no page of this pool.
+    /// An id of another pool.
     #[error("page {page} is not of this pool, whose ids are {first}..{end}")]
     Foreign {
         /// The id.
         page: u32,
         /// First id of the pool.
         first: u32,
-        /// One more than its last id.
+        /// End of its range.
         end: u32,
     },
-    /// The caller has no reference to this page: it was freed before.
+    /// The caller has no reference: freed before.
     #[error("page {page} is not held: it was freed before, or never allocated")]
     NotHeld {
         /// The page.
@@ -51,21 +51,21 @@ pub enum PoolError {
         /// The page.
         page: u32,
     },
-    /// A count would exceed 32 bits.
+    /// More than 32 bits of references.
     #[error("page {page} has {} references, the most there can be", u32::MAX)]
     TooManyReferences {
         /// The page.
         page: u32,
     },
-    /// References and their holders do not agree.
+    /// Reference count and holders disagree.
     #[error("page {page} has {references} references and {held} holders; {}",
         if references > held { "it leaked" } else { "it was freed too often" })]
     Unbalanced {
         /// The page.
         page: u32,
-        /// References that the pool counts.
+        /// Reference count.
         references: u32,
-        /// Holders that the caller names.
+        /// Holders that the caller lists.
         held: u32,
     },
 }

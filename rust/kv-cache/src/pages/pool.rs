@@ -1,4 +1,4 @@
-//! The pool.
+//! The page pool.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,59 +9,59 @@ use crate::pages::error::PoolError;
 /// Which free page is allocated next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
-    /// The one with the lowest id. The pages in use stay together.
+    /// The lowest id. Used pages stay together.
     #[default]
     LowestFirst,
-    /// The one that was freed last, which caches may still hold. A new pool counts up.
+    /// The page that was freed last, which may still be in caches. A new pool counts up.
     Lifo,
 }
 
 /// The result of [`Pool::make_unique`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unique {
-    /// Only the caller holds this page, and may write it.
+    /// The caller has the only reference and may write the page.
     Kept(u32),
-    /// The caller's reference moved to a new page: copy `from` to `to` before anything writes either.
+    /// The caller's reference moved to a new page: copy `from` to `to` before either is written.
     Copy {
         /// The shared page.
         from: u32,
-        /// The caller's own page, with one reference.
+        /// The caller's page, with one reference.
         to: u32,
     },
 }
 
-/// How many pages are in which state.
+/// Pages by state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
     /// All pages.
     pub capacity: usize,
-    /// Pages that can be allocated.
+    /// Free pages.
     pub free: usize,
-    /// Pages with a reference: all that are not free.
+    /// Pages with a reference.
     pub used: usize,
-    /// Used pages that the prefix index holds.
+    /// Used pages in the prefix index.
     pub cached: usize,
-    /// Cached pages that others hold, too, so that evicting them frees nothing.
+    /// Cached pages with other references, too: evicting them frees nothing.
     pub pinned: usize,
     /// Used pages that become free when running steps complete.
     pub leaving: usize,
-    /// Most pages that were used at once.
+    /// Peak of `used`.
     pub high_water: usize,
 }
 
-/// A page's references.
+/// References to a page.
 #[derive(Debug, Clone, Copy, Default)]
 struct Slot {
-    /// References of requests, of the index and of running steps.
+    /// References of requests, the prefix index and running steps.
     references: u32,
-    /// Those of `references` that end with a running step.
+    /// References that end with a running step.
     leaving: u32,
-    /// One of `references` is the prefix index's.
+    /// One is the prefix index's.
     cached: bool,
 }
 
 impl Slot {
-    /// References that a caller may give up.
+    /// References of callers.
     fn held(self) -> u32 {
         self.references - self.leaving - u32::from(self.cached)
     }
@@ -104,10 +104,10 @@ impl FreeList {
     }
 }
 
-/// The pages of one tier of memory, by id.
+/// A pool of the pages of one memory tier.
 ///
-/// A pool knows only ids: it owns no memory. Give each tier a range of its own, so that an id that strays into the
-/// pool of another tier is an error and not a page. A call that is refused changes nothing, however long its list.
+/// Give each tier its own range of ids, so that an id of another tier is an error. A rejected call changes nothing, however
+/// long its list.
 ///
 /// ```
 /// use pie_kv_cache::pages::{Order, Pool, PoolError, Unique};
@@ -129,7 +129,7 @@ pub struct Pool {
     free: FreeList,
     order: Order,
     stats: Stats,
-    /// References that end with a step, by step.
+    /// Deferred frees, by step.
     leaving: VecDeque<(u64, u32)>,
     completed: Option<u64>,
 }
@@ -153,7 +153,7 @@ impl Pool {
         }
     }
 
-    /// Takes a free page, with one reference.
+    /// Allocates a page, with one reference.
     ///
     /// # Errors
     ///
@@ -166,11 +166,11 @@ impl Pool {
         Ok(self.take(at))
     }
 
-    /// Takes `count` free pages, with one reference each, and appends their ids to `pages`.
+    /// Allocates `count` pages, with one reference each, and appends their ids to `pages`.
     ///
     /// # Errors
     ///
-    /// [`PoolError::Exhausted`] when fewer are free; then none is taken.
+    /// [`PoolError::Exhausted`] when fewer are free; then none is allocated.
     pub fn allocate_many(&mut self, count: usize, pages: &mut Vec<u32>) -> Result<(), PoolError> {
         if count > self.stats.free {
             return Err(PoolError::Exhausted {
@@ -198,14 +198,14 @@ impl Pool {
         self.change_all(pages, Self::share_one, Self::free_one)
     }
 
-    /// Drops a reference of the caller to each page; a page without any is free.
+    /// Drops the caller's reference to each page; a page without any is free.
     ///
     /// # Errors
     ///
     /// [`PoolError::Foreign`]; [`PoolError::NotHeld`] for a page that was freed before; [`PoolError::Cached`] when the
     /// only reference is the prefix index's.
     pub fn free(&mut self, pages: &[u32]) -> Result<(), PoolError> {
-        // What a check takes must not reach the free list: its order would change when it is put back.
+        // Two passes: undoing a free would change the order of the free list.
         self.change_all(pages, Self::leave_one, Self::stay_one)?;
         for &page in pages {
             self.drop_leaving(page);
@@ -213,10 +213,10 @@ impl Pool {
         Ok(())
     }
 
-    /// Drops a reference of the caller to each page once step `step` is [complete](Self::complete): until then the
-    /// step may write them. At once if it is complete already.
+    /// Drops the caller's reference to each page once step `step` is [complete](Self::complete), because the step may still
+    /// write it. At once if it is complete already.
     ///
-    /// Steps count up. One that is smaller than that of an earlier call counts as that one.
+    /// Steps count up; a smaller one than in an earlier call counts as that one.
     ///
     /// # Errors
     ///
@@ -230,7 +230,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Says that all steps up to this one are complete. Returns how many pages became free.
+    /// Completes all steps up to `step`. Returns how many pages became free.
     pub fn complete(&mut self, step: u64) -> usize {
         self.completed = self.completed.max(Some(step));
         let free = self.stats.free;
@@ -243,7 +243,7 @@ impl Pool {
         self.stats.free - free
     }
 
-    /// Gives the caller's reference to each page to the prefix index.
+    /// Moves the caller's reference to each page to the prefix index.
     ///
     /// # Errors
     ///
@@ -253,7 +253,7 @@ impl Pool {
         self.change_all(pages, Self::cache_one, Self::return_one)
     }
 
-    /// Drops the prefix index's reference to each page: the index has evicted it.
+    /// Drops the prefix index's reference to each page, after an eviction.
     ///
     /// # Errors
     ///
@@ -263,8 +263,7 @@ impl Pool {
         self.free(pages)
     }
 
-    /// [`uncache`](Self::uncache) once step `step` is complete, as of [`free_after`](Self::free_after): for pages that
-    /// are still read by a copy to another tier.
+    /// [`uncache`](Self::uncache) once step `step` is complete, for pages that a copy to another tier still reads.
     ///
     /// # Errors
     ///
@@ -274,15 +273,14 @@ impl Pool {
         self.free_after(pages, step)
     }
 
-    /// Makes a page of the caller writable: copy-on-write, for the last page of a prefix that others share.
+    /// Copy-on-write: makes a page of the caller writable.
     ///
-    /// A page that a running step, the index or another holder refers to is replaced by a new one. The caller's
-    /// reference to the old one is dropped: let the copy come before anything that may write that.
+    /// A page with other references is replaced by a new one, and the caller's reference to the old one is dropped: copy before
+    /// anything may write the old page.
     ///
     /// # Errors
     ///
-    /// [`PoolError::Foreign`]; [`PoolError::NotHeld`]; [`PoolError::Cached`]; [`PoolError::Exhausted`] when there is no
-    /// page to copy to.
+    /// [`PoolError::Foreign`]; [`PoolError::NotHeld`]; [`PoolError::Cached`]; [`PoolError::Exhausted`].
     pub fn make_unique(&mut self, page: u32) -> Result<Unique, PoolError> {
         let slot = self.slots[self.at(page)?];
         self.check_held(page)?;
@@ -294,7 +292,7 @@ impl Pool {
         Ok(Unique::Copy { from: page, to })
     }
 
-    /// References to a page: of callers, of the prefix index and of running steps.
+    /// Number of references to a page.
     ///
     /// # Errors
     ///
@@ -303,12 +301,12 @@ impl Pool {
         Ok(self.slots[self.at(page)?].references)
     }
 
-    /// Pages that can be allocated.
+    /// Free pages.
     pub fn available(&self) -> usize {
         self.stats.free
     }
 
-    /// Counts of pages by state, kept up to date: this reads them.
+    /// Pages by state; O(1).
     pub fn stats(&self) -> Stats {
         self.stats
     }
@@ -318,13 +316,13 @@ impl Pool {
         self.first..self.end()
     }
 
-    /// Compares the references with what their holders list: each id as often as it is held, those of the prefix index
-    /// once, without what running steps hold. Finds leaks; takes time and memory for every page.
+    /// Checks reference counts against the holders' lists: each id as often as it is held, the prefix index's once, without
+    /// running steps. Finds leaks; takes time and memory for every page.
     ///
     /// # Errors
     ///
     /// [`PoolError::Foreign`], and [`PoolError::Unbalanced`] with the first page that disagrees.
-    pub fn audit(&self, held: impl IntoIterator<Item = u32>) -> Result<(), PoolError> {
+    pub fn check_invariants(&self, held: impl IntoIterator<Item = u32>) -> Result<(), PoolError> {
         let mut holders = vec![0; self.slots.len()];
         for page in held {
             holders[self.at(page)?] += 1;
@@ -343,7 +341,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Frees every page, held or not. The high-water mark and the completed steps stay.
+    /// Frees every page. The peak and the completed steps stay.
     pub fn reset(&mut self) {
         let (high_water, completed) = (self.stats.high_water, self.completed);
         *self = Self::new(self.ids(), self.order);
@@ -374,7 +372,7 @@ impl Pool {
         }
     }
 
-    /// Changes one page; the counts follow.
+    /// Changes one page and the statistics.
     fn change(&mut self, at: usize, change: impl FnOnce(&mut Slot)) -> Slot {
         let slot = &mut self.slots[at];
         let before = *slot;
@@ -397,7 +395,7 @@ impl Pool {
         after
     }
 
-    /// Does `change` to every page, or to none.
+    /// Applies `change` to all pages or, if one fails, to none.
     fn change_all(
         &mut self,
         pages: &[u32],
@@ -479,7 +477,7 @@ impl Pool {
         self.leaving.extend(pages.iter().map(|&page| (last, page)));
     }
 
-    /// A reference that was leaving is gone.
+    /// Drops a deferred reference.
     fn drop_leaving(&mut self, page: u32) {
         let at = (page - self.first) as usize;
         let slot = self.change(at, |slot| {

@@ -1,31 +1,34 @@
-//! The parameters of an index, and of its calls.
+//! Parameters.
 
 use std::str::FromStr;
 
 use crate::radix::error::RadixError;
 
-/// Which leaf is evicted first. Names and order are `SGLang`'s.
+/// Largest page size in tokens.
+pub const MAX_PAGE_SIZE: u32 = 1024;
+
+/// Eviction policy. Names and order are `SGLang`'s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// The one that was used least recently.
+    /// Least recently used.
     #[default]
     Lru,
-    /// The one that was inserted least often, then the least recently used.
+    /// Least frequently inserted, then LRU.
     Lfu,
-    /// The oldest.
+    /// First in, first out.
     Fifo,
-    /// The youngest.
+    /// First in, last out.
     Filo,
-    /// The one that was used most recently.
+    /// Most recently used.
     Mru,
-    /// Those that were inserted once before the others, then the least recently used.
+    /// Segmented LRU: nodes that were inserted once before the others, then LRU.
     Slru,
-    /// The one with the lowest priority, then the least recently used.
+    /// Lowest priority, then LRU.
     Priority,
 }
 
 /// Insertions from which [`Policy::Slru`] protects a node.
-pub(crate) const PROTECTED: u32 = 2;
+pub(crate) const SLRU_PROTECTED_HITS: u32 = 2;
 
 impl Policy {
     const NAMES: [(&'static str, Self); 7] = [
@@ -52,13 +55,13 @@ impl FromStr for Policy {
 /// The parameters of an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Tokens of a page, 1 to [`MAX_PAGE_SIZE`](crate::radix::MAX_PAGE_SIZE).
+    /// Tokens of a page, 1 to [`MAX_PAGE_SIZE`].
     pub page_size: u32,
-    /// The order of evictions.
+    /// Eviction policy.
     pub policy: Policy,
-    /// Keys are pairs of neighbouring tokens, as EAGLE drafts want them: `n` tokens are `n - 1` units.
+    /// Keys are bigrams, for EAGLE: `n` tokens are `n - 1` units.
     pub bigram: bool,
-    /// Record [`Event`](crate::radix::Event)s. They cost a SHA-256 per page, and 32 bytes to keep it.
+    /// Record [`Event`](crate::radix::Event)s, for a SHA-256 and 32 bytes per page.
     pub events: bool,
 }
 
@@ -73,19 +76,19 @@ impl Default for Config {
     }
 }
 
-/// A sequence of tokens, in a namespace.
+/// A lookup key: tokens in a namespace (adapter, cache salt). Namespaces share nothing.
 ///
 /// Sequences of different namespaces share nothing: adapters, cache salts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Key<'a> {
     /// `SGLang`'s `extra_key`.
     pub namespace: Option<&'a str>,
-    /// Token ids. What is beyond the last whole page is ignored.
+    /// Token ids; a partial last page is ignored.
     pub tokens: &'a [u32],
 }
 
 impl<'a> Key<'a> {
-    /// Tokens in the namespace without a name.
+    /// Tokens in the unnamed namespace.
     pub fn new(tokens: &'a [u32]) -> Self {
         Self {
             namespace: None,
@@ -109,13 +112,13 @@ impl<'a> From<&'a [u32]> for Key<'a> {
     }
 }
 
-/// How a sequence is inserted.
+/// Parameters of an insertion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Insertion {
-    /// The time, in any unit that grows. One that is not after the last call's counts as just after it.
+pub struct InsertParams {
+    /// A time in any unit. One that is not after the last call counts as just after it.
     pub now: u64,
-    /// Nodes on the path get at least this priority.
+    /// Least priority of the nodes on the path.
     pub priority: i32,
-    /// A part of a request that will be inserted again with more tokens: it does not count as a hit.
+    /// A prefill chunk, which will be inserted again with more tokens: does not count as a hit.
     pub chunked: bool,
 }

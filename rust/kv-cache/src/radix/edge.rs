@@ -8,27 +8,27 @@ use crate::radix::planes::{High, Planes};
 
 /// Words of a cache line.
 const LINE: usize = 16;
-/// Lines that are prefetched of the lower bits of tokens; of the upper bits, half as many.
+/// Cache lines that are prefetched of the low plane; half as many of the high plane.
 const LOW_LINES: usize = 10;
-/// Of fewer tokens only one.
+/// Of fewer tokens one line each.
 const SHORT: usize = 64;
-/// Bits of `shape` that say how tokens are stored.
+/// Position of the width in `shape`.
 const WIDTH_SHIFT: u32 = 30;
 
-/// Pages of a buffer, or a single page of one token, which needs none. A buffer is the page ids, the lower 16 bits of all tokens,
-/// their upper bits: planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
+/// Pages of a buffer, or a single page of one token without a buffer. A buffer has page ids, then the lower 16 bits of all
+/// tokens, then their upper bits: planes that are compared by vector operations; tokens below 2²⁴ take 3 bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Edge {
     words: Option<Arc<[u32]>>,
-    /// The buffer's `capacity | width`. It is here, so that the buffer need not be read to be prefetched.
+    /// The buffer's `capacity | width`, here so that a prefetch need not read the buffer.
     shape: u32,
     /// First page; without a buffer the token.
     start: u32,
-    /// Number of pages; without a buffer the page's id, or [`NO_PAGE`] of an edge that is empty.
+    /// Number of pages; without a buffer the page id, or [`NO_PAGE`] if empty.
     len: u32,
 }
 
-/// Not the id of a page without a buffer.
+/// Marks an empty edge.
 const NO_PAGE: u32 = u32::MAX;
 
 impl Default for Edge {
@@ -43,9 +43,9 @@ impl Default for Edge {
 }
 
 impl Edge {
-    /// An edge of its own buffer.
+    /// An edge with its own buffer.
     ///
-    /// There are as many tokens as pages have room for.
+    /// `tokens` fill `pages`.
     pub(crate) fn new(tokens: &[u32], pages: &[u32]) -> Self {
         if let (&[token], &[page]) = (tokens, pages)
             && page != NO_PAGE
@@ -99,7 +99,7 @@ impl Edge {
         self.words.is_none().then(|| &single[..self.len()])
     }
 
-    /// Has its memory come: the first page ids, and as much of both planes as most turns of a conversation take.
+    /// Prefetches the first page ids, and as much of both planes as most turns of a conversation take.
     #[inline]
     pub(crate) fn prefetch(&self, size: usize) {
         let Some(words) = &self.words else {
@@ -114,7 +114,7 @@ impl Edge {
             prefetch_index(words, high);
             return;
         }
-        // Always as many: the end of a loop that depends on the length is guessed wrongly, which takes longer than lines too many.
+        // A fixed count: a mispredicted loop end costs more than superfluous lines.
         for line in 0..LOW_LINES {
             prefetch_index(words, low + line * LINE);
         }
@@ -123,7 +123,7 @@ impl Edge {
         }
     }
 
-    /// Has the memory of its page ids come.
+    /// Prefetches the page ids.
     #[inline]
     pub(crate) fn prefetch_pages(&self) {
         if let Some(words) = &self.words {
@@ -131,9 +131,9 @@ impl Edge {
         }
     }
 
-    /// How many leading tokens agree with `tokens`; `size` tokens are a page.
+    /// Leading tokens that equal `tokens`; `size` tokens are a page.
     #[inline]
-    pub(crate) fn common(&self, size: usize, tokens: &[u32]) -> usize {
+    pub(crate) fn common_prefix(&self, size: usize, tokens: &[u32]) -> usize {
         if let Some(single) = self.single() {
             return usize::from(!single.is_empty() && tokens.first() == single.first());
         }
@@ -163,7 +163,7 @@ impl Edge {
         page[size - 1]
     }
 
-    /// Cuts the first `at` pages off and returns them. Nothing is copied.
+    /// Splits off the first `at` pages, without a copy.
     pub(crate) fn split(&mut self, at: usize) -> Self {
         if self.words.is_none() {
             // There is nothing in between.
@@ -184,7 +184,7 @@ impl Edge {
         upper
     }
 
-    /// Prepends `upper`, if it is the range directly before this one.
+    /// Prepends `upper`, if it is the range right before this one.
     pub(crate) fn join(&mut self, upper: &Self) -> bool {
         let fits = self.shares(upper) && upper.start + upper.len == self.start;
         if fits {
@@ -214,7 +214,7 @@ impl Edge {
             .map_or(0, |words| size_of_val(&**words) + 2 * size_of::<usize>())
     }
 
-    /// Pages of the buffer up to the end of this range, and all of them.
+    /// End of this range within the buffer, and capacity, in pages.
     pub(crate) fn reach(&self) -> (usize, usize) {
         ((self.start + self.len) as usize, self.capacity())
     }
@@ -224,7 +224,7 @@ impl Edge {
         self.words.as_ref().map_or(0, |_| self.start as usize)
     }
 
-    /// All pages of the buffer up to `end`, as an edge.
+    /// The pages of the buffer up to `end`.
     pub(crate) fn head(&self, end: usize) -> Self {
         Self {
             words: self.words.clone(),
@@ -234,7 +234,7 @@ impl Edge {
         }
     }
 
-    /// The range of the same numbers in another buffer.
+    /// The same range of another buffer.
     pub(crate) fn moved_to(&self, other: &Self) -> Self {
         match &other.words {
             Some(words) => Self {
@@ -247,9 +247,9 @@ impl Edge {
         }
     }
 
-    /// Changes the page ids: in place, if only this edge has the buffer and all of it is used.
+    /// Replaces the page ids: in place, if only this edge uses the whole buffer.
     ///
-    /// Returns the buffer that was left, if another one had to be made.
+    /// Returns the old edge, if a new buffer was made.
     pub(crate) fn set_pages(&mut self, size: usize, pages: &[u32]) -> Option<Self> {
         let (start, len) = (self.start as usize, self.len());
         if len == self.capacity()
@@ -302,7 +302,7 @@ mod tests {
                 (1, &[page][..], bytes)
             );
             assert_eq!(
-                [&[token, 1][..], &[token ^ 1], &[]].map(|text| edge.common(1, text)),
+                [&[token, 1][..], &[token ^ 1], &[]].map(|text| edge.common_prefix(1, text)),
                 [1, 0, 0]
             );
             assert_eq!(edge.last_token(1), token);
@@ -314,7 +314,7 @@ mod tests {
             assert!(!edge.shares(&edge.clone()) || bytes > 0);
             let upper = edge.split(1);
             assert_eq!((upper.pages(), edge.len()), (&[5][..], 0));
-            assert_eq!(edge.common(1, &[token]), 0);
+            assert_eq!(edge.common_prefix(1, &[token]), 0);
         }
         let none = Edge::default();
         assert_eq!((none.len(), none.pages(), none.bytes()), (0, &[][..], 0));
@@ -340,23 +340,23 @@ mod tests {
                 let mut tokens = Vec::new();
                 edge.tokens(size, text.len(), &mut tokens);
                 prop_assert_eq!(&tokens[..], text);
-                prop_assert_eq!(edge.common(size, text), text.len());
+                prop_assert_eq!(edge.common_prefix(size, text), text.len());
                 if let Some(last) = text.last() {
                     prop_assert_eq!(edge.last_token(size), *last);
                     let place = other.0.index(text.len());
                     tokens[place] = other.1;
                     tokens.push(1);
-                    let agreed = text.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
-                    prop_assert_eq!(edge.common(size, &tokens), agreed);
+                    let matched = text.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
+                    prop_assert_eq!(edge.common_prefix(size, &tokens), matched);
                 }
             }
             let mut joined = lower.clone();
             prop_assert!(joined.join(&upper));
-            prop_assert_eq!(joined.common(size, text), text.len());
+            prop_assert_eq!(joined.common_prefix(size, text), text.len());
             let fresh: Vec<u32> = lower.pages().iter().map(|page| page + 1000).collect();
             lower.set_pages(size, &fresh);
             prop_assert_eq!(lower.pages(), &fresh[..]);
-            prop_assert_eq!(lower.common(size, &text[at * size..]), text.len() - at * size);
+            prop_assert_eq!(lower.common_prefix(size, &text[at * size..]), text.len() - at * size);
             prop_assert_eq!(upper.pages(), &pages[..at]);
         }
     }

@@ -2,9 +2,9 @@
 
 use thiserror::Error;
 
-use crate::radix::limits::MAX_PAGE_SIZE;
+use crate::radix::config::MAX_PAGE_SIZE;
 
-/// Why an index refused. It is then as it was before the call.
+/// Why a call was rejected. The index is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum RadixError {
     /// A page size out of range.
@@ -24,35 +24,35 @@ pub enum RadixError {
         "node {index} (generation {generation}) is not in the index: it was evicted, or the index was reset"
     )]
     UnknownNode {
-        /// Its place.
+        /// Its index.
         index: u32,
-        /// How often the place was used before.
+        /// Its generation.
         generation: u32,
     },
     /// More unlocks than locks.
     #[error("node {index} is not locked: it was unlocked more often than locked")]
     NotLocked {
-        /// Its place.
+        /// Its index.
         index: u32,
     },
     /// A list of pages of the wrong length.
     #[error("{pages} pages were given where {wanted} are needed")]
     PageCount {
-        /// Pages in the list.
+        /// Number of pages in the list.
         pages: usize,
-        /// Pages of the key, the node or the path.
+        /// Number of pages of the key, node or path.
         wanted: usize,
     },
-    /// A node without device pages cannot be copied to the host.
+    /// The node has no device pages to copy.
     #[error("node {index} is not on the device; load it first")]
     NotOnDevice {
-        /// Its place.
+        /// Its index.
         index: u32,
     },
-    /// The node has a copy on the host.
+    /// The node has a host copy.
     #[error("node {index} has a copy on the host already")]
     OnHost {
-        /// Its place.
+        /// Its index.
         index: u32,
     },
 }

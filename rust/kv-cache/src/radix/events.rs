@@ -1,11 +1,13 @@
-//! Events for routers that send requests where their prefixes are.
+//! KV cache events for prefix-aware routers.
 
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 use sha2::{Digest, Sha256};
 
-/// Where a block is.
+use crate::radix::index::RadixIndex;
+
+/// The tier of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Medium {
     /// The device's memory.
@@ -24,35 +26,34 @@ impl Medium {
     }
 }
 
-/// A change of what is cached, in the terms of `SGLang`'s KV events. A block is a page.
+/// A KV cache event, as `SGLang`'s. A block is a page.
 ///
-/// A block's hash is the first 8 bytes, most significant first, of the SHA-256 of its predecessor's whole digest and its
-/// tokens as little-endian u32; of pairs of tokens, both. Hashes do not depend on the namespace.
+/// A block's hash is the first 8 bytes, big-endian, of the SHA-256 of its predecessor's digest and its tokens as little-endian
+/// u32; of both tokens of each bigram. Hashes do not depend on the namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// Blocks that follow each other were stored. `SGLang` sends an event for each of them; the predecessor of the first
-    /// is `parent`, and of each other the one before.
+    /// Consecutive blocks were stored. `SGLang` sends an event for each; `parent` is the predecessor of the first.
     Stored {
         /// The blocks.
         hashes: Vec<i64>,
-        /// The block before the first one; none at the start of a sequence.
+        /// The predecessor; none at the start of a sequence.
         parent: Option<i64>,
-        /// Tokens of all blocks. With pairs there is one more: unit `i` is `(tokens[i], tokens[i + 1])`.
+        /// Tokens of all blocks. With bigrams there is one more: unit `i` is `(tokens[i], tokens[i + 1])`.
         tokens: Vec<u32>,
-        /// Tokens, or pairs, of a block.
+        /// Tokens, or bigrams, of a block.
         block_size: u32,
-        /// Whether blocks are made of pairs.
+        /// Whether units are bigrams.
         bigram: bool,
         /// The namespace of the sequence.
         namespace: Option<Arc<str>>,
-        /// Where they are stored. If they were elsewhere before, they still are.
+        /// The tier. Blocks may be on the other one, too.
         medium: Medium,
     },
-    /// Blocks were removed. One that moved was stored elsewhere before.
+    /// Blocks were removed from a tier.
     Removed {
         /// The blocks.
         hashes: Vec<i64>,
-        /// Where they are no longer.
+        /// The tier.
         medium: Medium,
     },
     /// Everything was removed.
@@ -61,7 +62,7 @@ pub enum Event {
 
 type Hash = [u8; 32];
 
-/// Digests of a node's pages: a range of a buffer that nodes share.
+/// Digests of a node's pages: a range of a shared buffer.
 #[derive(Debug, Clone)]
 struct Hashes {
     buffer: Arc<[Hash]>,
@@ -75,23 +76,23 @@ impl Hashes {
     }
 }
 
-/// Events that were not taken yet, and the digests that they need. Empty and idle unless events are wanted.
+/// Recorded events, and the digests that they need. Empty unless events are enabled.
 #[derive(Debug, Clone)]
-pub(crate) struct Journal {
+pub(crate) struct EventLog {
     enabled: bool,
     events: Vec<Event>,
     hashes: FxHashMap<u32, Hashes>,
 }
 
-impl Journal {
+impl EventLog {
     pub(crate) fn new(enabled: bool) -> Self {
-        let mut journal = Self {
+        let mut event_log = Self {
             enabled,
             events: Vec::new(),
             hashes: FxHashMap::default(),
         };
-        journal.clear();
-        journal
+        event_log.clear();
+        event_log
     }
 
     /// Everything was removed.
@@ -102,7 +103,7 @@ impl Journal {
         }
     }
 
-    /// The first pages of a node became another one.
+    /// A node was split.
     pub(crate) fn split(&mut self, lower: u32, upper: u32, at: usize) {
         let Some(hashes) = self.hashes.get_mut(&lower) else {
             return;
@@ -116,7 +117,7 @@ impl Journal {
         self.hashes.insert(upper, first);
     }
 
-    /// A node took the pages of the one above.
+    /// A node was merged with its parent.
     pub(crate) fn join(&mut self, upper: u32, lower: u32) {
         let (Some(first), Some(rest)) = (self.hashes.remove(&upper), self.hashes.get_mut(&lower))
         else {
@@ -151,12 +152,12 @@ impl Journal {
         self.events.push(event);
     }
 
-    /// The events since the last call.
+    /// Takes the recorded events.
     pub(crate) fn take(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
 
-    /// Has the digests of a node's pages, which lie below `parent`. Returns the number of the block before them.
+    /// Computes the digests of a node's pages below `parent`. Returns the hash of the block before them.
     pub(crate) fn digest(
         &mut self,
         at: u32,
@@ -175,21 +176,20 @@ impl Journal {
         before.as_ref().map(number)
     }
 
-    /// The numbers of a node's blocks.
+    /// Hashes of a node's blocks.
     pub(crate) fn numbers(&self, at: u32) -> Vec<i64> {
         let hashes = self.hashes.get(&at).map_or(&[][..], Hashes::get);
         hashes.iter().map(number).collect()
     }
 }
 
-/// The number of a block in events.
+/// The hash of a block in events.
 fn number(hash: &Hash) -> i64 {
     hash.first_chunk()
         .map_or(0, |bytes| i64::from_be_bytes(*bytes))
 }
 
-/// The digests of pages of `size` units, each computed from the one before. For pairs, `tokens` has one token more than
-/// units.
+/// Chained digests of pages of `size` units. For bigrams, `tokens` has one token more.
 fn chain(tokens: &[u32], size: usize, bigram: bool, parent: Option<&Hash>) -> Arc<[Hash]> {
     let units = tokens.len() - usize::from(bigram);
     let mut last = parent.copied();
@@ -206,4 +206,58 @@ fn chain(tokens: &[u32], size: usize, bigram: bool, parent: Option<&Hash>) -> Ar
         *last.insert(sha.finalize().into())
     };
     (0..units / size).map(hash).collect()
+}
+
+impl RadixIndex {
+    /// Takes the events since the last call, in order. None without [`Config::events`](crate::radix::Config::events).
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.event_log.take()
+    }
+
+    pub(crate) fn record_stored(&mut self, at: u32, medium: Medium) {
+        if !self.event_log.is_enabled() {
+            return;
+        }
+        let node = &self.nodes[at as usize];
+        let (parent, bigram) = (node.parent, self.config.bigram);
+        let namespace = self.namespaces.namespace(
+            self.path(at)
+                .last()
+                .map_or(0, |top| self.nodes[top as usize].parent),
+        );
+        let mut tokens = Vec::with_capacity(node.edge.len() * self.size + 1);
+        if bigram {
+            let above = &self.nodes[parent as usize];
+            let first = namespace
+                .and_then(|namespace| namespace.first)
+                .unwrap_or_default();
+            tokens.push(if above.is_root() {
+                first
+            } else {
+                above.edge.last_token(self.size)
+            });
+        }
+        node.edge
+            .tokens(self.size, node.edge.len() * self.size, &mut tokens);
+        let namespace = namespace.and_then(|namespace| namespace.name.clone());
+        let before = self
+            .event_log
+            .digest(at, parent, &tokens, self.size, bigram);
+        self.event_log.push(Event::Stored {
+            hashes: self.event_log.numbers(at),
+            parent: before,
+            tokens,
+            block_size: self.config.page_size,
+            bigram,
+            namespace,
+            medium,
+        });
+    }
+
+    pub(crate) fn record_removed(&mut self, at: u32, medium: Medium) {
+        if self.event_log.is_enabled() {
+            let hashes = self.event_log.numbers(at);
+            self.event_log.push(Event::Removed { hashes, medium });
+        }
+    }
 }

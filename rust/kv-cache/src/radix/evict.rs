@@ -1,35 +1,35 @@
-//! Eviction: whole leaves, by policy, from the device to the host or away.
+//! Eviction of whole leaves by policy, to the host or away.
 
 use crate::radix::events::Medium;
 use crate::radix::index::RadixIndex;
-use crate::radix::node::{Kind, NONE, Queue};
+use crate::radix::node::{EvictionQueue, NONE, NodeState};
 
-/// Most leaves that are taken from their order at once.
+/// Most leaves that are dequeued at once.
 const BATCH: usize = 512;
-/// Leaves whose memory is asked for together, while those before them are evicted.
+/// Leaves that are prefetched together.
 const AHEAD: usize = 8;
 
-/// A page to copy.
+/// A page copy between the tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Move {
-    /// The page to read, of the one tier.
+pub struct PageCopy {
+    /// Source page.
     pub from: u32,
-    /// The page to write, of the other tier.
+    /// Destination page on the other tier.
     pub to: u32,
 }
 
-/// The result of an eviction. Reuse one: each call clears it first.
+/// The result of an eviction; reusable, each call clears it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Evicted {
-    /// Pages that left the device, those of `moves` too. Do not write to them before the moves are done.
+pub struct EvictResult {
+    /// Evicted device pages, those of `moves` included. Do not write them before the copies are done.
     pub device: Vec<u32>,
-    /// Copies from the device to the host that the caller is to make, in this order.
-    pub moves: Vec<Move>,
-    /// Host pages that are free now. Do not write to them before the moves are done.
+    /// Copies from device to host that the caller must make, in this order.
+    pub moves: Vec<PageCopy>,
+    /// Freed host pages. Do not write them before the copies are done.
     pub host: Vec<u32>,
 }
 
-impl Evicted {
+impl EvictResult {
     pub(crate) fn clear(&mut self) {
         self.device.clear();
         self.moves.clear();
@@ -37,51 +37,51 @@ impl Evicted {
     }
 }
 
-/// Host pages for what leaves the device.
-struct Supply<'a> {
+/// Host pages for demoted nodes.
+struct HostPages<'a> {
     given: &'a [u32],
-    /// Pages of nodes that were evicted from the host to make room.
+    /// Pages of nodes that were evicted from the host.
     freed: Vec<u32>,
-    /// Nodes that came to the host in this call.
-    arrived: Vec<u32>,
+    /// Nodes that were demoted in this call.
+    just_demoted: Vec<u32>,
 }
 
-/// The first leaves of the device's order, taken from it at once.
-struct Batch {
+/// The first leaves of the device queue, dequeued at once.
+struct LeafBatch {
     ranks: Vec<u128>,
-    /// How many of them are done.
+    /// Leaves that are done.
     done: usize,
-    /// Leaves in the order after they were taken. More means that others came to be, which may come before the rest.
+    /// Length of the queue after dequeuing. If it differs, new leaves may precede the rest.
     left: usize,
 }
 
 impl RadixIndex {
-    /// Evicts leaves from the device, in the order of the policy, until at least `pages` pages have left it or no leaf
-    /// is left that can be evicted. Returns how many pages left; the last node may bring more than were asked for.
+    /// Evicts device leaves by policy until at least `pages` pages are evicted or no unlocked leaf is left. Returns the number
+    /// of evicted pages; the last node may exceed the request.
     ///
-    /// A node with a copy on the host stays in the index, only on the host. Others are gone, with what the host holds
-    /// below them. Takes O(log leaves) for each node.
-    pub fn evict(&mut self, pages: usize, out: &mut Evicted) -> usize {
+    /// A node with a host copy stays in the index, on the host only. Others are removed with their descendants on the host.
+    /// O(log leaves) for each node.
+    pub fn evict(&mut self, pages: usize, out: &mut EvictResult) -> usize {
         out.clear();
         self.evict_device(pages, None, out)
     }
 
-    /// [`evict`](Self::evict), but nodes move to the host: to the pages `free`, and then to those of nodes that are
-    /// evicted from there, in the order of the policy. Pages of `free` that were not needed come back in `out.host`.
+    /// [`evict`](Self::evict), but nodes are demoted to the host (write-back): to the pages `free`, then to those of nodes that
+    /// are evicted from the host. Unused pages of `free` are returned in `out.host`.
     ///
-    /// A node that finds no room on the host is gone.
-    pub fn evict_to_host(&mut self, pages: usize, free: &[u32], out: &mut Evicted) -> usize {
+    /// A node that does not fit the host is removed.
+    pub fn evict_to_host(&mut self, pages: usize, free: &[u32], out: &mut EvictResult) -> usize {
         out.clear();
-        let mut supply = Supply {
+        let mut supply = HostPages {
             given: free,
             freed: Vec::new(),
-            arrived: Vec::new(),
+            just_demoted: Vec::new(),
         };
         let evicted = self.evict_device(pages, Some(&mut supply), out);
-        for at in supply.arrived {
-            self.nodes[at as usize].arrived = false;
-            if self.nodes[at as usize].kind == Kind::Host {
-                self.settle(at);
+        for at in supply.just_demoted {
+            self.nodes[at as usize].just_demoted = false;
+            if self.nodes[at as usize].state == NodeState::Host {
+                self.requeue(at);
             }
         }
         out.host.extend(supply.freed);
@@ -89,9 +89,8 @@ impl RadixIndex {
         evicted
     }
 
-    /// Evicts leaves from the host until at least `pages` of its pages are free, as [`evict`](Self::evict) does from
-    /// the device. What is on the device, too, is not touched.
-    pub fn evict_host(&mut self, pages: usize, out: &mut Evicted) -> usize {
+    /// Evicts host leaves until at least `pages` host pages are free. Copies of device nodes are not evicted.
+    pub fn evict_host(&mut self, pages: usize, out: &mut EvictResult) -> usize {
         out.clear();
         while out.host.len() < pages && self.evict_host_leaf(&mut out.host) {}
         out.host.len()
@@ -100,10 +99,10 @@ impl RadixIndex {
     fn evict_device(
         &mut self,
         pages: usize,
-        mut supply: Option<&mut Supply>,
-        out: &mut Evicted,
+        mut supply: Option<&mut HostPages>,
+        out: &mut EvictResult,
     ) -> usize {
-        let mut batch = Batch {
+        let mut batch = LeafBatch {
             ranks: Vec::with_capacity(BATCH.min(pages)),
             done: 0,
             left: 0,
@@ -113,13 +112,13 @@ impl RadixIndex {
                 break;
             };
             let node = &mut self.nodes[at as usize];
-            node.queue = Queue::None;
+            node.queue = EvictionQueue::None;
             out.device.extend_from_slice(node.edge.pages());
             self.evictable -= node.edge.len();
             if let Some(copy) = self.take_copy(at) {
                 self.demote(at, &copy);
-                self.settle(at);
-            } else if !self.move_out(at, supply.as_deref_mut(), out) {
+                self.requeue(at);
+            } else if !self.demote_to_host(at, supply.as_deref_mut(), out) {
                 self.drop_subtree(at, &mut out.host);
             }
         }
@@ -127,13 +126,13 @@ impl RadixIndex {
         out.device.len()
     }
 
-    /// The next leaf of the device, when `wanted` pages are still to go.
-    fn next_leaf(&mut self, batch: &mut Batch, wanted: usize) -> Option<u32> {
+    /// The next device leaf, with `wanted` pages to go.
+    fn next_leaf(&mut self, batch: &mut LeafBatch, wanted: usize) -> Option<u32> {
         if batch.done == batch.ranks.len() {
             self.refill(batch, wanted);
         }
         let next = batch.ranks.get(batch.done);
-        // A node becomes a leaf when its last child goes.
+        // A node becomes a leaf when its last child is evicted.
         let is_late = self.device_leaves.len() != batch.left
             && next.is_none_or(|next| self.device_leaves.first() < Some(next));
         if is_late {
@@ -147,8 +146,8 @@ impl RadixIndex {
         Some(next as u32)
     }
 
-    /// Takes as many leaves as have so many pages, if they are like the others.
-    fn refill(&mut self, batch: &mut Batch, wanted: usize) {
+    /// Dequeues as many leaves as probably have `wanted` pages.
+    fn refill(&mut self, batch: &mut LeafBatch, wanted: usize) {
         let leaves = self.device_leaves.len();
         let wanted = wanted.min(self.evictable);
         let count = wanted * leaves / self.evictable.max(1);
@@ -167,9 +166,9 @@ impl RadixIndex {
         batch.left = self.device_leaves.len();
     }
 
-    /// Has the memory come that the evictions after the next ones need. Nodes are scattered, so each costs a few cache misses:
-    /// those of a leaf come in two steps, the node and then what it names, while leaves before it are evicted.
-    fn read_ahead(&self, batch: &Batch) {
+    /// Prefetches what the next evictions need, in two steps: the leaf, then what it refers to, while leaves before it are
+    /// evicted.
+    fn read_ahead(&self, batch: &LeafBatch) {
         let leaves = |from: usize, to: usize| {
             let end = batch.ranks.len();
             let ranks = &batch.ranks[from.min(end)..to.min(end)];
@@ -184,18 +183,18 @@ impl RadixIndex {
         leaves(next, later).for_each(|at| self.prefetch_around(at));
     }
 
-    /// Has the memory come that a leaf's eviction needs, except for the leaf itself.
+    /// Prefetches what the eviction of a leaf touches, except for the leaf.
     fn prefetch_around(&self, at: u32) {
         if let Some(leaf) = self.nodes.get(at as usize) {
             for at in [leaf.next, leaf.previous, leaf.parent] {
                 self.prefetch_node(at);
             }
             leaf.edge.prefetch_pages();
-            self.table.prefetch(leaf.hash);
+            self.child_table.prefetch(leaf.hash);
         }
     }
 
-    /// Takes a node's copy on the host out of the books, if it has one.
+    /// Removes and returns a node's host copy.
     fn take_copy(&mut self, at: u32) -> Option<Box<[u32]>> {
         // Without a host tier there are none.
         (!self.copies.is_empty())
@@ -203,8 +202,13 @@ impl RadixIndex {
             .flatten()
     }
 
-    /// Moves a node to the host, if there is room.
-    fn move_out(&mut self, at: u32, supply: Option<&mut Supply>, out: &mut Evicted) -> bool {
+    /// Demotes a node to the host, if there is room.
+    fn demote_to_host(
+        &mut self,
+        at: u32,
+        supply: Option<&mut HostPages>,
+        out: &mut EvictResult,
+    ) -> bool {
         let Some(supply) = supply else {
             return false;
         };
@@ -222,29 +226,29 @@ impl RadixIndex {
         let moves = from
             .iter()
             .zip(&target)
-            .map(|(&from, &to)| Move { from, to });
+            .map(|(&from, &to)| PageCopy { from, to });
         out.moves.extend(moves);
         self.on_host += wanted;
         self.record_stored(at, Medium::Host);
         self.demote(at, &target);
-        self.nodes[at as usize].arrived = true;
-        supply.arrived.push(at);
+        self.nodes[at as usize].just_demoted = true;
+        supply.just_demoted.push(at);
         true
     }
 
-    /// A node leaves the device for these pages of the host.
+    /// Demotes a node to these host pages.
     fn demote(&mut self, at: u32, host: &[u32]) {
         self.record_removed(at, Medium::Device);
-        // Its last child on the host may have gone to make room for it.
-        self.leave_queue(at);
-        self.nodes[at as usize].kind = Kind::Host;
+        // Its last child on the host may have been evicted for it.
+        self.dequeue(at);
+        self.nodes[at as usize].state = NodeState::Host;
         let parent = self.nodes[at as usize].parent;
         self.nodes[parent as usize].device_children -= 1;
         self.set_pages(at, host);
-        self.settle(parent);
+        self.requeue(parent);
     }
 
-    /// Removes a node that left the device, and what the host holds below it.
+    /// Removes an evicted node and its descendants on the host.
     fn drop_subtree(&mut self, top: u32, host: &mut Vec<u32>) {
         let mut at = top;
         loop {
@@ -260,8 +264,8 @@ impl RadixIndex {
                 return;
             }
             self.remove_from_host(at, host);
-            // Its parent, a leaf of the host now, is on its way out.
-            self.leave_queue(parent);
+            // Its parent, now a leaf, is removed next.
+            self.dequeue(parent);
             at = parent;
         }
     }
@@ -270,7 +274,7 @@ impl RadixIndex {
         let Some(rank) = self.host_leaves.pop_first() else {
             return false;
         };
-        self.nodes[rank as u32 as usize].queue = Queue::None;
+        self.nodes[rank as u32 as usize].queue = EvictionQueue::None;
         self.remove_from_host(rank as u32, free);
         true
     }

@@ -1,4 +1,4 @@
-//! The tree: matching, inserting, locking.
+//! The index: prefix matching, with prefetches, and node splits.
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher};
@@ -7,74 +7,73 @@ use foldhash::quality::RandomState;
 use prefetch_index::prefetch_index;
 use rustc_hash::FxHashMap;
 
-use crate::radix::config::{Config, Key};
+use crate::radix::child_table::ChildTable;
+use crate::radix::config::{Config, Key, MAX_PAGE_SIZE};
 use crate::radix::error::RadixError;
-use crate::radix::events::Journal;
-use crate::radix::limits::MAX_PAGE_SIZE;
-use crate::radix::node::{Kind, NONE, Node, NodeId, Queue};
-use crate::radix::spaces::Spaces;
-use crate::radix::table::Table;
+use crate::radix::events::EventLog;
+use crate::radix::namespaces::Namespaces;
+use crate::radix::node::{EvictionQueue, NONE, Node, NodeId, NodeState};
 
-/// Children that [`RadixIndex::partial`] looks at.
+/// Most children that [`RadixIndex::partial`] compares.
 const LOOKED_AT: usize = 16;
-/// Nodes of which the memory is asked for before the first of them is compared.
+/// Nodes that are prefetched ahead of the comparison.
 const AHEAD: usize = 3;
 
-/// A node that a key most likely goes through, and what follows it.
-pub(crate) type Scout<'a> = Option<(u32, &'a [u32])>;
+/// A predicted node on the path of a key, and the tokens after it.
+pub(crate) type Lookahead<'a> = Option<(u32, &'a [u32])>;
 
 /// The result of [`RadixIndex::match_prefix`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Match {
-    /// The deepest node that matched, on either tier; [`NodeId::ROOT`] if none did.
+pub struct MatchResult {
+    /// The deepest matching node on either tier; [`NodeId::ROOT`] if none matches.
     pub node: NodeId,
-    /// The deepest one whose pages are on the device. Without a host tier the same.
+    /// The deepest matching node with device pages.
     pub device_node: NodeId,
-    /// Pages on the device, from the start of the key.
+    /// Matching device pages.
     pub device_pages: usize,
-    /// Pages after them that are only on the host; see [`RadixIndex::load`].
+    /// Matching pages after them that are only on the host; see [`RadixIndex::load`].
     pub host_pages: usize,
 }
 
-/// A page that begins as a key goes on, for copy-on-write.
+/// A page that matches in part, for copy-on-write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Partial {
+pub struct PartialMatch {
     /// The page's id, on its tier.
     pub page: u32,
-    /// How many tokens (or pairs) of it agree: fewer than a page has.
+    /// Matching tokens (or bigrams): fewer than a page.
     pub tokens: usize,
-    /// The node that begins with it. Lock it until the page is copied.
+    /// The node of the page. Lock it until the page is copied.
     pub node: NodeId,
-    /// Whether the id is that of a device page; else of a host page.
+    /// Whether it is a device page; otherwise a host page.
     pub on_device: bool,
 }
 
-/// A prefix index: which pages hold the KV of which tokens. See the [crate](crate).
+/// A prefix cache index. See the [module](crate::radix).
 #[derive(Debug, Clone)]
 pub struct RadixIndex {
     pub(crate) config: Config,
     /// Tokens of a page.
     pub(crate) size: usize,
     pub(crate) nodes: Vec<Node>,
-    /// First of the free places.
+    /// Head of the free list.
     pub(crate) free: u32,
-    /// Larger than every generation that was used.
+    /// Larger than every generation in use.
     pub(crate) generation: u32,
     /// Children by hash of parent and first page.
-    pub(crate) table: Table,
+    pub(crate) child_table: ChildTable,
     pub(crate) hasher: RandomState,
-    pub(crate) spaces: Spaces,
-    /// Ranks of the leaves of the device that nothing locks, and of those of the host.
+    pub(crate) namespaces: Namespaces,
+    /// Eviction queues: ranks of the unlocked leaves of each tier.
     pub(crate) device_leaves: BTreeSet<u128>,
     pub(crate) host_leaves: BTreeSet<u128>,
-    /// Host pages of nodes that are on the device, too.
+    /// Host copies of nodes on the device.
     pub(crate) copies: FxHashMap<u32, Box<[u32]>>,
-    pub(crate) journal: Journal,
+    pub(crate) event_log: EventLog,
     pub(crate) now: u64,
     pub(crate) evictable: usize,
     pub(crate) protected: usize,
     pub(crate) on_host: usize,
-    /// Nodes that are not roots.
+    /// Nodes without roots.
     pub(crate) len: usize,
     /// Heap bytes of the edges' buffers.
     pub(crate) edge_bytes: usize,
@@ -98,13 +97,13 @@ impl RadixIndex {
             nodes: Vec::new(),
             free: NONE,
             generation: 0,
-            table: Table::default(),
+            child_table: ChildTable::default(),
             hasher: RandomState::default(),
-            spaces: Spaces::default(),
+            namespaces: Namespaces::default(),
             device_leaves: BTreeSet::new(),
             host_leaves: BTreeSet::new(),
             copies: FxHashMap::default(),
-            journal: Journal::new(config.events),
+            event_log: EventLog::new(config.events),
             now: 0,
             evictable: 0,
             protected: 0,
@@ -117,69 +116,69 @@ impl RadixIndex {
         Ok(index)
     }
 
-    /// Finds the longest prefix of a key, and writes its device pages to `pages`, whose content is dropped.
+    /// Matches the longest cached prefix of a key and writes its device pages to `pages`, which is cleared.
     ///
-    /// The nodes that match become the most recently used. Where a match ends inside a node, the node is cut there, as
-    /// `SGLang` does; else nothing is allocated, as long as `pages` has room.
-    pub fn match_prefix(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> Match {
-        let found = self.walk(key, now, pages);
-        self.settle_path(found.node);
+    /// Matching nodes become the most recently used. A node that matches in part is split, as in `SGLang`; otherwise nothing is
+    /// allocated if `pages` has the capacity.
+    pub fn match_prefix(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> MatchResult {
+        let found = self.match_nodes(key, now, pages);
+        self.requeue_path(found.node);
         found
     }
 
-    /// [`match_prefix`](Self::match_prefix), with a [`lock`](Self::lock) on the node that it finds: nothing of the
-    /// match is evicted before the node is [unlocked](Self::unlock).
-    pub fn match_and_lock(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> Match {
-        let found = self.walk(key, now, pages);
+    /// [`match_prefix`](Self::match_prefix) with a [`lock`](Self::lock) on the result: nothing of the match is evicted before
+    /// the node is [unlocked](Self::unlock).
+    pub fn match_and_lock(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> MatchResult {
+        let found = self.match_nodes(key, now, pages);
         self.lock_path(found.node.index);
         found
     }
 
-    /// How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
+    /// Matching pages on the device, and after them only on the host. Changes nothing.
     pub fn peek(&self, key: Key<'_>) -> (usize, usize) {
         let (mut device, mut host) = (0, 0);
-        let Some((mut at, mut rest)) = self.enter(key) else {
+        let Some((mut at, mut rest)) = self.root_and_units(key) else {
             return (0, 0);
         };
-        let Some(mut scout) = self.look_ahead(at, rest) else {
+        let Some(mut lookahead) = self.start_lookahead(at, rest) else {
             return (0, 0);
         };
-        while let Some((child, agreed)) = self.child(at, rest) {
-            scout = self.go_ahead(scout);
+        while let Some((child, matched)) = self.find_child(at, rest) {
+            lookahead = self.advance_lookahead(lookahead);
             let node = &self.nodes[child as usize];
             *(if node.on_device() {
                 &mut device
             } else {
                 &mut host
-            }) += agreed;
-            if agreed < node.edge.len() {
+            }) += matched;
+            if matched < node.edge.len() {
                 break;
             }
-            (at, rest) = (child, &rest[agreed * self.size..]);
+            (at, rest) = (child, &rest[matched * self.size..]);
         }
         (device, host)
     }
 
-    /// Looks, after a match of this key, for a page that begins as the key goes on: a request may copy that page and
-    /// go on after the tokens that agree.
+    /// Finds, after a match of this key, the child page with the longest partial match: a request may copy it and continue
+    /// after the matching tokens.
     ///
-    /// Only the 16 newest nodes below the match are looked at. With one token to a page there is nothing to find.
-    pub fn partial(&self, key: Key<'_>, found: &Match) -> Option<Partial> {
-        let (root, tokens) = self.enter(key)?;
+    /// Compares the 16 newest children only. With a page size of 1 there is nothing to find.
+    pub fn partial(&self, key: Key<'_>, found: &MatchResult) -> Option<PartialMatch> {
+        let (root, tokens) = self.root_and_units(key)?;
         let rest =
             &tokens[((found.device_pages + found.host_pages) * self.size).min(tokens.len())..];
         let at = match self.resolve(found.node).ok()? {
             0 => root,
             at => at,
         };
-        let mut best: Option<Partial> = None;
+        let mut best: Option<PartialMatch> = None;
         for child in self.children(at).take(LOOKED_AT) {
             let node = &self.nodes[child as usize];
             let tokens = node
                 .edge
-                .common(self.size, &rest[..rest.len().min(self.size)]);
+                .common_prefix(self.size, &rest[..rest.len().min(self.size)]);
             if tokens > best.map_or(0, |best| best.tokens) && tokens < self.size {
-                best = Some(Partial {
+                best = Some(PartialMatch {
                     page: node.edge.pages()[0],
                     tokens,
                     node: self.id(child),
@@ -190,23 +189,23 @@ impl RadixIndex {
         best
     }
 
-    /// Walks down a key, uses what it meets, and cuts the last node if it agrees in part.
+    /// Matches nodes along a key, marks them as used, and splits the last if it matches in part.
     ///
-    /// The nodes on the path may be out of the orders of eviction then, all others are in theirs.
-    fn walk(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> Match {
+    /// Nodes on the path may be missing from the eviction queues afterwards.
+    fn match_nodes(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> MatchResult {
         pages.clear();
-        self.tick(now);
-        let mut found = Match::default();
-        let Some((mut at, mut rest)) = self.enter(key) else {
+        self.advance_clock(now);
+        let mut found = MatchResult::default();
+        let Some((mut at, mut rest)) = self.root_and_units(key) else {
             return found;
         };
-        let Some(mut scout) = self.look_ahead(at, rest) else {
+        let Some(mut lookahead) = self.start_lookahead(at, rest) else {
             return found;
         };
-        while let Some((child, agreed)) = self.child(at, rest) {
-            scout = self.go_ahead(scout);
-            self.use_child(child);
-            at = self.cut(child, agreed);
+        while let Some((child, matched)) = self.find_child(at, rest) {
+            lookahead = self.advance_lookahead(lookahead);
+            self.touch(child);
+            at = self.split_at_match(child, matched);
             let node = &self.nodes[at as usize];
             found.node = NodeId {
                 index: at,
@@ -215,16 +214,16 @@ impl RadixIndex {
             if node.on_device() {
                 pages.extend_from_slice(node.edge.pages());
                 found.device_node = found.node;
-                found.device_pages += agreed;
+                found.device_pages += matched;
             } else {
-                found.host_pages += agreed;
+                found.host_pages += matched;
             }
-            rest = &rest[agreed * self.size..];
+            rest = &rest[matched * self.size..];
         }
         found
     }
 
-    /// The child of a node that a key most likely goes on with. Nothing is compared.
+    /// Predicts the child that a key continues with, without a comparison.
     #[inline]
     fn likely_child(&self, parent: u32, rest: &[u32]) -> Option<u32> {
         let first = self.nodes[parent as usize].first_child;
@@ -232,93 +231,92 @@ impl RadixIndex {
             return Some(first);
         }
         let page = rest.get(..self.size)?;
-        self.table.guess(self.hash(parent, page))
+        self.child_table.guess(self.hash(parent, page))
     }
 
-    /// Has the memory come that a walk needs first: nodes and tokens. What is far apart comes while what is before it is compared.
-    /// `None` says that there is no child to go on with.
+    /// Prefetches the first nodes and tokens of a match. `None`: there is no child.
     #[inline]
-    pub(crate) fn look_ahead<'a>(&self, at: u32, rest: &'a [u32]) -> Option<Scout<'a>> {
-        let mut scout = self.ask_for(self.likely_child(at, rest)?, rest);
+    pub(crate) fn start_lookahead<'a>(&self, at: u32, rest: &'a [u32]) -> Option<Lookahead<'a>> {
+        let mut lookahead = self.prefetch_edge(self.likely_child(at, rest)?, rest);
         for _ in 1..AHEAD {
-            scout = self.go_ahead(scout);
+            lookahead = self.advance_lookahead(lookahead);
         }
-        Some(scout)
+        Some(lookahead)
     }
 
-    /// Goes a node on, and has the memory come that a walk needs there.
+    /// Predicts one node further and prefetches it.
     #[inline]
-    pub(crate) fn go_ahead<'a>(&self, scout: Scout<'a>) -> Scout<'a> {
-        let (at, rest) = scout?;
-        self.ask_for(self.likely_child(at, rest)?, rest)
+    pub(crate) fn advance_lookahead<'a>(&self, lookahead: Lookahead<'a>) -> Lookahead<'a> {
+        let (at, rest) = lookahead?;
+        self.prefetch_edge(self.likely_child(at, rest)?, rest)
     }
 
-    /// Has the memory of a node's tokens come, and of what is two below it: in a conversation each turn has a node, so most have one
+    /// Prefetches the tokens of a node and its newest grandchild: in a conversation each turn is a node, so most have one
     /// child.
     #[inline]
-    fn ask_for<'a>(&self, at: u32, rest: &'a [u32]) -> Scout<'a> {
+    fn prefetch_edge<'a>(&self, at: u32, rest: &'a [u32]) -> Lookahead<'a> {
         let node = &self.nodes[at as usize];
         node.edge.prefetch(self.size);
         self.prefetch_node(node.two_below);
         Some((at, rest.get(node.edge.len() * self.size..)?))
     }
 
-    /// Has the memory of a node come, if there is one.
+    /// Prefetches a node, if there is one.
     #[inline]
     pub(crate) fn prefetch_node(&self, at: u32) {
-        // Its begin, and its end, which is the begin of its neighbour.
+        // A node may span two cache lines.
         prefetch_index(&self.nodes, at as usize);
         prefetch_index(&self.nodes, at as usize + 1);
     }
 
-    /// Marks a child as used now, and takes it out of its order.
+    /// Marks a node as used now, and removes it from its eviction queue.
     #[inline]
-    pub(crate) fn use_child(&mut self, child: u32) {
-        self.leave_queue(child);
+    pub(crate) fn touch(&mut self, child: u32) {
+        self.dequeue(child);
         self.nodes[child as usize].accessed = self.now;
     }
 
-    /// The node of the first `agreed` pages of a child: itself, or a new one above it.
+    /// Splits a child after `matched` pages, unless all match. Returns the matching node.
     #[inline]
-    pub(crate) fn cut(&mut self, child: u32, agreed: usize) -> u32 {
-        if agreed == self.nodes[child as usize].edge.len() {
+    pub(crate) fn split_at_match(&mut self, child: u32, matched: usize) -> u32 {
+        if matched == self.nodes[child as usize].edge.len() {
             return child;
         }
-        let upper = self.split(child, agreed);
-        self.settle(child);
+        let upper = self.split(child, matched);
+        self.requeue(child);
         upper
     }
 
-    /// The child of a node whose first page begins `rest`, and how many pages of it agree.
+    /// The child whose first page is the start of `rest`, and how many of its pages match.
     #[inline]
-    pub(crate) fn child(&self, parent: u32, rest: &[u32]) -> Option<(u32, usize)> {
+    pub(crate) fn find_child(&self, parent: u32, rest: &[u32]) -> Option<(u32, usize)> {
         let page = rest.get(..self.size)?;
         let first = self.nodes[parent as usize].first_child;
         if first == NONE {
             return None;
         }
         if self.nodes[first as usize].next == NONE {
-            let agreed = self.agreed(first, rest);
-            return (agreed > 0).then_some((first, agreed));
+            let matched = self.matched(first, rest);
+            return (matched > 0).then_some((first, matched));
         }
-        let (hash, mut agreed) = (self.hash(parent, page), 0);
-        let child = self.table.find(hash, |child| {
+        let (hash, mut matched) = (self.hash(parent, page), 0);
+        let child = self.child_table.find(hash, |child| {
             if self.nodes[child as usize].parent == parent {
-                agreed = self.agreed(child, rest);
+                matched = self.matched(child, rest);
             }
-            agreed > 0
+            matched > 0
         })?;
-        Some((child, agreed))
+        Some((child, matched))
     }
 
-    /// How many pages of a node begin `rest`.
+    /// Pages of a node that match the start of `rest`.
     #[inline]
-    fn agreed(&self, at: u32, rest: &[u32]) -> usize {
-        let agreed = self.nodes[at as usize].edge.common(self.size, rest);
+    fn matched(&self, at: u32, rest: &[u32]) -> usize {
+        let matched = self.nodes[at as usize].edge.common_prefix(self.size, rest);
         if self.size == 1 {
-            agreed
+            matched
         } else {
-            agreed / self.size
+            matched / self.size
         }
     }
 
@@ -326,18 +324,18 @@ impl RadixIndex {
         hash_page(self.hasher.build_hasher(), parent, page)
     }
 
-    /// Whole pages of a key of this many tokens.
+    /// Full pages of a key of so many tokens.
     pub(crate) fn page_count(&self, tokens: usize) -> usize {
         tokens.saturating_sub(self.config.bigram.into()) / self.size
     }
 
-    /// The root of a key's namespace, if it has one, and its units.
+    /// The root of a key's namespace, if it exists, and its units.
     ///
-    /// A pair of tokens needs no room of its own: after an equal one, two pairs are equal if their second tokens are.
-    /// So the units of a key of pairs are its tokens from the second on, in a namespace for each first token.
-    pub(crate) fn enter<'a>(&self, key: Key<'a>) -> Option<(u32, &'a [u32])> {
+    /// Bigrams need no storage of their own: after an equal bigram, two are equal if their second tokens are. So the units of a
+    /// bigram key are its tokens from the second on, in a namespace for each first token.
+    pub(crate) fn root_and_units<'a>(&self, key: Key<'a>) -> Option<(u32, &'a [u32])> {
         let (first, units) = self.units(key)?;
-        Some((self.spaces.root(key.namespace, first)?, units))
+        Some((self.namespaces.root(key.namespace, first)?, units))
     }
 
     pub(crate) fn units<'a>(&self, key: Key<'a>) -> Option<(Option<u32>, &'a [u32])> {
@@ -349,8 +347,8 @@ impl RadixIndex {
     }
 
     pub(crate) fn add_root(&mut self) -> u32 {
-        self.add(Node {
-            kind: Kind::Root,
+        self.allocate_node(Node {
+            state: NodeState::Root,
             parent: NONE,
             first_child: NONE,
             two_below: NONE,
@@ -360,9 +358,9 @@ impl RadixIndex {
         })
     }
 
-    /// Puts a new node above a child, with its first pages. Locks, hits and priority hold for both.
+    /// Splits a child: a new parent gets its first pages. Locks, hits and priority hold for both.
     fn split(&mut self, child: u32, at: usize) -> u32 {
-        let now = self.fresh();
+        let now = self.next_time();
         let lower = &mut self.nodes[child as usize];
         let edge = lower.edge.split(at);
         let upper = Node {
@@ -372,14 +370,14 @@ impl RadixIndex {
             first_child: child,
             two_below: lower.first_child,
             device_children: lower.on_device().into(),
-            queue: Queue::None,
+            queue: EvictionQueue::None,
             ..lower.clone()
         };
         let (upper_hash, parent) = (upper.hash, upper.parent);
-        let upper = self.add(upper);
+        let upper = self.allocate_node(upper);
         self.len += 1;
         self.replace_child(parent, child, upper);
-        self.table.replace(upper_hash, child, upper);
+        self.child_table.replace(upper_hash, child, upper);
         let mut page = std::mem::take(&mut self.scratch);
         page.clear();
         let lower = &mut self.nodes[child as usize];
@@ -394,15 +392,15 @@ impl RadixIndex {
             let first = std::mem::replace(copy, rest)[..at].into();
             self.copies.insert(upper, first);
         }
-        self.journal.split(child, upper, at);
+        self.event_log.split(child, upper, at);
         upper
     }
 
-    /// Puts the nodes of a path that were used back into their orders: the last of either tier.
-    fn settle_path(&mut self, node: NodeId) {
+    /// Puts the used nodes of a path back into the eviction queues; only the last of each tier can be a leaf.
+    fn requeue_path(&mut self, node: NodeId) {
         let mut at = node.index;
         while !self.nodes[at as usize].is_root() {
-            self.settle(at);
+            self.requeue(at);
             if self.nodes[at as usize].on_device() {
                 break;
             }
@@ -411,7 +409,7 @@ impl RadixIndex {
     }
 }
 
-/// The hash of a node by its parent and its first page.
+/// Hash of parent and first page.
 #[inline]
 fn hash_page(mut hasher: impl Hasher, parent: u32, page: &[u32]) -> u32 {
     if let [token] = page {
@@ -429,19 +427,19 @@ mod tests {
     use foldhash::quality::FoldHasher;
 
     use super::hash_page;
-    use crate::radix::table::Table;
+    use crate::radix::child_table::ChildTable;
 
     const CHILDREN: u32 = 20_000;
 
-    /// Tokens that follow each other, and nodes with many or few children, must not gather in one part of the table: a search
-    /// reads on from the slot of a hash. With hashes that are random an entry lies 0.8 slots after its own, at this load.
+    /// Consecutive tokens must not cluster in the table, for nodes with many or few children. With random hashes an entry lies
+    /// 0.8 slots after its home at this load.
     #[test]
-    fn searches_are_short_whatever_the_seed() {
+    fn probes_are_short_for_every_seed() {
         for seed in 1..=100 {
             let shared = SharedSeed::from_u64(seed);
             let hasher = FoldHasher::with_seed(seed, &shared);
             for siblings in [100, CHILDREN] {
-                let mut table = Table::default();
+                let mut table = ChildTable::default();
                 for token in 0..CHILDREN {
                     table.insert(hash_page(hasher.clone(), token / siblings, &[token]), token);
                 }

@@ -1,4 +1,4 @@
-//! Questions about an index and its nodes.
+//! Queries.
 
 use crate::radix::config::Config;
 use crate::radix::error::RadixError;
@@ -10,25 +10,25 @@ use crate::radix::node::{Node, NodeId};
 pub struct NodeInfo {
     /// The node above; [`NodeId::ROOT`] at the top of a namespace.
     pub parent: NodeId,
-    /// Its pages.
+    /// Number of pages.
     pub pages: usize,
-    /// Pages from the start of the sequence to its end.
+    /// Pages from the root to its end.
     pub depth: usize,
-    /// Locks on it and on nodes below.
+    /// Locks of the node and its descendants.
     pub locks: u32,
-    /// Insertions that went through it.
+    /// Insertions through it.
     pub hits: u32,
-    /// The highest priority of these.
+    /// Highest priority of these.
     pub priority: i32,
-    /// When it was matched or inserted last.
+    /// Time of the last match or insertion.
     pub last_access: u64,
-    /// When it came to be, by an insertion or because a node was cut.
+    /// Time of its insertion or split.
     pub created: u64,
     /// Whether its pages are on the device.
     pub on_device: bool,
     /// Whether they are on the host.
     pub on_host: bool,
-    /// Nodes right below.
+    /// Number of children.
     pub children: usize,
 }
 
@@ -38,7 +38,7 @@ impl RadixIndex {
         &self.config
     }
 
-    /// Nodes.
+    /// Number of nodes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -48,27 +48,27 @@ impl RadixIndex {
         self.len == 0
     }
 
-    /// Device pages that nothing locks.
+    /// Unlocked device pages.
     pub fn evictable_pages(&self) -> usize {
         self.evictable
     }
 
-    /// Device pages that are locked.
+    /// Locked device pages.
     pub fn protected_pages(&self) -> usize {
         self.protected
     }
 
-    /// Pages on the device.
+    /// Device pages.
     pub fn device_pages(&self) -> usize {
         self.evictable + self.protected
     }
 
-    /// Pages on the host, those that are on the device, too, among them.
+    /// Host pages, copies of device pages included.
     pub fn host_pages(&self) -> usize {
         self.on_host
     }
 
-    /// Facts about a node; of [`NodeId::ROOT`] those of the top of what has no namespace.
+    /// Describes a node; [`NodeId::ROOT`] is the root of the unnamed namespace.
     ///
     /// # Errors
     ///
@@ -98,19 +98,19 @@ impl RadixIndex {
         })
     }
 
-    /// Heap bytes of the index. The overhead of ordered sets and maps is estimated.
+    /// Heap bytes; the overhead of ordered sets and maps is estimated.
     pub fn memory_bytes(&self) -> usize {
         let leaves = self.device_leaves.len() + self.host_leaves.len();
         let copies: usize = self.copies.values().map(|copy| size_of_val(&**copy)).sum();
         self.nodes.capacity() * size_of::<Node>()
-            + self.table.bytes()
+            + self.child_table.bytes()
             + self.edge_bytes
             // Nodes of a B-tree are two thirds full.
             + leaves * size_of::<u128>() * 3 / 2
             + self.copies.capacity() * size_of::<(u32, Box<[u32]>)>()
             + copies
-            + self.spaces.bytes()
-            + self.journal.bytes()
+            + self.namespaces.bytes()
+            + self.event_log.bytes()
             + self.scratch.capacity() * size_of::<u32>()
     }
 }

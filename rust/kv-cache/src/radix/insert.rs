@@ -1,30 +1,30 @@
-//! Insertion: what is new comes below what was there.
+//! Insertion.
 
 use std::sync::Arc;
 
-use crate::radix::config::{Insertion, Key};
+use crate::radix::config::{InsertParams, Key};
 use crate::radix::edge::Edge;
 use crate::radix::error::RadixError;
 use crate::radix::events::Medium;
 use crate::radix::index::RadixIndex;
-use crate::radix::node::{Kind, NONE, Node, NodeId};
+use crate::radix::node::{NONE, Node, NodeId, NodeState};
 
 /// The result of [`RadixIndex::insert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Inserted {
-    /// Number of pages of the key that were on the device before. As many of the given pages, from the first on, were not
-    /// taken: they are duplicates, and still the caller's. All others are the index's now.
+pub struct InsertResult {
+    /// Pages of the key that were on the device already. As many leading pages of the caller's list are duplicates and stay the
+    /// caller's; all others are the index's now.
     pub existing: usize,
-    /// Whole pages of the key.
+    /// Full pages of the key.
     pub pages: usize,
-    /// The node that the key ends in.
+    /// The node at the end of the key.
     pub node: NodeId,
 }
 
 impl RadixIndex {
-    /// Inserts a key whose KV is in these device pages, one for each whole page of the key.
+    /// Inserts a key whose KV is in these device pages, one for each full page of the key.
     ///
-    /// Pages of the key that only the host held become device pages again, with the pages given here.
+    /// Pages that are only on the host get the device pages given here.
     ///
     /// # Errors
     ///
@@ -33,15 +33,15 @@ impl RadixIndex {
         &mut self,
         key: Key<'_>,
         pages: &[u32],
-        how: Insertion,
-    ) -> Result<Inserted, RadixError> {
+        how: InsertParams,
+    ) -> Result<InsertResult, RadixError> {
         self.insert_after(NodeId::ROOT, key, pages, how)
     }
 
-    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start.
-    /// What is above the node is not compared again, so the time depends on the tokens after it.
+    /// [`insert`](Self::insert) of a key that starts with the path to `node`, as after a match. The path is not compared again,
+    /// so the time depends on the tokens after it.
     ///
-    /// That the key begins so is up to the caller; debug builds check it. Hold a lock on the node from the match on.
+    /// The caller guarantees that (debug builds check it) and holds a lock on the node since the match.
     ///
     /// # Errors
     ///
@@ -52,8 +52,8 @@ impl RadixIndex {
         node: NodeId,
         key: Key<'_>,
         pages: &[u32],
-        how: Insertion,
-    ) -> Result<Inserted, RadixError> {
+        how: InsertParams,
+    ) -> Result<InsertResult, RadixError> {
         let bottom = self.resolve(node)?;
         let wanted = self.page_count(key.tokens.len());
         let (mut done, mut on_device) = (0, true);
@@ -68,36 +68,36 @@ impl RadixIndex {
                 wanted: wanted.max(done),
             });
         }
-        let mut inserted = Inserted {
+        let mut inserted = InsertResult {
             pages: wanted,
-            ..Inserted::default()
+            ..InsertResult::default()
         };
         if wanted == 0 {
             return Ok(inserted);
         }
-        self.tick(how.now);
-        let (root, tokens) = self.enter_or_add(key);
+        self.advance_clock(how.now);
+        let (root, tokens) = self.root_or_insert(key);
         let tokens = &tokens[..wanted * self.size];
         debug_assert!(self.begins_with(root, tokens, bottom));
         let mut at = if done == 0 { root } else { bottom };
         inserted.existing = if on_device {
-            self.use_path(bottom, how);
+            self.touch_path(bottom, how);
             done
         } else {
             self.insert_path(bottom, pages, how)
         };
-        // After a match there is rarely anything.
-        let mut scout = if at == root {
-            self.look_ahead(root, tokens).flatten()
+        // After a match there is rarely a child to continue with.
+        let mut lookahead = if at == root {
+            self.start_lookahead(root, tokens).flatten()
         } else {
             None
         };
-        while let Some((child, agreed)) = self.child(at, &tokens[done * self.size..]) {
-            scout = self.go_ahead(scout);
-            self.use_child(child);
-            at = self.cut(child, agreed);
-            inserted.existing += self.insert_node(at, &pages[done..done + agreed], how);
-            done += agreed;
+        while let Some((child, matched)) = self.find_child(at, &tokens[done * self.size..]) {
+            lookahead = self.advance_lookahead(lookahead);
+            self.touch(child);
+            at = self.split_at_match(child, matched);
+            inserted.existing += self.insert_node(at, &pages[done..done + matched], how);
+            done += matched;
         }
         if done < wanted {
             at = self.add_leaf(at, &tokens[done * self.size..], &pages[done..], how);
@@ -106,25 +106,25 @@ impl RadixIndex {
         Ok(inserted)
     }
 
-    /// Counts an insertion of a path that is on the device: no pages change, so the order is of no matter.
-    fn use_path(&mut self, bottom: u32, how: Insertion) {
+    /// Counts an insertion of a path on the device.
+    fn touch_path(&mut self, bottom: u32, how: InsertParams) {
         let mut at = bottom;
         while !self.nodes[at as usize].is_root() {
-            self.use_child(at);
+            self.touch(at);
             self.nodes[at as usize].count(how);
-            self.settle(at);
+            self.requeue(at);
             at = self.nodes[at as usize].parent;
         }
     }
 
-    /// Inserts the pages of the path that ends in a node, from the root on. Returns how many were on the device.
-    fn insert_path(&mut self, bottom: u32, pages: &[u32], how: Insertion) -> usize {
+    /// Inserts the pages of the path to a node. Returns how many were on the device.
+    fn insert_path(&mut self, bottom: u32, pages: &[u32], how: InsertParams) -> usize {
         let mut path = std::mem::take(&mut self.scratch);
         path.clear();
         path.extend(self.path(bottom));
         let (mut done, mut existing) = (0, 0);
         for &at in path.iter().rev() {
-            self.use_child(at);
+            self.touch(at);
             let len = self.nodes[at as usize].edge.len();
             existing += self.insert_node(at, &pages[done..done + len], how);
             done += len;
@@ -133,23 +133,22 @@ impl RadixIndex {
         existing
     }
 
-    /// Counts an insertion of a node that was used, and gives it these pages if it was not on the device. Returns how
-    /// many of its pages were.
-    fn insert_node(&mut self, at: u32, pages: &[u32], how: Insertion) -> usize {
+    /// Counts an insertion of a node and gives it these pages if it was not on the device. Returns how many of its pages were.
+    fn insert_node(&mut self, at: u32, pages: &[u32], how: InsertParams) -> usize {
         let node = &mut self.nodes[at as usize];
         let existing = if node.on_device() {
             node.count(how);
             pages.len()
         } else {
             node.priority = node.priority.max(how.priority);
-            self.adopt(at, pages);
+            self.restore_to_device(at, pages);
             0
         };
-        self.settle(at);
+        self.requeue(at);
         existing
     }
 
-    /// Whether a key in the namespace of `root` begins with the path that ends in a node.
+    /// Whether a key starts with the path to a node.
     fn begins_with(&self, root: u32, tokens: &[u32], bottom: u32) -> bool {
         let mut end: usize = self
             .path(bottom)
@@ -165,32 +164,36 @@ impl RadixIndex {
                 let start = end - edge.len();
                 let own = &tokens[start * self.size..end * self.size];
                 end = start;
-                edge.common(self.size, own) == own.len()
+                edge.common_prefix(self.size, own) == own.len()
             })
     }
 
-    fn enter_or_add<'a>(&mut self, key: Key<'a>) -> (u32, &'a [u32]) {
+    fn root_or_insert<'a>(&mut self, key: Key<'a>) -> (u32, &'a [u32]) {
         let (first, units) = self.units(key).unwrap_or_default();
-        let root = self.spaces.root(key.namespace, first).unwrap_or_else(|| {
-            let root = self.add_root();
-            self.spaces.add(root, key.namespace.map(Arc::from), first);
-            root
-        });
+        let root = self
+            .namespaces
+            .root(key.namespace, first)
+            .unwrap_or_else(|| {
+                let root = self.add_root();
+                self.namespaces
+                    .add(root, key.namespace.map(Arc::from), first);
+                root
+            });
         (root, units)
     }
 
-    fn add_leaf(&mut self, parent: u32, tokens: &[u32], pages: &[u32], how: Insertion) -> u32 {
+    fn add_leaf(&mut self, parent: u32, tokens: &[u32], pages: &[u32], how: InsertParams) -> u32 {
         let hash = self.hash(parent, &tokens[..self.size]);
-        // It comes while the tokens are copied.
-        self.table.prefetch(hash);
+        // Arrives while the tokens are copied.
+        self.child_table.prefetch(hash);
         let edge = Edge::new(tokens, pages);
         self.edge_bytes += edge.bytes();
         self.evictable += edge.len();
         self.len += 1;
-        let now = self.fresh();
-        let leaf = self.add(Node {
+        let now = self.next_time();
+        let leaf = self.allocate_node(Node {
             edge,
-            kind: Kind::Device,
+            state: NodeState::Device,
             accessed: now,
             created: now,
             parent,
@@ -205,18 +208,18 @@ impl RadixIndex {
         });
         self.link(leaf);
         self.nodes[parent as usize].device_children += 1;
-        self.settle(parent);
-        self.settle(leaf);
+        self.requeue(parent);
+        self.requeue(leaf);
         self.record_stored(leaf, Medium::Device);
         leaf
     }
 
-    /// Gives a node of the host device pages; the host keeps its copy.
-    pub(crate) fn adopt(&mut self, at: u32, pages: &[u32]) {
-        self.leave_queue(at);
+    /// Gives a host node device pages; the host keeps its copy.
+    pub(crate) fn restore_to_device(&mut self, at: u32, pages: &[u32]) {
+        self.dequeue(at);
         let node = &mut self.nodes[at as usize];
         let copy: Box<[u32]> = node.edge.pages().into();
-        node.kind = Kind::Device;
+        node.state = NodeState::Device;
         let (parent, locked) = (node.parent, node.locks > 0);
         *(if locked {
             &mut self.protected
@@ -226,8 +229,8 @@ impl RadixIndex {
         self.copies.insert(at, copy);
         self.set_pages(at, pages);
         self.nodes[parent as usize].device_children += 1;
-        self.settle(parent);
-        self.settle(at);
+        self.requeue(parent);
+        self.requeue(at);
         self.record_stored(at, Medium::Device);
     }
 }

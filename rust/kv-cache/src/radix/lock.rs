@@ -1,13 +1,13 @@
-//! Locks: counted, along the path to the root.
+//! Locks: reference counts along the path to the root.
 
 use crate::radix::error::RadixError;
 use crate::radix::index::RadixIndex;
 use crate::radix::node::NodeId;
 
 impl RadixIndex {
-    /// Locks a node and all above it: they stay where they are. Locks are counted.
+    /// Locks a node and its ancestors against eviction; `SGLang`'s `inc_lock_ref`. Locks are counted.
     ///
-    /// Returns how many device pages became protected by it.
+    /// Returns the device pages that became protected.
     ///
     /// # Errors
     ///
@@ -17,7 +17,7 @@ impl RadixIndex {
         Ok(self.lock_path(at))
     }
 
-    /// Takes a lock back. Returns how many device pages became evictable by it.
+    /// Unlocks a node and its ancestors; `SGLang`'s `dec_lock_ref`. Returns the device pages that became evictable.
     ///
     /// # Errors
     ///
@@ -34,7 +34,7 @@ impl RadixIndex {
             node.locks -= 1;
             if node.locks == 0 {
                 freed += if node.on_device() { node.edge.len() } else { 0 };
-                self.settle(at);
+                self.requeue(at);
             }
             at = self.nodes[at as usize].parent;
         }
@@ -43,7 +43,7 @@ impl RadixIndex {
         Ok(freed)
     }
 
-    /// Locks a path upwards, and takes it out of the orders of eviction.
+    /// Locks a path upwards and removes it from the eviction queues.
     pub(crate) fn lock_path(&mut self, mut at: u32) -> usize {
         let mut locked = 0;
         while !self.nodes[at as usize].is_root() {
@@ -51,7 +51,7 @@ impl RadixIndex {
             node.locks += 1;
             if node.locks == 1 {
                 locked += if node.on_device() { node.edge.len() } else { 0 };
-                self.leave_queue(at);
+                self.dequeue(at);
             }
             at = self.nodes[at as usize].parent;
         }

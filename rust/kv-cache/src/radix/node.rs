@@ -1,12 +1,12 @@
-//! Nodes, in one array, named by their places.
+//! Nodes: an array with generational ids.
 
-use crate::radix::config::{Insertion, PROTECTED, Policy};
+use crate::radix::config::{InsertParams, Policy, SLRU_PROTECTED_HITS};
 use crate::radix::edge::Edge;
 
 /// No node.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// A node of an index. The id of an evicted node is unknown to the index for ever, though its place is used again.
+/// The id of a node. The id of an evicted node is never valid again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct NodeId {
     pub(crate) index: u32,
@@ -14,7 +14,7 @@ pub struct NodeId {
 }
 
 impl NodeId {
-    /// The root, which a key matches that matches nothing else. Locking it changes nothing.
+    /// The result of a match of nothing. Locking it has no effect.
     pub const ROOT: Self = Self {
         index: 0,
         generation: 0,
@@ -34,23 +34,23 @@ impl NodeId {
     }
 }
 
-/// The content of a place in the array.
+/// The state of an array slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Kind {
-    /// Nothing; `next` is the next free place.
+pub(crate) enum NodeState {
+    /// Free; `next` is the next free slot.
     #[default]
     Free,
-    /// The top of a namespace, without pages.
+    /// The root of a namespace, without pages.
     Root,
-    /// Pages on the device, with or without a copy on the host.
+    /// Device pages, with or without a host copy.
     Device,
-    /// Pages only on the host.
+    /// Host pages only.
     Host,
 }
 
-/// One of the two orders of eviction.
+/// The eviction queue of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Queue {
+pub(crate) enum EvictionQueue {
     #[default]
     None,
     Device,
@@ -59,17 +59,17 @@ pub(crate) enum Queue {
 
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Node {
-    /// Tokens and pages: device pages, or host pages where there are no others.
+    /// Tokens, and device pages or else host pages.
     pub(crate) edge: Edge,
-    /// When it was matched or inserted last.
+    /// Time of the last match or insertion.
     pub(crate) accessed: u64,
     pub(crate) created: u64,
     pub(crate) parent: u32,
-    /// The child that came last.
+    /// The newest child.
     pub(crate) first_child: u32,
-    /// What came last two below it, if it is still there: a guess, by which memory is prefetched.
+    /// The newest grandchild, if it still exists: a prefetch hint.
     pub(crate) two_below: u32,
-    /// Neighbours among the parent's children.
+    /// Siblings.
     pub(crate) next: u32,
     pub(crate) previous: u32,
     /// Children with pages on the device.
@@ -81,38 +81,38 @@ pub(crate) struct Node {
     /// Insertions.
     pub(crate) hits: u32,
     pub(crate) priority: i32,
-    pub(crate) kind: Kind,
-    pub(crate) queue: Queue,
-    /// It came to the host in the call that runs, which must not send it away again.
-    pub(crate) arrived: bool,
+    pub(crate) state: NodeState,
+    pub(crate) queue: EvictionQueue,
+    /// Demoted to the host in the current call, which must not evict it.
+    pub(crate) just_demoted: bool,
 }
 
 impl Node {
     pub(crate) fn is_root(&self) -> bool {
-        self.kind == Kind::Root
+        self.state == NodeState::Root
     }
 
     pub(crate) fn on_device(&self) -> bool {
-        self.kind == Kind::Device
+        self.state == NodeState::Device
     }
 
-    /// Counts an insertion of what is on the device.
-    pub(crate) fn count(&mut self, how: Insertion) {
+    /// Counts an insertion.
+    pub(crate) fn count(&mut self, how: InsertParams) {
         self.priority = self.priority.max(how.priority);
         self.hits = self.hits.saturating_add(u32::from(!how.chunked));
     }
 
-    /// The order of eviction that the node belongs into.
-    pub(crate) fn wanted_queue(&self) -> Queue {
-        match self.kind {
-            _ if self.locks > 0 || self.arrived => Queue::None,
-            Kind::Device if self.device_children == 0 => Queue::Device,
-            Kind::Host if self.first_child == NONE => Queue::Host,
-            _ => Queue::None,
+    /// The eviction queue that it belongs to.
+    pub(crate) fn wanted_queue(&self) -> EvictionQueue {
+        match self.state {
+            _ if self.locks > 0 || self.just_demoted => EvictionQueue::None,
+            NodeState::Device if self.device_children == 0 => EvictionQueue::Device,
+            NodeState::Host if self.first_child == NONE => EvictionQueue::Host,
+            _ => EvictionQueue::None,
         }
     }
 
-    /// The key that orders evictions: a class, a time and, for equal ones, the node's place.
+    /// The eviction order: class, time and, for ties, node index.
     pub(crate) fn rank(&self, policy: Policy, index: u32) -> u128 {
         let (class, time) = match policy {
             Policy::Lru => (0, self.accessed),
@@ -120,7 +120,7 @@ impl Node {
             Policy::Fifo => (0, self.created),
             Policy::Filo => (0, !self.created),
             Policy::Mru => (0, !self.accessed),
-            Policy::Slru => (u32::from(self.hits >= PROTECTED), self.accessed),
+            Policy::Slru => (u32::from(self.hits >= SLRU_PROTECTED_HITS), self.accessed),
             Policy::Priority => (self.priority as u32 ^ 1 << 31, self.accessed),
         };
         u128::from(class) << 96 | u128::from(time) << 32 | u128::from(index)

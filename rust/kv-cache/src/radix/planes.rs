@@ -1,6 +1,6 @@
-//! Tokens of a buffer in planes: the lower 16 bits of all of them, then their upper bits.
+//! Tokens in planes: the lower 16 bits of all tokens, then their upper bits.
 //!
-//! Loops over them are compiled for several widths of vectors; the processor's widest is chosen at run time.
+//! Loops are compiled for several vector widths; the widest of the processor is chosen at run time.
 #![expect(
     clippy::inline_always,
     reason = "only what is inlined is compiled for the width that was chosen"
@@ -9,12 +9,12 @@
 use fearless_simd::prelude::*;
 use fearless_simd::{Level, dispatch, u8x32, u16x16, u32x8};
 
-/// Tokens that are compared at once.
+/// Tokens per comparison.
 const WINDOW: usize = 32;
-/// Upper bits that are not stored; they take no memory, however many there are.
+/// The empty high plane.
 const NOTHING: &[()] = &[(); usize::MAX];
 
-/// How the bits of a token above the lowest 16 are stored; the largest token of a buffer decides.
+/// Storage of the bits above the lowest 16; the largest token of a buffer decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum High {
     /// Not at all.
@@ -26,7 +26,7 @@ pub(crate) enum High {
 }
 
 impl High {
-    /// What these tokens need.
+    /// The width that these tokens need.
     pub(crate) fn of(tokens: &[u32]) -> Self {
         match dispatch!(Level::new(), _ => union(tokens)) >> 16 {
             0 => Self::None,
@@ -35,7 +35,7 @@ impl High {
         }
     }
 
-    /// Words of the planes of so many tokens: the lower and the upper ones.
+    /// Words of the low and the high plane.
     pub(crate) fn words(self, tokens: usize) -> (usize, usize) {
         let high = match self {
             Self::None => 0,
@@ -102,7 +102,7 @@ impl<'a> Planes<'a> {
         }
     }
 
-    /// How many leading tokens equal these, which are as many.
+    /// Leading tokens that equal `tokens`, which are as many.
     #[inline]
     pub(crate) fn common(&self, tokens: &[u32]) -> usize {
         self.common_by(Level::new(), tokens)
@@ -133,13 +133,13 @@ impl<'a> Planes<'a> {
 
 /// A part of a token in a plane.
 trait Part: Copy {
-    /// It, from the lowest bits of a number.
+    /// Truncates bits to this part.
     fn cut(bits: u32) -> Self;
 
-    /// It, as the upper half of a token.
+    /// This part as the upper half of a token.
     fn above(self) -> u32;
 
-    /// Parts, widened to halves of tokens.
+    /// Widens parts to 16 bits.
     fn halves<S: Simd>(simd: S, parts: &[Self; WINDOW]) -> [u16x16<S>; 2];
 }
 
@@ -196,13 +196,13 @@ impl Part for u16 {
     }
 }
 
-/// A token of its parts.
+/// Joins the parts of a token.
 #[inline(always)]
 fn join<T: Part>((low, high): (&u16, &T)) -> u32 {
     u32::from(*low) | high.above()
 }
 
-/// The bits that any of the tokens has.
+/// The union of all bits.
 #[inline(always)]
 fn union(tokens: &[u32]) -> u32 {
     let mut union = 0;
@@ -220,39 +220,39 @@ fn put<T: Part, const SHIFT: u32>(plane: &mut [T], tokens: &[u32]) {
     }
 }
 
-/// Leading tokens that equal their planes. All slices are of one length.
+/// Leading tokens that equal their planes. All slices have the same length.
 #[inline(always)]
 fn common<S: Simd, T: Part>(simd: S, tokens: &[u32], low: &[u16], high: &[T]) -> usize {
-    let mut agreed = 0;
+    let mut matched = 0;
     let windows = tokens.as_chunks().0.iter();
     let planes = low.as_chunks().0.iter().zip(high.as_chunks().0);
     for (tokens, (low, high)) in windows.zip(planes) {
         if differ(simd, tokens, low, high) {
             break;
         }
-        agreed += WINDOW;
+        matched += WINDOW;
     }
-    // What is left is compared with some of what is before it: one more window, and no loop whose end cannot be foreseen.
-    if tokens.len() - agreed < WINDOW
+    // The rest is compared as the last window, which overlaps the previous one: no loop with an unpredictable end.
+    if tokens.len() - matched < WINDOW
         && let (Some(last), Some(low), Some(high)) =
             (tokens.last_chunk(), low.last_chunk(), high.last_chunk())
         && !differ(simd, last, low, high)
     {
         return tokens.len();
     }
-    for (token, parts) in tokens[agreed..]
+    for (token, parts) in tokens[matched..]
         .iter()
-        .zip(low[agreed..].iter().zip(&high[agreed..]))
+        .zip(low[matched..].iter().zip(&high[matched..]))
     {
         if *token != join(parts) {
             break;
         }
-        agreed += 1;
+        matched += 1;
     }
-    agreed
+    matched
 }
 
-/// Whether one of the tokens is not that of the planes.
+/// Whether any token differs from the planes.
 #[inline(always)]
 fn differ<S: Simd, T: Part>(
     simd: S,
@@ -280,7 +280,7 @@ mod tests {
 
     use super::{High, Planes};
 
-    /// What code is compiled for, as far as this processor has it; the first is what any has.
+    /// The vector levels of this processor; the first is the baseline.
     fn levels() -> Vec<Level> {
         let all = [Level::baseline(), Level::new()];
         #[cfg(target_arch = "x86_64")]

@@ -1,9 +1,9 @@
-//! Places, links and orders: what keeps the nodes together.
+//! Node allocation, links, and eviction queues.
 
 use crate::radix::edge::Edge;
 use crate::radix::error::RadixError;
 use crate::radix::index::RadixIndex;
-use crate::radix::node::{Kind, NONE, Node, NodeId, Queue};
+use crate::radix::node::{EvictionQueue, NONE, Node, NodeId, NodeState};
 
 impl RadixIndex {
     pub(crate) fn id(&self, at: u32) -> NodeId {
@@ -13,10 +13,10 @@ impl RadixIndex {
         }
     }
 
-    /// The place of a node that is still there.
+    /// The index of a node that still exists.
     pub(crate) fn resolve(&self, id: NodeId) -> Result<u32, RadixError> {
         match self.nodes.get(id.index as usize) {
-            Some(node) if node.generation == id.generation && node.kind != Kind::Free => {
+            Some(node) if node.generation == id.generation && node.state != NodeState::Free => {
                 Ok(id.index)
             }
             _ => Err(RadixError::UnknownNode {
@@ -26,29 +26,29 @@ impl RadixIndex {
         }
     }
 
-    /// Goes on to a time. No two calls have the same, so that no order depends on places.
-    pub(crate) fn tick(&mut self, now: u64) {
+    /// Advances the time. No two calls have the same, so that no order depends on node indices.
+    pub(crate) fn advance_clock(&mut self, now: u64) {
         self.now = now.max(self.now + 1);
     }
 
-    /// The time of a node that comes to be within a call: after the time of the call.
-    pub(crate) fn fresh(&mut self) -> u64 {
+    /// The time of a node that is created within a call: after the time of the call.
+    pub(crate) fn next_time(&mut self) -> u64 {
         self.now += 1;
         self.now
     }
 
-    /// The children of a node, the last one first.
+    /// The children of a node, newest first.
     pub(crate) fn children(&self, at: u32) -> impl Iterator<Item = u32> + '_ {
         let known = |at: u32| (at != NONE).then_some(at);
         let first = known(self.nodes[at as usize].first_child);
         std::iter::successors(first, move |at| known(self.nodes[*at as usize].next))
     }
 
-    /// Gives a node a place.
-    pub(crate) fn add(&mut self, mut node: Node) -> u32 {
+    /// Allocates an array slot for a node.
+    pub(crate) fn allocate_node(&mut self, mut node: Node) -> u32 {
         node.generation = self.generation;
         if self.free == NONE {
-            // Less than doubling: where there is memory for a million nodes, there may be none for two.
+            // Grows by an eighth: doubling a large array may exhaust memory.
             if self.nodes.len() == self.nodes.capacity() {
                 self.nodes.reserve_exact(self.nodes.len() / 8 + 64);
             }
@@ -63,20 +63,20 @@ impl RadixIndex {
         at
     }
 
-    /// Frees a node's place; its id is never valid again.
-    pub(crate) fn free_place(&mut self, at: u32) {
-        // The rest is written when the place is used again.
+    /// Frees a node's slot; its id is never valid again.
+    pub(crate) fn free_node(&mut self, at: u32) {
+        // Other fields are overwritten on reuse.
         let node = &mut self.nodes[at as usize];
         node.edge = Edge::default();
-        node.kind = Kind::Free;
-        node.queue = Queue::None;
+        node.state = NodeState::Free;
+        node.queue = EvictionQueue::None;
         node.generation = node.generation.wrapping_add(1);
         node.next = self.free;
         self.generation = self.generation.max(node.generation);
         self.free = at;
     }
 
-    /// Puts a node, whose parent and hash are set, among its parent's children.
+    /// Links a node, whose parent and hash are set, as the newest child of its parent.
     pub(crate) fn link(&mut self, at: u32) {
         let parent = self.nodes[at as usize].parent;
         let next = std::mem::replace(&mut self.nodes[parent as usize].first_child, at);
@@ -91,7 +91,7 @@ impl RadixIndex {
         self.insert_entry(at);
     }
 
-    /// Takes a node out of its parent's children.
+    /// Unlinks a node from its parent.
     pub(crate) fn unlink(&mut self, at: u32) {
         let node = &self.nodes[at as usize];
         let (parent, previous, next, on_device) =
@@ -104,8 +104,7 @@ impl RadixIndex {
         self.remove_entry(at);
     }
 
-    /// Puts `new` where `old` stands among the children of `parent`. Both are on the same tier; entries of the table
-    /// are the caller's.
+    /// Replaces a child in the sibling list. Both are on the same tier; table entries are up to the caller.
     pub(crate) fn replace_child(&mut self, parent: u32, old: u32, new: u32) {
         let node = &self.nodes[old as usize];
         let (previous, next) = (node.previous, node.next);
@@ -117,7 +116,7 @@ impl RadixIndex {
         self.set_next(parent, previous, new);
     }
 
-    /// Sets what follows a child, or is the first one.
+    /// Sets the sibling after `previous`, or the first child.
     fn set_next(&mut self, parent: u32, previous: u32, next: u32) {
         if previous == NONE {
             self.nodes[parent as usize].first_child = next;
@@ -127,87 +126,87 @@ impl RadixIndex {
     }
 
     pub(crate) fn insert_entry(&mut self, at: u32) {
-        self.table.insert(self.nodes[at as usize].hash, at);
+        self.child_table.insert(self.nodes[at as usize].hash, at);
     }
 
     pub(crate) fn remove_entry(&mut self, at: u32) {
-        self.table.remove(self.nodes[at as usize].hash, at);
+        self.child_table.remove(self.nodes[at as usize].hash, at);
     }
 
-    /// Takes a node out of its order of eviction, before what it is ordered by changes.
+    /// Removes a node from its eviction queue, before its rank changes.
     #[inline]
-    pub(crate) fn leave_queue(&mut self, at: u32) {
+    pub(crate) fn dequeue(&mut self, at: u32) {
         let node = &mut self.nodes[at as usize];
         let queue = std::mem::take(&mut node.queue);
-        if queue == Queue::None {
+        if queue == EvictionQueue::None {
             return;
         }
         let rank = node.rank(self.config.policy, at);
         match queue {
-            Queue::None => {}
-            Queue::Device => {
+            EvictionQueue::None => {}
+            EvictionQueue::Device => {
                 self.device_leaves.remove(&rank);
             }
-            Queue::Host => {
+            EvictionQueue::Host => {
                 self.host_leaves.remove(&rank);
             }
         }
     }
 
-    /// Puts a node into the order of eviction that it belongs into.
+    /// Moves a node to the eviction queue that it belongs to.
     #[inline]
-    pub(crate) fn settle(&mut self, at: u32) {
+    pub(crate) fn requeue(&mut self, at: u32) {
         let wanted = self.nodes[at as usize].wanted_queue();
         if wanted == self.nodes[at as usize].queue {
             return;
         }
-        self.leave_queue(at);
+        self.dequeue(at);
         let node = &mut self.nodes[at as usize];
         node.queue = wanted;
         let rank = node.rank(self.config.policy, at);
         match wanted {
-            Queue::None => {}
-            Queue::Device => {
+            EvictionQueue::None => {}
+            EvictionQueue::Device => {
                 self.device_leaves.insert(rank);
             }
-            Queue::Host => {
+            EvictionQueue::Host => {
                 self.host_leaves.insert(rank);
             }
         }
     }
 
-    /// Removes a node without children. Its pages and counts are the caller's.
+    /// Removes a node without children. Page counts are up to the caller.
     pub(crate) fn remove(&mut self, at: u32) {
-        self.leave_queue(at);
+        self.dequeue(at);
         self.unlink(at);
         let node = &mut self.nodes[at as usize];
         let (edge, parent) = (std::mem::take(&mut node.edge), node.parent);
-        self.journal.forget(at);
-        self.free_place(at);
+        self.event_log.forget(at);
+        self.free_node(at);
         self.len -= 1;
-        self.release(&edge, parent);
+        self.release_buffer(&edge, parent);
         let above = &self.nodes[parent as usize];
         if above.is_root() && parent != 0 && above.first_child == NONE {
-            self.spaces.remove(parent);
-            self.free_place(parent);
+            self.namespaces.remove(parent);
+            self.free_node(parent);
         } else {
-            self.settle(parent);
+            self.requeue(parent);
         }
     }
 
-    /// Changes the ids of a node's pages.
+    /// Replaces the page ids of a node.
     pub(crate) fn set_pages(&mut self, at: u32, pages: &[u32]) {
         let node = &mut self.nodes[at as usize];
         let parent = node.parent;
         if let Some(left) = node.edge.set_pages(self.size, pages) {
             self.edge_bytes += node.edge.bytes();
-            self.release(&left, parent);
+            self.release_buffer(&left, parent);
         }
     }
 
-    /// Drops a range of a buffer. Those that share it are ancestors: if they use no more than half of it, what they use
-    /// moves to a buffer of its own. So a buffer is never mostly unused, and a page is copied for one dropped.
-    fn release(&mut self, edge: &Edge, parent: u32) {
+    /// Drops a range of a buffer. Its other users are ancestors: if they use no more than half of it, their part moves to a new
+    /// buffer. So a buffer is never mostly unused, at the cost of one copied page for each dropped one.
+    fn release_buffer(&mut self, edge: &Edge, parent: u32) {
         if edge.is_only() {
             self.edge_bytes -= edge.bytes();
             return;

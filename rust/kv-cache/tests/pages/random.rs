@@ -42,7 +42,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn a_pool_counts_who_holds_what(
+    fn reference_counts_match_the_holders(
         pages in 0_u32..12,
         order in order(),
         steps in prop::collection::vec(step(), 1..120),
@@ -69,7 +69,7 @@ fn long() {
 }
 
 #[test]
-fn a_lifo_pool_gives_the_page_that_was_freed_last() -> Result<(), PoolError> {
+fn a_lifo_pool_allocates_the_page_that_was_freed_last() -> Result<(), PoolError> {
     let mut pool = Pool::new(0..4, Order::Lifo);
     let mut pages = Vec::new();
     pool.allocate_many(3, &mut pages)?;

@@ -1,7 +1,7 @@
 //! What allocates, and what does not.
 
 use allocation_counter::measure;
-use pie_kv_cache::radix::{Config, Evicted, Insertion, Key, RadixIndex};
+use pie_kv_cache::radix::{Config, EvictResult, InsertParams, Key, RadixIndex};
 
 fn tokens(count: u32, first: u32) -> Vec<u32> {
     (0..count).map(|at| at * 7919 % 150_000 + first).collect()
@@ -20,7 +20,7 @@ fn filled(page_size: u32) -> (RadixIndex, Vec<u32>) {
         key.extend(tokens(64, 200_000 + number));
         let pages: Vec<u32> = (0..key.len() as u32 / page_size).collect();
         index
-            .insert(Key::new(&key), &pages, Insertion::default())
+            .insert(Key::new(&key), &pages, InsertParams::default())
             .expect("whole pages");
     }
     (index, text)
@@ -48,7 +48,7 @@ fn a_hit_and_a_miss_allocate_nothing() {
 }
 
 #[test]
-fn a_cut_copies_no_tokens() {
+fn a_split_copies_no_tokens() {
     let (mut index, text) = filled(1);
     let mut pages = Vec::with_capacity(4096);
     let before = index.memory_bytes();
@@ -59,9 +59,9 @@ fn a_cut_copies_no_tokens() {
 }
 
 #[test]
-fn what_is_evicted_is_given_back() {
+fn evicted_nodes_free_memory() {
     let (mut index, _) = filled(16);
-    let mut evicted = Evicted::default();
+    let mut evicted = EvictResult::default();
     let full = index.memory_bytes();
     let pages = index.evict(70, &mut evicted);
     // Three bytes for a token; the shared start keeps a buffer of its own size.
@@ -71,7 +71,7 @@ fn what_is_evicted_is_given_back() {
 }
 
 #[test]
-fn bytes_are_counted_as_they_are() {
+fn memory_bytes_are_exact() {
     let mut made = None;
     let held = measure(|| {
         let mut index = RadixIndex::new(Config::default()).expect("a valid config");
@@ -79,7 +79,7 @@ fn bytes_are_counted_as_they_are() {
             let key = tokens(100, number * 100);
             let pages: Vec<u32> = (number * 100..number * 100 + 100).collect();
             index
-                .insert(Key::new(&key), &pages, Insertion::default())
+                .insert(Key::new(&key), &pages, InsertParams::default())
                 .expect("whole pages");
         }
         made = Some(index);

@@ -1,7 +1,7 @@
 //! What is refused, and what is drawn.
 
 use pie_kv_cache::radix::{
-    Config, Evicted, Insertion, Key, MAX_PAGE_SIZE, NodeId, Policy, RadixError, RadixIndex,
+    Config, EvictResult, InsertParams, Key, MAX_PAGE_SIZE, NodeId, Policy, RadixError, RadixIndex,
 };
 
 fn index(page_size: u32) -> RadixIndex {
@@ -40,13 +40,13 @@ fn settings_out_of_range_are_named() {
 #[test]
 fn a_refused_call_changes_nothing() {
     let mut index = index(2);
-    let inserted = index.insert(Key::new(&[1, 2, 3, 4, 5]), &[7, 8], Insertion::default());
+    let inserted = index.insert(Key::new(&[1, 2, 3, 4, 5]), &[7, 8], InsertParams::default());
     let node = inserted.expect("two pages").node;
     let before = index.to_json();
     let count = |pages, wanted| Err(RadixError::PageCount { pages, wanted });
     let insert = |index: &mut RadixIndex, node, tokens: &[u32], pages: &[u32]| {
         index
-            .insert_after(node, Key::new(tokens), pages, Insertion::default())
+            .insert_after(node, Key::new(tokens), pages, InsertParams::default())
             .map(|_| ())
     };
     assert_eq!(
@@ -66,11 +66,11 @@ fn a_refused_call_changes_nothing() {
 fn an_evicted_node_is_never_another_one() {
     let mut index = index(1);
     let add = |index: &mut RadixIndex, token| {
-        let inserted = index.insert(Key::new(&[token]), &[token], Insertion::default());
+        let inserted = index.insert(Key::new(&[token]), &[token], InsertParams::default());
         inserted.expect("a page").node
     };
     let first = add(&mut index, 1);
-    index.evict(1, &mut Evicted::default());
+    index.evict(1, &mut EvictResult::default());
     let second = add(&mut index, 2);
     assert_ne!(first, second);
     assert!(matches!(
@@ -78,18 +78,18 @@ fn an_evicted_node_is_never_another_one() {
         Err(RadixError::UnknownNode { .. })
     ));
     assert_eq!(NodeId::from_bits(second.to_bits()), second);
-    index.reset(&mut Evicted::default());
+    index.reset(&mut EvictResult::default());
     let third = add(&mut index, 3);
     assert!(index.info(second).is_err());
     assert_eq!(index.lock(third), Ok(1));
 }
 
 #[test]
-fn pictures_show_sizes_locks_and_tiers() {
+fn exports_show_sizes_locks_and_tiers() {
     let mut index = index(1);
     let key = Key::new(&[1, 2, 3, 4]).within("lora \"a\"");
     index
-        .insert(key, &[5, 6, 7, 8], Insertion::default())
+        .insert(key, &[5, 6, 7, 8], InsertParams::default())
         .expect("four pages");
     let mut pages = Vec::new();
     let found = index.match_and_lock(
@@ -100,7 +100,7 @@ fn pictures_show_sizes_locks_and_tiers() {
         9,
         &mut pages,
     );
-    index.evict_to_host(1, &[100, 101], &mut Evicted::default());
+    index.evict_to_host(1, &[100, 101], &mut EvictResult::default());
     let picture: serde_json::Value = serde_json::from_str(&index.to_json()).expect("valid JSON");
     assert_eq!(
         (&picture["device_pages"], &picture["host_pages"]),
@@ -133,10 +133,10 @@ fn pictures_show_sizes_locks_and_tiers() {
 }
 
 #[test]
-fn joined_nodes_keep_the_later_time_and_the_higher_counts() {
+fn merged_nodes_keep_the_later_time_and_the_higher_counts() {
     let mut index = index(1);
     let insert = |index: &mut RadixIndex, tokens: &[u32], now, priority| {
-        let how = Insertion {
+        let how = InsertParams {
             now,
             priority,
             chunked: false,
@@ -154,5 +154,5 @@ fn joined_nodes_keep_the_later_time_and_the_higher_counts() {
     assert_eq!((info.pages, info.hits, info.priority), (4, 3, 8));
     assert_eq!((info.last_access, info.created), (30, 11));
     assert!(index.info(upper).is_err());
-    index.check();
+    index.check_invariants();
 }

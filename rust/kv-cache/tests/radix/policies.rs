@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use pie_kv_cache::radix::{Config, Evicted, Insertion, Key, NodeId, Policy, RadixIndex};
+use pie_kv_cache::radix::{Config, EvictResult, InsertParams, Key, NodeId, Policy, RadixIndex};
 use proptest::prelude::*;
 
 const POLICIES: [Policy; 7] = [
@@ -236,7 +236,7 @@ fn play(policy: Policy, page_size: usize, steps: &[Step]) {
     };
     let mut index = RadixIndex::new(config).expect("a valid config");
     let mut naive = RadixCache::new(page_size, policy);
-    let (mut pages, mut evicted) = (Vec::new(), Evicted::default());
+    let (mut pages, mut evicted) = (Vec::new(), EvictResult::default());
     let mut locks: Vec<(NodeId, usize)> = Vec::new();
     let mut next = 0;
     for step in steps {
@@ -259,7 +259,7 @@ fn play(policy: Policy, page_size: usize, steps: &[Step]) {
             } => {
                 let fresh: Vec<u32> = (next..next + (key.len() / page_size) as u32).collect();
                 next += fresh.len() as u32;
-                let how = Insertion {
+                let how = InsertParams {
                     now: 0,
                     priority: *priority,
                     chunked: *chunked,
@@ -281,7 +281,7 @@ fn play(policy: Policy, page_size: usize, steps: &[Step]) {
                 assert_eq!(evicted.device, naive.evict(*count));
             }
         }
-        index.check();
+        index.check_invariants();
     }
     while let Some((ours, theirs)) = locks.pop() {
         index.unlock(ours).expect("it is locked");

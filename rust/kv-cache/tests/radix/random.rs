@@ -8,7 +8,7 @@ mod model;
 use std::time::Instant;
 
 use model::{Model, Step, Text};
-use pie_kv_cache::radix::{Config, Insertion, Policy};
+use pie_kv_cache::radix::{Config, InsertParams, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -35,7 +35,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (text(), any::<bool>()).prop_map(|(text, locks)| Step::Match { text, locks }),
         10 => (text(), -2_i32..3, any::<bool>(), any::<bool>()).prop_map(|(text, priority, chunked, after)| {
-            let how = Insertion { now: 0, priority, chunked };
+            let how = InsertParams { now: 0, priority, chunked };
             Step::Insert { text, how, after }
         }),
         2 => text().prop_map(Step::Lock),

@@ -1,4 +1,4 @@
-//! Where each array lies in a block of memory.
+//! Byte offsets of the arrays of a block.
 
 use bytemuck::Pod;
 
@@ -34,7 +34,7 @@ impl DType {
     }
 }
 
-/// What an array holds: numbers, or as many together.
+/// Element of an array: a number, or a fixed number of them.
 pub(crate) trait Entry: Pod {
     /// Type of the numbers.
     const DTYPE: DType;
@@ -65,7 +65,7 @@ where
 /// One array of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Field {
-    /// Name as the engine knows it.
+    /// Name in the engine.
     pub name: &'static str,
     /// Element type.
     pub dtype: DType,
@@ -76,7 +76,7 @@ pub struct Field {
 }
 
 impl Field {
-    /// An array of `entries` entries; its place is still open.
+    /// An array of `entries` entries, without its offset.
     pub(crate) const fn of<T: Entry>(name: &'static str, entries: usize) -> Self {
         Self {
             name,
@@ -107,7 +107,7 @@ impl Layout {
         Self { fields, bytes }
     }
 
-    /// The arrays in the order in which they lie.
+    /// The arrays in memory order.
     #[must_use]
     pub fn fields(&self) -> &[Field] {
         &self.fields

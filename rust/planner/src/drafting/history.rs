@@ -1,8 +1,8 @@
-//! Which tokens the KV pages hold: what a context has said before its requests named it.
+//! Token ids of the KV pages, from which the text of a context can be re-read.
 
 use std::ops::Range;
 
-/// A slot that no token is known of.
+/// Token of a KV slot with unknown content.
 const UNKNOWN: u32 = u32::MAX;
 
 /// A pool whose pages can be copied.
@@ -10,11 +10,11 @@ const UNKNOWN: u32 = u32::MAX;
 pub enum PagePool {
     /// The engine's KV pool.
     Device,
-    /// The host's pool of swapped pages.
+    /// The host KV pool.
     Host,
 }
 
-/// The tokens of every page of both pools.
+/// Token ids of every page of both pools.
 #[derive(Debug)]
 pub(crate) struct PageTokens {
     page_size: usize,
@@ -23,7 +23,7 @@ pub(crate) struct PageTokens {
 }
 
 impl PageTokens {
-    /// Pages of which nothing is known.
+    /// Pages with unknown content.
     pub(crate) fn new(page_size: u32, device_pages: u32, host_pages: u32) -> Self {
         let page_size = page_size as usize;
         Self {
@@ -33,7 +33,7 @@ impl PageTokens {
         }
     }
 
-    /// Notes that a request with these pages stores `tokens` from KV index `start` on.
+    /// Records that a request with these pages stores `tokens` from KV index `start` on.
     pub(crate) fn store(&mut self, pages: &[u32], start: usize, mut tokens: &[u32]) {
         let mut at = start;
         while !tokens.is_empty() {
@@ -46,8 +46,7 @@ impl PageTokens {
         }
     }
 
-    /// Appends what KV indices `range` of a request with these pages hold; returns the first index from which on all is
-    /// known, and leaves out what lies before it.
+    /// Appends the tokens of KV indices `range`, from the first index after which all are known; returns that index.
     pub(crate) fn load(&self, pages: &[u32], range: Range<usize>, out: &mut Vec<u32>) -> usize {
         let first = out.len();
         let mut at = range.start;
@@ -65,7 +64,7 @@ impl PageTokens {
         range.start + unknown
     }
 
-    /// Notes that a page was copied. Of pages outside their pool nothing is noted.
+    /// Records a page copy; pages outside of their pool are ignored.
     pub(crate) fn copy(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
         let (Some(from), Some(to)) = (self.slots(source), self.slots(target)) else {
             return;
@@ -82,7 +81,7 @@ impl PageTokens {
         }
     }
 
-    /// Notes that nothing is known of a page.
+    /// Marks the content of a page as unknown.
     pub(crate) fn forget(&mut self, page: (PagePool, u32)) {
         if let Some(slots) = self.slots(page) {
             let pool = match page.0 {

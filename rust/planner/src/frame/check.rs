@@ -1,17 +1,17 @@
-//! One request of a frame: its KV geometry, and whether it can be served.
+//! Validation of one request: KV lengths, ids, positions, masks.
 
 use std::ops::Range;
 
 use pie_wire::{NativeSlice, brle};
 
-use crate::fault::{FrameError, RequestFault};
+use crate::error::{FrameError, RequestError};
 use crate::frame::{Frame, range};
-use crate::image::{ImageArrays, Vision, check_media};
+use crate::image::{ImageArrays, VisionConfig, check_media};
 use crate::limits::Limits;
-use crate::mask::{Visibility, attention_words};
+use crate::mask::{MaskMode, attention_words};
 
-/// KV geometry of one request, in tokens. Input row `j` is stored at KV index `kv_end - inputs + j`, draft `d` at
-/// `kv_end + d`; unless a mask says otherwise, each row sees every KV index up to its own.
+/// KV geometry of one request, in tokens. Input token `j` is stored at KV index `kv_end - inputs + j`, draft `d` at `kv_end + d`;
+/// without a mask each attends to every KV index up to its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Geometry {
     /// Input tokens.
@@ -20,39 +20,39 @@ pub(crate) struct Geometry {
     pub(crate) drafts: u32,
     /// KV length after the inputs, before the drafts.
     pub(crate) kv_end: u32,
-    pub(crate) visibility: Visibility,
+    pub(crate) mask_mode: MaskMode,
 }
 
 impl Geometry {
-    /// Tokens that earlier passes stored.
+    /// Cached prefix: tokens that earlier steps stored.
     pub(crate) const fn prefix(self) -> u32 {
         self.kv_end - self.inputs
     }
 
-    /// Rows that the forward pass computes.
-    pub(crate) const fn rows(self) -> u32 {
+    /// Query tokens: inputs and drafts.
+    pub(crate) const fn tokens(self) -> u32 {
         self.inputs + self.drafts
     }
 }
 
-/// What holds for the whole frame, so that single requests need not be asked.
+/// Checks of the whole frame at once, which make those of single requests unnecessary.
 #[derive(Debug, Clone)]
-pub(crate) struct FrameFacts<'a> {
+pub(crate) struct FrameChecks<'a> {
     /// Every input and draft token is in the vocabulary.
     ids_fit: bool,
     /// Every input position is below the limit.
     positions_fit: bool,
     /// Some request brings images or audio.
     media: bool,
-    /// The images, if there are some and the model takes them.
+    /// The images, if there are any and the model supports them.
     pub(crate) images: Option<ImageArrays<'a>>,
 }
 
-impl<'a> FrameFacts<'a> {
+impl<'a> FrameChecks<'a> {
     pub(crate) fn of(
         frame: &Frame<'a>,
         limits: &Limits,
-        vision: Option<Vision>,
+        vision: Option<VisionConfig>,
     ) -> Result<Self, FrameError> {
         let below = |values: &[u32], limit: u32| {
             values.iter().fold(0, |max, &value| value.max(max)) < limit
@@ -73,8 +73,8 @@ impl<'a> FrameFacts<'a> {
 /// Whether request `index` has nothing to compute.
 ///
 /// # Errors
-/// [`RequestFault::NoTokens`] when it asks for outputs all the same.
-pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestFault> {
+/// [`RequestError::NoTokens`] when it has samplers or drafts.
+pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestError> {
     if !range(frame.qo_indptr, index).is_empty() {
         return Ok(false);
     }
@@ -83,19 +83,19 @@ pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestFa
     if silent {
         Ok(true)
     } else {
-        Err(RequestFault::NoTokens)
+        Err(RequestError::NoTokens)
     }
 }
 
-/// Checks all that decides whether the request's KV can be computed, but the page ids.
+/// Checks everything that computing the request's KV needs, except the page ids.
 pub(crate) fn check_compute(
     frame: &Frame<'_>,
-    facts: &FrameFacts<'_>,
+    checks: &FrameChecks<'_>,
     limits: &Limits,
     index: usize,
-) -> Result<Geometry, RequestFault> {
-    if facts.media {
-        check_media(frame, facts.images.as_ref(), limits, index)?;
+) -> Result<Geometry, RequestError> {
+    if checks.media {
+        check_media(frame, checks.images.as_ref(), limits, index)?;
     }
     let tokens = range(frame.qo_indptr, index);
     let drafts = range(frame.draft_indptr, index);
@@ -107,19 +107,19 @@ pub(crate) fn check_compute(
         pages,
         frame.last_page_lens[index],
     )?;
-    if !facts.ids_fit {
+    if !checks.ids_fit {
         check_ids(&frame.token_ids[tokens.clone()], limits)?;
         check_ids(&frame.draft_ids[drafts.clone()], limits)?;
     }
     let positions = &frame.positions[tokens];
-    if !facts.positions_fit {
+    if !checks.positions_fit {
         check_positions(positions.iter().copied(), limits)?;
     }
     if !drafts.is_empty() {
         check_positions(draft_positions(frame, drafts, positions), limits)?;
     }
     if frame.has_user_mask && !frame.masks.is_empty() {
-        geometry.visibility = check_masks(frame, geometry, index)?;
+        geometry.mask_mode = check_masks(frame, geometry, index)?;
     }
     Ok(geometry)
 }
@@ -130,28 +130,28 @@ fn check_geometry(
     drafts: usize,
     pages: usize,
     last_page_len: u32,
-) -> Result<Geometry, RequestFault> {
+) -> Result<Geometry, RequestError> {
     let (inputs, drafts) = (inputs as u64, drafts as u64);
     if pages == 0 {
-        return Err(RequestFault::NoPages {
+        return Err(RequestError::NoPages {
             tokens: inputs + drafts,
         });
     }
     let (length, page_size) = (last_page_len, limits.page_size);
     if length == 0 || length > page_size {
-        return Err(RequestFault::LastPageLength { length, page_size });
+        return Err(RequestError::LastPageLength { length, page_size });
     }
     let page_size = u64::from(page_size);
-    // The list covers the drafts, the last page's length does not.
+    // The page list covers the drafts, the last page's length does not.
     let end = (pages as u64 - 1) * page_size + (u64::from(length) + drafts - 1) % page_size + 1;
     if end < inputs + drafts {
-        return Err(RequestFault::Geometry {
+        return Err(RequestError::Geometry {
             tokens: inputs + drafts,
             capacity: end,
         });
     }
     if end > limits.max_kv_len() {
-        return Err(RequestFault::KvLength {
+        return Err(RequestError::KvLength {
             length: end,
             limit: limits.max_kv_len(),
         });
@@ -160,26 +160,26 @@ fn check_geometry(
         inputs: inputs as u32,
         drafts: drafts as u32,
         kv_end: (end - drafts) as u32,
-        visibility: Visibility::Causal,
+        mask_mode: MaskMode::Causal,
     })
 }
 
 /// Checks page ids.
-pub(crate) fn check_pages(pages: &[u32], limits: &Limits) -> Result<(), RequestFault> {
+pub(crate) fn check_pages(pages: &[u32], limits: &Limits) -> Result<(), RequestError> {
     let total_pages = limits.total_pages;
-    // The largest one is found several at a time.
+    // The maximum vectorizes.
     if pages.iter().fold(0, |max, &page| page.max(max)) < total_pages {
         return Ok(());
     }
     match pages.iter().find(|&&page| page >= total_pages) {
-        Some(&page) => Err(RequestFault::PageId { page, total_pages }),
+        Some(&page) => Err(RequestError::PageId { page, total_pages }),
         None => Ok(()),
     }
 }
 
-fn check_ids(ids: &[u32], limits: &Limits) -> Result<(), RequestFault> {
+fn check_ids(ids: &[u32], limits: &Limits) -> Result<(), RequestError> {
     match ids.iter().find(|&&token| token >= limits.vocab_size) {
-        Some(&token) => Err(RequestFault::TokenId {
+        Some(&token) => Err(RequestError::TokenId {
             token,
             vocab_size: limits.vocab_size,
         }),
@@ -190,9 +190,9 @@ fn check_ids(ids: &[u32], limits: &Limits) -> Result<(), RequestFault> {
 fn check_positions(
     mut positions: impl Iterator<Item = u32>,
     limits: &Limits,
-) -> Result<(), RequestFault> {
+) -> Result<(), RequestError> {
     match positions.find(|&position| position >= limits.max_positions) {
-        Some(position) => Err(RequestFault::Position {
+        Some(position) => Err(RequestError::Position {
             position,
             limit: limits.max_positions,
         }),
@@ -200,7 +200,7 @@ fn check_positions(
     }
 }
 
-/// Positions of the request's drafts: the frame's, or consecutive ones after the last input.
+/// Positions of the request's drafts: those of the frame, else consecutive after the last input.
 pub(crate) fn draft_positions<'a>(
     frame: &Frame<'a>,
     drafts: Range<usize>,
@@ -215,19 +215,19 @@ pub(crate) fn draft_positions<'a>(
     })
 }
 
-/// What the request's mask rows let it see.
+/// Classifies the request's attention mask.
 fn check_masks(
     frame: &Frame<'_>,
     geometry: Geometry,
     index: usize,
-) -> Result<Visibility, RequestFault> {
+) -> Result<MaskMode, RequestError> {
     let rows = &frame.masks[range(frame.mask_indptr, index)];
     let positions = &frame.positions[range(frame.qo_indptr, index)];
     if rows.is_empty() {
-        return Ok(Visibility::Causal);
+        return Ok(MaskMode::Causal);
     }
     if rows.len() != positions.len() {
-        return Err(RequestFault::MaskRows {
+        return Err(RequestError::MaskRows {
             rows: rows.len(),
             tokens: positions.len(),
         });
@@ -235,13 +235,13 @@ fn check_masks(
     let causal_end = |row: usize| u64::from(geometry.prefix()) + row as u64 + 1;
     let causal = |row: usize| {
         let runs = rows[row].buffer.native();
-        // Every row that the runtime itself wrote has the first form, whatever the row's KV index.
+        // The second form is what the runtime writes for causal rows, whatever the KV index.
         runs.is_empty()
             || *runs == [0, positions[row].saturating_add(1)]
             || brle::is_causal(runs, causal_end(row), u64::from(geometry.kv_end))
     };
     if (0..rows.len()).all(causal) {
-        return Ok(Visibility::Causal);
+        return Ok(MaskMode::Causal);
     }
     let stored = u64::from(geometry.kv_end) + u64::from(geometry.drafts);
     let sees_ahead = |row: usize| {
@@ -249,35 +249,35 @@ fn check_masks(
         last.is_some_and(|visible| visible.end > causal_end(row))
     };
     if (0..rows.len()).any(sees_ahead) {
-        return Ok(Visibility::MaskedAhead);
+        return Ok(MaskMode::CustomLookahead);
     }
-    Ok(Visibility::Masked)
+    Ok(MaskMode::Custom)
 }
 
-/// Checks that a pass can apply the request's mask, on an engine that applies masks or does not.
-pub(crate) const fn check_visibility(
+/// Checks that the engine supports the request's mask, and that a pass can hold it.
+pub(crate) const fn check_mask_mode(
     geometry: Geometry,
     limits: &Limits,
     masks: bool,
-) -> Result<(), RequestFault> {
-    match geometry.visibility {
-        Visibility::Masked | Visibility::MaskedAhead if !masks => Err(RequestFault::NonCausalMask),
-        Visibility::Causal | Visibility::Masked => Ok(()),
-        Visibility::MaskedAhead => check_one_pass(geometry, limits),
+) -> Result<(), RequestError> {
+    match geometry.mask_mode {
+        MaskMode::Custom | MaskMode::CustomLookahead if !masks => Err(RequestError::NonCausalMask),
+        MaskMode::Causal | MaskMode::Custom => Ok(()),
+        MaskMode::CustomLookahead => check_one_pass(geometry, limits),
     }
 }
 
-/// Checks that a request that cannot be cut fits one pass, with its mask.
-const fn check_one_pass(geometry: Geometry, limits: &Limits) -> Result<(), RequestFault> {
-    let (tokens, limit) = (geometry.rows(), limits.chunk_tokens);
+/// Checks that a request that cannot be chunked fits one pass, with its mask.
+const fn check_one_pass(geometry: Geometry, limits: &Limits) -> Result<(), RequestError> {
+    let (tokens, limit) = (geometry.tokens(), limits.chunk_tokens);
     let kv_len = geometry.kv_end as usize + geometry.drafts as usize;
     let words = attention_words(tokens as usize, kv_len);
     let max_words = limits.attention_words();
     if tokens > limit {
-        return Err(RequestFault::MaskAhead { tokens, limit });
+        return Err(RequestError::MaskAhead { tokens, limit });
     }
     if words > max_words {
-        return Err(RequestFault::MaskWords {
+        return Err(RequestError::MaskWords {
             tokens,
             kv_len,
             bytes: 4 * words,

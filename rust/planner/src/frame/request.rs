@@ -1,37 +1,37 @@
-//! One request of a plan, and its rows within a pass.
+//! One request of a plan, and its segments in passes.
 
 use std::ops::Range;
 
 use crate::adapter::Binding;
-use crate::extent::Extent;
 use crate::frame::check::Geometry;
-use crate::mask::Visibility;
-use crate::state::State;
-use crate::table::changes::TablePlace;
+use crate::mask::MaskMode;
+use crate::range32::Range32;
+use crate::state::RecurrentState;
+use crate::table::updates::BlockTableRow;
 
-/// One request of the plan. As with slots, there are many.
+/// One request of the plan, as ranges of the batch arrays. Kept small.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Request {
-    rows: Extent,
-    slots: Extent,
-    mask_rows: Extent,
-    place: TablePlace,
+pub(crate) struct PlannedRequest {
+    tokens: Range32,
+    slots: Range32,
+    mask_rows: Range32,
+    table_row: BlockTableRow,
     adapter: Binding,
-    /// Its context's id; 0 where the runtime names none.
+    /// Context id; 0 = none.
     context: u64,
     prefix: u32,
     drafts: u32,
-    state: State,
+    state: RecurrentState,
     dropped: bool,
-    visibility: Visibility,
+    mask_mode: MaskMode,
 }
 
-impl Request {
-    /// Takes what the checks found.
+impl PlannedRequest {
+    /// Sets what validation found.
     pub(crate) const fn describe(&mut self, geometry: Geometry, adapter: Binding) {
         self.prefix = geometry.prefix();
         self.drafts = geometry.drafts;
-        self.visibility = geometry.visibility;
+        self.mask_mode = geometry.mask_mode;
         self.adapter = adapter;
     }
 
@@ -43,51 +43,51 @@ impl Request {
         self.context
     }
 
-    pub(crate) const fn place_mut(&mut self) -> &mut TablePlace {
-        &mut self.place
+    pub(crate) const fn table_row_mut(&mut self) -> &mut BlockTableRow {
+        &mut self.table_row
     }
 
-    pub(crate) const fn set_rows(&mut self, rows: Extent) {
-        self.rows = rows;
+    pub(crate) const fn set_tokens(&mut self, tokens: Range32) {
+        self.tokens = tokens;
     }
 
-    pub(crate) const fn set_mask_rows(&mut self, rows: Extent) {
-        self.mask_rows = rows;
+    pub(crate) const fn set_mask_rows(&mut self, tokens: Range32) {
+        self.mask_rows = tokens;
     }
 
-    pub(crate) const fn set_slots(&mut self, slots: Extent) {
+    pub(crate) const fn set_slots(&mut self, slots: Range32) {
         self.slots = slots;
     }
 
-    /// Takes its outputs away; its KV is stored all the same.
-    pub(crate) const fn mute(&mut self) {
+    /// Removes its outputs; its KV is still stored.
+    pub(crate) const fn drop_outputs(&mut self) {
         self.slots.clear();
     }
 
-    /// Takes its adapter and its outputs away. Its rows are computed in vain: they store no KV.
-    pub(crate) const fn unbind(&mut self) {
+    /// Removes its adapter and outputs; its tokens are computed without storing KV.
+    pub(crate) const fn unbind_adapter(&mut self) {
         self.adapter = None;
         self.dropped = true;
         self.slots.clear();
     }
 
-    /// Changes the recurrent state that it advances, which is the engine's padding slot at first.
-    pub(crate) const fn set_state(&mut self, state: State) {
+    /// Sets its recurrent state slot; the default is the padding slot.
+    pub(crate) const fn set_state(&mut self, state: RecurrentState) {
         self.state = state;
     }
 
     /// Its rows of the plan, drafts after the inputs; empty when nothing is computed.
-    pub(crate) const fn rows(&self) -> Extent {
-        self.rows
+    pub(crate) const fn tokens(&self) -> Range32 {
+        self.tokens
     }
 
     /// Its rows before the drafts.
     pub(crate) const fn inputs(&self) -> Range<usize> {
-        self.rows.start()..self.rows.end() - self.drafts as usize
+        self.tokens.start()..self.tokens.end() - self.drafts as usize
     }
 
     /// Its slots; of a request with drafts those that verify come first.
-    pub(crate) const fn slots(&self) -> Extent {
+    pub(crate) const fn slots(&self) -> Range32 {
         self.slots
     }
 
@@ -97,8 +97,8 @@ impl Request {
     }
 
     /// Its row of the block table, and what changes there.
-    pub(crate) const fn place(&self) -> &TablePlace {
-        &self.place
+    pub(crate) const fn table_row(&self) -> &BlockTableRow {
+        &self.table_row
     }
 
     /// The adapter that it is bound to.
@@ -117,17 +117,17 @@ impl Request {
     }
 
     /// Its recurrent state, of an engine that has some.
-    pub(crate) const fn state(&self) -> State {
+    pub(crate) const fn state(&self) -> RecurrentState {
         self.state
     }
 
     /// Whether its rows store no KV.
-    pub(crate) const fn is_dropped(&self) -> bool {
+    pub(crate) const fn skips_kv_write(&self) -> bool {
         self.dropped
     }
 
-    pub(crate) const fn visibility(&self) -> Visibility {
-        self.visibility
+    pub(crate) const fn mask_mode(&self) -> MaskMode {
+        self.mask_mode
     }
 }
 
@@ -136,14 +136,14 @@ impl Request {
 pub(crate) struct Segment {
     request: u32,
     /// Rows of the plan.
-    rows: Extent,
+    tokens: Range32,
 }
 
 impl Segment {
-    pub(crate) const fn new(request: usize, rows: Extent) -> Self {
+    pub(crate) const fn new(request: usize, tokens: Range32) -> Self {
         Self {
             request: request as u32,
-            rows,
+            tokens,
         }
     }
 
@@ -153,25 +153,25 @@ impl Segment {
 
     /// First row of the plan.
     pub(crate) const fn start(self) -> usize {
-        self.rows.start()
+        self.tokens.start()
     }
 
     pub(crate) const fn len(self) -> usize {
-        self.rows.len()
+        self.tokens.len()
     }
 
     /// Rows of the plan.
-    pub(crate) const fn rows(self) -> Range<usize> {
-        self.rows.range()
+    pub(crate) const fn tokens(self) -> Range<usize> {
+        self.tokens.range()
     }
 
     /// KV index of its first row.
-    pub(crate) const fn kv_start(self, request: &Request) -> usize {
-        request.prefix() + (self.start() - request.rows().start())
+    pub(crate) const fn kv_start(self, request: &PlannedRequest) -> usize {
+        request.prefix() + (self.start() - request.tokens().start())
     }
 }
 
 /// The rows of a pass: requests without rows leave no gap.
-pub(crate) fn pass_rows(segments: &[Segment]) -> Range<usize> {
-    segments[0].start()..segments[segments.len() - 1].rows.end()
+pub(crate) fn pass_tokens(segments: &[Segment]) -> Range<usize> {
+    segments[0].start()..segments[segments.len() - 1].tokens.end()
 }

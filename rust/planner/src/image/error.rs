@@ -101,7 +101,7 @@ pub enum ImageError {
 }
 
 impl ImageError {
-    /// As [`RequestFault::kind`].
+    /// As [`RequestError::kind`].
     pub(crate) const fn kind(self) -> &'static str {
         match self {
             Self::Video { .. } => "video",

@@ -1,22 +1,22 @@
-//! The attention mask of a pass, as bits.
+//! The packed custom attention mask of a pass.
 
 use pie_wire::brle;
 
-use crate::frame::request::{Request, Segment};
+use crate::frame::request::{PlannedRequest, Segment};
 use crate::mask::{MaskRows, WORD_BITS, attention_words, set_bits};
 
-/// Which KV indices the rows of a masked pass may attend to.
+/// The custom attention mask of a pass.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionMask<'p> {
     rows: &'p MaskRows,
-    requests: &'p [Request],
+    requests: &'p [PlannedRequest],
     segments: &'p [Segment],
 }
 
 impl<'p> AttentionMask<'p> {
     pub(crate) const fn new(
         rows: &'p MaskRows,
-        requests: &'p [Request],
+        requests: &'p [PlannedRequest],
         segments: &'p [Segment],
     ) -> Self {
         Self {
@@ -37,8 +37,8 @@ impl<'p> AttentionMask<'p> {
         std::iter::once(0).chain(ends)
     }
 
-    /// Writes the mask row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has `ceil(KV length after
-    /// the pass / 32)` words.
+    /// Writes the packed mask: bit `i` of word `w` of a query token allows KV index `32 w + i`, with `ceil(KV length after the pass /
+    /// 32)` words per token.
     ///
     /// # Panics
     /// When there are fewer words than the last of [`Self::offsets`] says.
@@ -53,11 +53,11 @@ impl<'p> AttentionMask<'p> {
         }
     }
 
-    /// Writes the rows of a segment. Draft rows are causal, and so are rows without runs.
-    fn write_segment(&self, segment: Segment, request: &Request, words: &mut [i32]) {
+    /// Writes the rows of a segment. Drafts and rows without runs are causal.
+    fn write_segment(&self, segment: Segment, request: &PlannedRequest, words: &mut [i32]) {
         let kv_start = segment.kv_start(request);
         let kv_end = kv_start + segment.len();
-        let first_row = segment.start() - request.rows().start();
+        let first_row = segment.start() - request.tokens().start();
         words.fill(0);
         for (row, words) in words.chunks_mut(kv_end.div_ceil(WORD_BITS)).enumerate() {
             let mask = request.mask_rows().nth(first_row + row);

@@ -1,33 +1,33 @@
-//! Logit masks of a frame: which tokens a slot may draw.
+//! Logit masks of a frame: the tokens that a slot may sample.
 
-use pie_wire::{ArchivedBrle, NativeSlice, Words};
+use pie_wire::{ArchivedBrle, NativeSlice, WordSlice};
 
-use crate::extent::Extent;
 use crate::mask::{push_edges, set_bits};
+use crate::range32::Range32;
 
-/// Edges of a mask whose bits are staged.
+/// Number of edges of a bit mask.
 const BITS: i32 = -1;
 
-/// Where a logit mask lies.
+/// A logit mask.
 #[derive(Debug, Clone, Copy)]
 enum Mask {
-    /// Its edges in [`LogitMasks::edges`].
-    Edges(Extent),
-    /// Its words in [`LogitMasks::bits`].
-    Bits(Extent),
+    /// Range of [`LogitMasks::edges`].
+    Edges(Range32),
+    /// Range of [`LogitMasks::bits`].
+    Bits(Range32),
 }
 
-/// The logit masks of a frame. Slots whose masks are the same share one.
+/// The logit masks of a frame; equal consecutive masks are shared.
 #[derive(Debug, Default)]
 pub(crate) struct LogitMasks {
     masks: Vec<Mask>,
-    /// Where a mask begins to allow tokens, and where it ends to, in turn.
+    /// Edges of allowed ranges: start, end, start, end, …
     edges: Vec<i32>,
-    /// Masks that came as bits.
+    /// Bit masks.
     bits: Vec<i32>,
-    /// Which of the frame's masks the last one of `masks` is, if it came as runs.
+    /// Index in the frame of the last mask, if it is run-length encoded.
     last_runs: usize,
-    /// Where the words of the last mask that came as bits lie, and its number.
+    /// Address and index of the last bit mask.
     last_bits: Option<(usize, Option<usize>)>,
 }
 
@@ -39,12 +39,12 @@ impl LogitMasks {
         self.last_bits = None;
     }
 
-    /// How many there are.
+    /// Number of masks.
     pub(crate) const fn len(&self) -> usize {
         self.masks.len()
     }
 
-    /// Plans mask number `index` of a frame; returns its number here, `None` when it forbids everything.
+    /// Adds mask `index` of the frame; returns its index here, `None` when it allows no token.
     pub(crate) fn add_runs(
         &mut self,
         masks: &[ArchivedBrle],
@@ -59,7 +59,7 @@ impl LogitMasks {
         }
         let first = self.edges.len();
         push_edges(runs, vocab_size, &mut self.edges);
-        let edges = Extent::new(first, self.edges.len());
+        let edges = Range32::new(first, self.edges.len());
         if edges.is_empty() {
             return None;
         }
@@ -68,10 +68,10 @@ impl LogitMasks {
         Some(self.masks.len() - 1)
     }
 
-    /// Plans a mask of a bit for each token; returns its number, `None` when it forbids everything.
-    pub(crate) fn add_bits(&mut self, words: Words<'_>, vocab_size: u32) -> Option<usize> {
+    /// Adds a bit mask; returns its index, `None` when it allows no token.
+    pub(crate) fn add_bits(&mut self, words: WordSlice<'_>, vocab_size: u32) -> Option<usize> {
         let address = words.address();
-        // Requests that share a mask have the very words.
+        // Requests that share a mask have the same address.
         if let Some((of, mask)) = self.last_bits
             && of == address
         {
@@ -82,8 +82,8 @@ impl LogitMasks {
         mask
     }
 
-    fn plan_bits(&mut self, words: Words<'_>, vocab_size: u32) -> Option<usize> {
-        // Bits after the vocabulary allow nothing.
+    fn plan_bits(&mut self, words: WordSlice<'_>, vocab_size: u32) -> Option<usize> {
+        // Bits beyond the vocabulary are ignored.
         let tail = u32::MAX >> ((32 - vocab_size % 32) % 32);
         let last_word = words.len().saturating_sub(1);
         let first = self.bits.len();
@@ -100,12 +100,12 @@ impl LogitMasks {
             return same;
         }
         self.masks
-            .push(Mask::Bits(Extent::new(first, self.bits.len())));
+            .push(Mask::Bits(Range32::new(first, self.bits.len())));
         Some(self.masks.len() - 1)
     }
 
-    /// Writes a mask into [`mask_words`](crate::Limits::mask_words) words: its edges, or its bits where they take less room.
-    /// Returns the words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
+    /// Writes a mask into [`mask_words`](crate::Limits::mask_words) words: its edges, or bits if these are smaller.
+    /// Returns the words in use, and the number of edges for [`FieldId::SlotMasks`](crate::FieldId::SlotMasks).
     pub(crate) fn put(&self, mask: usize, words: &mut [i32]) -> (usize, i32) {
         let edges = match self.masks[mask] {
             Mask::Edges(edges) => &self.edges[edges.range()],

@@ -1,15 +1,15 @@
-//! The passes of a frame.
+//! Chunked prefill: the passes of a frame.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use crate::adapter::PassAdapters;
-use crate::extent::Extent;
-use crate::frame::request::{Request, Segment};
+use crate::frame::request::{PlannedRequest, Segment};
 use crate::limits::Limits;
-use crate::mask::{Visibility, attention_words, rows_within};
+use crate::mask::{MaskMode, attention_words, rows_within};
+use crate::range32::Range32;
 
-/// The rows of a frame, cut into passes.
+/// The query tokens of a frame, split into passes.
 #[derive(Debug, Default)]
 pub(crate) struct Passes {
     segments: Vec<Segment>,
@@ -41,12 +41,12 @@ impl Passes {
             .map_or(&[], |pass| &self.segments[pass.start..])
     }
 
-    /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so
-    /// that a later request's writes always land last. A pass is masked or causal as a whole, its masks have no more than
-    /// [`Limits::attention_words`], and it needs no more adapters than its `adapter_slots` can hold, if the engine has some.
+    /// Splits the tokens into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so that
+    /// a later request's KV writes come last. A pass is causal or masked as a whole, its masks have at most
+    /// [`Limits::attention_words`] words, and it has at most `adapter_slots` distinct adapters.
     pub(crate) fn cut(
         &mut self,
-        requests: &[Request],
+        requests: &[PlannedRequest],
         limits: &Limits,
         adapter_slots: Option<NonZeroUsize>,
     ) {
@@ -61,19 +61,19 @@ impl Passes {
             None => (false, 0),
         };
         for (index, request) in requests.iter().enumerate() {
-            let mut rows = request.rows().range();
+            let mut rows = request.tokens().range();
             while !rows.is_empty() {
-                let needed = match request.visibility() {
-                    Visibility::Causal | Visibility::Masked => 1,
-                    Visibility::MaskedAhead => rows.len(),
+                let needed = match request.mask_mode() {
+                    MaskMode::Causal | MaskMode::Custom => 1,
+                    MaskMode::CustomLookahead => rows.len(),
                 };
-                let kv_start = || request.prefix() + rows.start - request.rows().start();
+                let kv_start = || request.prefix() + rows.start - request.tokens().start();
                 let full = tokens + needed > chunk
-                    || (request.visibility() != Visibility::Causal
+                    || (request.mask_mode() != MaskMode::Causal
                         && words + attention_words(needed, kv_start() + needed) > max_words)
                     || self.segments.len() - first == max_requests
                     || (adapters && !self.adapters.admits(request.adapter(), max_adapters));
-                let mixed = masked != (request.visibility() != Visibility::Causal);
+                let mixed = masked != (request.mask_mode() != MaskMode::Causal);
                 if tokens > 0 && (full || mixed) {
                     self.ranges.push(first..self.segments.len());
                     (first, tokens, words) = (self.segments.len(), 0, 0);
@@ -82,13 +82,13 @@ impl Passes {
                 if adapters {
                     self.adapters.add(request.adapter());
                 }
-                masked = request.visibility() != Visibility::Causal;
+                masked = request.mask_mode() != MaskMode::Causal;
                 let mut len = rows.len().min(chunk - tokens);
                 if masked {
                     len = rows_within(max_words - words, kv_start(), len).max(1);
                     words += attention_words(len, kv_start() + len);
                 }
-                let own = Extent::new(rows.start, rows.start + len);
+                let own = Range32::new(rows.start, rows.start + len);
                 self.segments.push(Segment::new(index, own));
                 tokens += len;
                 rows.start += len;

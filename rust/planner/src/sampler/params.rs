@@ -1,43 +1,43 @@
-//! What contexts ask for in all their steps, checked once and kept under the handles that their client gave.
+//! Sampling parameters registered per context: validated once, and looked up by handle.
 
 use std::sync::Arc;
 
-use pie_wire::{MAX_KEPT_WORDS, ParamsRef, ParamsRow, ParamsRows, Penalties, PlaceShape};
+use pie_wire::{LogprobShape, MAX_KEPT_WORDS, ParamsRef, ParamsRow, ParamsRows, Penalties};
 use rustc_hash::FxHashMap;
 
-use crate::fault::RequestFault;
+use crate::error::RequestError;
 use crate::sampler::{SamplerParams, SlotClass};
 
-/// Which log-probabilities are asked for.
+/// Requested log-probabilities.
 #[derive(Debug)]
-pub(crate) struct Asked {
-    /// Of each place.
-    pub(crate) shape: PlaceShape,
+pub(crate) struct LogprobOptions {
+    /// Of each position.
+    pub(crate) shape: LogprobShape,
     /// After the temperature.
     pub(crate) scaled: bool,
-    /// Tokens whose own are wanted.
+    /// Further token ids.
     pub(crate) given: Vec<i32>,
 }
 
-/// What a context asks for.
+/// Sampling parameters of a context.
 #[derive(Debug, Default)]
-pub(crate) struct Params {
-    /// What stands for its token samplers.
+pub(crate) struct ContextParams {
+    /// Replaces its token samplers.
     pub(crate) sampler: Option<(SlotClass, SamplerParams)>,
     pub(crate) penalties: Penalties,
-    /// Ids, and bits of what is added to their logits.
+    /// Logit biases: id, and bits of float32.
     pub(crate) biases: Vec<[i32; 2]>,
     pub(crate) suppressed: Vec<i32>,
-    /// KV index of the first place for which they may be drawn.
+    /// KV index from which on they may be sampled (`min_tokens`).
     pub(crate) suppressed_until: u32,
-    pub(crate) logprobs: Option<Asked>,
+    pub(crate) logprobs: Option<LogprobOptions>,
 }
 
-impl Params {
-    /// Checks a record and takes it over.
-    fn of(row: &ParamsRow<'_>, vocab_size: u32) -> Result<Self, RequestFault> {
+impl ContextParams {
+    /// Validates and copies a record.
+    fn of(row: &ParamsRow<'_>, vocab_size: u32) -> Result<Self, RequestError> {
         check(row, vocab_size)?;
-        let ids = |words: pie_wire::Words<'_>| words.iter().map(u32::cast_signed).collect();
+        let ids = |words: pie_wire::WordSlice<'_>| words.iter().map(u32::cast_signed).collect();
         let bias = |(id, value): (u32, f32)| [id.cast_signed(), value.to_bits().cast_signed()];
         let sampler = row.sampler();
         Ok(Self {
@@ -46,8 +46,8 @@ impl Params {
             biases: row.biases().map(bias).collect(),
             suppressed: ids(row.suppressed),
             suppressed_until: row.suppressed_until(),
-            logprobs: row.asks_logprobs().then(|| Asked {
-                shape: PlaceShape {
+            logprobs: row.has_logprobs().then(|| LogprobOptions {
+                shape: LogprobShape {
                     top: row.top_logprobs(),
                     given: row.token_ids.len() as u32,
                 },
@@ -57,33 +57,36 @@ impl Params {
         })
     }
 
-    /// Words of its lists, as a frame has them.
+    /// Words of its lists in a frame.
     fn words(&self) -> usize {
-        let given = self.logprobs.as_ref().map_or(0, |asked| asked.given.len());
+        let given = self
+            .logprobs
+            .as_ref()
+            .map_or(0, |logprobs| logprobs.given.len());
         2 * self.biases.len() + self.suppressed.len() + given
     }
 }
 
-/// Parameters, or why requests that name them cannot be served.
-type Entry = Result<Arc<Params>, RequestFault>;
+/// Parameters, or why requests that use them are rejected.
+type Entry = Result<Arc<ContextParams>, RequestError>;
 
-/// The parameters of all contexts.
+/// Registered parameters of all contexts.
 #[derive(Debug, Default)]
 pub(crate) struct ParamsStore {
     kept: FxHashMap<u32, Entry>,
-    /// Those that the frame brings, by their numbers.
+    /// Parameters in the current frame, by index.
     in_frame: Vec<Entry>,
-    none: Arc<Params>,
-    /// Words of the lists that are kept.
+    none: Arc<ContextParams>,
+    /// Words of all kept lists.
     words: usize,
 }
 
 impl ParamsStore {
-    /// Takes the parameters that a frame brings.
+    /// Registers the parameters of a frame.
     pub(crate) fn take(&mut self, rows: ParamsRows<'_>, vocab_size: u32) {
         self.in_frame.clear();
         for row in rows {
-            let params = || Params::of(&row, vocab_size).map(Arc::new);
+            let params = || ContextParams::of(&row, vocab_size).map(Arc::new);
             let entry = match row.handle() {
                 None => params(),
                 Some(handle) => {
@@ -98,8 +101,8 @@ impl ParamsStore {
         }
     }
 
-    /// Those that a row names.
-    pub(crate) fn of(&self, params: ParamsRef) -> Result<&Arc<Params>, RequestFault> {
+    /// Looks up the parameters of an extension row.
+    pub(crate) fn of(&self, params: ParamsRef) -> Result<&Arc<ContextParams>, RequestError> {
         let (entry, number) = match params {
             ParamsRef::None => return Ok(&self.none),
             ParamsRef::InFrame(number) => (self.in_frame.get(number as usize), number),
@@ -115,7 +118,7 @@ impl ParamsStore {
         }
     }
 
-    fn check_room(&self, words: usize) -> Result<(), RequestFault> {
+    fn check_room(&self, words: usize) -> Result<(), RequestError> {
         if self.words + words <= MAX_KEPT_WORDS {
             return Ok(());
         }
@@ -132,20 +135,20 @@ fn words(entry: &Entry) -> usize {
     entry.as_ref().map_or(0, |params| params.words())
 }
 
-/// What a parameter is, and what it must be.
+/// An invalid parameter.
 pub(super) fn wrong(
     parameter: &'static str,
     value: &dyn ToString,
     wanted: &'static str,
-) -> RequestFault {
-    RequestFault::Extension {
+) -> RequestError {
+    RequestError::Extension {
         parameter,
         value: value.to_string().into(),
         wanted,
     }
 }
 
-fn check(row: &ParamsRow<'_>, vocab_size: u32) -> Result<(), RequestFault> {
+fn check(row: &ParamsRow<'_>, vocab_size: u32) -> Result<(), RequestError> {
     check_numbers(row)?;
     let outside = |id: &u32| *id >= vocab_size;
     let lists = [
@@ -157,14 +160,14 @@ fn check(row: &ParamsRow<'_>, vocab_size: u32) -> Result<(), RequestFault> {
         return Err(wrong(name, &id, "ids of the vocabulary"));
     }
     let top = row.top_logprobs();
-    if row.asks_logprobs() && top > vocab_size {
+    if row.has_logprobs() && top > vocab_size {
         let wanted = "at most the number of tokens in the vocabulary";
         return Err(wrong("top_logprobs_num", &top, wanted));
     }
     Ok(())
 }
 
-fn check_numbers(row: &ParamsRow<'_>) -> Result<(), RequestFault> {
+fn check_numbers(row: &ParamsRow<'_>) -> Result<(), RequestError> {
     let penalties = row.penalties();
     if let Some(sampler) = row.sampler() {
         let temperature = sampler.temperature;

@@ -1,24 +1,24 @@
-//! The slots of a pass, computed group by group.
+//! Sampling groups: the slots of a pass in groups of at most [`Limits::max_slots`], sorted by class.
 
 use std::ops::Range;
 
 use crate::block::PassBlock;
-use crate::frame::request::{Request, Segment};
+use crate::frame::request::{PlannedRequest, Segment};
 use crate::limits::Limits;
 use crate::sampler::SlotClass;
-use crate::sampler::extra::{EMPTY, Record};
+use crate::sampler::logits_processors::{EMPTY_RECORD, LogitsRecord};
 use crate::slot::outputs::Outputs;
-use crate::slot::{Slot, Slots};
-use crate::stages::error::StageError;
+use crate::slot::{SamplingSlot, SamplingSlots};
+use crate::staging::error::StageError;
 
-/// Slots that are computed together, in the order of [`SlotClass`].
+/// A sampling group: slots that are sampled together, in the order of [`SlotClass`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SlotGroup {
     /// Slots of each class.
     pub counts: [usize; SlotClass::COUNT],
     /// Staged logit masks.
     pub masks: usize,
-    /// The words that they take.
+    /// Words of these masks.
     pub mask_words: usize,
 }
 
@@ -42,32 +42,32 @@ impl SlotGroup {
     }
 }
 
-/// A slot of a group whose extension asks for log-probabilities, as words: number of the slot in the group; its token;
-/// most probable tokens; 1 for after the temperature. The token is the next one of a prompt, or -1 for the one that is drawn.
-pub type Place = [i64; PLACE_WORDS];
-/// Words of a [`Place`].
-pub const PLACE_WORDS: usize = 4;
+/// A slot whose log-probabilities are requested: `[slot within the group, token, top-k, 1 = after temperature]`. The token is the
+/// next one of a prompt, or -1 for the sampled one.
+pub type LogprobPosition = [i64; LOGPROB_POSITION_WORDS];
+/// Words of a [`LogprobPosition`].
+pub const LOGPROB_POSITION_WORDS: usize = 4;
 
-/// What the staged array says of a slot without a mask.
+/// Entry of a slot without a mask.
 const UNMASKED: [i32; 2] = [0; 2];
 
-/// The slots of the staged pass, ordered by class within each group, and the group that is staged.
+/// The sampling slots of the staged pass, sorted by class within each group, and the staged group.
 #[derive(Debug, Default)]
 pub(crate) struct PassSlots {
     slots: Vec<u32>,
     /// The staged group.
     group: Range<usize>,
-    /// Of its log-probability slots: `[number among them, token]` of each label.
+    /// `[log-probability slot within the group, token]`.
     labels: Vec<[i64; 2]>,
-    places: Vec<Place>,
-    /// `[number of the place, token]` of each token that is given for one.
+    places: Vec<LogprobPosition>,
+    /// `[logprob position, token]` of further requested tokens.
     given: Vec<[i64; 2]>,
-    /// For each mask where it lies in the staged group, as [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says it.
+    /// Entry of [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) of each mask in the staged group.
     masks: Vec<[i32; 2]>,
-    /// A group as it was before it was ordered.
+    /// Scratch of the sort.
     unordered: Vec<u32>,
-    /// Of each slot of the staged group what is asked of its logits; empty when nothing is.
-    records: Vec<Record>,
+    /// Penalty and bias record of each slot of the staged group; empty without any.
+    records: Vec<LogitsRecord>,
     /// Biases of the records.
     bias_words: Vec<i32>,
 }
@@ -83,51 +83,51 @@ impl PassSlots {
         &self.labels
     }
 
-    /// The places of the staged group, and the tokens that are given for them: number of the place and token.
-    pub(crate) fn places(&self) -> (&[Place], &[[i64; 2]]) {
+    /// See [`StagedGroup::logprob_positions`](crate::StagedGroup::logprob_positions).
+    pub(crate) fn logprob_positions(&self) -> (&[LogprobPosition], &[[i64; 2]]) {
         (&self.places, &self.given)
     }
 
-    /// What the staged group asks of its slots' logits, and the words that the records refer to.
-    pub(crate) fn records(&self) -> (&[Record], &[i32]) {
+    /// See [`StagedGroup::records`](crate::StagedGroup::records).
+    pub(crate) fn records(&self) -> (&[LogitsRecord], &[i32]) {
         (&self.records, &self.bias_words)
     }
 
-    /// Begins a pass that has all slots of the frame.
-    pub(crate) fn take_all(&mut self, slots: &Slots, limits: &Limits) {
+    /// Starts a pass with all slots of the frame.
+    pub(crate) fn select_all(&mut self, slots: &SamplingSlots, limits: &Limits) {
         self.slots.clear();
         self.slots.extend(0..slots.all().len() as u32);
         self.order(slots, limits);
     }
 
-    /// Begins a pass of certain segments.
-    pub(crate) fn take(
+    /// Starts a pass of these segments.
+    pub(crate) fn select(
         &mut self,
         segments: &[Segment],
-        requests: &[Request],
-        slots: &Slots,
+        requests: &[PlannedRequest],
+        slots: &SamplingSlots,
         limits: &Limits,
     ) {
         self.slots.clear();
         for segment in segments {
             let request = &requests[segment.request()];
             let own = request.slots().range().map(|slot| slot as u32);
-            if segment.len() == request.rows().len() {
+            if segment.len() == request.tokens().len() {
                 self.slots.extend(own);
                 continue;
             }
-            let rows = segment.rows();
+            let rows = segment.tokens();
             let inside = |&slot: &u32| rows.contains(&slots.all()[slot as usize].row());
             self.slots.extend(own.filter(inside));
         }
         self.order(slots, limits);
     }
 
-    /// Orders each group of the pass, and goes before the first.
-    fn order(&mut self, slots: &Slots, limits: &Limits) {
+    /// Sorts each group of the pass by class, and rewinds.
+    fn order(&mut self, slots: &SamplingSlots, limits: &Limits) {
         self.group = 0..0;
         self.labels.clear();
-        if slots.are_alike() {
+        if slots.have_one_class() {
             return;
         }
         for group in self.slots.chunks_mut(limits.max_slots as usize) {
@@ -138,7 +138,7 @@ impl PassSlots {
     /// Writes the next group, at most [`Limits::max_slots`], of the pass whose first row is `base`; `None` after the last.
     pub(crate) fn stage(
         &mut self,
-        slots: &Slots,
+        slots: &SamplingSlots,
         limits: &Limits,
         base: usize,
         block: &mut PassBlock<'_>,
@@ -184,86 +184,86 @@ impl PassSlots {
             }
             staged.counts[slot.class() as usize] += 1;
         }
-        self.note_records(slots);
-        self.note_places(slots);
+        self.build_records(slots);
+        self.build_logprob_positions(slots);
         Some(staged)
     }
 
-    /// Notes what the extension asks of the group's logits.
-    fn note_records(&mut self, slots: &Slots) {
-        let (extras, all) = (slots.extras(), slots.all());
-        if !extras.adjusts() {
+    /// Builds the penalty and bias records of the group.
+    fn build_records(&mut self, slots: &SamplingSlots) {
+        let (processors, all) = (slots.processors(), slots.all());
+        if !processors.adjusts() {
             return;
         }
         let group = &self.slots[self.group.clone()];
-        let of = |&slot: &u32| all[slot as usize].changes();
+        let of = |&slot: &u32| all[slot as usize].adjusting_processor();
         self.bias_words
-            .resize(extras.words(group.iter().map(of)), 0);
+            .resize(processors.words(group.iter().map(of)), 0);
         let mut used = 0;
         for &slot in group {
             let slot = &all[slot as usize];
             let place = (&mut self.bias_words[..], used);
-            let (record, end) = extras
-                .put(slot.changes(), slot.row(), place)
-                .unwrap_or((EMPTY, used));
+            let (record, end) = processors
+                .put(slot.adjusting_processor(), slot.row(), place)
+                .unwrap_or((EMPTY_RECORD, used));
             self.records.push(record);
             used = end;
         }
         self.bias_words.truncate(used);
     }
 
-    /// Notes the group's places.
-    fn note_places(&mut self, slots: &Slots) {
-        if slots.place_bytes() == 0 {
+    /// Lists the logprob positions of the group.
+    fn build_logprob_positions(&mut self, slots: &SamplingSlots) {
+        if slots.logprob_bytes() == 0 {
             return;
         }
         let group = self.slots[self.group.clone()].iter();
         for (entry, &slot) in group.enumerate() {
             let slot = &slots.all()[slot as usize];
-            let asked = slots.extras().asked(slot.extra());
-            let Some(asked) = asked.filter(|_| slot.is_place()) else {
+            let logprobs = slots.processors().logprobs(slot.processor());
+            let Some(logprobs) = logprobs.filter(|_| slot.returns_logprobs()) else {
                 continue;
             };
             let is_prompt = slot.class() == SlotClass::Prompt;
             let token = slots.labels(slot).first().filter(|_| is_prompt);
-            let given = asked.given.iter();
+            let given = logprobs.given.iter();
             let number = self.places.len() as i64;
             self.given
                 .extend(given.map(|&token| [number, i64::from(token)]));
             self.places.push([
                 entry as i64,
                 token.map_or(-1, |&token| i64::from(token)),
-                i64::from(asked.shape.top),
-                i64::from(asked.scaled && !is_prompt),
+                i64::from(logprobs.shape.top),
+                i64::from(logprobs.scaled && !is_prompt),
             ]);
         }
     }
 
-    /// Gives the slots of the staged group their outputs; `false` when a token is outside the vocabulary.
+    /// Stores the outputs of the staged group; `false` when a token is outside the vocabulary.
     ///
     /// # Errors
-    /// [`StageError::OutputCount`] when an array has another length than the slots ask for; nothing is taken then.
+    /// [`StageError::OutputCount`] when an array has the wrong length; nothing is stored then.
     pub(crate) fn put_outputs(
         &self,
-        slots: &mut Slots,
+        slots: &mut SamplingSlots,
         outputs: &Outputs<'_>,
         vocab_size: u32,
     ) -> Result<bool, StageError> {
         let group = &self.slots[self.group.clone()];
         let mut counted = [0; SlotClass::COUNT];
-        let mut place_words = 0;
-        if slots.are_tokens() {
+        let mut logprob_words = 0;
+        if slots.yield_only_tokens() {
             counted[SlotClass::Plain as usize] = group.len();
         } else {
-            (counted, place_words) = count_values(group, slots, vocab_size);
+            (counted, logprob_words) = count_values(group, slots, vocab_size);
         }
-        check_outputs(counted, place_words, outputs)?;
+        check_outputs(counted, logprob_words, outputs)?;
         Ok(slots.put_outputs(group, outputs, vocab_size))
     }
 }
 
-/// Orders a group by class; slots of one class keep their order. There are few classes, so that places are counted.
-fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[Slot]) {
+/// Counting sort of a group by class; stable.
+fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[SamplingSlot]) {
     let class = |slot: u32| slots[slot as usize].class() as usize;
     let mut places = [0; SlotClass::COUNT + 1];
     for &slot in &*group {
@@ -281,31 +281,31 @@ fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[Slot]) {
     }
 }
 
-/// The values that the slots of a group ask for, those of each class, and the words of their places.
+/// The number of output values of each class in a group, and of log-probability words.
 fn count_values(
     group: &[u32],
-    slots: &Slots,
+    slots: &SamplingSlots,
     vocab_size: u32,
 ) -> ([usize; SlotClass::COUNT], usize) {
     let mut values = [0; SlotClass::COUNT];
-    let mut place_words = 0;
+    let mut logprob_words = 0;
     let all = slots.all();
     for &slot in group {
         let slot = &all[slot as usize];
-        place_words += slots.place_words(slot);
+        logprob_words += slots.logprob_words(slot);
         values[slot.class() as usize] += if slot.class().is_token() {
             1
         } else {
             slot.len(vocab_size)
         };
     }
-    (values, place_words)
+    (values, logprob_words)
 }
 
-/// Checks that each array has as many values as the slots ask for.
+/// Checks the length of each output array.
 fn check_outputs(
     values: [usize; SlotClass::COUNT],
-    place_words: usize,
+    logprob_words: usize,
     outputs: &Outputs<'_>,
 ) -> Result<(), StageError> {
     let [
@@ -325,7 +325,7 @@ fn check_outputs(
         ("logits", outputs.logits.len(), logits),
         ("logprobs", outputs.logprobs.len(), logprobs),
         ("entropies", outputs.entropies.len(), entropies),
-        ("place_words", outputs.place_words.len(), place_words),
+        ("place_words", outputs.logprob_words.len(), logprob_words),
     ] {
         if found != expected {
             return Err(StageError::OutputCount {

@@ -1,12 +1,11 @@
-//! What the engine computes for slots, handed in group by group and kept until the reply.
+//! The engine's outputs, stored group by group until the reply.
 
 use std::ops::Range;
 
-/// What the engine computed for a slot group: each array in the order of the group's slots of that class, a slot's values
-/// one after the other.
+/// The engine's outputs for a sampling group: each array has the values of the slots of its class, in the order of the group.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Outputs<'a> {
-    /// One token of each token slot. One outside the vocabulary says that the slot's logits are NaN.
+    /// One token of each token slot; a token outside the vocabulary marks NaN logits.
     pub tokens: &'a [i64],
     /// The ids of each distribution, most probable first.
     pub dist_ids: &'a [i64],
@@ -14,16 +13,16 @@ pub struct Outputs<'a> {
     pub dist_probs: &'a [f32],
     /// The logits of each raw slot.
     pub logits: &'a [f32],
-    /// The log-probabilities of the tokens asked for.
+    /// The log-probabilities of the requested tokens.
     pub logprobs: &'a [f32],
     /// One entropy of each entropy slot, in nats.
     pub entropies: &'a [f32],
-    /// The words of each [place](crate::Place), whatever the class of its slot, as
-    /// [`PlaceShape::words`](pie_wire::PlaceShape::words) says.
-    pub place_words: &'a [i32],
+    /// The words of each [place](crate::LogprobPosition), whatever the class of its slot, as
+    /// [`LogprobShape::words`](pie_wire::LogprobShape::words) says.
+    pub logprob_words: &'a [i32],
 }
 
-/// The probes' outputs of a frame so far, by class.
+/// Outputs of probes and log-probabilities of a frame, by class.
 #[derive(Debug, Default)]
 pub(crate) struct ProbeOutputs {
     dist_ids: Vec<u32>,
@@ -31,7 +30,7 @@ pub(crate) struct ProbeOutputs {
     logits: Vec<u8>,
     logprobs: Vec<f32>,
     entropies: Vec<f32>,
-    /// Words of places.
+    /// Log-probabilities; see [`LogprobShape::words`](pie_wire::LogprobShape::words).
     places: Vec<u32>,
 }
 
@@ -55,17 +54,17 @@ impl ProbeOutputs {
         ]
     }
 
-    /// Words of places.
-    pub(crate) const fn place_words(&self) -> usize {
+    /// Words of log-probabilities.
+    pub(crate) const fn logprob_words(&self) -> usize {
         self.places.len()
     }
 
-    /// Appends a place.
+    /// Appends log-probabilities.
     pub(crate) fn push_words(&mut self, words: impl Iterator<Item = u32>) {
         self.places.extend(words);
     }
 
-    /// The words of a place.
+    /// Log-probabilities by their words.
     pub(crate) fn place(&self, words: Range<usize>) -> &[u32] {
         &self.places[words]
     }

@@ -1,62 +1,62 @@
-//! Planning slots: what a request's samplers ask of its rows, and what its extension adds.
+//! Creates the sampling slots of a request from its samplers and its extension.
 
 use std::sync::Arc;
 
-use pie_wire::{AnswerRows, ExtensionRow, SamplerView, Words};
+use pie_wire::{ExtensionRow, LogprobRows, SamplerView, WordSlice};
 
-use super::{Slot, Slots, UNEXTENDED, UNMASKED, WORD};
-use crate::extent::Extent;
-use crate::fault::RequestFault;
+use super::{NO_PROCESSOR, SamplingSlot, SamplingSlots, UNMASKED, WORD};
+use crate::error::RequestError;
 use crate::frame::check::Geometry;
-use crate::frame::rows::Rows;
+use crate::frame::query_tokens::QueryTokens;
 use crate::frame::{Frame, range};
 use crate::limits::Limits;
-use crate::sampler::extra::KvPlace;
-use crate::sampler::params::Params;
+use crate::range32::Range32;
+use crate::sampler::logits_processors::RequestKv;
+use crate::sampler::params::ContextParams;
 use crate::sampler::random::uniform;
 use crate::sampler::{SamplerParams, SlotClass};
 
-/// What a request's extension asks of its slots.
+/// Options of a request's slots, from its extension.
 #[derive(Clone, Copy)]
-struct Wishes<'a> {
-    /// See [`Slot::extra`].
-    extra: u32,
-    /// Bytes of each of its places in an answer; 0 when it asks for no log-probabilities.
-    place_bytes: usize,
-    /// What stands for its token samplers.
+struct SlotOptions<'a> {
+    /// See [`SamplingSlot::processor`].
+    processor: u32,
+    /// Response bytes of the log-probabilities of a slot; 0 without.
+    logprob_bytes: usize,
+    /// Replaces its token samplers.
     own: Option<(SlotClass, SamplerParams)>,
     /// A mask of bits.
-    mask: Option<Words<'a>>,
+    mask: Option<WordSlice<'a>>,
 }
 
-impl Wishes<'_> {
+impl SlotOptions<'_> {
     const NONE: Self = Self {
-        extra: UNEXTENDED,
-        place_bytes: 0,
+        processor: NO_PROCESSOR,
+        logprob_bytes: 0,
         own: None,
         mask: None,
     };
 }
 
-/// What holds for all slots of a request.
+/// What all slots of a request share.
 #[derive(Clone, Copy)]
-struct Common {
-    /// See [`Slot::mask`].
+struct SlotDefaults {
+    /// See [`SamplingSlot::mask`].
     mask: u32,
-    /// Its mask forbids everything: the arg-max of the unmasked logits is returned.
+    /// Its mask allows no token: the arg-max of the unmasked logits is returned.
     forbidden: bool,
-    /// See [`Slot::extra`].
-    extra: u32,
-    /// See [`Wishes::place_bytes`].
-    place_bytes: usize,
+    /// See [`SamplingSlot::processor`].
+    processor: u32,
+    /// See [`SlotOptions::logprob_bytes`].
+    logprob_bytes: usize,
 }
 
-impl Slots {
-    /// Plans the slots of request `index`, whose rows start at `first_row` and have these `positions` of the frame's; those
-    /// that verify drafts come first.
+impl SamplingSlots {
+    /// Adds the slots of request `index`, whose query tokens start at `first_row`; `positions` are those of the frame. Slots that
+    /// verify drafts come first.
     ///
     /// # Errors
-    /// [`RequestFault`] when its sampling indices or masks are wrong; nothing is added then.
+    /// [`RequestError`] when its sampling indices or masks are wrong; nothing is added then.
     pub(crate) fn add(
         &mut self,
         frame: &Frame<'_>,
@@ -64,37 +64,36 @@ impl Slots {
         first_row: usize,
         geometry: Geometry,
         positions: &[u32],
-    ) -> Result<(), RequestFault> {
+    ) -> Result<(), RequestError> {
         let rows = (first_row, geometry, positions);
-        self.plan(frame, index, rows, Wishes::NONE)
+        self.plan(frame, index, rows, SlotOptions::NONE)
     }
 
-    /// The same for a request with a row of the extension and its parameters, whose inputs are in `rows`: with what that asks for, and the places
-    /// of its prompt after its slots.
+    /// [`add`](Self::add) for a request with an extension row; slots of prompt log-probabilities come last.
     ///
     /// # Errors
-    /// As [`add`](Self::add), and [`RequestFault::Extension`].
+    /// As `add`, and [`RequestError::Extension`].
     pub(crate) fn add_extended(
         &mut self,
         (frame, index): (&Frame<'_>, usize),
-        (row, params): (&ExtensionRow<'_>, &Arc<Params>),
-        (rows, geometry): (&Rows, Geometry),
+        (row, params): (&ExtensionRow<'_>, &Arc<ContextParams>),
+        (rows, geometry): (&QueryTokens, Geometry),
         limits: &Limits,
-        place: KvPlace<'_>,
-    ) -> Result<(), RequestFault> {
-        let extra = self.extras.add(row, params, limits, place)?;
-        let asked = self.extras.asked(extra);
-        let wishes = Wishes {
-            extra,
-            place_bytes: asked.map_or(0, |asked| WORD * asked.shape.words()),
+        place: RequestKv<'_>,
+    ) -> Result<(), RequestError> {
+        let processor = self.processors.add(row, params, limits, place)?;
+        let logprobs = self.processors.logprobs(processor);
+        let options = SlotOptions {
+            processor,
+            logprob_bytes: logprobs.map_or(0, |logprobs| WORD * logprobs.shape.words()),
             own: params.sampler,
             mask: Some(row.mask).filter(|mask| !mask.is_empty()),
         };
         let first_row = place.first_row;
         let own = (first_row, geometry, rows.positions());
-        self.plan(frame, index, own, wishes)?;
+        self.plan(frame, index, own, options)?;
         let tokens = &rows.token_ids()[first_row..first_row + geometry.inputs as usize];
-        self.add_prompt(row, &wishes, geometry, first_row, tokens);
+        self.add_prompt(row, &options, geometry, first_row, tokens);
         Ok(())
     }
 
@@ -108,29 +107,29 @@ impl Slots {
         frame: &Frame<'_>,
         index: usize,
         (first_row, geometry, positions): (usize, Geometry, &[u32]),
-        wishes: Wishes<'_>,
-    ) -> Result<(), RequestFault> {
+        options: SlotOptions<'_>,
+    ) -> Result<(), RequestError> {
         let samplers = range(frame.sampler_indptr, index);
         let indices = &frame.sampling_indices[samplers.clone()];
         let rows = geometry.inputs;
         if let Some(&index) = indices.iter().find(|&&row| row >= rows) {
-            return Err(RequestFault::SamplingIndex { index, rows });
+            return Err(RequestError::SamplingIndex { index, rows });
         }
         if samplers.is_empty() {
             return Ok(());
         }
-        let common = self.common(frame, index, &wishes)?;
+        let defaults = self.defaults(frame, index, &options)?;
         let vocab_size = self.sampling.vocab_size;
         let samplers = &frame.samplers[samplers];
         if geometry.drafts > 0 {
             let sampler = SamplerParams::from_wire(samplers[0].view(), vocab_size);
-            let (class, params) = (wishes.own)
+            let (class, params) = (options.own)
                 .or(sampler.filter(|(class, _)| class.is_token()))
                 .unwrap_or((SlotClass::Greedy, SamplerParams::greedy(vocab_size)));
             let last_input = first_row + geometry.inputs as usize - 1;
-            for row in last_input..first_row + geometry.rows() as usize {
+            for row in last_input..first_row + geometry.tokens() as usize {
                 let place = (row, 0, positions);
-                self.add_slot(common, place, class, params, Extent::default());
+                self.add_slot(defaults, place, class, params, Range32::default());
             }
         }
         for (number, (sampler, &row)) in samplers.iter().zip(indices).enumerate() {
@@ -138,51 +137,51 @@ impl Slots {
             let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
                 continue;
             };
-            let (class, params) = match wishes.own {
+            let (class, params) = match options.own {
                 Some(own) if class.is_token() => own,
                 _ => (class, params),
             };
-            // Verification stands for the request's token samplers.
+            // Draft verification replaces the token samplers.
             if class.is_token() && geometry.drafts > 0 {
                 continue;
             }
             let labels = self.add_labels(view);
             let place = (first_row + row as usize, number as u64, positions);
-            self.add_slot(common, place, class, params, labels);
+            self.add_slot(defaults, place, class, params, labels);
         }
         Ok(())
     }
 
-    /// Plans the tokens of a log-probability sampler.
-    fn add_labels(&mut self, sampler: SamplerView<'_>) -> Extent {
+    /// Adds the tokens of a log-probability sampler.
+    fn add_labels(&mut self, sampler: SamplerView<'_>) -> Range32 {
         let first = self.labels.len();
         match sampler {
             SamplerView::Logprob { token_id } => self.labels.push(token_id),
             SamplerView::Logprobs { token_ids } => self.labels.extend_from_slice(token_ids),
-            _ => return Extent::default(),
+            _ => return Range32::default(),
         }
-        Extent::new(first, self.labels.len())
+        Range32::new(first, self.labels.len())
     }
 
-    /// Plans the places of a prompt, of `tokens` on the rows from `first_row` on, whose log-probabilities its extension asks
-    /// for. That of a token comes from the row before it.
+    /// Adds slots for prompt log-probabilities; `tokens` are the inputs from `first_row` on. The log-probability of a token comes
+    /// from the logits row before it.
     fn add_prompt(
         &mut self,
         row: &ExtensionRow<'_>,
-        wishes: &Wishes<'_>,
+        options: &SlotOptions<'_>,
         geometry: Geometry,
         first_row: usize,
         tokens: &[u32],
     ) {
-        let Some(prompt) = row.prompt_logprobs().filter(|_| wishes.place_bytes > 0) else {
+        let Some(prompt) = row.prompt_logprobs().filter(|_| options.logprob_bytes > 0) else {
             return;
         };
-        // A mask is of what is sampled.
-        let common = Common {
+        // Masks apply to sampled tokens only.
+        let defaults = SlotDefaults {
             mask: UNMASKED,
             forbidden: false,
-            extra: wishes.extra,
-            place_bytes: wishes.place_bytes,
+            processor: options.processor,
+            logprob_bytes: options.logprob_bytes,
         };
         let params = SamplerParams::greedy(self.sampling.vocab_size);
         let prefix = geometry.prefix();
@@ -190,71 +189,75 @@ impl Slots {
             let token = tokens
                 .get((index - prefix) as usize)
                 .unwrap_or(&prompt.next);
-            // Of an image's row there is no such token.
+            // Placeholders of images are outside the vocabulary.
             let token = (*token).min(self.sampling.vocab_size - 1);
-            let labels = Extent::new(self.labels.len(), self.labels.len() + 1);
+            let labels = Range32::new(self.labels.len(), self.labels.len() + 1);
             self.labels.push(token);
             let row = first_row + (index - 1 - prefix) as usize;
-            self.add_slot(common, (row, 0, &[]), SlotClass::Prompt, params, labels);
+            self.add_slot(defaults, (row, 0, &[]), SlotClass::Prompt, params, labels);
         }
     }
 
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "as with `plan`")]
-    fn common(
+    fn defaults(
         &mut self,
         frame: &Frame<'_>,
         index: usize,
-        wishes: &Wishes<'_>,
-    ) -> Result<Common, RequestFault> {
-        let mut common = Common {
+        options: &SlotOptions<'_>,
+    ) -> Result<SlotDefaults, RequestError> {
+        let mut defaults = SlotDefaults {
             mask: UNMASKED,
             forbidden: false,
-            extra: wishes.extra,
-            place_bytes: wishes.place_bytes,
+            processor: options.processor,
+            logprob_bytes: options.logprob_bytes,
         };
         if !frame.logit_masks.is_empty() {
-            self.add_runs(frame, index, &mut common)?;
+            self.add_runs(frame, index, &mut defaults)?;
         }
-        if let Some(mask) = wishes.mask {
-            self.add_bits(mask, &mut common)?;
+        if let Some(mask) = options.mask {
+            self.add_bits(mask, &mut defaults)?;
         }
-        Ok(common)
+        Ok(defaults)
     }
 
-    /// Plans the mask of runs that the frame brings for a request.
+    /// Adds the request's logit mask of the frame, run-length encoded.
     fn add_runs(
         &mut self,
         frame: &Frame<'_>,
         index: usize,
-        common: &mut Common,
-    ) -> Result<(), RequestFault> {
+        defaults: &mut SlotDefaults,
+    ) -> Result<(), RequestError> {
         let masks = range(frame.logit_mask_indptr, index);
         if masks.len() > 1 {
-            return Err(RequestFault::LogitMasks { masks: masks.len() });
+            return Err(RequestError::LogitMasks { masks: masks.len() });
         }
         let given = masks.start;
         if !masks.is_empty() && !frame.logit_masks[given].buffer.is_empty() {
             let vocab_size = self.sampling.vocab_size;
             let mask = self.masks.add_runs(frame.logit_masks, given, vocab_size);
-            common.forbidden = mask.is_none();
-            common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
+            defaults.forbidden = mask.is_none();
+            defaults.mask = mask.map_or(UNMASKED, |mask| mask as u32);
         }
         Ok(())
     }
 
-    /// Plans a mask of bits.
-    fn add_bits(&mut self, bits: Words<'_>, common: &mut Common) -> Result<(), RequestFault> {
-        if common.forbidden || common.mask != UNMASKED {
-            return Err(RequestFault::LogitMasks { masks: 2 });
+    /// Adds a logit mask of bits.
+    fn add_bits(
+        &mut self,
+        bits: WordSlice<'_>,
+        defaults: &mut SlotDefaults,
+    ) -> Result<(), RequestError> {
+        if defaults.forbidden || defaults.mask != UNMASKED {
+            return Err(RequestError::LogitMasks { masks: 2 });
         }
         let mask = self.masks.add_bits(bits, self.sampling.vocab_size);
-        common.forbidden = mask.is_none();
-        common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
+        defaults.forbidden = mask.is_none();
+        defaults.mask = mask.map_or(UNMASKED, |mask| mask as u32);
         Ok(())
     }
 
-    /// Plans a slot of a row: the sampler with this number among those of its request.
+    /// Adds one slot: a logits row and the `number`-th sampler of its request.
     #[inline(always)]
     #[expect(
         clippy::inline_always,
@@ -262,13 +265,13 @@ impl Slots {
     )]
     fn add_slot(
         &mut self,
-        common: Common,
+        defaults: SlotDefaults,
         (row, number, positions): (usize, u64, &[u32]),
         class: SlotClass,
         params: SamplerParams,
-        labels: Extent,
+        labels: Range32,
     ) {
-        let class = if common.forbidden && class.is_token() {
+        let class = if defaults.forbidden && class.is_token() {
             SlotClass::Greedy
         } else {
             class
@@ -277,7 +280,7 @@ impl Slots {
             (SlotClass::Plain | SlotClass::Filtered, Some(seed)) => {
                 uniform(seed, u64::from(positions[row]), number)
             }
-            // The upper half of the key space: no caller's 32-bit seed meets it.
+            // The upper half of the key space, disjoint from seeds of callers.
             (SlotClass::Plain | SlotClass::Filtered, None) => uniform(
                 self.sampling.random_seed | (1 << 63),
                 self.sampling.frame,
@@ -285,11 +288,12 @@ impl Slots {
             ),
             _ => 0.0,
         };
-        let is_place = common.place_bytes > 0 && (class.is_token() || class == SlotClass::Prompt);
-        if is_place {
-            self.place_bytes += common.place_bytes + AnswerRows::ROW_BYTES;
+        let returns_logprobs =
+            defaults.logprob_bytes > 0 && (class.is_token() || class == SlotClass::Prompt);
+        if returns_logprobs {
+            self.logprob_bytes += defaults.logprob_bytes + LogprobRows::ROW_BYTES;
         }
-        let slot = Slot {
+        let slot = SamplingSlot {
             row: row as u32,
             class,
             temperature: params.temperature,
@@ -297,9 +301,9 @@ impl Slots {
             top_p: params.top_p,
             min_p: params.min_p,
             uniform,
-            mask: common.mask,
-            extra: common.extra,
-            is_place,
+            mask: defaults.mask,
+            processor: defaults.processor,
+            returns_logprobs,
             labels,
             token: 0,
             output: 0,

@@ -1,136 +1,26 @@
 //! A device that knows only what the staging block tells it, and compares all of it with the naive plan.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::ops::Range;
+mod checks;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use bytemuck::Pod;
 use pie_planner::{
-    Computed, DraftOptions, FieldId, Limits, NgramConfig, Outputs, Planner, Probes, ReplyError,
-    RequestFault, SlotClass, SlotGroup, StagedGroup, StagedPass,
+    ComputedPlan, DraftOptions, FieldId, ForwardTimings, Limits, NgramConfig, Outputs, Planner,
+    ReplyError, RequestError, SlotClass, StagedGroup, StagedPass,
 };
-use pie_wire::{
-    ForwardRequest, ForwardResponse, Reply, ResponsePayload, Sampler, decode_reply, split_answer,
-    split_request,
-};
+use pie_wire::{ForwardRequest, Sampler, split_request, split_response};
 
+use crate::common::answer::{Answer, Returned, answer, check_archive};
 use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::engine::{next_group, next_pass, put};
-use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
-use crate::common::places::{self, Answered, Places};
+use crate::common::naive::{Adapters, Plan, Slot};
+use crate::common::places::{Places, TokenCounts};
+use crate::common::{naive, places};
 
 /// The driver that all test frames address.
 pub(crate) const DRIVER: u32 = 7;
-
-/// A reply as the runtime reads it.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Answer {
-    /// The fast token reply.
-    Fast(Vec<u32>),
-    /// An archive.
-    Archive(Box<ForwardResponse>),
-}
-
-/// What one request gets back: each kind in the order of its samplers, floats as their bits.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Returned {
-    pub(crate) tokens: Vec<u32>,
-    /// Ids and probabilities.
-    pub(crate) dists: Vec<(Vec<u32>, Vec<u32>)>,
-    pub(crate) logits: Vec<Vec<u32>>,
-    pub(crate) logprobs: Vec<Vec<u32>>,
-    pub(crate) entropies: Vec<u32>,
-}
-
-impl Returned {
-    fn is_one_token(&self) -> bool {
-        let tokens = vec![self.tokens.first().copied().unwrap_or(0)];
-        *self
-            == Self {
-                tokens,
-                ..Self::default()
-            }
-    }
-}
-
-impl Answer {
-    /// The outputs of each request.
-    pub(crate) fn outputs(&self) -> Vec<Returned> {
-        match self {
-            Self::Fast(tokens) => tokens
-                .iter()
-                .map(|&token| Returned {
-                    tokens: vec![token],
-                    ..Returned::default()
-                })
-                .collect(),
-            Self::Archive(response) => (0..response.num_requests as usize)
-                .map(|request| read(response, request))
-                .collect(),
-        }
-    }
-
-    /// The tokens of each request.
-    pub(crate) fn tokens(&self) -> Vec<Vec<u32>> {
-        let outputs = self.outputs().into_iter();
-        outputs.map(|returned| returned.tokens).collect()
-    }
-
-    /// How many drafts there are.
-    pub(crate) fn drafts(&self) -> usize {
-        match self {
-            Self::Fast(_) => 0,
-            Self::Archive(response) => response.spec_tokens.len(),
-        }
-    }
-
-    pub(crate) fn is_fast(&self) -> bool {
-        matches!(self, Self::Fast(_))
-    }
-
-    pub(crate) fn archive(&self) -> &ForwardResponse {
-        match self {
-            Self::Archive(response) => response,
-            Self::Fast(_) => panic!("a fast reply"),
-        }
-    }
-}
-
-/// Reads the outputs of one request as the runtime walks them: offsets per request lead to entries, offsets per entry to
-/// values.
-fn read(response: &ForwardResponse, request: usize) -> Returned {
-    fn part(offsets: &[u32], index: usize) -> Range<usize> {
-        if offsets.is_empty() {
-            return 0..0;
-        }
-        offsets[index] as usize..offsets[index + 1] as usize
-    }
-    fn bits(values: &[f32]) -> Vec<u32> {
-        values.iter().map(|value| value.to_bits()).collect()
-    }
-    let r = response;
-    let entries = |requests: &[u32], entries: &[u32]| -> Vec<Range<usize>> {
-        let own = part(requests, request);
-        own.map(|entry| part(entries, entry)).collect()
-    };
-    let dists = entries(&r.dists_req_indptr, &r.dists_kv_indptr).into_iter();
-    let logits = entries(&r.logits_req_indptr, &r.logits_byte_indptr).into_iter();
-    let logprobs = entries(&r.logprobs_req_indptr, &r.logprobs_val_indptr).into_iter();
-    let words = |bytes: &[u8]| {
-        let (words, rest) = bytes.as_chunks();
-        assert!(rest.is_empty(), "logits are whole words");
-        words.iter().map(|&word| u32::from_le_bytes(word)).collect()
-    };
-    Returned {
-        tokens: r.tokens[part(&r.tokens_indptr, request)].to_vec(),
-        dists: dists
-            .map(|own| (r.dists_ids[own.clone()].to_vec(), bits(&r.dists_probs[own])))
-            .collect(),
-        logits: logits.map(|own| words(&r.logits_bytes[own])).collect(),
-        logprobs: logprobs.map(|own| bits(&r.logprobs_values[own])).collect(),
-        entropies: bits(&r.entropies[part(&r.entropies_indptr, request)]),
-    }
-}
 
 /// The output of one slot.
 #[derive(Debug, Clone)]
@@ -160,7 +50,7 @@ pub(crate) struct Device {
     limits: Limits,
     adapters: Adapters,
     block: Vec<u64>,
-    /// Block-table entries as received so far: entry → first storage slot of the page.
+    /// Block-table entries as received so far: entry → first KV slot of the page.
     table: HashMap<i64, i64>,
     /// Uniforms of seeded slots as seen so far.
     seeded: HashMap<(u32, u32, usize), u32>,
@@ -174,10 +64,10 @@ pub(crate) struct Device {
     /// Log-probabilities that the next frame asks for, and what the last one was given.
     pub(crate) places: Places,
     /// Those of the last reply, by request.
-    pub(crate) answered_places: BTreeMap<u32, Answered>,
+    pub(crate) answered_places: BTreeMap<u32, TokenCounts>,
     expected: Option<Plan>,
     /// The last frame.
-    pub(crate) computed: Option<Computed>,
+    pub(crate) computed: Option<ComputedPlan>,
     /// The last reply's bytes.
     pub(crate) reply_len: usize,
 }
@@ -229,10 +119,13 @@ impl Device {
         let options = DraftOptions {
             ngram: NgramConfig::default(),
             num_drafts: 3,
-            rungs: vec![1, 4, 16, 64, 256],
+            graph_sizes: vec![1, 4, 16, 64, 256],
             host_pages: 1,
         };
-        device.planner.draft(&options).expect("right options");
+        device
+            .planner
+            .enable_drafts(&options)
+            .expect("right options");
         // What a step costs is known from here on.
         let decode = Req::new(limits.page_size, 0, &[1], &[0]).sample(0, GREEDY);
         let probed = decode.clone().sample(0, Sampler::Entropy);
@@ -273,7 +166,7 @@ impl Device {
                 let open = self.stage_group(staged).expect("a group is left");
                 self.check_group(&open, &plan, &group);
                 let mut spoilt = BTreeSet::new();
-                let place_words = self.places.give(&open, &plan, &group);
+                let logprob_words = self.places.give(&open, &plan, &group);
                 for (_, slot) in &group {
                     let given = if slot.class.is_token() {
                         Given::Token(choose(&plan, slot))
@@ -285,7 +178,7 @@ impl Device {
                     }
                     self.given.insert(key(slot), given);
                 }
-                staged = self.put(open, &group, &place_words);
+                staged = self.put(open, &group, &logprob_words);
                 // Later passes know of it.
                 plan.spoil(&self.limits, &spoilt);
             }
@@ -298,7 +191,7 @@ impl Device {
         plan
     }
 
-    fn stage(&mut self, plan: pie_planner::Plan) -> Result<StagedPass, Computed> {
+    fn stage(&mut self, plan: pie_planner::Plan) -> Result<StagedPass, ComputedPlan> {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         next_pass(&mut self.planner, plan, block)
     }
@@ -309,13 +202,13 @@ impl Device {
     }
 
     /// The last frame that was computed.
-    pub(crate) fn last(&self) -> &Computed {
+    pub(crate) fn last(&self) -> &ComputedPlan {
         self.computed.as_ref().expect("a frame was computed")
     }
 
-    /// The faults of the last frame.
-    pub(crate) fn faults(&self) -> &[(usize, RequestFault)] {
-        self.last().faults()
+    /// The errors of the last frame.
+    pub(crate) fn request_errors(&self) -> &[(usize, RequestError)] {
+        self.last().request_errors()
     }
 
     /// Checks which adapters the next pass needs, and may lose some of them.
@@ -344,7 +237,7 @@ impl Device {
     }
 
     /// Hands over what the slots of a group were given.
-    fn put(&self, open: StagedGroup, group: &[(usize, Slot)], place_words: &[i32]) -> StagedPass {
+    fn put(&self, open: StagedGroup, group: &[(usize, Slot)], logprob_words: &[i32]) -> StagedPass {
         let given = |class: SlotClass| -> (Vec<i64>, Vec<f32>) {
             let (mut ids, mut floats) = (Vec::new(), Vec::new());
             for (_, slot) in group.iter().filter(|(_, slot)| slot.class == class) {
@@ -368,19 +261,19 @@ impl Device {
             logits: &given(SlotClass::Logits).1,
             logprobs: &given(SlotClass::Logprobs).1,
             entropies: &given(SlotClass::Entropy).1,
-            place_words,
+            logprob_words,
         };
         put(open, &outputs)
     }
 
     /// The reply to the last frame, in a buffer of the length that it was planned for.
-    pub(crate) fn reply(&mut self, probes: Probes) -> Result<Answer, ReplyError> {
+    pub(crate) fn reply(&mut self, probes: ForwardTimings) -> Result<Answer, ReplyError> {
         let capacity = self.limits.reply_bytes as usize;
         let mut words = vec![u64::MAX; capacity.div_ceil(8)];
         let buffer = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
         let computed = self.computed.as_mut().expect("a frame was computed");
         self.reply_len = self.planner.reply(computed, probes, buffer)?;
-        let (reply, extension) = split_answer(&buffer[..self.reply_len]).expect("it is whole");
+        let (reply, extension) = split_response(&buffer[..self.reply_len]).expect("it is whole");
         let plan = self.expected.as_ref().expect("a frame was computed");
         self.answered_places = places::read(&extension, plan);
         Ok(answer(reply))
@@ -402,7 +295,7 @@ impl Device {
         choose: impl FnMut(&Plan, &Slot) -> u32,
     ) -> Option<Answer> {
         let plan = self.compute(frame, choose);
-        let answer = match self.reply(Probes::default()) {
+        let answer = match self.reply(ForwardTimings::default()) {
             Ok(answer) => answer,
             Err(error) => {
                 assert!(!plan.fits, "{error}");
@@ -423,7 +316,7 @@ impl Device {
         }
         let computed = self.computed.as_mut().expect("a frame was computed");
         let time = Duration::from_micros(100 + computed.token_count() as u64);
-        self.planner.step_took(computed, time, time);
+        self.planner.record_step_time(computed, time, time);
         Some(answer)
     }
 
@@ -460,201 +353,8 @@ impl Device {
 
     /// Forgets the block table, as after a failed pass.
     pub(crate) fn lose_table(&mut self) {
-        self.planner.forget_table();
+        self.planner.invalidate_block_table();
         self.table.clear();
-    }
-
-    fn check_pass(&mut self, pass: &StagedPass, plan: &Plan, number: usize) {
-        let staged = pass.pass();
-        let segments = &plan.passes[number];
-        let rows = plan.pass_rows(number);
-        assert_eq!(
-            (staged.tokens, staged.requests),
-            (rows.len(), segments.len())
-        );
-        let masked = plan.requests[segments[0].request].sees.is_some();
-        let single = segments.iter().all(|segment| segment.rows.len() == 1);
-        assert_eq!((staged.masked, staged.decode), (masked, single && !masked));
-        self.check_attention_mask(pass, plan, segments);
-        let adapters = segments.iter();
-        let adapters: Vec<_> = adapters
-            .map(|segment| plan.requests[segment.request].adapter.unwrap_or(-1))
-            .collect();
-        let bound = adapters.iter().any(|&id| id != -1);
-        assert_eq!(pass.adapters(), bound.then_some(adapters));
-
-        let tokens: Vec<_> = rows.iter().map(|(row, _)| i64::from(row.token)).collect();
-        assert_eq!(self.array::<i64>(FieldId::InputIds, rows.len()), tokens);
-        let positions: Vec<_> = rows
-            .iter()
-            .map(|(row, _)| i64::from(row.position))
-            .collect();
-        assert_eq!(self.array::<i64>(FieldId::Positions, rows.len()), positions);
-        let storage: Vec<_> = rows.iter().map(|(_, storage)| *storage).collect();
-        assert_eq!(self.array::<i64>(FieldId::OutCacheLoc, rows.len()), storage);
-
-        self.last_updates.push(staged.updates);
-        let updates = self.array::<i64>(FieldId::TableUpdates, 2 * staged.updates);
-        let changes = updates.chunks(2).map(|update| (update[0], update[1]));
-        self.table.extend(changes);
-        let row_pages = self.limits.row_pages as usize;
-        let (mut start, mut sum) = (0, 0);
-        let mut table_rows = HashSet::new();
-        for (row, segment) in segments.iter().enumerate() {
-            let request = &plan.requests[segment.request];
-            let prefix = request.rows[segment.rows.start].index;
-            let length = segment.rows.len();
-            let all = row + 1;
-            let last_i64 = |id| self.array::<i64>(id, all)[row];
-            let last_i32 = |id| self.array::<i32>(id, all)[row];
-            let table_row = last_i64(FieldId::ReqPoolIndices) as usize;
-            assert!((1..=self.limits.max_requests as usize).contains(&table_row));
-            assert!(
-                table_rows.insert(table_row),
-                "two requests share row {table_row}"
-            );
-            assert_eq!(last_i64(FieldId::SeqLens), prefix as i64 + length as i64);
-            assert_eq!(last_i32(FieldId::ExtendPrefixLens), prefix as i32);
-            assert_eq!(last_i32(FieldId::ExtendSeqLens), length as i32);
-            assert_eq!(last_i32(FieldId::ExtendStartLoc), start);
-            for (column, &page) in request.pages.iter().enumerate() {
-                let entry = (table_row * row_pages + column) as i64;
-                let slot = i64::from(page + 1) * i64::from(self.limits.page_size);
-                assert_eq!(
-                    self.table.get(&entry),
-                    Some(&slot),
-                    "row {row}, column {column}"
-                );
-            }
-            start += length as i32;
-            sum += prefix + length as u64;
-        }
-        assert_eq!(staged.seq_lens_sum, sum);
-        let slots: usize = plan
-            .pass_groups(number, &self.limits)
-            .iter()
-            .map(Vec::len)
-            .sum();
-        assert_eq!(staged.slots, slots);
-    }
-
-    /// Each row of the pass sees what its request's mask says of the KV that is stored by then.
-    fn check_attention_mask(&self, pass: &StagedPass, plan: &Plan, segments: &[Segment]) {
-        let mask = pass.attention_mask().map(|mask| {
-            let offsets: Vec<usize> = mask.offsets().collect();
-            // In memory that held something else.
-            let mut words = vec![0x5555_5555; offsets[segments.len()]];
-            mask.write(&mut words);
-            (offsets, words)
-        });
-        let mut expected = Vec::new();
-        let mut found = Vec::new();
-        for (entry, segment) in segments.iter().enumerate() {
-            let request = &plan.requests[segment.request];
-            let Some(sees) = &request.sees else {
-                assert_eq!(mask, None);
-                return;
-            };
-            let (offsets, words) = mask.as_ref().expect("a masked pass");
-            assert_eq!(offsets.len(), segments.len() + 1);
-            let kv_len = request.rows[segment.rows.end - 1].index as usize + 1;
-            let width = kv_len.div_ceil(32);
-            for (number, row) in segment.rows.clone().enumerate() {
-                let start = offsets[entry] + number * width;
-                let words = &words[start..start + width];
-                let bit = |index: usize| words[index / 32].cast_unsigned() >> (index % 32) & 1 == 1;
-                found.push((0..32 * width).map(bit).collect::<Vec<_>>());
-                let mut bits = sees[row].clone();
-                assert!(!bits[kv_len..].contains(&true), "sees what is not stored");
-                bits.resize(32 * width, false);
-                expected.push(bits);
-            }
-        }
-        assert_eq!(found, expected);
-        let words: usize = found.iter().map(|bits| bits.len() / 32).sum();
-        assert_eq!(mask.map(|(_, words)| words.len()), Some(words));
-        assert!(words <= self.limits.attention_words());
-    }
-
-    fn check_group(&mut self, open: &StagedGroup, plan: &Plan, group: &[(usize, Slot)]) {
-        let staged = *open.group();
-        let count = |class| group.iter().filter(|(_, slot)| slot.class == class).count();
-        assert_eq!(staged.len(), group.len());
-        for class in CLASSES {
-            assert_eq!(staged.count(class), count(class), "{class:?}");
-        }
-        let rows = self.array::<i64>(FieldId::SlotRows, group.len());
-        let [temperatures, top_ps, min_ps, uniforms] = [
-            FieldId::Temperatures,
-            FieldId::TopPs,
-            FieldId::MinPs,
-            FieldId::Uniforms,
-        ]
-        .map(|id| self.array::<f32>(id, group.len()));
-        let top_ks = self.array::<i32>(FieldId::TopKs, group.len());
-        for (entry, (row, slot)) in group.iter().enumerate() {
-            assert_eq!(rows[entry], *row as i64, "{slot:?}");
-            if slot.class <= SlotClass::Dist {
-                let (staged, expected) = (temperatures[entry], slot.temperature);
-                assert_eq!(staged.to_bits(), expected.to_bits(), "{slot:?}");
-            }
-            if matches!(
-                slot.class,
-                SlotClass::Filtered | SlotClass::Plain | SlotClass::Dist
-            ) {
-                let parameters = (top_ps[entry], min_ps[entry], top_ks[entry]);
-                let expected = (slot.top_p, slot.min_p, slot.top_k as i32);
-                assert_eq!(parameters, expected, "{slot:?}");
-            }
-            let uniform = uniforms[entry];
-            assert!((0.0..1.0).contains(&uniform), "{uniform}");
-            if !matches!(slot.class, SlotClass::Plain | SlotClass::Filtered) {
-                assert_eq!(uniform.to_bits(), 0, "{slot:?} draws nothing");
-                continue;
-            }
-            self.uniforms.insert((slot.request, slot.number), uniform);
-            if let Some(key) = slot.key {
-                let known = *self.seeded.entry(key).or_insert(uniform.to_bits());
-                assert_eq!(known, uniform.to_bits(), "{key:?}");
-            }
-        }
-        check_labels(open, group);
-        self.check_masks(plan, group, staged);
-    }
-
-    /// Each slot leads to its request's mask, and a request's mask is staged once.
-    fn check_masks(&self, plan: &Plan, group: &[(usize, Slot)], staged: SlotGroup) {
-        let vocab_size = self.limits.vocab_size as usize;
-        let width = vocab_size.div_ceil(32);
-        let words = self.array::<i32>(FieldId::MaskWords, staged.mask_words);
-        let slot_masks = self.array::<i32>(FieldId::SlotMasks, 2 * group.len());
-        let mut of_request = HashMap::new();
-        let mut used = HashSet::new();
-        for ((_, slot), place) in group.iter().zip(slot_masks.as_chunks().0) {
-            // What comes next in a prompt is known, whatever may be drawn.
-            let mask = plan.requests[slot.request].mask.as_ref();
-            let Some(mask) = mask.filter(|_| slot.class != SlotClass::Prompt) else {
-                assert_eq!(*place, [0, 0], "{slot:?}");
-                continue;
-            };
-            let [first, edges] = *place;
-            used.insert(first);
-            assert_eq!(*of_request.entry(slot.request).or_insert(first), first);
-            let words = &words[usize::try_from(first).expect("a word")..];
-            let allows = |token: usize| match usize::try_from(edges) {
-                // After an odd number of edges.
-                Ok(edges) => {
-                    let before = words[..edges].partition_point(|&edge| edge as usize <= token);
-                    before % 2 == 1
-                }
-                Err(_) => words[token / 32].cast_unsigned() >> (token % 32) & 1 == 1,
-            };
-            for token in 0..32 * width {
-                let allowed = mask.get(token).copied().unwrap_or(false);
-                assert_eq!(allows(token), allowed, "token {token} of {slot:?}");
-            }
-        }
-        assert_eq!(used.len(), staged.masks, "masks without a slot");
     }
 
     /// The first entries of a staged array.
@@ -671,28 +371,28 @@ fn check_faults(planned: &pie_planner::Plan, plan: &Plan) {
     assert_eq!(planned.pass_count(), plan.passes.len());
     let rows: usize = plan.requests.iter().map(|request| request.rows.len()).sum();
     assert_eq!(planned.token_count(), rows);
-    let mut faults = planned.faults().iter().peekable();
+    let mut errors = planned.request_errors().iter().peekable();
     for (index, request) in plan.requests.iter().enumerate() {
-        let fault = faults
+        let error = errors
             .next_if(|(at, _)| *at == index)
-            .map(|(_, fault)| fault);
+            .map(|(_, error)| error);
         let kinds = if request.refused.is_empty() {
             &request.muted
         } else {
             &request.refused
         };
-        match fault {
+        match error {
             None => assert!(kinds.is_empty(), "request {index} lacks {kinds:?}"),
-            Some(fault) => {
+            Some(error) => {
                 assert!(
-                    kinds.contains(fault.kind()),
-                    "request {index}: {fault}, not {kinds:?}"
+                    kinds.contains(error.kind()),
+                    "request {index}: {error}, not {kinds:?}"
                 );
-                assert_eq!(fault.keeps_kv(), request.refused.is_empty(), "{fault}");
+                assert_eq!(error.keeps_kv(), request.refused.is_empty(), "{error}");
             }
         }
     }
-    assert_eq!(faults.next(), None, "out of order or out of range");
+    assert_eq!(errors.next(), None, "out of order or out of range");
 }
 
 /// Numbers and tokens of the group's log-probability slots.
@@ -709,25 +409,6 @@ fn check_labels(open: &StagedGroup, group: &[(usize, Slot)]) {
         );
     }
     assert_eq!(open.labels(), expected);
-}
-
-/// Reads a reply; `bytes` must be aligned.
-pub(crate) fn answer(bytes: &[u8]) -> Answer {
-    match decode_reply(bytes).expect("the reply is valid") {
-        Reply::Tokens(tokens) => {
-            assert_eq!(tokens.driver_id(), DRIVER);
-            Answer::Fast(tokens.iter().collect())
-        }
-        Reply::Frame(_) => {
-            let frame = pie_wire::decode_response(bytes).expect("the archive is valid");
-            assert_eq!(frame.driver_id, DRIVER);
-            assert!(!frame.aborted);
-            match frame.payload {
-                ResponsePayload::Forward(response) => Answer::Archive(Box::new(response)),
-                ResponsePayload::Status(status) => panic!("{status:?} instead of a forward"),
-            }
-        }
-    }
 }
 
 /// Where the output of a slot is noted: tokens are numbered whatever their class.
@@ -747,21 +428,3 @@ const CLASSES: [SlotClass; SlotClass::COUNT] = [
     SlotClass::Entropy,
     SlotClass::Prompt,
 ];
-
-/// The rules that the runtime relies on without checking.
-pub(crate) fn check_archive(response: &ForwardResponse, requests: usize) {
-    assert_eq!(response.num_requests as usize, requests);
-    response.check().expect("a response that keeps the rules");
-    if requests > 0 {
-        assert_eq!(response.tokens_indptr.len(), requests + 1);
-    }
-    if !response.spec_indptr.is_empty() {
-        assert_eq!(response.spec_indptr.len(), requests + 1);
-        assert!(!response.spec_tokens.is_empty());
-        // Drafts continue tokens.
-        let ends = response.spec_indptr.windows(2);
-        for (drafts, tokens) in ends.zip(response.tokens_indptr.windows(2)) {
-            assert!(drafts[0] == drafts[1] || tokens[0] < tokens[1]);
-        }
-    }
-}

@@ -2,7 +2,7 @@
 //! others.
 
 use pie_planner::{
-    Computed, FieldId, Layout, Limits, Outputs, Plan, Planner, SlotClass, SlotGroup, Staged,
+    ComputedPlan, FieldId, Layout, Limits, Outputs, Plan, Planner, SlotClass, SlotGroup, Staged,
     StagedGroup, StagedPass, StagedSlots,
 };
 
@@ -19,7 +19,7 @@ pub(crate) fn next_pass(
     planner: &mut Planner,
     plan: Plan,
     memory: &mut [u8],
-) -> Result<StagedPass, Computed> {
+) -> Result<StagedPass, ComputedPlan> {
     let mut block = planner.block(memory).expect("the block fits");
     match planner.stage(plan, &mut block).expect("the newest plan") {
         Staged::Pass(pass) => Ok(pass),
@@ -53,7 +53,7 @@ pub(crate) fn run(
     memory: &mut [u8],
     mut compute: impl FnMut(&StagedPass, &[u8]),
     mut answer: impl FnMut(StagedGroup, &[u8]) -> StagedPass,
-) -> Computed {
+) -> ComputedPlan {
     loop {
         let mut pass = match next_pass(planner, plan, memory) {
             Ok(pass) => pass,
@@ -71,7 +71,12 @@ pub(crate) fn run(
 
 impl Engine {
     /// Stages and answers all of a planned frame.
-    pub(crate) fn run(&mut self, planner: &mut Planner, plan: Plan, memory: &mut [u8]) -> Computed {
+    pub(crate) fn run(
+        &mut self,
+        planner: &mut Planner,
+        plan: Plan,
+        memory: &mut [u8],
+    ) -> ComputedPlan {
         self.run_seeing(planner, plan, memory, |_, _| {})
     }
 
@@ -82,7 +87,7 @@ impl Engine {
         plan: Plan,
         memory: &mut [u8],
         compute: impl FnMut(&StagedPass, &[u8]),
-    ) -> Computed {
+    ) -> ComputedPlan {
         self.run_noting(planner, plan, memory, compute, |_| {})
     }
 
@@ -94,7 +99,7 @@ impl Engine {
         memory: &mut [u8],
         compute: impl FnMut(&StagedPass, &[u8]),
         mut note: impl FnMut(&SlotGroup),
-    ) -> Computed {
+    ) -> ComputedPlan {
         let limits = *planner.limits();
         let top_ks = planner.layout().field(FieldId::TopKs).offset;
         run(planner, plan, memory, compute, |group, memory| {

@@ -2,9 +2,12 @@
 //! bare engine, and random frames.
 #![allow(dead_code, reason = "every test file uses a part")]
 
+pub(crate) mod answer;
 pub(crate) mod builder;
 pub(crate) mod device;
 pub(crate) mod engine;
 pub(crate) mod generate;
 pub(crate) mod naive;
+pub(crate) mod naive_request;
+pub(crate) mod naive_sampling;
 pub(crate) mod places;

@@ -4,7 +4,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 use pie_planner::{Limits, SlotClass};
-use pie_wire::{ForwardRequest, LogprobsAsked, RESPONSE_ROOT_LEN, Sampler, fast_tokens_len};
+use pie_wire::{ForwardRequest, LogprobOptions, RESPONSE_ROOT_LEN, Sampler, fast_tokens_len};
+
+use crate::common::naive_request::request;
 
 /// One token to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +40,7 @@ pub(crate) struct Slot {
 
 impl Slot {
     /// Whether log-probabilities are asked for of its place, by a request that asks for some.
-    fn is_place(&self) -> bool {
+    pub(crate) fn returns_logprobs(&self) -> bool {
         self.class.is_token() || self.class == SlotClass::Prompt
     }
 
@@ -73,12 +75,12 @@ pub(crate) struct Request {
     /// Computed in vain, its adapter was lost.
     pub(crate) dropped: bool,
     /// The log-probabilities that it asks for.
-    pub(crate) asked: Option<LogprobsAsked>,
+    pub(crate) asked: Option<LogprobOptions>,
 }
 
 impl Request {
     /// Whether some row sees KV that its own request stores after it.
-    fn sees_ahead(&self) -> bool {
+    pub(crate) fn sees_ahead(&self) -> bool {
         self.sees.as_ref().is_some_and(|rows| {
             let prefix = rows[0].len() - rows.len();
             let mut rows = rows.iter().enumerate();
@@ -121,7 +123,7 @@ pub(crate) fn plan(
     limits: &Limits,
     adapters: &Adapters,
     frame: &ForwardRequest,
-    asked: &HashMap<usize, LogprobsAsked>,
+    asked: &HashMap<usize, LogprobOptions>,
 ) -> Plan {
     let count = frame.qo_indptr.len().saturating_sub(1);
     let mut requests: Vec<_> = (0..count)
@@ -129,7 +131,7 @@ pub(crate) fn plan(
         .collect();
     let slots = requests.iter().flat_map(|request| &request.slots);
     let asked = slots.map(|slot| slot.class).collect();
-    let places = requests.iter().any(|request| place_words(request) > 0);
+    let places = requests.iter().any(|request| logprob_words(request) > 0);
     let fits = empty_largest(limits, &mut requests, &asked, places);
     let passes = cut(limits, adapters, &requests);
     Plan {
@@ -156,7 +158,7 @@ fn empty_largest(
             && request.slots.len() == 1
             && request.slots[0].class.is_token()
     };
-    let places = 4 * requests.iter().map(place_words).sum::<usize>();
+    let places = 4 * requests.iter().map(logprob_words).sum::<usize>();
     if requests.iter().all(one_token) && fast_tokens_len(requests.len()) + places <= limit {
         return !requests.is_empty() || archive_bytes(limits, requests, asked) <= limit;
     }
@@ -200,28 +202,32 @@ fn own_words(limits: &Limits, request: &Request) -> usize {
             _ => 1,
         }
     };
-    request.slots.iter().map(word).sum::<usize>() + place_words(request)
+    request.slots.iter().map(word).sum::<usize>() + logprob_words(request)
 }
 
 /// Words that the log-probabilities of a request take at most, with its row.
-fn place_words(request: &Request) -> usize {
+fn logprob_words(request: &Request) -> usize {
     let Some(asked) = &request.asked else {
         return 0;
     };
-    let places = request.slots.iter().filter(|slot| slot.is_place()).count();
+    let places = request
+        .slots
+        .iter()
+        .filter(|slot| slot.returns_logprobs())
+        .count();
     let words = places * (1 + 2 * asked.top as usize + asked.token_ids.len());
     if places > 0 { words + 5 } else { 0 }
 }
 
 /// The elements of request `r`; absent offsets count as zeros.
-fn part<'a, T>(array: &'a [T], indptr: &[u32], r: usize) -> &'a [T] {
+pub(crate) fn part<'a, T>(array: &'a [T], indptr: &[u32], r: usize) -> &'a [T] {
     if indptr.is_empty() {
         return &[];
     }
     &array[indptr[r] as usize..indptr[r + 1] as usize]
 }
 
-fn spans(indptr: &[u32], r: usize) -> u32 {
+pub(crate) fn spans(indptr: &[u32], r: usize) -> u32 {
     if indptr.is_empty() {
         0
     } else {
@@ -229,321 +235,11 @@ fn spans(indptr: &[u32], r: usize) -> u32 {
     }
 }
 
-fn request(
-    limits: &Limits,
-    adapters: &Adapters,
-    frame: &ForwardRequest,
-    r: usize,
-    asked: Option<&LogprobsAsked>,
-) -> Request {
-    let tokens = part(&frame.token_ids, &frame.qo_indptr, r);
-    let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
-    let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r);
-    let mut request = Request::default();
-    if tokens.is_empty() {
-        if !samplers.is_empty() || !drafts.is_empty() {
-            request.refused.insert("no-tokens");
-        }
-        return request;
-    }
-    request.pages = part(&frame.kv_page_indices, &frame.kv_page_indptr, r).to_vec();
-    request.drafts = drafts.to_vec();
-    let positions = positions(frame, r, drafts.len());
-    refuse(
-        &mut request.refused,
-        spans(&frame.image_indptr, r) + spans(&frame.audio_indptr, r) > 0,
-        "media",
-    );
-    let adapter = frame.adapter_bindings[r].adapter_id;
-    request.adapter = (adapter != -1).then_some(adapter);
-    let known = adapters.slots > 0 && adapters.loaded.contains(&adapter);
-    refuse(&mut request.refused, adapter != -1 && !known, "adapter");
-    let all = || tokens.iter().chain(drafts);
-    refuse(
-        &mut request.refused,
-        all().any(|&id| id >= limits.vocab_size),
-        "token-id",
-    );
-    refuse(
-        &mut request.refused,
-        positions
-            .iter()
-            .any(|&at| at >= u64::from(limits.max_positions)),
-        "position",
-    );
-    let kv_end = kv_end(limits, frame, r, &mut request.refused);
-    request.sees = masks(frame, r, kv_end, &mut request.refused);
-    let rows = tokens.len() + drafts.len();
-    let split = request.sees_ahead() && rows > limits.chunk_tokens as usize;
-    refuse(&mut request.refused, split, "mask-ahead");
-    let Some(kv_end) = kv_end.filter(|_| request.refused.is_empty()) else {
-        return request;
-    };
-    let first = kv_end - tokens.len() as u64;
-    request.rows = all()
-        .zip(&positions)
-        .zip(first..)
-        .map(|((&token, &position), index)| Row {
-            token,
-            position: position as u32,
-            index,
-            storage: storage(limits, &request.pages, index),
-        })
-        .collect();
-    outputs(limits, frame, r, &mut request);
-    if let Some(asked) = asked.filter(|_| request.muted.is_empty()) {
-        ask(limits, asked, r, tokens, &mut request);
-    }
-    request
-}
-
-/// Adds a place for each token of the prompt whose log-probabilities are asked for, on the row before it.
-fn ask(limits: &Limits, asked: &LogprobsAsked, r: usize, tokens: &[u32], request: &mut Request) {
-    request.asked = Some(asked.clone());
-    let Some(prompt) = asked.prompt else { return };
-    for row in 0..tokens.len() {
-        let index = request.rows[row].index + 1;
-        if !(u64::from(prompt.from)..u64::from(prompt.end)).contains(&index) {
-            continue;
-        }
-        let token = tokens.get(row + 1).copied().unwrap_or(prompt.next);
-        let number = |slot: &&Slot| slot.class == SlotClass::Prompt;
-        let slot = Slot {
-            request: r,
-            number: request.slots.iter().filter(number).count(),
-            row,
-            class: SlotClass::Prompt,
-            labels: vec![token],
-            ..sampled(limits, None)
-        };
-        request.slots.push(slot);
-    }
-}
-
-fn refuse(faults: &mut BTreeSet<&'static str>, broken: bool, kind: &'static str) {
-    if broken {
-        faults.insert(kind);
-    }
-}
-
-/// Positions of the inputs and of the drafts; the latter consecutive unless the frame has one for each draft.
-fn positions(frame: &ForwardRequest, r: usize, drafts: usize) -> Vec<u64> {
-    let inputs = part(&frame.position_ids, &frame.qo_indptr, r);
-    let mut all: Vec<_> = inputs.iter().map(|&at| u64::from(at)).collect();
-    if frame.spec_position_ids.len() == frame.spec_token_ids.len() {
-        let given = part(&frame.spec_position_ids, &frame.spec_indptr, r);
-        all.extend(given.iter().map(|&at| u64::from(at)));
-    } else {
-        let last = all[all.len() - 1];
-        all.extend((0..drafts as u64).map(|draft| last + 1 + draft));
-    }
-    all
-}
-
-/// KV length after the inputs; `None` when the page list and its last length give none that fits.
-fn kv_end(
-    limits: &Limits,
-    frame: &ForwardRequest,
-    r: usize,
-    faults: &mut BTreeSet<&'static str>,
-) -> Option<u64> {
-    let pages = part(&frame.kv_page_indices, &frame.kv_page_indptr, r);
-    let inputs = i128::from(frame.qo_indptr[r + 1] - frame.qo_indptr[r]);
-    let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r).len() as i128;
-    let length = i128::from(frame.kv_last_page_lens[r]);
-    let page_size = i128::from(limits.page_size);
-    let valid = (1..=page_size).contains(&length);
-    refuse(faults, pages.is_empty(), "no-pages");
-    refuse(
-        faults,
-        pages.iter().any(|&page| page >= limits.total_pages),
-        "page-id",
-    );
-    refuse(faults, !valid, "last-page-length");
-    if pages.is_empty() || !valid {
-        return None;
-    }
-    let end = (pages.len() as i128 - 1) * page_size + (length + drafts - 1) % page_size + 1;
-    let (short, long) = (
-        end - drafts < inputs,
-        end > i128::from(limits.row_pages) * page_size,
-    );
-    refuse(faults, short, "geometry");
-    refuse(faults, long, "kv-length");
-    (!short && !long).then_some((end - drafts) as u64)
-}
-
-fn masks(
-    frame: &ForwardRequest,
-    r: usize,
-    kv_end: Option<u64>,
-    faults: &mut BTreeSet<&'static str>,
-) -> Option<Vec<Vec<bool>>> {
-    let rows = part(&frame.masks, &frame.mask_indptr, r);
-    let positions = part(&frame.position_ids, &frame.qo_indptr, r);
-    if !frame.has_user_mask || rows.is_empty() {
-        return None;
-    }
-    if rows.len() != positions.len() {
-        faults.insert("mask-rows");
-        return None;
-    }
-    // Without a geometry there is no causality to compare with.
-    let kv_end = kv_end?;
-    let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r).len() as u64;
-    let up_to = |own: u64| (0..kv_end + drafts).map(|index| index <= own).collect();
-    let mut all_causal = true;
-    let mut sees: Vec<Vec<bool>> = Vec::new();
-    for (row, (mask, &position)) in rows.iter().zip(positions).enumerate() {
-        let runs = &mask.buffer;
-        let synthesized =
-            runs.len() == 2 && runs[0] == 0 && u64::from(runs[1]) == u64::from(position) + 1;
-        let own = kv_end - positions.len() as u64 + row as u64;
-        let bits = expand(runs, kv_end);
-        let causal = (0..kv_end).all(|index| bits[index as usize] == (index <= own));
-        all_causal &= runs.is_empty() || synthesized || causal;
-        sees.push(if runs.is_empty() {
-            up_to(own)
-        } else {
-            expand(runs, kv_end + drafts)
-        });
-    }
-    sees.extend((kv_end..kv_end + drafts).map(up_to));
-    (!all_causal).then_some(sees)
-}
-
-/// The first `limit` bits of a bit string.
-fn expand(runs: &[u32], limit: u64) -> Vec<bool> {
-    let mut bits = Vec::new();
-    for (number, &run) in runs.iter().enumerate() {
-        for _ in 0..u64::from(run).min(limit) {
-            bits.push(number % 2 == 1);
-        }
-    }
-    bits.resize((limit as usize).max(bits.len()), false);
-    bits.truncate(limit as usize);
-    bits
-}
-
 /// The engine's page 0 is padding, so the runtime's page p is the engine's page p + 1.
-fn storage(limits: &Limits, pages: &[u32], index: u64) -> i64 {
+pub(crate) fn storage(limits: &Limits, pages: &[u32], index: u64) -> i64 {
     let page_size = u64::from(limits.page_size);
     let page = u64::from(pages[(index / page_size) as usize]);
     ((page + 1) * page_size + index % page_size) as i64
-}
-
-fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request: &mut Request) {
-    let inputs = part(&frame.token_ids, &frame.qo_indptr, r).len();
-    let rows = part(&frame.sampling_indices, &frame.sampling_indptr, r);
-    let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
-    let logit_masks = part(&frame.logit_masks, &frame.logit_mask_indptr, r);
-    let muted = &mut request.muted;
-    refuse(
-        muted,
-        rows.iter().any(|&row| row as usize >= inputs),
-        "sampling-index",
-    );
-    refuse(
-        muted,
-        !samplers.is_empty() && logit_masks.len() > 1,
-        "logit-masks",
-    );
-    if !muted.is_empty() || samplers.is_empty() {
-        return;
-    }
-    let runs = logit_masks.first().map_or(&[][..], |mask| &mask.buffer);
-    let bits = expand(runs, u64::from(limits.vocab_size));
-    let forbidden = !runs.is_empty() && !bits.contains(&true);
-    request.mask = (!runs.is_empty() && !forbidden).then_some(bits);
-    // Per output: row, sampler (`None` = arg-max) and sampler slot. Verification stands for all token samplers.
-    let mut wanted: Vec<(usize, Option<&Sampler>, usize)> = Vec::new();
-    if !request.drafts.is_empty() {
-        let first = Some(&samplers[0]).filter(|sampler| is_token(sampler));
-        wanted.extend((inputs - 1..request.rows.len()).map(|row| (row, first, 0)));
-    }
-    for (place, (&row, sampler)) in rows.iter().zip(samplers).enumerate() {
-        let verified = is_token(sampler) && !request.drafts.is_empty();
-        if *sampler != Sampler::Embedding && !verified {
-            wanted.push((row as usize, Some(sampler), place));
-        }
-    }
-    let (mut tokens, mut probes) = (0.., 0..);
-    for (row, sampler, place) in wanted {
-        let arg_max = forbidden && sampler.is_some_and(is_token);
-        let sampler = sampler.filter(|_| !arg_max);
-        let mut slot = sampled(limits, sampler);
-        let numbers = if slot.class.is_token() {
-            &mut tokens
-        } else {
-            &mut probes
-        };
-        slot.number = numbers.next().expect("numbers do not end");
-        (slot.request, slot.row) = (r, row);
-        slot.key = seed(sampler).map(|seed| (seed, request.rows[row].position, place));
-        request.slots.push(slot);
-    }
-}
-
-fn seed(sampler: Option<&Sampler>) -> Option<u32> {
-    match sampler {
-        Some(&Sampler::Multinomial { seed, .. }) if seed >= 2 => Some(seed),
-        _ => None,
-    }
-}
-
-/// The slot of a sampler with every parameter in range.
-fn sampled(limits: &Limits, sampler: Option<&Sampler>) -> Slot {
-    let (temperature, k, p, min_p) = match sampler.cloned() {
-        Some(Sampler::Multinomial { temperature, .. }) => (temperature, 0, 1.0, 0.0),
-        Some(Sampler::TopK { temperature, k }) => (temperature, k, 1.0, 0.0),
-        Some(Sampler::TopP { temperature, p }) => (temperature, 0, p, 0.0),
-        Some(Sampler::MinP { temperature, p }) => (temperature, 0, 1.0, p),
-        Some(Sampler::TopKTopP { temperature, k, p }) => (temperature, k, p, 0.0),
-        Some(Sampler::Dist {
-            temperature,
-            num_tokens,
-        }) => (temperature, num_tokens, 1.0, 0.0),
-        _ => (0.0, 0, 1.0, 0.0),
-    };
-    let all = limits.vocab_size;
-    let top_k = if k == 0 { all } else { k.min(all) };
-    let top_p = if p.is_nan() { 1.0 } else { p.clamp(0.0, 1.0) };
-    let min_p = if min_p.is_nan() {
-        0.0
-    } else {
-        min_p.clamp(0.0, 1.0)
-    };
-    let filters = top_k != all || top_p < 1.0 || min_p > 0.0;
-    let random = temperature > 1e-5;
-    let class = match (sampler, random, filters) {
-        (Some(Sampler::Dist { .. }), ..) => SlotClass::Dist,
-        (Some(Sampler::RawLogits), ..) => SlotClass::Logits,
-        (Some(Sampler::Logprob { .. } | Sampler::Logprobs { .. }), ..) => SlotClass::Logprobs,
-        (Some(Sampler::Entropy), ..) => SlotClass::Entropy,
-        (_, false, _) => SlotClass::Greedy,
-        (_, true, false) => SlotClass::Plain,
-        (_, true, true) => SlotClass::Filtered,
-    };
-    Slot {
-        request: 0,
-        number: 0,
-        row: 0,
-        class,
-        temperature: match (random, class) {
-            (true, _) => temperature.min(f32::MAX),
-            (false, SlotClass::Greedy) => 1.0,
-            (false, _) => 0.0,
-        },
-        top_k,
-        top_p,
-        min_p,
-        key: None,
-        labels: match sampler {
-            Some(Sampler::Logprob { token_id }) => vec![*token_id],
-            Some(Sampler::Logprobs { token_ids }) => token_ids.clone(),
-            _ => Vec::new(),
-        },
-    }
 }
 
 /// Deals the rows out one by one.
@@ -598,9 +294,9 @@ fn cut(limits: &Limits, adapters: &Adapters, requests: &[Request]) -> Vec<Vec<Se
 
 impl Plan {
     /// The log-probabilities that are asked for of the place of a slot.
-    pub(crate) fn asked_of(&self, slot: &Slot) -> Option<&LogprobsAsked> {
+    pub(crate) fn asked_of(&self, slot: &Slot) -> Option<&LogprobOptions> {
         let asked = self.requests[slot.request].asked.as_ref();
-        asked.filter(|_| slot.is_place())
+        asked.filter(|_| slot.returns_logprobs())
     }
 
     /// The different adapters of a pass.
@@ -640,7 +336,7 @@ impl Plan {
         }
     }
 
-    /// The rows of a pass with the storage slots that they may write: the last one of each slot, padding else.
+    /// The rows of a pass with the KV slots that they may write: the last one of each slot, padding else.
     pub(crate) fn pass_rows(&self, pass: usize) -> Vec<(Row, i64)> {
         let rows: Vec<Row> = self.passes[pass]
             .iter()
@@ -692,7 +388,7 @@ impl Plan {
 }
 
 /// Whether a sampler yields a token; otherwise it is a probe.
-fn is_token(sampler: &Sampler) -> bool {
+pub(crate) fn is_token(sampler: &Sampler) -> bool {
     matches!(
         sampler,
         Sampler::Multinomial { .. }

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use pie_planner::{Place, SlotClass, StagedGroup};
+use pie_planner::{LogprobPosition, SlotClass, StagedGroup};
 use pie_wire::{
-    AnswerExtension, ForwardRequest, LogprobsAsked, PlaceShape, RequestExtension, append_extension,
-    extension_len,
+    ForwardRequest, LogprobOptions, LogprobShape, RequestExtension, ResponseExtension,
+    append_extension, extension_len,
 };
 
 use crate::common::builder::Encoded;
@@ -14,7 +14,7 @@ use crate::common::naive::{Plan, Slot};
 
 /// The log-probabilities of one request: places of the prompt, and of tokens, each as its words.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Answered {
+pub(crate) struct TokenCounts {
     pub(crate) prompt: Vec<Vec<u32>>,
     pub(crate) tokens: Vec<Vec<u32>>,
 }
@@ -23,14 +23,14 @@ pub(crate) struct Answered {
 #[derive(Debug, Default)]
 pub(crate) struct Places {
     /// What the requests of the next frame ask for.
-    pub(crate) asked: HashMap<usize, LogprobsAsked>,
+    pub(crate) asked: HashMap<usize, LogprobOptions>,
     /// The words that places were given.
     given: HashMap<(usize, bool, usize), Vec<u32>>,
     noise: Noise,
 }
 
 /// A frame, and after it what its requests ask for.
-pub(crate) fn encode(frame: &ForwardRequest, asked: &HashMap<usize, LogprobsAsked>) -> Vec<u8> {
+pub(crate) fn encode(frame: &ForwardRequest, asked: &HashMap<usize, LogprobOptions>) -> Vec<u8> {
     let mut rows: Vec<_> = asked
         .iter()
         .map(|(&request, asked)| {
@@ -63,7 +63,7 @@ impl Places {
         plan: &Plan,
         group: &[(usize, Slot)],
     ) -> Vec<i32> {
-        let (mut places, mut tokens) = (Vec::<Place>::new(), Vec::new());
+        let (mut places, mut tokens) = (Vec::<LogprobPosition>::new(), Vec::new());
         let mut all = Vec::new();
         for (entry, (_, slot)) in group.iter().enumerate() {
             let Some(asked) = plan.asked_of(slot) else {
@@ -87,12 +87,12 @@ impl Places {
             all.extend(words.iter().map(|word| word.cast_signed()));
             self.given.insert(key(slot), words);
         }
-        assert_eq!(open.places(), (&places[..], &tokens[..]));
+        assert_eq!(open.logprob_positions(), (&places[..], &tokens[..]));
         all
     }
 
     /// What the answer must have, by request; `tokens` are those that each returns.
-    pub(crate) fn expected(&self, plan: &Plan, tokens: &[Vec<u32>]) -> BTreeMap<u32, Answered> {
+    pub(crate) fn expected(&self, plan: &Plan, tokens: &[Vec<u32>]) -> BTreeMap<u32, TokenCounts> {
         let mut expected = BTreeMap::new();
         for (index, (request, tokens)) in plan.requests.iter().zip(tokens).enumerate() {
             let of = |prompt: bool| {
@@ -101,11 +101,11 @@ impl Places {
                 });
                 slots.map(|slot| self.given[&key(slot)].clone())
             };
-            let answered = Answered {
+            let answered = TokenCounts {
                 prompt: of(true).collect(),
                 tokens: of(false).take(tokens.len()).collect(),
             };
-            if answered != Answered::default() {
+            if answered != TokenCounts::default() {
                 expected.insert(index as u32, answered);
             }
         }
@@ -114,23 +114,23 @@ impl Places {
 }
 
 /// What an answer has, by request; and that all of its places are of the shape that was asked for.
-pub(crate) fn read(extension: &AnswerExtension<'_>, plan: &Plan) -> BTreeMap<u32, Answered> {
+pub(crate) fn read(extension: &ResponseExtension<'_>, plan: &Plan) -> BTreeMap<u32, TokenCounts> {
     let rows = extension.rows();
     rows.map(|row| {
         let asked = plan.requests[row.request() as usize].asked.as_ref();
         let asked = asked.expect("a request that asks for log-probabilities");
-        let shape = PlaceShape {
+        let shape = LogprobShape {
             top: asked.top,
             given: asked.token_ids.len() as u32,
         };
         assert_eq!(row.shape(), shape);
         let words: Vec<u32> = row.words().collect();
         let places = words.chunks_exact(shape.words()).map(<[u32]>::to_vec);
-        let (prompt, tokens) = row.places();
+        let (prompt, tokens) = row.position_counts();
         let prompt_places = places.clone().take(prompt as usize).collect();
         let others: Vec<_> = places.skip(prompt as usize).collect();
         assert_eq!(others.len(), tokens as usize);
-        let answered = Answered {
+        let answered = TokenCounts {
             prompt: prompt_places,
             tokens: others,
         };

@@ -2,13 +2,13 @@
 
 use std::borrow::Cow;
 
-use pie_engine::{Delta, End, Figure, FigureKind, PlaceShape, ReplicaStats};
+use pie_engine::{FinishReason, LogprobShape, Metric, MetricKind, OutputDelta, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
 
 use super::settings::value_error;
-use crate::places::{Place, places};
+use crate::logprobs::{Place, places};
 
 /// New tokens of one sequence of a request, or its end, or both.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -52,12 +52,12 @@ impl Output {
     ///     top: Most probable tokens that the request asks for.
     ///     given: Tokens that it gives.
     fn places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.words, PlaceShape { top, given }).collect()
+        places(&self.words, LogprobShape { top, given }).collect()
     }
 
     /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
     fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.prompt_words, PlaceShape { top, given }).collect()
+        places(&self.prompt_words, LogprobShape { top, given }).collect()
     }
 
     fn __repr__(&self) -> String {
@@ -68,8 +68,8 @@ impl Output {
     }
 }
 
-impl From<Delta> for Output {
-    fn from(delta: Delta) -> Self {
+impl From<OutputDelta> for Output {
+    fn from(delta: OutputDelta) -> Self {
         let mut output = Self {
             request: delta.request,
             sample: delta.sample,
@@ -87,30 +87,32 @@ impl From<Delta> for Output {
             cached_tokens: delta.cached_tokens,
         };
         output.error = delta
-            .end
+            .finish
             .as_ref()
-            .and_then(End::reason)
+            .and_then(FinishReason::message)
             .map(Cow::into_owned);
-        output.finish_reason = delta.end.map(|end| match end {
-            End::Length => "length",
-            End::StopToken(token) => {
+        output.finish_reason = delta.finish.map(|end| match end {
+            FinishReason::Length => "length",
+            FinishReason::StopToken(token) => {
                 output.stop_token = Some(token);
                 "stop"
             }
-            End::StopString { index, text_bytes } => {
+            FinishReason::StopString { index, text_bytes } => {
                 output.stop_string = Some(index);
                 output.text_bytes = Some(text_bytes);
                 "stop"
             }
-            End::StopRegex { index } => {
+            FinishReason::StopRegex { index } => {
                 output.stop_regex = Some(index);
                 "stop"
             }
-            End::Aborted | End::Unready => "abort",
-            End::Deadline => "deadline",
-            End::Refused(_) | End::Displaced | End::Grammar(_) | End::Busy(_) | End::Failed(_) => {
-                "error"
-            }
+            FinishReason::Aborted | FinishReason::Unready => "abort",
+            FinishReason::Deadline => "deadline",
+            FinishReason::Refused(_)
+            | FinishReason::Displaced
+            | FinishReason::Grammar(_)
+            | FinishReason::Busy(_)
+            | FinishReason::Failed(_) => "error",
         });
         output
     }
@@ -125,8 +127,8 @@ pub(super) type Shown = (
     f64,
 );
 
-pub(super) fn shown(figure: &Figure) -> Shown {
-    let is_counter = figure.kind == FigureKind::Counter;
+pub(super) fn shown(figure: &Metric) -> Shown {
+    let is_counter = figure.kind == MetricKind::Counter;
     (
         figure.name,
         is_counter,
@@ -197,7 +199,7 @@ impl Counts {
             running: counts.running,
             waiting: counts.waiting,
             retracted: counts.retracted,
-            unbound: counts.unbound,
+            unbound: counts.grammar_queue,
             running_tokens: counts.running_tokens,
             steps: counts.steps,
             prompt_steps: counts.prompt_steps,

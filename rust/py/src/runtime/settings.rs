@@ -1,4 +1,4 @@
-//! What a runtime and its requests are asked for, from Python's values.
+//! Conversion of Python values to settings.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::{File, OpenOptions};
@@ -45,7 +45,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Prompt {
     }
 }
 
-/// The settings of each replica, with its share of the devices.
+/// The settings of each replica, with its devices.
 pub(super) fn share(
     driver: &DriverSettings,
     devices: &[String],
@@ -94,22 +94,26 @@ pub(super) fn log(
     }))
 }
 
-/// The limits of requests, some of them changed.
-pub(super) fn limits(changed: BTreeMap<String, u64>) -> PyResult<RequestLimits> {
+/// The default limits of requests with some changes.
+pub(super) fn limits(changed: Option<&BTreeMap<String, u64>>) -> PyResult<RequestLimits> {
     let mut limits = RequestLimits::default();
-    for (name, value) in changed {
-        limits.set(&name, value).map_err(value_error)?;
+    for (name, &value) in changed.into_iter().flatten() {
+        limits.set(name, value).map_err(value_error)?;
     }
     Ok(limits)
 }
 
-/// Looks whether these are limits of requests, by their names in docs/limits.md.
+/// Checks names of request limits, as in docs/limits.md.
 ///
 /// Raises:
 ///     ValueError: There is no such limit.
 #[pyfunction]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "arguments from Python are owned"
+)]
 pub(crate) fn check_request_limits(limits: BTreeMap<String, u64>) -> PyResult<()> {
-    self::limits(limits).map(drop)
+    self::limits(Some(&limits)).map(drop)
 }
 
 pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {
@@ -117,7 +121,7 @@ pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {
     Arc::new(bytes.collect())
 }
 
-/// The same with the names of tokens without text, in which stop strings and expressions are searched, as SGLang does.
+/// The same with the names of special tokens, in which stop strings and regexes are searched, as SGLang does.
 pub(super) fn with_special(bytes: &[Box<[u8]>], special: &[(u32, String)]) -> Arc<Vec<Box<[u8]>>> {
     let mut bytes = bytes.to_vec();
     for (token, name) in special {

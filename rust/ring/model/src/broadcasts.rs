@@ -2,29 +2,29 @@
 
 use loom::thread;
 
+use crate::broadcast::layout::BroadcastLayout;
 use crate::broadcast::listener::{Listener, Message};
 use crate::broadcast::mapping::Mapping;
 use crate::broadcast::sender::Broadcast;
-use crate::broadcast::shape::Shape;
 use crate::models::check;
 use crate::sync::limit_turns;
 use crate::wait::Wait;
 
-const SHAPE: Shape = Shape {
+const SHAPE: BroadcastLayout = BroadcastLayout {
     slots: 2,
     capacity: 2,
     readers: 2,
 };
 
 /// Turns of two readers that spin.
-const TURNS: usize = 4;
+const SPIN_ITERATIONS: usize = 4;
 
 /// Sends messages of so many bytes to two readers: both get all of them, whichever spins and whichever
 /// sleeps, though the slots are used again. The first reader reads in place.
 pub fn broadcast(lens: &'static [usize], waits: [Wait; 2], preemptions: usize) {
     check(preemptions, move || {
         if waits == [Wait::Spin; 2] {
-            limit_turns(TURNS);
+            limit_turns(SPIN_ITERATIONS);
         }
         let mapping = Mapping::new(SHAPE);
         let [first, second] = [0, 1].map(|reader| Listener::new(mapping.clone(), reader).unwrap());
@@ -52,7 +52,7 @@ fn read_in_place(mut listener: Listener, lens: &[usize], wait: Wait) {
     for (kind, message) in messages(lens) {
         let read =
             |found, bytes: &Message<'_>| assert_eq!((found, bytes.to_vec()), (kind, message));
-        listener.with_next(wait, read).unwrap();
+        listener.receive_with(wait, read).unwrap();
     }
 }
 

@@ -194,12 +194,12 @@ pub fn wake(wait: Wait) {
                 reply(lease);
                 answered = true;
             } else {
-                assert!(!called && ring.server.shared().take_call());
+                assert!(!called && ring.server.shared().take_wake());
                 assert!(done.load(Ordering::Relaxed));
                 called = true;
             }
         }
-        assert!(!ring.server.shared().take_call());
+        assert!(!ring.server.shared().take_wake());
         drop(ring.server);
         calling.join().unwrap();
     });

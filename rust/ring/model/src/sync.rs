@@ -9,7 +9,7 @@ pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
 use atomic::{AtomicBool, Ordering};
 
 /// One turn says as much as many.
-pub(crate) const TURNS: u32 = 1;
+pub(crate) const SPIN_ITERATIONS: u32 = 1;
 
 loom::lazy_static! {
     static ref LATE: AtomicBool = AtomicBool::new(false);
@@ -60,7 +60,7 @@ impl Instant {
 }
 
 /// Time stands still, so a nap is a chance for the others.
-pub(crate) fn nap(_: Duration) {
+pub(crate) fn sleep(_: Duration) {
     loom::thread::yield_now();
 }
 

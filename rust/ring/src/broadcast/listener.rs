@@ -1,11 +1,11 @@
-//! A worker's end.
+//! The receiving end of a broadcast.
 
 use super::mapping::Mapping;
 use crate::error::BroadcastError;
 use crate::sync::atomic::{Ordering, fence};
 use crate::wait::{self, Wait};
 
-/// A worker's end of a broadcast.
+/// The receiving end of a broadcast, in a worker.
 ///
 /// Dropping it frees nothing: the leader waits for this reader once the ring is full. After an error it
 /// is of no further use.
@@ -18,18 +18,18 @@ pub struct Listener {
     long: Vec<u8>,
 }
 
-/// A message that has been received. Its bytes may be in shared memory, so they are not lent but copied.
+/// A received message. Its bytes may be in shared memory, so they are copied, not borrowed.
 pub struct Message<'m> {
-    place: Place<'m>,
+    source: MessageBytes<'m>,
     len: usize,
 }
 
-/// Where the bytes of a message are.
-enum Place<'m> {
+/// Location of the bytes of a message.
+enum MessageBytes<'m> {
     /// In one slot.
     Slot(&'m Mapping, usize),
     /// Assembled from several.
-    Whole(&'m [u8]),
+    Assembled(&'m [u8]),
 }
 
 impl Message<'_> {
@@ -55,9 +55,11 @@ impl Message<'_> {
             bytes.len(),
             self.len
         );
-        match self.place {
-            Place::Slot(mapping, slot) => mapping.read(slot, offset, bytes),
-            Place::Whole(whole) => bytes.copy_from_slice(&whole[offset..offset + bytes.len()]),
+        match self.source {
+            MessageBytes::Slot(mapping, slot) => mapping.read(slot, offset, bytes),
+            MessageBytes::Assembled(whole) => {
+                bytes.copy_from_slice(&whole[offset..offset + bytes.len()]);
+            }
         }
     }
 
@@ -79,9 +81,9 @@ struct Fragment {
 }
 
 impl Listener {
-    /// Takes the reader's number, which is possible once.
+    /// Claims the reader's number, which is possible once.
     pub(crate) fn new(mapping: Mapping, reader: usize) -> Result<Self, BroadcastError> {
-        let readers = mapping.shape().readers();
+        let readers = mapping.layout().readers();
         if reader >= readers {
             return Err(BroadcastError::Reader { reader, readers });
         }
@@ -107,21 +109,21 @@ impl Listener {
         Ok(first.kind)
     }
 
-    /// Waits for the next message and passes its kind and the message to `act`. A message that fits a slot is copied from
-    /// there, and the slot is free when `act` returns. A longer one is assembled first.
+    /// Waits for the next message and passes its kind and the message to `act`. A message in one slot is not copied; its slot is
+    /// freed when `act` returns. A longer one is assembled first.
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
-    pub fn with_next<T>(
+    pub fn receive_with<T>(
         &mut self,
         wait: Wait,
         act: impl FnOnce(u32, &Message<'_>) -> T,
     ) -> Result<T, BroadcastError> {
         let first = self.await_fragment(wait)?;
         if !first.has_more {
-            let place = Place::Slot(&self.mapping, first.slot);
+            let source = MessageBytes::Slot(&self.mapping, first.slot);
             let message = Message {
-                place,
+                source,
                 len: first.len,
             };
             let result = act(first.kind, &message);
@@ -132,7 +134,7 @@ impl Listener {
         self.assemble(wait, first, &mut long)?;
         self.long = long;
         let message = Message {
-            place: Place::Whole(&self.long),
+            source: MessageBytes::Assembled(&self.long),
             len: self.long.len(),
         };
         Ok(act(first.kind, &message))
@@ -193,10 +195,13 @@ impl Listener {
 
     /// The next published fragment.
     fn fragment(&self) -> Result<Fragment, BroadcastError> {
-        let shape = self.mapping.shape();
-        let slot = (self.taken % u64::from(shape.slots)) as usize;
+        let layout = self.mapping.layout();
+        let slot = (self.taken % u64::from(layout.slots)) as usize;
         let words = self.mapping.fragment(slot);
-        let (len, capacity) = (words.len.load(Ordering::Relaxed) as usize, shape.capacity());
+        let (len, capacity) = (
+            words.len.load(Ordering::Relaxed) as usize,
+            layout.capacity(),
+        );
         if len > capacity {
             return Err(BroadcastError::FragmentLength {
                 slot,

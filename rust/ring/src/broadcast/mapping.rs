@@ -4,7 +4,7 @@ use std::io;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use super::shape::Shape;
+use super::layout::BroadcastLayout;
 use crate::memory::Memory;
 use crate::words::{FragmentWords, ReaderWords, WriterWords};
 
@@ -18,23 +18,23 @@ const _: () = {
 /// A mapping of a whole broadcast, and its file.
 pub(crate) struct Mapping {
     memory: Memory,
-    shape: Shape,
+    layout: BroadcastLayout,
     file: OwnedFd,
 }
 
 impl Mapping {
-    /// Maps a file of at least `shape.total_bytes()` bytes. No later access faults.
-    pub(crate) fn new(file: OwnedFd, shape: Shape) -> io::Result<Self> {
-        let memory = Memory::map(file.as_fd(), shape.total_bytes(), true)?;
+    /// Maps a file of at least `layout.total_bytes()` bytes. No later access faults.
+    pub(crate) fn new(file: OwnedFd, layout: BroadcastLayout) -> io::Result<Self> {
+        let memory = Memory::map(file.as_fd(), layout.total_bytes(), true)?;
         Ok(Self {
             memory,
-            shape,
+            layout,
             file,
         })
     }
 
-    pub(crate) fn shape(&self) -> &Shape {
-        &self.shape
+    pub(crate) fn layout(&self) -> &BroadcastLayout {
+        &self.layout
     }
 
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
@@ -43,22 +43,23 @@ impl Mapping {
 
     /// The writer's line.
     pub(crate) fn writer(&self) -> &WriterWords {
-        self.memory.line(Shape::writer_offset())
+        self.memory.cache_line(BroadcastLayout::writer_offset())
     }
 
     /// A reader's line.
     pub(crate) fn reader(&self, reader: usize) -> &ReaderWords {
         assert!(
-            reader < self.shape.readers(),
+            reader < self.layout.readers(),
             "reader {reader} is out of range"
         );
-        self.memory.line(Shape::reader_offset(reader))
+        self.memory
+            .cache_line(BroadcastLayout::reader_offset(reader))
     }
 
     /// The words of a slot.
     pub(crate) fn fragment(&self, slot: usize) -> &FragmentWords {
-        assert!(slot < self.shape.slots(), "slot {slot} is out of range");
-        self.memory.line(self.shape.slot_offset(slot))
+        assert!(slot < self.layout.slots(), "slot {slot} is out of range");
+        self.memory.cache_line(self.layout.slot_offset(slot))
     }
 
     /// Copies from a slot, from `offset` on. For a reader that has not taken it.
@@ -75,8 +76,8 @@ impl Mapping {
 
     /// Where a part of a payload starts.
     fn payload(&self, slot: usize, offset: usize, len: usize) -> usize {
-        assert!(slot < self.shape.slots() && offset <= self.shape.capacity());
-        assert!(len <= self.shape.capacity() - offset);
-        self.shape.payload_offset(slot) + offset
+        assert!(slot < self.layout.slots() && offset <= self.layout.capacity());
+        assert!(len <= self.layout.capacity() - offset);
+        self.layout.payload_offset(slot) + offset
     }
 }

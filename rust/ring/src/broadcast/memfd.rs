@@ -6,10 +6,10 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::{Errno, FdFlags};
 
+use super::layout::{BroadcastLayout, HEADER_BYTES, NAME};
 use super::listener::Listener;
 use super::mapping::Mapping;
 use super::sender::Broadcast;
-use super::shape::{HEADER_BYTES, NAME, Shape};
 use crate::error::{BroadcastError, HeaderError, SystemError};
 
 impl Broadcast {
@@ -18,12 +18,12 @@ impl Broadcast {
     /// # Errors
     /// [`BroadcastError::Readers`] for none or too many, [`BroadcastError::System`] without memory.
     pub fn create(readers: usize) -> Result<Self, BroadcastError> {
-        Self::with_shape(Shape::new(readers)?)
+        Self::with_layout(BroadcastLayout::new(readers)?)
     }
 
-    pub(super) fn with_shape(shape: Shape) -> Result<Self, BroadcastError> {
-        let file = make(shape)?;
-        let mapping = Mapping::new(file, shape).map_err(|error| failed("map", error))?;
+    pub(super) fn with_layout(layout: BroadcastLayout) -> Result<Self, BroadcastError> {
+        let file = make(layout)?;
+        let mapping = Mapping::new(file, layout).map_err(|error| failed("map", error))?;
         Ok(Self::new(mapping))
     }
 
@@ -43,9 +43,9 @@ impl Listener {
     /// [`BroadcastError::Header`] if this is not a broadcast of this version, [`BroadcastError::Reader`] or
     /// [`BroadcastError::ReaderTaken`] for a bad number, [`BroadcastError::System`] otherwise.
     pub fn open(fd: OwnedFd, reader: usize) -> Result<Self, BroadcastError> {
-        let shape = read_shape(&fd)?;
+        let layout = read_layout(&fd)?;
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| failed("keep", error))?;
-        let mapping = Mapping::new(fd, shape).map_err(|error| failed("map", error))?;
+        let mapping = Mapping::new(fd, layout).map_err(|error| failed("map", error))?;
         Self::new(mapping, reader)
     }
 }
@@ -54,11 +54,11 @@ fn failed(action: &'static str, source: impl Into<std::io::Error>) -> SystemErro
     SystemError::new(action, format!("the {NAME}"), source)
 }
 
-fn make(shape: Shape) -> Result<OwnedFd, SystemError> {
+fn make(layout: BroadcastLayout) -> Result<OwnedFd, SystemError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let name = format!("pie_{NAME}");
     let file = rustix::fs::memfd_create(name, flags).map_err(|error| failed("create", error))?;
-    let bytes = shape.total_bytes() as u64;
+    let bytes = layout.total_bytes() as u64;
     loop {
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) => break,
@@ -68,12 +68,12 @@ fn make(shape: Shape) -> Result<OwnedFd, SystemError> {
     }
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     rustix::fs::fcntl_add_seals(&file, seals).map_err(|error| failed("seal", error))?;
-    rustix::io::pwrite(&file, &shape.encode_header(), 0)
+    rustix::io::pwrite(&file, &layout.encode_header(), 0)
         .map_err(|error| failed("write the header of", error))?;
     Ok(file)
 }
 
-fn read_shape(file: &OwnedFd) -> Result<Shape, BroadcastError> {
+fn read_layout(file: &OwnedFd) -> Result<BroadcastLayout, BroadcastError> {
     let stat = rustix::fs::fstat(file).map_err(|error| failed("inspect", error))?;
     let size = u64::try_from(stat.st_size).unwrap_or(0);
     let mut header = [0; HEADER_BYTES];
@@ -82,5 +82,5 @@ fn read_shape(file: &OwnedFd) -> Result<Shape, BroadcastError> {
         let (name, needed) = (NAME.to_owned(), HEADER_BYTES as u64);
         return Err(HeaderError::TooShort { name, size, needed }.into());
     }
-    Ok(Shape::decode_header(&header, size)?)
+    Ok(BroadcastLayout::decode_header(&header, size)?)
 }

@@ -1,4 +1,4 @@
-//! The leader's end.
+//! The sending end of a broadcast.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use super::mapping::Mapping;
 use crate::error::BroadcastError;
 use crate::futex;
 use crate::sync::atomic::{Ordering, fence};
-use crate::sync::nap;
+use crate::sync::sleep;
 use crate::wait::{self, Wait};
 
-/// Turns of spinning, of some microseconds each, before the writer naps.
+/// Rounds of spinning, of some microseconds each, before the writer sleeps.
 const SPINS: u32 = 64;
-const LONGEST_NAP: Duration = Duration::from_millis(1);
+const MAX_SLEEP: Duration = Duration::from_millis(1);
 
 /// Leader's end of a broadcast. One writer, a fixed number of readers; every reader gets every
 /// message, in order.
@@ -31,7 +31,7 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// // In a worker, which inherits the descriptor:
 /// let inherited = broadcast.fd().try_clone_to_owned()?;
 /// let mut listener = Listener::open(inherited, 0)?;
-/// let (kind, len) = listener.with_next(Wait::Park, |kind, message| (kind, message.len()))?;
+/// let (kind, len) = listener.receive_with(Wait::Park, |kind, message| (kind, message.len()))?;
 /// assert_eq!((kind, len), (7, 22));
 /// # Ok(())
 /// # }
@@ -66,7 +66,7 @@ impl Broadcast {
         if self.is_torn {
             return Err(BroadcastError::Torn);
         }
-        let capacity = self.mapping.shape().capacity();
+        let capacity = self.mapping.layout().capacity();
         let mut left = parts.iter().map(|part| part.len()).sum();
         let mut source = Source { part: &[], parts };
         loop {
@@ -83,7 +83,7 @@ impl Broadcast {
     }
 
     fn slot(&self) -> usize {
-        (self.published % u64::from(self.mapping.shape().slots)) as usize
+        (self.published % u64::from(self.mapping.layout().slots)) as usize
     }
 
     /// Writes the next slot.
@@ -117,7 +117,7 @@ impl Broadcast {
         }
     }
 
-    /// Waits until the next slot is free: spins for a while, then naps, longer and longer.
+    /// Waits until the next slot is free: spins, then sleeps with backoff.
     fn wait_for_room(&mut self) -> Result<(), BroadcastError> {
         let mut turns: u32 = 0;
         while self.free == 0 {
@@ -128,7 +128,7 @@ impl Broadcast {
             let idle = || {
                 turns = turns.saturating_add(1);
                 if let Some(naps) = turns.checked_sub(SPINS) {
-                    nap((Duration::from_micros(20).saturating_mul(naps)).min(LONGEST_NAP));
+                    sleep((Duration::from_micros(20).saturating_mul(naps)).min(MAX_SLEEP));
                 }
             };
             let word = &self.mapping.writer().wake;
@@ -138,11 +138,11 @@ impl Broadcast {
         Ok(())
     }
 
-    /// How many slots every reader has taken.
+    /// Number of slots that every reader has read.
     fn count_free(&self) -> Result<usize, BroadcastError> {
-        let (published, slots) = (self.published, u64::from(self.mapping.shape().slots));
+        let (published, slots) = (self.published, u64::from(self.mapping.layout().slots));
         let mut free = slots;
-        for reader in 0..self.mapping.shape().readers() {
+        for reader in 0..self.mapping.layout().readers() {
             // SYNC: pairs with the release store in `Listener::take`: the reading is over.
             let taken = self.mapping.reader(reader).taken.load(Ordering::Acquire);
             let pending = published.wrapping_sub(taken);

@@ -11,13 +11,13 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use rustix::io::FdFlags;
 
-use super::shape::{HEADER_BYTES, Shape};
+use super::layout::{BroadcastLayout, HEADER_BYTES};
 use super::{Broadcast, Listener};
 use crate::error::{BroadcastError, HeaderError};
 use crate::wait::Wait;
 
 const BRIEFLY: Wait = Wait::SpinThenPark(Duration::from_micros(100));
-const TINY: Shape = Shape {
+const TINY: BroadcastLayout = BroadcastLayout {
     slots: 2,
     capacity: 64,
     readers: 1,
@@ -26,7 +26,7 @@ const TINY: Shape = Shape {
 type Message = (u32, Vec<u8>);
 
 fn tiny(readers: u32) -> Broadcast {
-    Broadcast::with_shape(Shape { readers, ..TINY }).unwrap()
+    Broadcast::with_layout(BroadcastLayout { readers, ..TINY }).unwrap()
 }
 
 fn file(broadcast: &Broadcast) -> OwnedFd {
@@ -88,7 +88,7 @@ impl Habit {
                 assert_eq!(message.to_vec(), bytes);
                 (kind, bytes)
             };
-            listener.with_next(self.wait, copy).unwrap()
+            listener.receive_with(self.wait, copy).unwrap()
         } else {
             let mut message = Vec::new();
             let kind = listener.receive(self.wait, &mut message).unwrap();
@@ -98,10 +98,10 @@ impl Habit {
 }
 
 /// Sends everything, in parts cut anywhere, to readers in threads, who must get all of it.
-fn deliver(shape: Shape, messages: Vec<(Message, usize)>, habits: &[Habit]) {
+fn deliver(layout: BroadcastLayout, messages: Vec<(Message, usize)>, habits: &[Habit]) {
     let habits = habits.to_vec();
     in_time(move || {
-        let mut broadcast = Broadcast::with_shape(shape).unwrap();
+        let mut broadcast = Broadcast::with_layout(layout).unwrap();
         thread::scope(|scope| {
             let readers = habits.iter().enumerate().map(|(reader, habit)| {
                 let (mut listener, messages) = (listen(&broadcast, reader), &messages);
@@ -156,8 +156,8 @@ proptest! {
         messages in vec(((any::<u32>(), vec(any::<u8>(), 0..700)), any::<usize>()), 1..60),
         habits in vec(habit(), 1..=4),
     ) {
-        let shape = Shape { slots, capacity: 64 * lines, readers: habits.len() as u32 };
-        deliver(shape, messages, &habits);
+        let layout = BroadcastLayout { slots, capacity: 64 * lines, readers: habits.len() as u32 };
+        deliver(layout, messages, &habits);
     }
 }
 
@@ -171,7 +171,7 @@ proptest! {
         habits in vec(habit(), 1..=4),
     ) {
         let messages = lens.iter().zip(0..).map(|(&len, seed)| ((seed, bytes(len, seed)), cut)).collect();
-        deliver(Shape::new(habits.len()).unwrap(), messages, &habits);
+        deliver(BroadcastLayout::new(habits.len()).unwrap(), messages, &habits);
     }
 }
 
@@ -184,7 +184,11 @@ fn spinning_readers_get_everything() {
         rests: None,
     };
     let habits = [habit(true), habit(false)];
-    deliver(Shape { readers: 2, ..TINY }, messages.collect(), &habits);
+    deliver(
+        BroadcastLayout { readers: 2, ..TINY },
+        messages.collect(),
+        &habits,
+    );
 }
 
 #[test]
@@ -199,7 +203,11 @@ fn a_slow_reader_gets_everything_and_holds_up_the_others() {
         rests: Some(1),
         ..fast
     };
-    deliver(Shape { readers: 2, ..TINY }, messages, &[fast, slow]);
+    deliver(
+        BroadcastLayout { readers: 2, ..TINY },
+        messages,
+        &[fast, slow],
+    );
 }
 
 #[test]
@@ -225,7 +233,7 @@ fn a_message_of_one_slot_is_read_from_it_before_it_is_given_back() {
     let taken = |broadcast: &Broadcast| broadcast.mapping.reader(0).taken.load(Ordering::Relaxed);
     for round in 0..3_u8 {
         broadcast.send(3, &[&[round; 64]]).unwrap();
-        let look = |_, message: &super::Message<'_>| {
+        let poll_response = |_, message: &super::Message<'_>| {
             assert_eq!(message.to_vec(), [round; 64]);
             // Not a copy: it shows what the slot holds by now.
             let slot = usize::from(round % 2);
@@ -235,7 +243,7 @@ fn a_message_of_one_slot_is_read_from_it_before_it_is_given_back() {
             assert_eq!(bytes, [0xEE; 8]);
             assert_eq!(taken(&broadcast), u64::from(round));
         };
-        listener.with_next(Wait::Park, look).unwrap();
+        listener.receive_with(Wait::Park, poll_response).unwrap();
         assert_eq!(taken(&broadcast), u64::from(round) + 1);
     }
 }
@@ -245,8 +253,10 @@ fn a_message_of_one_slot_is_read_from_it_before_it_is_given_back() {
 fn no_more_than_the_message_is_copied() {
     let mut broadcast = tiny(1);
     broadcast.send(3, &[b"four"]).unwrap();
-    let look = |_, message: &super::Message<'_>| message.copy(3, &mut [0; 2]);
-    listen(&broadcast, 0).with_next(Wait::Park, look).unwrap();
+    let poll_response = |_, message: &super::Message<'_>| message.copy(3, &mut [0; 2]);
+    listen(&broadcast, 0)
+        .receive_with(Wait::Park, poll_response)
+        .unwrap();
 }
 
 #[test]
@@ -404,8 +414,8 @@ fn a_number_is_taken_once_however_many_try() {
 fn foreign_files_are_refused() {
     let header = TINY.encode_header();
     let size = TINY.total_bytes() as u64;
-    assert_eq!(Shape::decode_header(&header, size).unwrap(), TINY);
-    let short = Shape::decode_header(&header, size - 1);
+    assert_eq!(BroadcastLayout::decode_header(&header, size).unwrap(), TINY);
+    let short = BroadcastLayout::decode_header(&header, size - 1);
     assert!(matches!(short, Err(HeaderError::TooShort { needed, .. }) if needed == size));
     for (word, value, field) in [
         (0, 1, "magic"),
@@ -419,7 +429,7 @@ fn foreign_files_are_refused() {
     ] {
         let mut header: [u8; HEADER_BYTES] = header;
         header[4 * word..4 * word + 4].copy_from_slice(&u32::to_le_bytes(value));
-        let result = Shape::decode_header(&header, u64::MAX);
+        let result = BroadcastLayout::decode_header(&header, u64::MAX);
         let Err(HeaderError::Field { field: found, .. }) = result else {
             panic!("{result:?}");
         };

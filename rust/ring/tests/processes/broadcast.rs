@@ -48,7 +48,7 @@ pub(crate) fn listen(reader: &str, wait: Wait) {
             sum.add(kind, &message.to_vec());
             kind
         };
-        if listener.with_next(wait, add).unwrap() == END {
+        if listener.receive_with(wait, add).unwrap() == END {
             return tell(&sum.text());
         }
     }
@@ -63,7 +63,7 @@ pub(crate) fn hold(reader: &str, wait: Wait) {
             thread::sleep(Duration::from_secs(20));
         }
     };
-    while listener.with_next(wait, hold).is_ok() {}
+    while listener.receive_with(wait, hold).is_ok() {}
 }
 
 /// Of everything sent or received so far.

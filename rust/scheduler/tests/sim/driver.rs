@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use pie_scheduler::{Copies, FrameBytes, Limits, Move, Row};
+use pie_scheduler::{Copies, FrameBytes, Limits, PageCopy, Row};
 
 use crate::sim::rule::Mind;
 
@@ -33,7 +33,7 @@ pub struct Frame {
 
 impl Frame {
     pub fn new(row: &Row<'_, u64>, salt: u64, (words, own_bytes): (u32, u32)) -> Self {
-        assert!(*row.asked == salt && row.sampling.is_none_or(|&given| given == salt));
+        assert!(*row.params == salt && row.sampling.is_none_or(|&given| given == salt));
         Self {
             id: row.id,
             sample: row.sample,
@@ -118,10 +118,10 @@ impl Driver {
     }
 
     pub fn copy(&mut self, copies: &Copies) {
-        for &Move { from, to } in &copies.to_host {
+        for &PageCopy { from, to } in &copies.to_host {
             self.host[to as usize] = self.device[from as usize].clone();
         }
-        for &Move { from, to } in &copies.to_device {
+        for &PageCopy { from, to } in &copies.to_device {
             self.device[to as usize] = self.host[from as usize].clone();
         }
     }

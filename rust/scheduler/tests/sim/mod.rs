@@ -2,174 +2,49 @@
 //! out is the one that the rule of the simulated model gives.
 
 pub mod driver;
+mod expected;
+pub mod request;
 pub mod rule;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
+use expected::Expected;
 use pie_scheduler::{
-    Answer, Config, Copies, Finish, Image, Limits, Logprobs, NewRequest, Outputs, Refusal,
-    Scheduler, StopRegexes, StopStrings, TokenBytes,
+    Config, Copies, Finish, Limits, Outputs, Scheduler, StepOutput, TokenBytes, ValidationError,
 };
-use regex::Regex;
-use rule::{Mind, VOCAB};
+pub use request::{Poison, TestRequest};
+use rule::Mind;
 
 /// What a step takes, and what each of its tokens takes in addition.
 pub const STEP_US: u64 = 50;
 pub const TOKEN_US: u64 = 3;
 
-/// Expressions that end a request; one of them is a plain text.
-const REGEXES: [&str; 3] = ["b[ab]{2}c", "a+bb$", "bab"];
-
 /// Something that happens.
 #[derive(Debug, Clone)]
 pub enum Event {
-    Submit(Box<Ask>),
+    Submit(Box<TestRequest>),
     /// Ends one of the requests that were submitted.
     Abort(usize),
     /// Lays a step out, if one may be.
-    Lay,
+    Schedule,
     /// Answers the older step.
     Answer,
     /// Answers it, but one of its rows gets nothing.
-    Refuse(usize),
+    DropRow(usize),
     /// It fails; whether the copies of the one after it were made.
-    Fail(bool),
+    StepFailed(bool),
     /// The driver dies; whether the older step may be why.
-    Die(bool),
+    DriverDied(bool),
     EndSession(u64),
     Flush,
     Wait(u16),
 }
 
-/// A request.
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "each is a property of its own"
-)]
-#[derive(Debug, Clone, Default)]
-pub struct Ask {
-    /// Requests of a family begin alike.
-    pub family: u8,
-    /// So many tokens.
-    pub common: u8,
-    pub own: u8,
-    pub max_tokens: u8,
-    pub min_tokens: u8,
-    pub samples: u8,
-    pub salt: bool,
-    pub priority: Option<i8>,
-    pub routing_key: Option<u8>,
-    pub session: Option<u8>,
-    pub deadline: Option<u16>,
-    pub admit_by: Option<u16>,
-    /// Tokens before each image, and of it.
-    pub images: Vec<(u8, u8)>,
-    pub drafts: bool,
-    pub stops: bool,
-    pub strings: bool,
-    /// It does not stream.
-    pub whole: bool,
-    /// What it brings to the frame with each row that draws.
-    pub params_bytes: u8,
-    /// Every step fails that computes so many tokens of it, or more.
-    pub poison: Option<Poison>,
-    /// Words of log-probabilities of a token, 0 for none, and the first token of the prompt that they are wanted of.
-    pub logprobs: (u8, Option<u8>),
-}
-
-/// What a request does to steps.
-#[derive(Debug, Clone, Copy)]
-pub struct Poison {
-    pub from: u8,
-    /// The driver dies; otherwise it answers with an error.
-    pub kills: bool,
-}
-
-impl Ask {
-    /// One sequence without anything special.
-    pub fn plain(common: u8, own: u8, max_tokens: u8) -> Self {
-        Self {
-            common,
-            own,
-            max_tokens,
-            samples: 1,
-            ..Self::default()
-        }
-    }
-
-    fn prompt(&self, id: u64) -> Vec<u32> {
-        let common = (0..u64::from(self.common)).map(|at| at * 13 + u64::from(self.family) * 5);
-        let own = (0..u64::from(self.own)).map(|at| at * 11 + id * 3 + 1);
-        common
-            .chain(own)
-            .map(|n| (n % u64::from(VOCAB)) as u32)
-            .collect()
-    }
-
-    fn arrival(&self, id: u64, now: u64) -> NewRequest<u64> {
-        let salt = u64::from(self.salt);
-        let mut arrival = NewRequest::new(id, self.prompt(id), salt, self.max_tokens.into());
-        arrival.ends.min_tokens = self.min_tokens.into();
-        if self.stops {
-            arrival.ends.stop_tokens = vec![3, 17];
-        }
-        if self.strings {
-            arrival.ends.stop_strings = StopStrings::new([&b"abca"[..], b"cc"]).expect("not empty");
-        }
-        if self.strings && self.stops {
-            arrival.ends.stop_regexes = Some(Arc::new(StopRegexes::new(&REGEXES).expect("valid")));
-        }
-        arrival.samples = self.samples.into();
-        arrival.namespace = self.salt.then(|| "salt".into());
-        arrival.priority = self.priority.map(Into::into);
-        arrival.routing_key = self.routing_key.map(|key| key.to_string().into());
-        arrival.session = self.session.map(Into::into);
-        arrival.deadline = self.deadline.map(|after| now + u64::from(after));
-        arrival.admit_by = self.admit_by.map(|after| now + u64::from(after));
-        let mut at = 0;
-        let images = self.images.iter().map(|&(gap, tokens)| {
-            let (start, tokens) = (at + u32::from(gap), u32::from(tokens));
-            at = start + tokens;
-            Image {
-                start,
-                tokens,
-                bytes: 3 * tokens,
-            }
-        });
-        let len = arrival.prompt.len() as u32;
-        arrival.images = images.take_while(|image| image.end() <= len).collect();
-        arrival.drafts = self.drafts;
-        arrival.params_bytes = self.params_bytes.into();
-        arrival.streams = !self.whole;
-        let (words, prompt_from) = self.logprobs;
-        arrival.logprobs = (words > 0).then(|| Logprobs {
-            words: words.into(),
-            prompt_from: prompt_from.map(Into::into),
-        });
-        arrival
-    }
-}
-
-/// What a sequence must say.
-#[derive(Debug)]
-struct Expected {
-    arrival: NewRequest<u64>,
-    mind: Mind,
-    tokens: Vec<u32>,
-    text: Vec<u8>,
-    /// The most it may produce.
-    most: usize,
-    /// A row of it got nothing, or its step failed.
-    hurt: bool,
-    /// Log-probabilities of the prompt that are still to come.
-    prompt_logprobs: Vec<u32>,
-}
-
 /// A step that is out.
 #[derive(Debug)]
-struct Flight {
+struct InFlight {
     frames: Vec<Frame>,
     copies: Copies,
     copied: bool,
@@ -202,9 +77,9 @@ pub struct Sim {
     limits: Limits,
     running_limit_us: u64,
     driver: Driver,
-    flights: VecDeque<Flight>,
-    /// Requests of the rows of the step that was laid out last, and tokens that it computes.
-    pub laid: Vec<(u64, usize)>,
+    in_flight: VecDeque<InFlight>,
+    /// Requests of the rows of the step that was scheduled last, and tokens that it computes.
+    pub scheduled: Vec<(u64, usize)>,
     /// The last token of each row of the step that was answered last.
     answered: Vec<Option<u32>>,
     expected: BTreeMap<(u64, u32), Expected>,
@@ -235,8 +110,8 @@ impl Sim {
             limits,
             running_limit_us,
             driver: Driver::new(limits, seed),
-            flights: VecDeque::new(),
-            laid: Vec::new(),
+            in_flight: VecDeque::new(),
+            scheduled: Vec::new(),
             answered: Vec::new(),
             expected: BTreeMap::new(),
             poisons: HashMap::new(),
@@ -266,10 +141,10 @@ impl Sim {
 
     pub fn drain(&mut self) {
         let mut idle = 0;
-        while !self.scheduler.is_idle() || !self.flights.is_empty() {
+        while !self.scheduler.is_idle() || !self.in_flight.is_empty() {
             let before = self.steps;
-            self.happen(&Event::Lay);
-            if self.flights.is_empty() || self.steps == before || self.now.is_multiple_of(2) {
+            self.happen(&Event::Schedule);
+            if self.in_flight.is_empty() || self.steps == before || self.now.is_multiple_of(2) {
                 self.happen(&Event::Answer);
             }
             idle = if self.steps == before { idle + 1 } else { 0 };
@@ -286,8 +161,8 @@ impl Sim {
     pub fn happen(&mut self, event: &Event) {
         self.now += 1;
         match event {
-            Event::Submit(ask) => {
-                self.submit(ask);
+            Event::Submit(request) => {
+                self.submit(request);
             }
             Event::Abort(choice) => {
                 let ids = self.ids;
@@ -295,11 +170,11 @@ impl Sim {
                     self.scheduler.abort(*choice as u64 % ids);
                 }
             }
-            Event::Lay => self.lay(),
+            Event::Schedule => self.schedule(),
             Event::Answer => self.answer(None),
-            Event::Refuse(choice) => self.answer(Some(*choice)),
-            Event::Fail(copied) => self.fail(*copied),
-            Event::Die(blames) => self.die(*blames),
+            Event::DropRow(choice) => self.answer(Some(*choice)),
+            Event::StepFailed(copied) => self.fail(*copied),
+            Event::DriverDied(blames) => self.die(*blames),
             Event::EndSession(session) => {
                 self.scheduler.end_session(*session);
             }
@@ -309,69 +184,70 @@ impl Sim {
             Event::Wait(time) => self.now += u64::from(*time),
         }
         self.read_outputs();
-        if let Err(error) = self.scheduler.audit() {
+        if let Err(error) = self.scheduler.check_invariants() {
             panic!("{error} after {event:?}");
         }
     }
 
     /// Submits a request. Returns its id.
-    pub fn submit(&mut self, ask: &Ask) -> u64 {
+    pub fn submit(&mut self, wanted: &TestRequest) -> u64 {
         let id = self.ids;
         self.ids += 1;
-        let arrival = ask.arrival(id, self.now);
+        let request = wanted.request(id, self.now);
         let limits = &self.limits;
         let pages = limits.total_pages.min(limits.max_page_refs);
         let longest = limits.max_model_len.min(pages * limits.page_size) as usize;
-        match self.scheduler.submit(arrival.clone()) {
+        match self.scheduler.submit(request.clone()) {
             Ok(()) => {}
-            Err(Refusal::TooLong { .. }) => {
-                assert!(arrival.prompt.len() > longest);
+            Err(ValidationError::TooLong { .. }) => {
+                assert!(request.prompt.len() > longest);
                 return id;
             }
-            Err(Refusal::Empty) => {
-                assert!(arrival.prompt.is_empty());
+            Err(ValidationError::Empty) => {
+                assert!(request.prompt.is_empty());
                 return id;
             }
-            Err(Refusal::QueueFull { .. }) => return id,
-            Err(Refusal::Image { tokens, bytes, .. }) => {
+            Err(ValidationError::QueueFull { .. }) => return id,
+            Err(ValidationError::Image { tokens, bytes, .. }) => {
                 let most = i64::from(limits.max_forward_tokens)
                     - i64::from(limits.max_forward_requests)
                     + 1;
                 assert!(i64::from(tokens) > most.max(0) || bytes > limits.max_image_bytes);
                 return id;
             }
-            Err(Refusal::ImageLogprobs { from, first }) => {
-                assert!(from < first && arrival.images.iter().any(|image| image.end() == first));
+            Err(ValidationError::ImageLogprobs { from, first }) => {
+                assert!(from < first && request.images.iter().any(|image| image.end() == first));
                 return id;
             }
-            Err(Refusal::Logprobs { words, limit }) => {
+            Err(ValidationError::Logprobs { words, limit }) => {
                 assert!(words > limit && limit == limits.max_logprob_words);
                 return id;
             }
-            Err(Refusal::RowBytes { bytes, limit }) => {
+            Err(ValidationError::RowBytes { bytes, limit }) => {
                 assert!(bytes > limit.into() && limit == limits.frame.max);
                 self.tally.add("too large for a frame", 1);
                 return id;
             }
             Err(error) => panic!("{error}"),
         }
-        self.salts.insert(id, arrival.sampling);
-        self.poisons.extend(ask.poison.map(|poison| (id, poison)));
-        let words = arrival.logprobs.map_or(0, |wanted| wanted.words);
-        self.words.insert(id, (words, arrival.params_bytes));
-        let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
-        for sample in 0..arrival.samples {
-            let mut mind = Mind::new(arrival.sampling);
+        self.salts.insert(id, request.sampling);
+        self.poisons
+            .extend(wanted.poison.map(|poison| (id, poison)));
+        let words = request.logprobs.map_or(0, |wanted| wanted.words);
+        self.words.insert(id, (words, request.params_bytes));
+        let from = request.logprobs.and_then(|wanted| wanted.prompt_from);
+        for sample in 0..request.samples {
+            let mut mind = Mind::new(request.sampling);
             let mut prompt_logprobs = Vec::new();
-            for (at, &token) in arrival.prompt.iter().enumerate() {
+            for (at, &token) in request.prompt.iter().enumerate() {
                 if at > 0 && from.is_some_and(|from| at >= from as usize) {
                     prompt_logprobs.extend(mind.score(token, words));
                 }
                 mind.read(token);
             }
-            let most = (longest + 1 - arrival.prompt.len()).min(arrival.ends.max_tokens as usize);
+            let most = (longest + 1 - request.prompt.len()).min(request.stop.max_tokens as usize);
             let expected = Expected {
-                arrival: arrival.clone(),
+                request: request.clone(),
                 mind,
                 tokens: Vec::new(),
                 text: Vec::new(),
@@ -404,9 +280,9 @@ impl Sim {
     fn check_images(&mut self, frames: &[Frame]) {
         let mut brought = Vec::new();
         for frame in frames {
-            let arrival = &self.expected[&(frame.id, frame.sample)].arrival;
+            let request = &self.expected[&(frame.id, frame.sample)].request;
             let (start, end) = (frame.start, frame.start + frame.tokens.len() as u32);
-            for image in &arrival.images {
+            for image in &request.images {
                 let inside = image.start >= start && image.end() <= end;
                 assert!(
                     inside || image.end() <= start || image.start >= end,
@@ -422,18 +298,18 @@ impl Sim {
         self.tally.add("images", brought.len() as u64);
     }
 
-    fn lay(&mut self) {
-        let Some(step) = self.scheduler.step(self.now).expect("right books") else {
+    fn schedule(&mut self) {
+        let Some(step) = self.scheduler.schedule(self.now).expect("right books") else {
             return;
         };
-        assert!(self.flights.len() < 2);
+        assert!(self.in_flight.len() < 2);
         let (salts, words) = (&self.salts, &self.words);
         let frames: Vec<Frame> = step
             .rows()
             .map(|row| Frame::new(&row, salts[&row.id], words[&row.id]))
             .collect();
         let copies = step.copies.clone();
-        self.laid = frames
+        self.scheduled = frames
             .iter()
             .map(|frame| (frame.id, frame.tokens.len()))
             .collect();
@@ -445,7 +321,7 @@ impl Sim {
         let count = |kind: &dyn Fn(&&Frame) -> bool| frames.iter().filter(kind).count() as u64;
         self.tally.add("steps", 1);
         self.tally
-            .add("rows laid out ahead", count(&|f| f.awaits.is_some()));
+            .add("rows scheduled ahead", count(&|f| f.awaits.is_some()));
         self.tally.add("parts of prompts", count(&|f| !f.draws));
         let scored = count(&|f| f.prompt_logprobs.0 < f.prompt_logprobs.1);
         self.tally
@@ -458,7 +334,7 @@ impl Sim {
             .add("pages to the host", copies.to_host.len() as u64);
         self.tally
             .add("pages to the device", copies.to_device.len() as u64);
-        if let Some(before) = self.flights.back() {
+        if let Some(before) = self.in_flight.back() {
             for frame in &frames {
                 if let Some(row) = frame.awaits {
                     let awaited = &before.frames[row as usize];
@@ -469,7 +345,7 @@ impl Sim {
         } else {
             assert!(frames.iter().all(|frame| frame.awaits.is_none()));
         }
-        self.flights.push_back(Flight {
+        self.in_flight.push_back(InFlight {
             frames,
             copies,
             copied: false,
@@ -487,7 +363,7 @@ impl Sim {
                 self.fail(false);
             };
         }
-        let Some(mut flight) = self.flights.pop_front() else {
+        let Some(mut flight) = self.in_flight.pop_front() else {
             return;
         };
         self.failures.1 = 0;
@@ -523,7 +399,7 @@ impl Sim {
         let [tokens, token_ends] = flatten(replies.iter().map(|reply| &reply.tokens));
         let [drafts, draft_ends] = flatten(replies.iter().map(|reply| &reply.drafts));
         let [logprobs, logprob_ends] = flatten(replies.iter().map(|reply| &reply.logprobs));
-        let answer = Answer {
+        let answer = StepOutput {
             logprobs: &logprobs,
             logprob_ends: if logprobs.is_empty() {
                 &[]
@@ -536,14 +412,16 @@ impl Sim {
             draft_ends: if drafts.is_empty() { &[] } else { &draft_ends },
             copies_us,
         };
-        self.scheduler.answer(self.now, &answer).expect("its step");
+        self.scheduler
+            .process_output(self.now, &answer)
+            .expect("its step");
     }
 
     fn fail(&mut self, copied: bool) {
-        if self.flights.is_empty() {
+        if self.in_flight.is_empty() {
             return;
         }
-        for (at, flight) in self.flights.iter().enumerate() {
+        for (at, flight) in self.in_flight.iter().enumerate() {
             if !flight.copied && (at == 0 || copied) {
                 self.driver.copy(&flight.copies);
             }
@@ -560,25 +438,25 @@ impl Sim {
             self.hurt();
             self.scheduler.driver_died();
         } else {
-            self.flights.clear();
+            self.in_flight.clear();
             self.scheduler.driver_lost();
         }
     }
 
     /// The older step fails: only a request that is alone in it may be ended by that.
     fn hurt(&mut self) {
-        if let Some(flight) = self.flights.front()
+        if let Some(flight) = self.in_flight.front()
             && let [frame] = &flight.frames[..]
             && let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample))
         {
             expected.hurt = true;
         }
-        self.flights.clear();
+        self.in_flight.clear();
     }
 
     /// What makes the older step fail.
     fn find_poison(&self) -> Option<Poison> {
-        let mut frames = self.flights.front()?.frames.iter();
+        let mut frames = self.in_flight.front()?.frames.iter();
         frames.find_map(|frame| {
             let poison = self.poisons.get(&frame.id)?;
             let end = frame.start as usize + frame.tokens.len();
@@ -629,10 +507,10 @@ impl Sim {
                     let limit = self.running_limit_us;
                     let ran = output.admitted.map(|at| at + limit).filter(|_| limit > 0);
                     let waited = expected
-                        .arrival
+                        .request
                         .admit_by
                         .filter(|_| output.admitted.is_none());
-                    let due = [expected.arrival.deadline, ran, waited];
+                    let due = [expected.request.deadline, ran, waited];
                     let due = due.into_iter().flatten().min();
                     assert!(due.is_some_and(|due| due <= self.now), "{output:?}");
                 }
@@ -646,7 +524,7 @@ impl Sim {
                     retractions: output.retractions,
                 });
             } else {
-                assert!(!output.tokens.is_empty() && expected.arrival.streams);
+                assert!(!output.tokens.is_empty() && expected.request.streams);
                 assert!(!expected.has_ended(), "it should have ended: {expected:?}");
                 expected.check_held(output.held_bytes);
             }
@@ -664,7 +542,7 @@ fn name(finish: Finish) -> &'static str {
         Finish::Aborted | Finish::Unready => "aborted",
         Finish::Deadline => "late",
         Finish::Displaced => "displaced",
-        Finish::Constraint | Finish::Busy => "ended by its constraint",
+        Finish::Grammar | Finish::Busy => "ended by its constraint",
         Finish::Failed => "failed",
     }
 }
@@ -676,93 +554,4 @@ fn flatten<'a>(lists: impl Iterator<Item = &'a Vec<u32>>) -> [Vec<u32>; 2] {
         ends.push(values.len() as u32);
     }
     [values, ends]
-}
-
-impl Expected {
-    fn only_scores(&self) -> bool {
-        self.most == 0 && self.arrival.logprobs.is_some()
-    }
-
-    /// Takes log-probabilities of the prompt, which come in their order, each once.
-    fn hear_prompt(&mut self, words: &[u32]) {
-        assert!(self.prompt_logprobs.starts_with(words), "of {self:?}");
-        self.prompt_logprobs.drain(..words.len());
-    }
-
-    fn forbidden(&self) -> &[u32] {
-        let ends = &self.arrival.ends;
-        let early = self.tokens.len() < ends.min_tokens as usize;
-        if early { &ends.stop_tokens } else { &[] }
-    }
-
-    fn say(&mut self, token: u32, sample: u32, text: &[Box<[u8]>]) {
-        assert!(!self.has_ended(), "a token after the end of {self:?}");
-        let expected = self.mind.next(sample, self.forbidden());
-        assert_eq!(token, expected, "of {self:?}");
-        self.mind.read(token);
-        self.tokens.push(token);
-        self.text.extend_from_slice(&text[token as usize]);
-    }
-
-    fn stop_token(&self) -> Option<u32> {
-        let ends = &self.arrival.ends;
-        let last = self.tokens.last().copied();
-        last.filter(|token| {
-            self.tokens.len() > ends.min_tokens as usize && ends.stop_tokens.contains(token)
-        })
-    }
-
-    /// Where the text has a stop string first.
-    fn stop_string(&self) -> Option<(u32, u64)> {
-        (1..=self.text.len()).find_map(|end| {
-            let strings = self.arrival.ends.stop_strings.texts();
-            let mut all = strings.iter();
-            let index = all.position(|string| self.text[..end].ends_with(string))?;
-            Some((index as u32, (end - strings[index].len()) as u64))
-        })
-    }
-
-    fn has_ended(&self) -> bool {
-        self.tokens.len() >= self.most
-            || self.stop_token().is_some()
-            || self.stop_string().is_some()
-            || self.stop_regex().is_some()
-    }
-
-    /// The first expression that matches; the one that is a plain text comes before the others.
-    fn stop_regex(&self) -> Option<u32> {
-        self.arrival.ends.stop_regexes.as_ref()?;
-        let text = std::str::from_utf8(&self.text).expect("letters");
-        let matches = |&index: &u32| Regex::new(REGEXES[index as usize]).unwrap().is_match(text);
-        [2, 0, 1].into_iter().find(matches)
-    }
-
-    fn end(&self, finish: Finish) {
-        match finish {
-            Finish::Length => assert_eq!(self.tokens.len(), self.most),
-            Finish::StopToken(token) => assert_eq!(self.stop_token(), Some(token)),
-            Finish::StopString { index, text_bytes } => {
-                assert_eq!(self.stop_string(), Some((index, text_bytes)));
-            }
-            Finish::StopRegex { index } => {
-                assert_eq!(self.stop_regex(), Some(index));
-                assert!(index == 2 || self.stop_string().is_none());
-            }
-            Finish::Failed => assert!(self.hurt, "{self:?}"),
-            Finish::Aborted | Finish::Deadline | Finish::Unready | Finish::Displaced => {}
-            Finish::Constraint | Finish::Busy => panic!("nothing is bound"),
-        }
-    }
-
-    fn check_held(&self, held: u32) {
-        let ends = &self.arrival.ends;
-        let mut strings: Vec<&[u8]> = ends.stop_strings.texts().iter().map(|it| &**it).collect();
-        strings.extend(ends.stop_regexes.as_ref().map(|_| REGEXES[2].as_bytes()));
-        let starts = |&length: &usize| {
-            let end = &self.text[self.text.len() - length..];
-            strings.iter().any(|string| string.starts_with(end))
-        };
-        let longest = (0..=self.text.len()).rev().find(starts).unwrap_or(0);
-        assert_eq!(held as usize, longest);
-    }
 }

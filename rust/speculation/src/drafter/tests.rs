@@ -6,9 +6,10 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::index::{BOUNDARY, Index};
-use crate::naive::Naive;
+use crate::reference::Reference;
 
 mod copies;
+mod sharing;
 mod trees;
 
 /// A model of the drafter's contexts.
@@ -38,7 +39,7 @@ fn words(length: usize) -> Vec<u32> {
 }
 
 #[test]
-fn going_back_is_little_work() {
+fn rewinds_are_cheap() {
     let (text, other) = (words(40_000), words(20));
     let config = Config {
         capacity: 0,
@@ -108,7 +109,7 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
     };
     let start = own.iter().rposition(|&token| token == BOUNDARY);
     let suffix = &own[start.unwrap_or(0)..];
-    let naive = |text| Naive { text, depth };
+    let naive = |text| Reference { text, depth };
     let is_own = |text| std::ptr::eq::<[u32]>(text, own);
     let mut best = (naive(own).own_match().map_or(0, |found| found.0), own);
     let copied = copies::resumed(drafter, id, best.0, count);
@@ -118,7 +119,7 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         let least = match known {
             _ if !is_own(best.1) => best.0 + 1,
             0 => 1,
-            _ => known + 1 + HANDICAP,
+            _ => known + 1 + SHARED_PENALTY,
         };
         if length >= least {
             best = (length, text);
@@ -265,7 +266,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn it_remembers_and_drafts_as_the_model(
+    fn contexts_and_drafts_equal_the_reference(
         depth in 1..8_usize, min_n in 1..3_usize, capacity in prop_oneof![Just(0), Just(60), Just(600), Just(100_000)],
         context_bytes in prop_oneof![1 => Just(6_000_usize), 3 => Just(1 << 30)],
         events in prop::collection::vec(event(), 1..40),
@@ -310,7 +311,7 @@ impl Run {
 }
 
 #[test]
-fn what_is_known_is_not_learnt_again() {
+fn known_tokens_are_not_appended_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();
     run.say(1, 0, &text);
@@ -324,7 +325,7 @@ fn what_is_known_is_not_learnt_again() {
 }
 
 #[test]
-fn a_text_that_repeats_itself_leaves_room_in_trees() {
+fn repetitive_text_leaves_room_in_trees() {
     let mut run = new(10_000, usize::MAX);
     run.say(1, 0, &[4, 5, 6, 7, 8].repeat(30));
     run.say(2, 0, &[5, 20, 21, 22].repeat(40));
@@ -335,77 +336,6 @@ fn a_text_that_repeats_itself_leaves_room_in_trees() {
     let first = tree.tokens().iter().zip(tree.parents());
     let first = first.filter(|&(_, &parent)| parent == crate::ROOT);
     assert_eq!(first.map(|(&token, _)| token).collect::<Vec<_>>(), [6, 20]);
-}
-
-#[test]
-fn what_was_said_before_is_not_shared_again() {
-    let mut run = new(10_000, usize::MAX);
-    let text: Vec<u32> = (0..1000).collect();
-    run.drafter.append_known(1, 0, &text);
-    run.drafter.flush_shared();
-    assert_eq!((run.history(), run.drafter.length(1)), (0, 1000));
-    assert_eq!(run.say(1, 1000, &[7, 8]).0, [9, 10, 11, 12]);
-    // What follows is, with the tokens before it.
-    run.say(1, 1002, &text[..200]);
-    run.drafter.flush_shared();
-    assert_eq!(run.history(), 2 + 200 + 8 + 1);
-}
-
-#[test]
-fn what_is_taken_back_before_it_is_shared_is_shared_later() {
-    let mut run = new(10_000, usize::MAX);
-    let text: Vec<u32> = (0..300).collect();
-    let mut append = |position, tokens| {
-        let step = Step {
-            context: 1,
-            position,
-            tokens,
-            drafts: 0,
-        };
-        run.drafter.append(&step, &mut run.drafts);
-    };
-    append(0, &text[..200]);
-    append(100, &[]);
-    run.drafter.flush_shared();
-    assert_eq!(run.history(), 0);
-    run.say(1, 100, &text[100..]);
-    run.drafter.flush_shared();
-    assert_eq!(run.history(), 301);
-}
-
-#[test]
-fn texts_of_the_history_do_not_run_into_each_other() {
-    let mut run = new(10_000, usize::MAX);
-    for (context, start) in [(1, 100), (2, 200)] {
-        run.say(context, 0, &(start..start + 50).collect::<Vec<_>>());
-        run.drafter.release(context);
-    }
-    assert_eq!(run.say(3, 0, &[145, 146, 147]), (&[148, 149][..], 3));
-}
-
-#[test]
-fn a_short_context_is_shared_when_it_ends() {
-    let mut run = new(10_000, usize::MAX);
-    run.say(1, 0, &[5, 6, 7, 8, 9, 10, 11, 12]);
-    assert_eq!(run.say(2, 0, &[4, 5, 6]).0, []);
-    run.drafter.release(1);
-    assert_eq!(run.say(2, 0, &[4, 5, 6]), (&[7, 8, 9, 10][..], 2));
-}
-
-#[test]
-fn the_text_of_others_must_match_by_more() {
-    let mut run = new(10_000, usize::MAX);
-    run.say(1, 0, &[9, 9, 1, 2, 3, 4, 50, 51, 52, 53]);
-    run.drafter.release(1);
-    // Its own text knows (3 4); the history (2 3 4), then (1 2 3 4).
-    assert_eq!(
-        run.say(2, 0, &[3, 4, 60, 61, 2, 3, 4]),
-        (&[60, 61, 2, 3][..], 2)
-    );
-    assert_eq!(
-        run.say(3, 0, &[3, 4, 60, 61, 1, 2, 3, 4]),
-        (&[50, 51, 52, 53][..], 4)
-    );
 }
 
 #[test]
@@ -426,7 +356,7 @@ fn in_its_own_text_the_last_continuation_comes_first() {
 }
 
 #[test]
-fn the_context_that_was_not_used_for_longest_goes() {
+fn the_least_recently_used_context_is_released() {
     let text: Vec<u32> = (0..500).collect();
     let mut probe = new(0, usize::MAX);
     probe.say(1, 0, &text);
@@ -492,60 +422,7 @@ fn limits_are_checked() {
 }
 
 #[test]
-fn contexts_that_decode_together_do_not_share_in_the_same_step() {
-    let mut run = new(200_000, usize::MAX);
-    let (mut most, mut before) = (0, 0);
-    for at in 0..600_u32 {
-        let tokens: Vec<_> = (0..64).map(|context| [context * 1000 + at]).collect();
-        let step = |(tokens, context)| Step {
-            context,
-            position: at,
-            tokens,
-            drafts: 0,
-        };
-        let steps: Vec<_> = tokens
-            .iter()
-            .map(|tokens| &tokens[..])
-            .zip(1..)
-            .map(step)
-            .collect();
-        run.drafter.step(&steps, &mut run.drafts);
-        most = most.max(run.history() - before);
-        before = run.history();
-    }
-    assert!(most < 500, "{most} in one step");
-    // Prompts do not wait.
-    let prompts: Vec<u32> = (100_000..110_000).collect();
-    let step = |(tokens, context)| Step {
-        context,
-        position: 0,
-        tokens,
-        drafts: 0,
-    };
-    let steps: Vec<_> = prompts.chunks(1000).zip(101..).map(step).collect();
-    run.drafter.step(&steps, &mut run.drafts);
-    run.drafter.flush_shared();
-    assert_eq!(run.history(), before + 10 * 1001);
-    assert!(before > 64 * 400, "{before} of all");
-}
-
-#[test]
-fn what_all_contexts_start_with_is_in_the_history_once() {
-    let mut run = new(100_000, usize::MAX);
-    let shared: Vec<u32> = (0..2000).collect();
-    for context in 1..=100_u32 {
-        let own = 10_000 * context;
-        let tokens: Vec<_> = shared.iter().copied().chain(own..own + 50).collect();
-        run.say(context.into(), 0, &tokens);
-        run.drafter.flush_shared();
-    }
-    // The first one whole, of the others what they say and the longest match before it.
-    assert_eq!(run.history(), 2051 + 99 * (18 + 50 + 1));
-    assert_eq!(run.say(200, 0, &shared[30..40]).0, &shared[40..44]);
-}
-
-#[test]
-fn tokens_that_no_model_has_end_the_text() {
+fn out_of_range_tokens_end_the_text() {
     let mut run = new(1000, usize::MAX);
     for large in [BOUNDARY, 1 << 24, (1 << 24) + 2, u32::MAX] {
         let text = [1, 2, 3, large, 2, 9, large, 2, 9, large, 1, 2];

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::naive::Naive;
+use crate::reference::Reference;
 
 /// A model of the history.
 struct Model {
@@ -71,7 +71,7 @@ impl Model {
     /// The position of the token that is drafted after `text`: where it last followed a different one, or became the most
     /// frequent. `written` tells whether the young generation ends with `text`.
     fn expected(&self, text: &[u32], written: bool) -> Option<usize> {
-        let naive = Naive {
+        let naive = Reference {
             text: &self.young,
             depth: self.depth,
         };
@@ -148,7 +148,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn it_writes_what_the_model_does(
+    fn writes_equal_the_reference(
         depth in 1..20_usize, capacity in prop_oneof![0..80_usize, Just(300), Just(100_000)],
         texts in prop::collection::vec(text(), 1..30),
     ) {
@@ -188,7 +188,7 @@ fn add(history: &mut History, tokens: &[u32]) {
 }
 
 #[test]
-fn what_is_said_again_takes_no_room() {
+fn repeated_text_takes_no_memory() {
     let mut history = History::new(18, 100_000);
     let shared: Vec<u32> = (0..1000).collect();
     add(&mut history, &shared);
@@ -236,7 +236,7 @@ fn a_rare_continuation_does_not_stay_ahead() {
 }
 
 #[test]
-fn what_is_still_said_outlives_the_generation() {
+fn repeated_text_outlives_the_generation() {
     let mut history = History::new(18, 2000);
     let shared: Vec<u32> = (0..200).collect();
     for context in 1..20_u32 {

@@ -1,40 +1,40 @@
-//! Searches in the index of a text: the longest match of the end of another text, or of its own, and its continuations.
+//! Searches in the index: matches and their continuations.
 
 use super::{BOUNDARY, Index, Node};
-use crate::table::{Child, Inner};
+use crate::edge_table::{Child, Inner};
 
-/// A place in the trie with a continuation.
+/// A match with a continuation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Match {
-    /// Tokens that match.
+    /// Matching tokens.
     pub(crate) length: usize,
     place: Child,
 }
 
-/// Buffers of a search, kept to be reused.
+/// Buffers of a search.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scratch {
     path: Vec<Inner>,
 }
 
-/// The share of the continuations other than the best that the second one is taken to have.
+/// Assumed share of the second continuation among those other than the best.
 pub(crate) const SECOND: f64 = 0.75;
-/// More occurrences than this add no evidence.
+/// Occurrences that count as evidence.
 const EVIDENCE: f64 = 1.5;
-/// Occurrences that a continuation never seen counts as, divided by the match's length and one.
+/// Pseudo-count of unseen continuations, divided by match length plus one.
 const NOVEL: f64 = 2.5;
 
-/// A continuation goes before a newer one if it followed this many times as often as all others.
+/// The most frequent continuation precedes a newer one if it is this many times as frequent as all others.
 pub(crate) const OFTEN: u32 = 4;
 
 impl Index {
-    /// The longest earlier match of the text's own end.
+    /// The longest earlier match of the text's end.
     pub(crate) fn own_match(&self) -> Option<Match> {
         let mut path = self.path[..self.continued()].iter().rev();
         path.find_map(|&node| self.node_match(node, self.depth))
     }
 
-    /// The position of a match's most frequent continuation.
+    /// Position of a match's most frequent continuation.
     pub(crate) fn next(&self, found: Match) -> usize {
         match found.place {
             Child::Leaf(leaf) => leaf as usize + 1,
@@ -48,7 +48,7 @@ impl Index {
         (self.node(node.id).best_count > 0).then_some(Match { length, place })
     }
 
-    /// The longest match of the end of `suffix` that was continued, of at most `limit` tokens.
+    /// The longest match of at most `limit` tokens of the end of `suffix` that has a continuation.
     pub(crate) fn find(
         &self,
         suffix: &[u32],
@@ -71,8 +71,8 @@ impl Index {
         below.or_else(above)
     }
 
-    /// The position of the likeliest continuation of node `id`, which occurs `all` times: the most frequent one,
-    /// or with `newest` the last one, unless the former came [`OFTEN`] times as often as all others.
+    /// Position of the likeliest continuation of node `id` with `all` occurrences: the most frequent, or with `newest` the
+    /// last, unless the former is [`OFTEN`] times as frequent as all others.
     fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
         let node = self.node(id);
         let others = all - node.best_count;
@@ -82,8 +82,8 @@ impl Index {
         node.best
     }
 
-    /// Appends at most `count` tokens to `suffix`: the likeliest continuation of `first`, then of what that matches, as long
-    /// as at least `shortest` tokens match. A text that occurred once is copied.
+    /// Appends at most `count` tokens to `suffix`: the likeliest continuation of `first`, then of what that matches, while at
+    /// least `shortest` tokens match. Text that occurred once is copied.
     pub(crate) fn draft(
         &self,
         first: Match,
@@ -100,7 +100,7 @@ impl Index {
                     return self.copy(leaf as usize + 1, (start, end), draft.own, suffix);
                 }
                 Child::Node(node) => {
-                    // The text's own end has no continuation yet.
+                    // The text's end has no continuation yet.
                     let ends = draft.own && suffix.len() == start;
                     let all = self.node(node.id).count - u32::from(ends);
                     let next = self.likeliest(node.id, all, draft.own);
@@ -117,8 +117,8 @@ impl Index {
         }
     }
 
-    /// Adds the most frequent continuation of the end of `suffix`, and the second one, for each of its matches of at least
-    /// `shortest` tokens. In the index of the context's `own` text, the draft starts at `start`.
+    /// Adds the two likeliest continuations of each match of at least `shortest` tokens of `suffix`. In the index of the
+    /// context's `own` text, the draft starts at `start`.
     pub(crate) fn candidates(
         &self,
         (suffix, start): (&[u32], usize),
@@ -154,7 +154,7 @@ impl Index {
                 },
                 Child::Node(node) => *self.node(node.id),
             };
-            // The text's own end has no continuation yet.
+            // The text's end has no continuation yet.
             let all = known.count - u32::from(ends);
             let mut add = |token: Option<&u32>, count: f64| {
                 if let Some(&token) = token.filter(|&&token| count > 0.0 && token != BOUNDARY) {
@@ -173,8 +173,8 @@ impl Index {
         }
     }
 
-    /// Copies the text from `at` until `suffix` is `end` long; past the end of its `own` text the draft itself, which starts
-    /// at `start`.
+    /// Copies the text from `at` until `suffix` is `end` long; past the end of its `own` text the draft itself, which starts at
+    /// `start`.
     fn copy(&self, at: usize, (start, end): (usize, usize), own: bool, suffix: &mut Vec<u32>) {
         for at in at..at + (end - suffix.len()) {
             let token = match self.text.get(at) {
@@ -190,31 +190,30 @@ impl Index {
     }
 }
 
-/// A token that may come next.
+/// A candidate for the next token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Candidate {
     pub(crate) token: u32,
-    /// The length of the match that it continues; longer ones go first.
+    /// Match length; longer ones go first.
     pub(crate) rank: usize,
-    /// Its share of that match's continuations, less than 1 for those never seen.
+    /// Its share of the match's continuations.
     pub(crate) share: f64,
 }
 
-/// The share of `count` in `all` continuations of a match, less than 1 for those never seen: the longer the match, the less
-/// likely they are. More occurrences than [`EVIDENCE`] do not change that: a text that repeats itself has many, and they
-/// say little of another text, or of the same one after its next change.
+/// The share of `count` in `all` continuations of a match, discounted for unseen ones: less the longer the match. Occurrences
+/// beyond [`EVIDENCE`] do not count: a repetitive text has many, and they say little about other text.
 pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
     let seen = all.min(EVIDENCE);
     count / all * seen / (seen + NOVEL / (length as f64 + 1.0))
 }
 
-/// A draft without branches.
+/// Parameters of a chain of drafts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draft {
     pub(crate) count: usize,
-    /// Shortest match that may draft.
+    /// Shortest match that is continued.
     pub(crate) shortest: usize,
-    /// Whether the index is of the text that the draft continues. Then newer continuations go before more frequent ones,
-    /// and the draft may go on past the text's end, as a copy of itself.
+    /// Whether the index is of the drafted text. Then newer continuations precede more frequent ones, and the draft may copy
+    /// itself past the text's end.
     pub(crate) own: bool,
 }

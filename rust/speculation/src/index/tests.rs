@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::naive::Naive;
+use crate::reference::Reference;
 
 fn own_draft(index: &Index, draft: Draft) -> Vec<u32> {
     let mut suffix = index.tail().to_vec();
@@ -18,7 +18,7 @@ fn own_draft(index: &Index, draft: Draft) -> Vec<u32> {
 }
 
 fn check(index: &Index, shortest: usize) {
-    let naive = Naive {
+    let naive = Reference {
         text: index.text(),
         depth: index.depth,
     };
@@ -47,7 +47,7 @@ fn check(index: &Index, shortest: usize) {
 }
 
 fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
-    let naive = Naive {
+    let naive = Reference {
         text: index.text(),
         depth: index.depth,
     };
@@ -143,7 +143,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn it_finds_what_a_comparison_finds(
+    fn matches_equal_the_reference(
         depth in 1..8_usize, shortest in 1..3_usize, changes in prop::collection::vec(change(), 1..40),
     ) {
         let mut index = Index::new(depth, true);
@@ -169,7 +169,7 @@ proptest! {
     }
 
     #[test]
-    fn rewinding_restores_what_was(
+    fn rewinding_restores_the_index(
         depth in 1..8_usize, tokens in prop::collection::vec(0..4_u32, 1..120), back in 1..60_usize,
     ) {
         let mut index = Index::new(depth, true);

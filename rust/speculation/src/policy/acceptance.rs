@@ -1,21 +1,20 @@
-//! How likely a draft is accepted, by the length of its match and by its context.
+//! The acceptance probability of a draft, by match length and context.
 //!
-//! For each match length all contexts share decayed counts of right and wrong drafts; a length with few counts is taken to
-//! be like all lengths together. A context has its own counts and the counts expected of it; their odds ratio is its
-//! difference from the others.
+//! Contexts share decayed counts of accepted and rejected drafts for each match length, with the counts of all lengths as
+//! prior. A context has its own counts and the expected ones; their odds ratio is its difference from the others.
 
 use rustc_hash::FxHashMap;
 
-/// Decay of the counts of all contexts, per draft.
+/// Decay of shared counts, per draft.
 const KEPT: f64 = 0.998;
-/// Decay of the counts of one context, per draft.
+/// Decay of a context's counts, per draft.
 const KEPT_BY_CONTEXT: f32 = 0.95;
-/// Match lengths up to each of these share a count; all longer ones share another.
+/// Buckets of match lengths: upper bounds; longer ones share another.
 const LENGTHS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 18];
-/// Contexts of a generation.
+/// Contexts per generation.
 const CONTEXTS: usize = 1 << 15;
 
-/// Weight of the expected probability against the counts, in drafts.
+/// Weight of the prior, in drafts.
 const PRIOR: f64 = 2.0;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,12 +38,12 @@ impl Count {
 struct Record {
     right: f32,
     wrong: f32,
-    /// The value that `right` would have if the context were like all.
+    /// Expected value of `right`.
     expected: f32,
 }
 
 impl Record {
-    /// The context's odds divided by those of all, with one draft of either outcome as prior.
+    /// The context's odds divided by the shared odds, with one draft of either outcome as prior.
     fn odds(self) -> f64 {
         let all = self.right + self.wrong;
         let right = (self.right + 1.0) / (self.expected + 1.0);
@@ -56,9 +55,9 @@ impl Record {
 #[derive(Debug, Default)]
 pub(super) struct Acceptance {
     counts: [Count; LENGTHS.len() + 1],
-    /// The counts of all lengths together.
+    /// Counts of all lengths.
     all: Count,
-    /// Two generations of contexts, so that contexts that are never released do not accumulate.
+    /// Two generations, so that contexts that are never released do not accumulate.
     young: FxHashMap<u64, Record>,
     old: FxHashMap<u64, Record>,
 }
@@ -68,20 +67,20 @@ fn class(length: usize) -> usize {
 }
 
 impl Acceptance {
-    /// The factor by which a context's odds differ from those of all.
+    /// A context's odds ratio.
     pub(super) fn odds(&self, context: u64) -> f64 {
         let record = self.young.get(&context).or_else(|| self.old.get(&context));
         record.map_or(1.0, |record| record.odds())
     }
 
-    /// Probability that the draft after a match of this length is right, if those before it are.
+    /// Acceptance probability after a match of this length, given that the drafts before are accepted.
     pub(super) fn probability(&self, length: usize, odds: f64) -> f64 {
         let probability = self.common(class(length));
         let odds = odds * probability / (1.0 - probability);
         odds / (1.0 + odds)
     }
 
-    /// The probability over all contexts.
+    /// The shared probability.
     fn common(&self, class: usize) -> f64 {
         self.counts[class].probability(self.all.probability(0.5))
     }

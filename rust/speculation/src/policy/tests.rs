@@ -97,7 +97,7 @@ impl World {
     fn run(&mut self, policy: &mut Policy, steps: usize) -> Outcome {
         let (mut outcome, mut lengths) = (Outcome::default(), Vec::new());
         for step in 0..steps {
-            let offer = |context: usize| Offer {
+            let offer = |context: usize| DraftProposal {
                 context: context as u64 + 1,
                 match_length: 1 + (step + context) % 20,
                 drafts: MOST,
@@ -131,7 +131,7 @@ fn policy() -> Policy {
 }
 
 #[test]
-fn nothing_accepted_costs_nothing() {
+fn rejected_drafts_cost_nothing() {
     for curve in [ROOFLINE, FLAT, LINEAR] {
         for contexts in [1, 3, 8, 32, 64, 200, 256] {
             let mut world = World::new(&vec![0.0; contexts], curve);
@@ -214,13 +214,13 @@ fn a_quiet_context_is_probed_again() {
 }
 
 #[test]
-fn steps_of_other_kinds_cost_apart() {
-    for kind in [Kind::Probed, Kind::Bound] {
+fn costs_are_separate_for_each_kind_of_step() {
+    for kind in [StepKind::Probed, StepKind::Adapters] {
         let mut policy = policy();
         let chosen = |policy: &mut Policy, kind| {
             let mut lengths = Vec::new();
             policy.set_kind(kind);
-            let offer = Offer {
+            let offer = DraftProposal {
                 context: 1,
                 match_length: 5,
                 drafts: 8,
@@ -234,24 +234,24 @@ fn steps_of_other_kinds_cost_apart() {
         for rows in SIZES {
             policy.timed(rows, false, Duration::from_millis(1));
         }
-        assert!(chosen(&mut policy, Kind::Plain) > 2, "rows are free");
+        assert!(chosen(&mut policy, StepKind::Plain) > 2, "rows are free");
         assert_eq!(chosen(&mut policy, kind), 0, "nothing is known of these");
         for rows in [1, 2, 4, 8, 12].repeat(50) {
             policy.timed(rows, false, Duration::from_millis(30 * rows as u64));
         }
         assert_eq!(chosen(&mut policy, kind), 0, "a row is too dear");
-        assert!(chosen(&mut policy, Kind::Plain) > 2, "as before");
+        assert!(chosen(&mut policy, StepKind::Plain) > 2, "as before");
     }
 }
 
 #[test]
-fn drafts_may_make_a_step_another_one() {
+fn steps_with_drafts_may_have_their_own_cost() {
     let mut policy = policy();
     // Steps without drafts are graphs, however many contexts they are of.
     let chosen = |policy: &mut Policy, requests: usize, times: [u64; 2]| {
         let (mut lengths, mut drafted) = (Vec::new(), 0);
         let offers = vec![
-            Offer {
+            DraftProposal {
                 context: 1,
                 match_length: 5,
                 drafts: 3,
@@ -269,7 +269,7 @@ fn drafts_may_make_a_step_another_one() {
         drafted
     };
     (0..50).for_each(|_| policy.verified(1, 5, 3, 3));
-    policy.set_kind(Kind::Bound);
+    policy.set_kind(StepKind::Adapters);
     (0..50).for_each(|_| policy.timed(12, false, Duration::from_millis(5)));
     let dear = chosen(&mut policy, 9, [5, 30]);
     assert!(
@@ -284,7 +284,7 @@ fn drafts_may_make_a_step_another_one() {
             .is_some_and(|cost| cost < 6e-3),
         "steps without drafts are as long as they were"
     );
-    policy.set_kind(Kind::Probed);
+    policy.set_kind(StepKind::Probed);
     let cheap = chosen(&mut policy, 9, [5, 8]);
     assert!(
         cheap > 80,
@@ -297,10 +297,10 @@ fn drafts_go_to_those_who_use_them() {
     let mut world = World::new(&[0.95, 0.05], LINEAR);
     let mut policy = policy();
     world.run(&mut policy, 2000);
-    policy.costs[0].alone = Cost::new(&SIZES);
+    policy.costs[0].alone = StepCost::new(&SIZES);
     policy.timed(2, false, Duration::from_millis(1));
     policy.timed(4, false, Duration::from_millis(1));
-    let offers = [1, 2].map(|context| Offer {
+    let offers = [1, 2].map(|context| DraftProposal {
         context,
         match_length: 5,
         drafts: 8,
@@ -314,7 +314,7 @@ fn drafts_go_to_those_who_use_them() {
 }
 
 #[test]
-fn no_more_than_what_is_there() {
+fn no_more_drafts_than_proposed() {
     let mut policy = Policy::new(3, &SIZES);
     let mut lengths = vec![7];
     policy.choose(&[], &mut lengths);
@@ -322,7 +322,7 @@ fn no_more_than_what_is_there() {
     for rows in SIZES {
         policy.timed(rows, false, Duration::from_millis(1));
     }
-    let offer = |drafts| Offer {
+    let offer = |drafts| DraftProposal {
         context: 1,
         match_length: 4,
         drafts,
@@ -362,7 +362,7 @@ fn counters_make_a_line() {
     policy.verified(1, 3, 2, 9);
     let mut lengths = Vec::new();
     policy.choose(
-        &[Offer {
+        &[DraftProposal {
             context: 1,
             match_length: 3,
             drafts: 1,
@@ -374,12 +374,12 @@ fn counters_make_a_line() {
 }
 
 #[test]
-fn probes_go_round() {
+fn probes_are_round_robin() {
     let mut world = World::new(&[0.0; 5], ROOFLINE);
     let mut policy = policy();
     world.run(&mut policy, 3000);
     let offers: Vec<_> = (1..=5)
-        .map(|context| Offer {
+        .map(|context| DraftProposal {
             context,
             match_length: 5,
             drafts: 8,
@@ -405,13 +405,13 @@ fn probes_go_round() {
 }
 
 #[test]
-fn it_listens_where_drafts_may_come_true() {
+fn preselection_keeps_likely_drafts() {
     let mut policy = Policy::new(MOST, &SIZES);
     let offers = |lengths: [usize; 4]| {
         [1, 2, 3, 4]
             .into_iter()
             .zip(lengths)
-            .map(|(context, match_length)| Offer {
+            .map(|(context, match_length)| DraftProposal {
                 context,
                 match_length,
                 drafts: usize::from(match_length > 0),
@@ -437,10 +437,13 @@ fn it_listens_where_drafts_may_come_true() {
             *marked += usize::from(mark);
         }
         // Where it does not listen nothing is drafted.
-        let drafted = offered.iter().zip(&marks).map(|(offer, &mark)| Offer {
-            drafts: if mark { offer.drafts } else { 0 },
-            ..*offer
-        });
+        let drafted = offered
+            .iter()
+            .zip(&marks)
+            .map(|(offer, &mark)| DraftProposal {
+                drafts: if mark { offer.drafts } else { 0 },
+                ..*offer
+            });
         let drafted: Vec<_> = drafted.collect();
         policy.choose(&drafted, &mut Vec::new());
         let silent = drafted.iter().filter(|offer| offer.drafts == 0).count() - 1;
@@ -459,7 +462,7 @@ fn it_listens_where_drafts_may_come_true() {
 }
 
 #[test]
-fn probes_go_round_where_few_ask() {
+fn probes_are_round_robin_with_few_requests() {
     let mut policy = Policy::new(MOST, &SIZES);
     for context in [1, 3] {
         (0..400).for_each(|_| policy.verified(context, 3, 4, 0));
@@ -469,7 +472,7 @@ fn probes_go_round_where_few_ask() {
     let (mut marked, mut marks) = ([0; 4], Vec::new());
     for _ in 0..5000 {
         // The others do not ask for drafts.
-        let mut offers = [0, 1, 0, 3].map(|context| Offer {
+        let mut offers = [0, 1, 0, 3].map(|context| DraftProposal {
             context,
             match_length: 3,
             drafts: usize::from(context > 0),

@@ -1,8 +1,8 @@
-//! Reading what contexts ask for in all their steps.
+//! Reading the parameters of contexts.
 
-use super::read::Words;
+use super::read::WordSlice;
 use super::{
-    CombinedSampler, ExtensionError, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED, LogprobsAsked,
+    CombinedSampler, ExtensionError, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED, LogprobOptions,
     MAX_HANDLES, NO_HANDLE, PARAMS, PARAMS_FLAGS, Penalties, RequestExtension, SCALED, WORD, float,
     word,
 };
@@ -11,7 +11,7 @@ use super::{
 #[derive(Debug, Clone, Default)]
 pub struct ParamsRows<'a> {
     pub(super) rows: &'a [[u8; WORD]],
-    pub(super) words: Words<'a>,
+    pub(super) words: WordSlice<'a>,
 }
 
 impl<'a> Iterator for ParamsRows<'a> {
@@ -31,15 +31,15 @@ impl<'a> Iterator for ParamsRows<'a> {
     }
 }
 
-/// What a context asks for in all its steps; see [`RequestExtension`].
+/// Parameters of a context; see [`RequestExtension`].
 #[derive(Debug, Clone, Copy)]
 pub struct ParamsRow<'a> {
     row: &'a [[u8; WORD]],
-    biases: Words<'a>,
-    /// Tokens that must not be drawn at first.
-    pub suppressed: Words<'a>,
-    /// Tokens whose log-probabilities are wanted.
-    pub token_ids: Words<'a>,
+    biases: WordSlice<'a>,
+    /// Tokens that may not be sampled at first.
+    pub suppressed: WordSlice<'a>,
+    /// Further tokens whose log-probabilities are requested.
+    pub token_ids: WordSlice<'a>,
 }
 
 impl<'a> ParamsRow<'a> {
@@ -47,13 +47,13 @@ impl<'a> ParamsRow<'a> {
         word(self.row, 1) & flag != 0
     }
 
-    /// Under which they are kept, in place of those before; `None`: they are of this frame alone.
+    /// Handle to register them under, replacing earlier ones; `None` = for this frame only.
     pub fn handle(&self) -> Option<u32> {
         let handle = word(self.row, 0);
         (handle != NO_HANDLE).then_some(handle)
     }
 
-    /// In place of the parameters of its samplers of tokens.
+    /// Replaces the token samplers.
     pub fn sampler(&self) -> Option<CombinedSampler> {
         let row = self.row;
         let seed = || u64::from(word(row, 6)) | u64::from(word(row, 7)) << 32;
@@ -76,13 +76,13 @@ impl<'a> ParamsRow<'a> {
         }
     }
 
-    /// KV index of the first place for which suppressed tokens may be drawn.
+    /// KV index from which on suppressed tokens may be sampled.
     pub fn suppressed_until(&self) -> u32 {
         word(self.row, 12)
     }
 
-    /// Whether log-probabilities are asked for.
-    pub fn asks_logprobs(&self) -> bool {
+    /// Whether log-probabilities are requested.
+    pub fn has_logprobs(&self) -> bool {
         self.has(HAS_LOGPROBS)
     }
 
@@ -91,12 +91,12 @@ impl<'a> ParamsRow<'a> {
         self.has(SCALED)
     }
 
-    /// How many most probable tokens are wanted with their log-probabilities.
+    /// Number of most probable tokens with log-probabilities.
     pub fn top_logprobs(&self) -> u32 {
         word(self.row, 13)
     }
 
-    /// Ids, and what is added to their logits.
+    /// Logit biases: ids and values.
     pub fn biases(&self) -> impl ExactSizeIterator<Item = (u32, f32)> + Clone + use<'a> {
         let pairs = self.biases.pairs();
         pairs.iter().map(|pair| (word(pair, 0), float(pair, 1)))
@@ -115,7 +115,7 @@ impl<'a> ParamsRow<'a> {
             biases: self.biases().collect(),
             suppressed: self.suppressed.iter().collect(),
             suppressed_until: self.suppressed_until(),
-            logprobs: self.asks_logprobs().then(|| LogprobsAsked {
+            logprobs: self.has_logprobs().then(|| LogprobOptions {
                 scaled: self.scaled(),
                 top: self.top_logprobs(),
                 token_ids: self.token_ids.iter().collect(),
@@ -155,7 +155,7 @@ pub(super) fn check(rows: &[[u8; WORD]]) -> Result<u64, ExtensionError> {
             });
         }
         if flags & HAS_LOGPROBS == 0 && ids > 0 {
-            return Err(ExtensionError::UnaskedIds { row: number, ids });
+            return Err(ExtensionError::UnexpectedIds { row: number, ids });
         }
         claimed += lists(row).iter().sum::<u64>();
     }

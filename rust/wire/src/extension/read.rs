@@ -2,16 +2,16 @@
 
 use super::params::{self, ParamsRows};
 use super::{
-    EXTENSION_MAGIC, ExtensionError, HAS_LOGPROBS, IN_FRAME, LogprobsAsked, MAX_HANDLES, NO_HANDLE,
-    PARAMS, ParamsRef, PromptLogprobs, ROW, ROW_FLAGS, RequestExtension, SHARES_MASK, TRAILER,
-    WORD, word,
+    EXTENSION_MAGIC, ExtensionError, HAS_LOGPROBS, IN_FRAME, LogprobOptions, MAX_HANDLES,
+    NO_HANDLE, PARAMS, ParamsRef, PromptLogprobs, ROW, ROW_FLAGS, RequestExtension, SHARES_MASK,
+    TRAILER, WORD, word,
 };
 
-/// Numbers of an extension, wherever they lie.
+/// A slice of unaligned little-endian u32 words.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Words<'a>(&'a [[u8; WORD]]);
+pub struct WordSlice<'a>(&'a [[u8; WORD]]);
 
-impl<'a> Words<'a> {
+impl<'a> WordSlice<'a> {
     /// How many there are.
     pub const fn len(&self) -> usize {
         self.0.len()
@@ -22,7 +22,7 @@ impl<'a> Words<'a> {
         self.0.is_empty()
     }
 
-    /// Where they lie: of two lists that are not empty it is the same only if they are one list of one payload.
+    /// Address, which identifies a non-empty list within a payload.
     pub fn address(&self) -> usize {
         self.0.as_ptr().addr()
     }
@@ -45,13 +45,13 @@ impl<'a> Words<'a> {
     }
 }
 
-/// A checked extension: its rows rise by their requests, and its lists lie within it.
+/// A validated extension: rows have ascending requests, and lists are in bounds.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Extension<'a> {
     params: &'a [[u8; WORD]],
     rows: &'a [[u8; WORD]],
     /// Lists of the parameters, then of the rows.
-    words: Words<'a>,
+    words: WordSlice<'a>,
     /// Words of the former.
     params_words: usize,
 }
@@ -72,7 +72,7 @@ impl<'a> Extension<'a> {
         ExtensionRows {
             rows: self.rows,
             words,
-            mask: Words(&[]),
+            mask: WordSlice(&[]),
         }
     }
 
@@ -180,9 +180,9 @@ fn lists(row: &[[u8; WORD]]) -> [u64; 2] {
 #[derive(Debug, Clone, Default)]
 pub struct ExtensionRows<'a> {
     rows: &'a [[u8; WORD]],
-    words: Words<'a>,
+    words: WordSlice<'a>,
     /// Of the last row that had one of its own.
-    mask: Words<'a>,
+    mask: WordSlice<'a>,
 }
 
 impl<'a> ExtensionRows<'a> {
@@ -221,14 +221,14 @@ impl<'a> Iterator for ExtensionRows<'a> {
     }
 }
 
-/// What one request asks for in one step, besides its parameters; see [`RequestExtension`].
+/// The row of a request in one step; see [`RequestExtension`].
 #[derive(Debug, Clone, Copy)]
 pub struct ExtensionRow<'a> {
     row: &'a [[u8; WORD]],
-    /// Tokens that count and lie right before the input.
-    pub history: Words<'a>,
-    /// Bits of the tokens that may be drawn; the very words of the row that it shares them with.
-    pub mask: Words<'a>,
+    /// Tokens right before the input that penalties count.
+    pub history: WordSlice<'a>,
+    /// Bit mask of allowed tokens; shared masks have the same address.
+    pub mask: WordSlice<'a>,
 }
 
 impl ExtensionRow<'_> {
@@ -250,12 +250,12 @@ impl ExtensionRow<'_> {
         }
     }
 
-    /// Whether the log-probabilities that its parameters ask for are wanted of this step.
-    pub fn wants_logprobs(&self) -> bool {
+    /// Whether this step returns log-probabilities.
+    pub fn returns_logprobs(&self) -> bool {
         self.has(HAS_LOGPROBS)
     }
 
-    /// The tokens of the prompt whose log-probabilities are wanted.
+    /// Requested prompt log-probabilities.
     pub fn prompt_logprobs(&self) -> Option<PromptLogprobs> {
         let [from, end, next] = [3, 4, 5].map(|at| word(self.row, at));
         (from != super::NO_PROMPT).then_some(PromptLogprobs { from, end, next })
@@ -265,9 +265,9 @@ impl ExtensionRow<'_> {
     #[must_use]
     pub fn to_owned(self, params: RequestExtension) -> RequestExtension {
         let shares_mask = self.has(SHARES_MASK);
-        let wants = |_: &LogprobsAsked| self.wants_logprobs();
+        let wants = |_: &LogprobOptions| self.returns_logprobs();
         RequestExtension {
-            logprobs: params.logprobs.filter(wants).map(|asked| LogprobsAsked {
+            logprobs: params.logprobs.filter(wants).map(|asked| LogprobOptions {
                 prompt: self.prompt_logprobs(),
                 ..asked
             }),
@@ -296,7 +296,7 @@ pub fn split_request(bytes: &[u8]) -> Result<(&[u8], Extension<'_>), ExtensionEr
     let mut extension = Extension {
         params,
         rows,
-        words: Words(words),
+        words: WordSlice(words),
         params_words: 0,
     };
     extension.check()?;
@@ -304,7 +304,7 @@ pub fn split_request(bytes: &[u8]) -> Result<(&[u8], Extension<'_>), ExtensionEr
 }
 
 /// An archive, and the tables and words after it.
-pub(super) type Parts<'a, const TABLES: usize> =
+pub(super) type SplitPayload<'a, const TABLES: usize> =
     (&'a [u8], [&'a [[u8; WORD]]; TABLES], &'a [[u8; WORD]]);
 
 /// Splits a payload that ends with a magic number, whose tables have rows of so many words each; `None` without that number.
@@ -312,7 +312,7 @@ pub(super) fn split<const TABLES: usize>(
     bytes: &[u8],
     magic: [u8; 8],
     sizes: [usize; TABLES],
-) -> Result<Option<Parts<'_, TABLES>>, ExtensionError> {
+) -> Result<Option<SplitPayload<'_, TABLES>>, ExtensionError> {
     // Rows of each table, words after them, magic number.
     let trailer = WORD * (TABLES + 3);
     let Some(body) = bytes.len().checked_sub(trailer) else {

@@ -6,12 +6,12 @@ use super::{
 };
 use crate::error::WireError;
 
-/// Parameters to write. Of what is asked the history, the mask and the prompt's log-probabilities do not count.
+/// Parameters to write; history, mask and prompt log-probabilities are ignored.
 #[derive(Debug, Clone, Copy)]
 pub struct Params<'a> {
-    /// Under which they are kept; `None`: they are of this frame alone.
+    /// Handle to register them under; `None` = for this frame only.
     pub handle: Option<u32>,
-    /// What is asked for in all steps.
+    /// The parameters.
     pub asked: &'a RequestExtension,
 }
 
@@ -22,15 +22,15 @@ pub struct StepRow<'a> {
     pub request: u32,
     /// Where its parameters are.
     pub params: ParamsRef,
-    /// Whether the log-probabilities that these ask for are wanted.
-    pub wants_logprobs: bool,
-    /// Those of the prompt.
+    /// Whether this step returns log-probabilities.
+    pub returns_logprobs: bool,
+    /// Prompt log-probabilities.
     pub prompt: Option<PromptLogprobs>,
-    /// Tokens that count and lie right before the input.
+    /// Tokens right before the input that penalties count.
     pub history: &'a [u32],
-    /// Bits of the tokens that may be drawn; empty for all.
+    /// Bit mask of allowed tokens; empty = all.
     pub mask: &'a [u32],
-    /// In place of a mask of its own: that of the nearest row before.
+    /// Uses the mask of the nearest row before.
     pub shares_mask: bool,
 }
 
@@ -40,7 +40,7 @@ impl<'a> StepRow<'a> {
         Self {
             request,
             params: ParamsRef::InFrame(number),
-            wants_logprobs: asked.logprobs.is_some(),
+            returns_logprobs: asked.logprobs.is_some(),
             prompt: asked.logprobs.as_ref().and_then(|asked| asked.prompt),
             history: &asked.history,
             mask: &asked.mask,
@@ -50,11 +50,11 @@ impl<'a> StepRow<'a> {
 }
 
 /// Writes words one after the other.
-pub(super) struct Pen<'a> {
+pub(super) struct WordWriter<'a> {
     out: std::slice::IterMut<'a, [u8; WORD]>,
 }
 
-impl<'a> Pen<'a> {
+impl<'a> WordWriter<'a> {
     /// A pen for exactly `needed` bytes of `buffer` from `at` on.
     pub(super) fn new(buffer: &'a mut [u8], at: usize, needed: usize) -> Result<Self, WireError> {
         let capacity = buffer.len();
@@ -154,21 +154,21 @@ pub fn write_extension<'a>(
         return Ok(len);
     }
     let needed = WORD * (PARAMS * counts[0] + ROW * counts[1] + words + TRAILER);
-    let mut pen = Pen::new(buffer, len, needed)?;
-    params.clone().for_each(|it| pen.put(record(it)));
-    rows.clone().for_each(|it| pen.put(row(&it)));
+    let mut writer = WordWriter::new(buffer, len, needed)?;
+    params.clone().for_each(|it| writer.put(record(it)));
+    rows.clone().for_each(|it| writer.put(row(&it)));
     for Params { asked, .. } in params {
         let biases = asked.biases.iter();
-        pen.put(biases.flat_map(|&(id, value)| [id, value.to_bits()]));
-        pen.put(asked.suppressed.iter().copied());
+        writer.put(biases.flat_map(|&(id, value)| [id, value.to_bits()]));
+        writer.put(asked.suppressed.iter().copied());
         let ids = asked.logprobs.iter().flat_map(|asked| &asked.token_ids);
-        pen.put(ids.copied());
+        writer.put(ids.copied());
     }
     for row in rows {
-        pen.put(row.history.iter().copied());
-        pen.put(row.mask.iter().copied());
+        writer.put(row.history.iter().copied());
+        writer.put(row.mask.iter().copied());
     }
-    pen.end(counts, words, EXTENSION_MAGIC);
+    writer.end(counts, words, EXTENSION_MAGIC);
     Ok(len + needed)
 }
 
@@ -215,7 +215,7 @@ fn row(row: &StepRow<'_>) -> [u32; ROW] {
     [
         row.request,
         flag(in_frame, IN_FRAME)
-            | flag(row.wants_logprobs, HAS_LOGPROBS)
+            | flag(row.returns_logprobs, HAS_LOGPROBS)
             | flag(row.shares_mask, SHARES_MASK),
         params,
         row.prompt.map_or(NO_PROMPT, |prompt| prompt.from),

@@ -1,10 +1,9 @@
 //! Extensions: round trips, hostile bytes, and Pie's payloads as they were.
 
 use pie_wire::{
-    AnswerRows, CombinedSampler, EXTENSION_MAGIC, ExtensionError, Logprobs, LogprobsAsked,
-    MAX_HANDLES, Params, ParamsRef, Penalties, PlaceShape, PromptLogprobs, RequestExtension,
-    StepRow, append_extension, extension_len, params_len, split_answer, split_request,
-    write_extension,
+    CombinedSampler, EXTENSION_MAGIC, ExtensionError, LogprobOptions, LogprobRows, LogprobShape,
+    Logprobs, MAX_HANDLES, Params, ParamsRef, Penalties, PromptLogprobs, RequestExtension, StepRow,
+    append_extension, extension_len, params_len, split_request, split_response, write_extension,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -35,8 +34,8 @@ prop_compose! {
 }
 
 prop_compose! {
-    fn asked()(scaled: bool, top: u32, token_ids in words(), prompt in proptest::option::of(prompt())) -> LogprobsAsked {
-        LogprobsAsked { scaled, top, token_ids, prompt }
+    fn asked()(scaled: bool, top: u32, token_ids in words(), prompt in proptest::option::of(prompt())) -> LogprobOptions {
+        LogprobOptions { scaled, top, token_ids, prompt }
     }
 }
 
@@ -119,7 +118,7 @@ fn full() -> RequestExtension {
         biases: vec![(9, -4.0)],
         suppressed: vec![2],
         suppressed_until: 11,
-        logprobs: Some(LogprobsAsked {
+        logprobs: Some(LogprobOptions {
             scaled: true,
             top: 5,
             token_ids: vec![40],
@@ -254,7 +253,7 @@ fn what_contradicts_itself_is_refused() {
     assert_eq!(refused(row + 8 + 1, 0x10 | 0x24), Err(shared(1, 1)));
     assert!(matches!(
         refused(record + 1, 3),
-        Err(ExtensionError::UnaskedIds { row: 1, .. })
+        Err(ExtensionError::UnexpectedIds { row: 1, .. })
     ));
     let names = |table, params, limit| ExtensionError::Params {
         table,
@@ -286,7 +285,7 @@ fn kept_parameters_are_named() {
     let row = StepRow {
         request: 2,
         params: ParamsRef::Kept(7),
-        wants_logprobs: true,
+        returns_logprobs: true,
         ..StepRow::default()
     };
     let mut bytes = vec![0; 400];
@@ -364,7 +363,7 @@ fn a_buffer_that_is_too_small_is_refused_before_it_is_written() {
 #[derive(Debug, Clone, PartialEq)]
 struct Row {
     request: u32,
-    shape: PlaceShape,
+    shape: LogprobShape,
     prompt: Vec<Logprobs>,
     tokens: Vec<Logprobs>,
 }
@@ -383,8 +382,8 @@ impl Row {
     }
 }
 
-fn written(rows: &[Row]) -> AnswerRows {
-    let mut written = AnswerRows::default();
+fn written(rows: &[Row]) -> LogprobRows {
+    let mut written = LogprobRows::default();
     for row in rows {
         let places = (row.prompt.len() as u32, row.tokens.len() as u32);
         written.push(row.request, row.shape, places, row.words());
@@ -392,12 +391,12 @@ fn written(rows: &[Row]) -> AnswerRows {
     written
 }
 
-fn read(extension: &pie_wire::AnswerExtension<'_>) -> Vec<Row> {
+fn read(extension: &pie_wire::ResponseExtension<'_>) -> Vec<Row> {
     let rows = extension.rows();
     rows.map(|row| {
         let words: Vec<u32> = row.words().collect();
-        let mut places = row.shape().places(&words);
-        let (prompt, tokens) = row.places();
+        let mut places = row.shape().positions(&words);
+        let (prompt, tokens) = row.position_counts();
         let prompt = places.by_ref().take(prompt as usize).collect();
         assert_eq!(places.len(), tokens as usize);
         Row {
@@ -421,7 +420,7 @@ fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
     };
     let row = (0..4_usize, 0..4_usize, 0..3_usize, 0..3_usize).prop_flat_map(
         move |(top, given, prompt, tokens)| {
-            let shape = PlaceShape {
+            let shape = LogprobShape {
                 top: top as u32,
                 given: given as u32,
             };
@@ -451,7 +450,7 @@ fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
 fn the_bytes_of_an_answer_are_as_documented() {
     let row = Row {
         request: 2,
-        shape: PlaceShape { top: 1, given: 2 },
+        shape: LogprobShape { top: 1, given: 2 },
         prompt: Vec::new(),
         tokens: vec![Logprobs {
             token: -0.5,
@@ -495,13 +494,13 @@ proptest! {
         bytes.extend(params.to_le_bytes());
         bytes.extend(rows.to_le_bytes());
         bytes.extend(words.to_le_bytes());
-        for magic in [EXTENSION_MAGIC, pie_wire::ANSWER_MAGIC] {
+        for magic in [EXTENSION_MAGIC, pie_wire::RESPONSE_EXTENSION_MAGIC] {
             let bytes = [&bytes[..], &magic].concat();
             if let Ok((archive, extension)) = split_request(&bytes) {
                 extension.to_owned();
                 prop_assert!(archive.len() + extension.bytes() == bytes.len() || extension.is_empty());
             }
-            if let Ok((_, extension)) = split_answer(&bytes) {
+            if let Ok((_, extension)) = split_response(&bytes) {
                 let rows = read(&extension);
                 prop_assert!(rows.is_sorted_by_key(|row| row.request));
             }
@@ -515,7 +514,7 @@ proptest! {
         let mut bytes = reply.to_vec();
         bytes.resize(reply.len() + written.bytes(), 0);
         prop_assert_eq!(written.append(&mut bytes, reply.len()).unwrap(), bytes.len());
-        let (inner, extension) = split_answer(&bytes).unwrap();
+        let (inner, extension) = split_response(&bytes).unwrap();
         prop_assert_eq!(inner, &reply[..]);
         prop_assert_eq!(read(&extension), rows);
     }

@@ -220,10 +220,10 @@ fn response() -> impl Strategy<Value = ForwardResponse> {
 }
 
 type Change = fn(&mut ForwardResponse);
-type Words = fn(&mut ForwardResponse) -> &mut Vec<u32>;
+type WordSlice = fn(&mut ForwardResponse) -> &mut Vec<u32>;
 
 /// Every array of words, offsets first.
-const WORDS: [(&str, Words); 13] = [
+const WORDS: [(&str, WordSlice); 13] = [
     ("tokens_indptr", |r| &mut r.tokens_indptr),
     ("dists_req_indptr", |r| &mut r.dists_req_indptr),
     ("dists_kv_indptr", |r| &mut r.dists_kv_indptr),

@@ -16,7 +16,7 @@ from pie_driver_sglang.backends.sglang.compat.attention import AttentionBackend,
 from pie_driver_sglang.backends.sglang.compat.passes import skip_planning
 from pie_driver_sglang.backends.sglang.compat.pools import store_kv, stored_kv
 from pie_driver_sglang.kernels.attention import masked_reference, masked_triton
-from pie_driver_sglang.kernels.attention.masked_reference import Requests, Rule
+from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams, MaskedRequests
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import AttentionMask
@@ -35,13 +35,13 @@ class MaskedAttention(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._device = torch.device(runner.device)
-        self._requests: Requests | None = None
+        self._requests: MaskedRequests | None = None
         self._longest = 0
 
     @contextlib.contextmanager
     def applied(self, mask: AttentionMask | Mask, forward_batch: ForwardBatch) -> Iterator[None]:
         """Within it a forward pass over `forward_batch`, an extend, attends as the mask says."""
-        self._requests = Requests(
+        self._requests = MaskedRequests(
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
@@ -76,10 +76,12 @@ class MaskedAttention(AttentionBackend):
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = stored_kv(self.token_to_kv_pool, layer)
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
-        rule = Rule(layer.scaling, layer.logit_cap or 0.0, layer.sliding_window_size, sinks)
+        rule = AttentionParams(
+            layer.scaling, layer.logit_cap or 0.0, layer.sliding_window_size, sinks
+        )
         operands = (queries, keys, values, out, self._requests, rule)
         if self._device.type == "cuda":
-            masked_triton.attend_masked(*operands, self._longest)
+            masked_triton.masked_attention(*operands, self._longest)
         else:
-            masked_reference.attend_masked_torch(*operands)
+            masked_reference.masked_attention_torch(*operands)
         return out.flatten(1)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from pie_driver_sglang.backends.sglang.compat.pools import KVCache
-    from pie_driver_sglang.kernels.attention.masked_reference import Rule
+    from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
     from pie_driver_sglang.kernels.attention.prompt_rows import Prompts
 
 __all__ = ["AttentionBackend", "RadixAttention"]
@@ -111,7 +111,7 @@ def attend_prompts(
     values: torch.Tensor,
     out: torch.Tensor,
     prompts: Prompts,
-    rule: Rule,
+    rule: AttentionParams,
     page_size: int,
 ) -> None:
     """Attends with the rows of prompts by FlashAttention-3; others become zeros. Can be captured.

@@ -37,7 +37,7 @@ from pie_driver_sglang.engine.layers.weights import (
     UnsupportedLayer,
     require,
 )
-from pie_driver_sglang.kernels.gemm.dense_layers import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
 

@@ -1,22 +1,22 @@
-"""Where the server reaches into SGLang: its front end's launch, messages, process and counts.
+"""All imports, patches and subclasses of SGLang's HTTP server.
 
-================  ==================================================================================
-``environment``   what SGLang reads of the processes while it is imported; imports nothing of it
-``launching``     flags, the launch of the HTTP server, the schedulers that it starts
-``forking``       the scheduler and the detokenizer as forks of the server, on the CPU
-``edge``          the HTTP server with our limits, keys and media
-``worker_app``    the same in one of several tokenizer workers
-``workers``       the settings of several tokenizer workers
-``managers``      the tokenizer managers, which refuse what is not served
-``chats``         what SGLang's chat endpoint gets wrong
-``ollama``        what its endpoints of Ollama get wrong
-``tokens``        what its endpoints of tokens get wrong
-``messages``      the classes of messages, and what answers them
-``image_inputs``  images of a request, as SGLang's processors leave them
-``prometheus``    the scheduler's metrics, and the times of requests
-``tensors``       adapters that a client sends
-``scheduling``    what SGLang expects of a scheduler's process
-``replicas``      the controller of replicas, which sleeps while no message comes
-``loads``         the counts that `/v1/loads` reads
-================  ==================================================================================
+=======================  ===========================================================================
+``server_environment``   environment variables and imports before SGLang is loaded
+``http_launch``          SGLang's flags, the launch of its HTTP server and of the schedulers
+``forking``              forks the scheduler and the detokenizer on the CPU instead of spawning them
+``http_app``             the HTTP application with our limits, keys and media policy
+``worker_app``           the same in one of several tokenizer workers
+``tokenizer_workers``    settings of several tokenizer workers
+``tokenizer_managers``   tokenizer managers that reject what our scheduler does not support
+``openai_endpoints``     corrections of the OpenAI endpoints
+``ollama_endpoints``     corrections of the Ollama endpoints
+``detokenize_endpoint``  correction of `/detokenize`
+``messages``             message classes, encoding, and replies
+``image_inputs``         reads the images that SGLang's processors leave in a request
+``prometheus``           SGLang's scheduler metrics, and the times of requests
+``adapter_tensors``      LoRA adapters that a client sends as tensors
+``scheduler_ipc``        arguments, sockets and signals of a scheduler process
+``dp_controller``        the data-parallel controller, blocking instead of polling
+``load_snapshots``       the load snapshots that `/v1/loads` reads
+=======================  ===========================================================================
 """

@@ -1,8 +1,7 @@
-"""The server's scheduler and detokenizer on the CPU: forked from it instead of started afresh.
+"""On the CPU, forks the scheduler and the detokenizer from the server instead of spawning them.
 
-All three import SGLang, which takes seconds of a core each time. The server has no thread of its
-own yet when it starts them. On a GPU host they start afresh, as SGLang has it: there the server may
-have used CUDA, which no fork of it could, and cores are many.
+This saves two imports of SGLang, seconds of a core each. The server is still single-threaded then.
+On a GPU host they are spawned, as in SGLang: a process that has used CUDA cannot be forked.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from unittest import mock
 from sglang.srt.entrypoints import engine
 
 _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
-"""Signals for which the server has handlers, which are about its own children."""
+"""Signals whose handlers are for the server's own children."""
 
 
 @contextlib.contextmanager
 def forks(device: str) -> Iterator[None]:
-    """Within it SGLang's server forks its processes where that is safe; see the module."""
+    """Within it, SGLang's server forks its processes where that is safe."""
     if device != "cpu" or _threads() > 1:
         yield
         return
@@ -33,16 +32,12 @@ def forks(device: str) -> Iterator[None]:
 
 
 def _threads() -> int:
-    """Threads of this process, those of native libraries among them.
-
-    A fork has only the thread that calls it. Where another one holds a lock, as of a pool of OpenMP
-    or of the tokenizer, the child would wait for it for ever.
-    """
+    """Threads of this process, native ones included: their locks would deadlock a fork."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def run_afresh(function: Callable[..., None], *arguments: Any) -> None:
-    """Runs what a process is for, with signals as a process that starts has them."""
+def run_with_default_signals(function: Callable[..., None], *arguments: Any) -> None:
+    """Run the entry point of a process, with default signal handlers."""
     for number in _INHERITED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,8 +45,8 @@ def run_afresh(function: Callable[..., None], *arguments: Any) -> None:
 
 
 class _Forks(ForkContext):
-    """`multiprocessing` for SGLang's engine, which would have its processes spawned."""
+    """`multiprocessing` with forks, for SGLang's engine."""
 
     def set_start_method(self, method: str | None, force: bool = False) -> None:
-        """Sets it for all other processes."""
+        """Set the method of other processes."""
         multiprocessing.set_start_method(method, force)

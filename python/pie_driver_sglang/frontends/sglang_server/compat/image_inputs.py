@@ -1,4 +1,4 @@
-"""Images as SGLang's processors leave them in a request."""
+"""Reads the images that SGLang's processors leave in a request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.mm_utils import _unwrap_tensor_or_list
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
 
-from pie_driver_sglang.frontends.sglang_server import refusals
+from pie_driver_sglang.frontends.sglang_server import unsupported
 
 ReadImage = tuple[int, int, tuple[int, int, int], bytes, bytes]
-"""The first token's place in the prompt, the number of tokens, the grid (time, height, width in
+"""Index of the first token in the prompt, the number of tokens, the grid (time, height, width in
 patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary positions (uint32
 ``[tokens, 3]``, or none)."""
 
@@ -21,13 +21,13 @@ patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary 
 def read_images(pickle: bytes) -> list[ReadImage]:
     """The images of a request, in the order of the prompt.
 
-    What SGLang's processors leave in shared memory is taken out and freed, whatever comes of it.
+    Shared memory of SGLang's processors is copied and freed, also after an error.
 
     Args:
         pickle: Of a ``MultimodalProcessorOutput``.
 
     Raises:
-        ValueError: The client sent what the driver does not take.
+        ValueError: The driver does not support an item.
     """
     output = io_struct.unwrap_from_pickle(io_struct.PickleWrapper(pickle))
     features = [_unwrap_tensor_or_list(item.feature) for item in output.mm_items]
@@ -42,16 +42,16 @@ def read_images(pickle: bytes) -> list[ReadImage]:
 
 def _check(item: MultimodalDataItem, feature: Any) -> None:
     if not item.is_image():
-        raise ValueError(refusals.why_no_medium(f"`{item.modality.name.lower()}_data`"))
+        raise ValueError(unsupported.unsupported_media(f"`{item.modality.name.lower()}_data`"))
     if not isinstance(feature, torch.Tensor) or not item.offsets:
         why = "the driver computes embeddings itself"
-        raise ValueError(refusals.why_no_medium("an image without pixels", why))
+        raise ValueError(unsupported.unsupported_media("an image without pixels", why))
 
 
 def _read_item(
     item: MultimodalDataItem, feature: torch.Tensor, output: MultimodalProcessorOutput
 ) -> Iterator[ReadImage]:
-    """An item has an image, or several, each with its grid and its place."""
+    """The images of an item, each with its grid and its range of tokens."""
     grids: list[list[int]] = item.image_grid_thw.reshape(-1, 3).tolist()
     patches = [time * height * width for time, height, width in grids]
     pixels = torch.split(feature.float().contiguous(), patches)
@@ -62,10 +62,10 @@ def _read_item(
 
 
 def _positions(output: MultimodalProcessorOutput, start: int, end: int) -> bytes:
-    """Rotary positions of an image's tokens; none for a model whose positions have one axis.
+    """M-RoPE positions of an image's tokens; empty for a model with one axis.
 
     Raises:
-        ValueError: The text after the image goes on elsewhere than after its largest position.
+        ValueError: The text does not continue after the image's largest position.
     """
     axes = output.mrope_positions
     if axes is None:
@@ -73,6 +73,6 @@ def _positions(output: MultimodalProcessorOutput, start: int, end: int) -> bytes
     image = axes[:, start:end]
     if end < axes.shape[1] and bool((axes[:, end] != image.max() + 1).any()):
         why = "its positions are of another kind"
-        raise ValueError(refusals.why_no_medium("an image of this model", why))
+        raise ValueError(unsupported.unsupported_media("an image of this model", why))
     data: bytes = image.T.contiguous().to(torch.int32).numpy().tobytes()
     return data

@@ -1,4 +1,4 @@
-"""SGLang's messages: the table of their classes, and answers to those that are not served."""
+"""SGLang's message classes: their table for Rust, encoding, and replies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROBE_PREFIX: Final[str] = HEALTH_CHECK_RID_PREFIX
-"""How the names of health probes begin."""
+"""Prefix of the ids of health probes."""
 
 MessageTable = list[tuple[str, list[tuple[str, bytes | None]]]]
-"""Of each class the name and its fields in order, each with its default as msgpack."""
+"""Name and fields of each class, in order, with defaults as msgpack."""
 
 _NEEDED: Final = (
     io_struct.TokenizedGenerateReqInput,
@@ -31,7 +31,7 @@ _LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
 
 
 def message_table() -> MessageTable:
-    """The classes that are read and written in Rust, as they are installed."""
+    """The classes that Rust decodes and encodes, as installed."""
     return [(cls.__name__, [_field(f) for f in msgspec.structs.fields(cls)]) for cls in _NEEDED]
 
 
@@ -44,7 +44,7 @@ def _field(field: Any) -> tuple[str, bytes | None]:
 
 
 def other_interval() -> int:
-    """Tokens from one output to the next of a request that does not stream."""
+    """Tokens between two outputs of a request that does not stream."""
     return int(envs.SGLANG_FORCE_STREAM_INTERVAL.get())
 
 
@@ -54,25 +54,25 @@ def original_logprobs() -> bool:
 
 
 def decode_message(data: bytes) -> Any:
-    """A message of any class."""
+    """Decode a message of any class."""
     return io_struct.msgpack_decode(data)
 
 
 def encode_message(message: Any) -> bytes:
-    """The bytes of a message."""
+    """Encode a message."""
     data: bytes = io_struct.msgpack_encode(message)
     return data
 
 
-def answer_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
-    """The answer that SGLang waits for; None for a message that has no answer.
+def reply_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
+    """The reply that SGLang waits for; None for a message without one.
 
     Args:
-        message: What came.
-        fields: What the answer says, where its class has such a field; what it needs besides is
-            empty.
+        message: The received message.
+        fields: Values by name; those that the reply's class lacks are ignored, and other required
+            fields are empty.
     """
-    cls = _answer_class(type(message).__name__)
+    cls = _reply_class(type(message).__name__)
     if cls is None:
         return None
     known = {f.name: f for f in msgspec.structs.fields(cls)}
@@ -87,21 +87,21 @@ def answer_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
 
 
 def _empty(type_: Any) -> Any:
-    """What says nothing, where a field must have a value of a type."""
+    """An empty value of a field's type."""
     if NoneType in get_args(type_):
         return None
     made = get_origin(type_) or type_
     return made() if made in (bool, int, float, str, list, dict) else None
 
 
-def _answer_class(name: str) -> Any | None:
+def _reply_class(name: str) -> Any | None:
     if name.startswith(_LORA_ANSWERS):
         return io_struct.LoRAUpdateOutput
     return getattr(io_struct, name.removesuffix("Input") + "Output", None)
 
 
 def refused_embeddings(message: Any, reason: str) -> list[Any]:
-    """The ends of requests for embeddings, which no detokenizer has; none for other messages."""
+    """Aborts of requests for embeddings; empty for other messages."""
     if isinstance(message, io_struct.BatchTokenizedEmbeddingReqInput):
         return [end for each in message.batch for end in refused_embeddings(each, reason)]
     if not isinstance(message, io_struct.TokenizedEmbeddingReqInput):
@@ -118,16 +118,12 @@ def refused_embeddings(message: Any, reason: str) -> list[Any]:
 
 
 def starts_profile(message: Any) -> bool:
-    """Whether a ``ProfileReq`` starts a profile; else it ends one."""
+    """Whether a ``ProfileReq`` starts or stops a profile."""
     return bool(message.req_type == io_struct.ProfileReqType.START_PROFILE)
 
 
 def end_of_thinking(parser: str) -> str:
-    """The text that ends a model's thinking.
-
-    Args:
-        parser: SGLang's name of the model's reasoning parser.
-    """
+    """The text that ends a model's reasoning, by SGLang's name of its reasoning parser."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
     detector = ReasoningParser(model_type=parser, stream_reasoning=False).detector

@@ -1,4 +1,4 @@
-"""SGLang's metrics of a scheduler, and the times of requests that its front end shows."""
+"""SGLang's scheduler metrics, and the request times that its front end reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sglang.srt.observability import req_time_stats
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
 FIGURE_PREFIX: Final = "sglang:"
-"""How the names of the scheduler's metrics begin."""
+"""Prefix of SGLang's scheduler metrics."""
 
 TimesTemplate = tuple[bytes, tuple[int, int, int, int]]
-"""A pickled object without the opcodes around it, and where its three times lie and the lead of the
-time of day over their clock."""
+"""A pickled object without framing opcodes, and the offsets of its three times and of the
+difference between wall clock and monotonic clock."""
 
 _HEAD: Final = 2
 """Bytes of a pickle in front of its object: the protocol."""
@@ -26,10 +26,10 @@ _FIELDS: Final = ("wait_queue_entry_time", "forward_entry_time", "prefill_finish
 
 
 class SchedulerMetrics:
-    """SGLang's metrics of one scheduler, in the files that its front end merges."""
+    """SGLang's metrics of one scheduler, in the multiprocess files of prometheus_client."""
 
     def __init__(self, settings: Any, *, rank: int, replica: int | None) -> None:
-        """Registers them.
+        """Register them.
 
         Args:
             settings: ``ServerArgs``.
@@ -52,7 +52,7 @@ class SchedulerMetrics:
         self.labels: dict[str, Any] = dict(self._collector.labels)
 
     def put(self, name: str, label: tuple[str, str] | None, value: float, grown: float) -> bool:
-        """Sets a metric; False if SGLang has none of that name.
+        """Set a metric; False if SGLang has none of that name.
 
         Args:
             name: The whole name.
@@ -72,18 +72,18 @@ class SchedulerMetrics:
         return True
 
     def observe(self, waits: Iterable[tuple[float, float]]) -> None:
-        """Adds requests to the histograms: seconds until they were admitted, and computed."""
+        """Add requests to the histograms of queue and prefill seconds."""
         for queued, computed in waits:
             self._collector.observe_queue_time(queued)
             self._collector.observe_per_stage_req_latency("prefill_forward", computed)
 
     def put_sessions(self, count: int) -> None:
-        """Sets the number of open sessions, where the server takes sessions that stream."""
+        """Set the number of open sessions, where streaming sessions are enabled."""
         if self._collector.enable_streaming_session:
             self._collector.num_streaming_sessions.labels(**self.labels).set(count)
 
     def _metric(self, name: str) -> Any | None:
-        # Some attributes have the name in the plural.
+        # Some attributes have another name.
         word = name.removeprefix(FIGURE_PREFIX)
         for attribute in (word, word.replace("_requests_total", "_reqs_total")):
             found = getattr(self._collector, attribute, None)
@@ -93,10 +93,10 @@ class SchedulerMetrics:
 
 
 def times_template() -> TimesTemplate:
-    """A pickled ``SchedulerReqTimeStats`` with times that are to be overwritten.
+    """A pickled ``SchedulerReqTimeStats``, whose times Rust overwrites.
 
     Raises:
-        RuntimeError: It is pickled otherwise than this version of SGLang does.
+        RuntimeError: It is pickled as by another version of SGLang.
     """
     marks = (1.5e9, 2.5e9, 3.5e9)
     stats = req_time_stats.SchedulerReqTimeStats(has_timing_data=True)
@@ -104,11 +104,11 @@ def times_template() -> TimesTemplate:
         setattr(stats, field, mark)
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=2)
-    # Without a memo, so that copies of its opcodes can follow each other.
+    # Without a memo, so that copies can be concatenated.
     pickler.fast = True
     pickler.dump(stats)
     data = buffer.getvalue()
-    # In front the protocol, at the end the opcode that ends a pickle.
+    # Without the protocol and the STOP opcode.
     body = data[_HEAD:-1]
     lead = req_time_stats.global_diff_realtime_monotonic
     numbers = [struct.pack(">d", number) for number in (*marks, lead)]

@@ -1,4 +1,4 @@
-"""The application of one of several tokenizer workers, a process that uvicorn starts."""
+"""The HTTP application of one of several tokenizer workers, started by uvicorn."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 from sglang.srt.entrypoints import http_server
 
 from pie_driver_sglang.frontends.sglang_server.access import AccessKeys
-from pie_driver_sglang.frontends.sglang_server.compat.edge import (
-    edge_of,
+from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
     guarded,
+    http_config_of,
     limit_json,
     send_warm_up,
 )
-from pie_driver_sglang.shared_names import take_token
+from pie_driver_sglang.shared_names import use_token
 
 _WAIT = http_server._wait_and_warmup
-# SGLang's workers read their settings from shared memory, whose name has the server's token.
-take_token()
+# The settings are in shared memory whose name has the server's token.
+use_token()
 
 
 def _keys() -> AccessKeys:
-    return edge_of(http_server.get_global_state().tokenizer_manager.server_args).keys
+    return http_config_of(http_server.get_global_state().tokenizer_manager.server_args).keys
 
 
 def _wait(server_args: Any, **keywords: Any) -> None:
-    token = edge_of(server_args).keys.warm_up
+    token = http_config_of(server_args).keys.warm_up
     _WAIT(server_args, execute_warmup_func=functools.partial(send_warm_up, token), **keywords)
 
 

@@ -48,10 +48,10 @@ impl Sent {
             .collect()
     }
 
-    fn read(&self) -> Result<Pictures, Status> {
+    fn read(&self) -> Result<PromptImages, Status> {
         let (grids, pixels) = (self.grid_bytes(), self.pixel_bytes());
         let patches = (self.pixels.len() / NUMBERS) as u32;
-        pictures(
+        images(
             &Media {
                 pixels: Some(tensor(&[patches, NUMBERS as u32], "float32", &pixels)),
                 grids: Some(tensor(&[self.grids.len() as u32, 3], "int64", &grids)),
@@ -72,7 +72,7 @@ fn tensor<'a>(shape: &'a [u32], dtype: &'a str, data: &'a [u8]) -> Tensor<'a> {
 }
 
 /// What the model's processor in Python does: axes by a grid, and text that goes on after the largest position.
-fn expected(sent: &Sent) -> Pictures {
+fn expected(sent: &Sent) -> PromptImages {
     let (mut position, mut end, mut at) = (0, 0, 0);
     let mut found = Vec::new();
     for (&grid, &(start, tokens)) in sent.grids.iter().zip(&sent.places) {
@@ -95,9 +95,9 @@ fn expected(sent: &Sent) -> Pictures {
             .iter()
             .flat_map(|pixel| pixel.to_le_bytes())
             .collect();
-        found.push(Picture::new(start, tokens, grid, bytes.into(), axes.into()).unwrap());
+        found.push(PromptImage::new(start, tokens, grid, bytes.into(), axes.into()).unwrap());
     }
-    Pictures::new(found).unwrap()
+    PromptImages::new(found).unwrap()
 }
 
 proptest! {
@@ -121,7 +121,7 @@ proptest! {
             grids: Some(tensor(&shapes.1, &dtypes.1, &data.1)),
             places,
         };
-        if let Err(status) = pictures(&media, FACTS, prompt) {
+        if let Err(status) = images(&media, FACTS, prompt) {
             prop_assert!(status.message().starts_with("`mm_inputs` cannot be served: "));
         }
     }
@@ -147,9 +147,9 @@ fn halves_are_widened() {
         grids: Some(tensor(&[1, 3], "uint32", &grids)),
         places: sent.places.clone(),
     };
-    assert_eq!(pictures(&media, FACTS, 2).unwrap(), expected(&sent));
+    assert_eq!(images(&media, FACTS, 2).unwrap(), expected(&sent));
     assert_eq!(
-        pictures(&media, None, 2).unwrap_err().message(),
+        images(&media, None, 2).unwrap_err().message(),
         "`mm_inputs` cannot be served: this model takes text alone"
     );
 }
@@ -212,7 +212,7 @@ fn what_is_wrong_is_named() {
             grids: Some(tensor(&[2, 3], "int64", &grids)),
             places: sent.places.clone(),
         };
-        let refusal = pictures(&media, FACTS, sent.prompt).unwrap_err();
+        let refusal = images(&media, FACTS, sent.prompt).unwrap_err();
         refusal.message().to_owned()
     };
     assert_eq!(
@@ -238,6 +238,6 @@ fn what_is_wrong_is_named() {
     assert!(
         frames
             .refusal()
-            .ends_with("image 0: it has 2 frames, and pictures have one")
+            .ends_with("image 0: it has 2 frames, and images have one")
     );
 }

@@ -25,13 +25,13 @@ fn words_of(tokens: &[u32]) -> Vec<u32> {
 
 const PROMPT_WORDS: [u32; 3] = [1, 2, 3];
 
-fn delta(sample: u32, tokens: Vec<u32>, end: Option<End>) -> Delta {
-    Delta {
+fn delta(sample: u32, tokens: Vec<u32>, finish: Option<FinishReason>) -> OutputDelta {
+    OutputDelta {
         logprobs: words_of(&tokens),
         tokens,
-        end,
+        finish,
         cached_tokens: 3,
-        ..Delta::ended(1, sample, End::Aborted)
+        ..OutputDelta::finished(1, sample, FinishReason::Aborted)
     }
 }
 
@@ -69,7 +69,7 @@ struct Model {
     got_end: bool,
 }
 
-fn check(part: Part, models: &mut [Model], pace: Pace) {
+fn check(part: Part, models: &mut [Model], interval: StreamInterval) {
     match part {
         Part::Tokens {
             sample,
@@ -78,7 +78,7 @@ fn check(part: Part, models: &mut [Model], pace: Pace) {
             words,
         } => {
             let model = &mut models[sample as usize];
-            assert!(pace.streams && !model.got_end && !tokens.is_empty());
+            assert!(interval.streams && !model.got_end && !tokens.is_empty());
             let first = model.got.is_empty();
             assert_eq!(words.prompt, first.then(|| PROMPT_WORDS.to_vec()));
             assert_eq!(words.tokens, words_of(&tokens));
@@ -92,7 +92,7 @@ fn check(part: Part, models: &mut [Model], pace: Pace) {
                     cached: 3
                 }
             );
-            let passed = |count: usize| count.div_ceil(pace.interval as usize);
+            let passed = |count: usize| count.div_ceil(interval.interval as usize);
             let before = model.got.len() - tokens.len();
             assert!(first || model.has_ended || passed(model.got.len()) > passed(before));
         }
@@ -104,8 +104,8 @@ fn check(part: Part, models: &mut [Model], pace: Pace) {
             end,
         } => {
             let model = &mut models[sample as usize];
-            assert!(model.has_ended && !model.got_end && end == End::Length);
-            assert!(!pace.streams || model.got == model.said);
+            assert!(model.has_ended && !model.got_end && end == FinishReason::Length);
+            assert!(!interval.streams || model.got == model.said);
             assert_eq!(tokens, model.said);
             assert_eq!(words.tokens, words_of(&tokens));
             assert_eq!(words.prompt.is_some(), !tokens.is_empty());
@@ -122,8 +122,8 @@ proptest! {
         streams: bool,
         interval in 1..5_u32,
     ) {
-        let pace = Pace { streams, interval };
-        let queue = OutputQueue::new(samples, pace);
+        let interval = StreamInterval { streams, interval };
+        let queue = OutputQueue::new(samples, interval);
         let mut models = vec![Model::default(); samples as usize];
         let bell = Arc::<Bell>::default();
         let waker = Waker::from(Arc::clone(&bell));
@@ -135,7 +135,7 @@ proptest! {
         for step in moves.into_iter().chain(ends).chain(takes) {
             match step {
                 Move::Put { sample, tokens, ends } => {
-                    let mut said = delta(sample, tokens.clone(), ends.then_some(End::Length));
+                    let mut said = delta(sample, tokens.clone(), ends.then_some(FinishReason::Length));
                     let begins = |model: &Model| model.said.is_empty() && !model.has_ended;
                     if !tokens.is_empty() && models.get(sample as usize).is_some_and(begins) {
                         said.prompt_logprobs = PROMPT_WORDS.to_vec();
@@ -152,7 +152,7 @@ proptest! {
                     }
                 }
                 Move::Take => match queue.take(&mut context) {
-                    Poll::Ready(Some(part)) => check(part, &mut models, pace),
+                    Poll::Ready(Some(part)) => check(part, &mut models, interval),
                     Poll::Ready(None) => prop_assert!(models.iter().all(|model| model.got_end)),
                     Poll::Pending => {
                         waits = true;
@@ -168,11 +168,11 @@ proptest! {
 
 #[test]
 fn a_waiting_client_is_woken_by_what_it_gets() {
-    let pace = Pace {
+    let interval = StreamInterval {
         streams: true,
         interval: 2,
     };
-    let queue = OutputQueue::new(2, pace);
+    let queue = OutputQueue::new(2, interval);
     let mut context = Context::from_waker(Waker::noop());
     assert!(queue.take(&mut context).is_pending());
     assert!(queue.put(delta(0, vec![], None)).is_none(), "nothing");
@@ -186,7 +186,11 @@ fn a_waiting_client_is_woken_by_what_it_gets() {
         queue.put(delta(0, vec![2], None)).is_none(),
         "the second waits for the third"
     );
-    assert!(queue.put(delta(1, vec![], Some(End::Length))).is_some());
+    assert!(
+        queue
+            .put(delta(1, vec![], Some(FinishReason::Length)))
+            .is_some()
+    );
     assert!(
         queue.put(delta(0, vec![3], None)).is_none(),
         "the end has woken it"

@@ -1,32 +1,32 @@
 //! From a message to what it asks for.
 
-use pie_engine::{Grammar, Pictures, Sampling};
+use pie_engine::{Grammar, PromptImages};
 use pie_ingress::{Ingress, RawLogprobs, RawRequest, Refusal};
 use tonic::Status;
 
-use crate::grpc::asked::Asked;
 use crate::grpc::contract::sglang::sampling_params::Constraint;
 use crate::grpc::contract::sglang::{
     GenerateRequest, MultimodalInputs, SamplingParams, TensorData,
 };
-use crate::grpc::logprobs::Sides;
+use crate::grpc::generate_params::GenerateParams;
+use crate::grpc::logprobs::LogprobSides;
 use crate::grpc::media::{self, Media, Tensor};
-use crate::grpc::queue::Pace;
+use crate::grpc::queue::StreamInterval;
 use crate::grpc::settings::ImageFacts;
 use crate::grpc::status::refused;
-use crate::grpc::unserved::{SPLIT, or_one, refuse};
+use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
-pub(crate) fn asked(
+pub(crate) fn parse(
     mut request: GenerateRequest,
-    images: Option<ImageFacts>,
+    image_facts: Option<ImageFacts>,
     ingress: &Ingress,
-) -> Result<Asked, Status> {
+) -> Result<GenerateParams, Status> {
     let params = request.sampling_params.take().unwrap_or_default();
     refuse(&[
         (
             "input_embeds",
             !request.input_embeds.is_empty(),
-            "it takes tokens and pictures",
+            "it takes tokens and images",
         ),
         (
             "disaggregated_params",
@@ -75,12 +75,12 @@ pub(crate) fn asked(
     let logprobs = logprobs(&request);
     let prompt = request.tokenized.take().unwrap_or_default().input_ids;
     let inputs = request.mm_inputs.as_ref();
-    let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
+    let images = inputs.map(|inputs| read_images(inputs, image_facts, prompt.len()));
     let raw = RawRequest {
         sampling: sampling(&params),
         logit_bias,
         logprobs,
-        pictures: pictures.transpose()?,
+        images: images.transpose()?,
         max_new_tokens: params.max_new_tokens.map(i64::from),
         min_new_tokens: params.min_new_tokens.into(),
         n: params.n.max(1).into(),
@@ -91,26 +91,30 @@ pub(crate) fn asked(
         streams: request.stream,
         ..RawRequest::new(request.request_id, prompt)
     };
-    let pace = Pace {
+    let interval = StreamInterval {
         streams: request.stream,
         interval,
     };
-    let sides = Sides::default();
-    Ok(Asked { raw, pace, sides })
+    let sides = LogprobSides::default();
+    Ok(GenerateParams {
+        raw,
+        interval,
+        sides,
+    })
 }
 
-fn pictures(
+fn read_images(
     inputs: &MultimodalInputs,
-    images: Option<ImageFacts>,
+    image_facts: Option<ImageFacts>,
     prompt: usize,
-) -> Result<Pictures, Status> {
+) -> Result<PromptImages, Status> {
     // Media that no gateway has made tensors of.
     let urls = [&inputs.image_urls, &inputs.video_urls, &inputs.audio_urls];
     let data = [&inputs.image_data, &inputs.video_data, &inputs.audio_data];
     let is_raw = urls.iter().any(|urls| !urls.is_empty());
     let has_others = [data[1], data[2]].iter().any(|data| !data.is_empty());
     if is_raw || has_others || inputs.pixel_values.is_none() {
-        return Err(media::refusal(images));
+        return Err(media::refusal(image_facts));
     }
     let grids = Media::grids(inputs.model_specific_tensors.iter());
     let places = inputs.mm_placeholders.iter();
@@ -119,7 +123,7 @@ fn pictures(
         grids: grids.map(tensor),
         places: places.map(|place| (place.offset, place.length)).collect(),
     };
-    media::pictures(&media, images, prompt)
+    media::images(&media, image_facts, prompt)
 }
 
 fn tensor(data: &TensorData) -> Tensor<'_> {
@@ -147,8 +151,8 @@ fn logprobs(request: &GenerateRequest) -> Option<RawLogprobs> {
 
 /// The contract asks for explicit values. A `top_p` or `top_k` of 0 stands for the neutral one. A repetition penalty of 0 is
 /// refused.
-fn sampling(params: &SamplingParams) -> Sampling {
-    Sampling {
+fn sampling(params: &SamplingParams) -> pie_engine::SamplingParams {
+    pie_engine::SamplingParams {
         temperature: params.temperature,
         top_k: params.top_k.into(),
         top_p: or_one(params.top_p),

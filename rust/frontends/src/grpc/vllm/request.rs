@@ -1,35 +1,38 @@
 //! From a message to what it asks for.
 
-use pie_engine::{Grammar, Pictures, Sampling};
+use pie_engine::{Grammar, PromptImages};
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
 use tonic::Status;
 
-use crate::grpc::asked::Asked;
 use crate::grpc::contract::common::Modality;
 use crate::grpc::contract::vllm::generate_request::Input;
 use crate::grpc::contract::vllm::sampling_params::Constraint;
 use crate::grpc::contract::vllm::tensor_data::Payload;
 use crate::grpc::contract::vllm::{GenerateRequest, MultimodalInputs, SamplingParams, TensorData};
+use crate::grpc::generate_params::GenerateParams;
 use crate::grpc::grammars;
-use crate::grpc::logprobs::{self, Sides};
+use crate::grpc::logprobs::{self, LogprobSides};
 use crate::grpc::media::{self, Media, Tensor};
-use crate::grpc::queue::Pace;
+use crate::grpc::queue::StreamInterval;
 use crate::grpc::settings::ImageFacts;
 use crate::grpc::status::refused;
-use crate::grpc::unserved::{SPLIT, or_one, refuse};
+use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
-pub(crate) fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Result<Asked, Status> {
+pub(crate) fn parse(
+    request: GenerateRequest,
+    image_facts: Option<ImageFacts>,
+) -> Result<GenerateParams, Status> {
     let params = request.sampling_params.unwrap_or_default();
     refuse(&[
         (
             "extra_mm_inputs",
             !request.extra_mm_inputs.is_empty(),
-            "it takes pictures, and no audio or video",
+            "it takes images, and no audio or video",
         ),
         (
             "media_refs",
             !request.media_refs.is_empty(),
-            "the gateway fetches pictures, and makes tensors of them",
+            "the gateway fetches images, and makes tensors of them",
         ),
         (
             "kv_transfer_params",
@@ -66,14 +69,14 @@ pub(crate) fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Res
         truncate(&mut prompt, most)?;
     }
     let inputs = request.mm_inputs.as_ref();
-    let pictures = inputs.map(|inputs| pictures(inputs, images, prompt.len()));
-    let pictures = pictures.transpose()?;
+    let images = inputs.map(|inputs| read_images(inputs, image_facts, prompt.len()));
+    let images = images.transpose()?;
     let (logprobs, sides) = logprobs(&params).map_err(|refusal| refused(&refusal))?;
     let bias = |(&token, &bias): (&i32, &f32)| (token.into(), bias);
     let raw = RawRequest {
         sampling: sampling(&params),
         logit_bias: params.logit_bias.iter().map(bias).collect(),
-        pictures,
+        images,
         logprobs,
         max_new_tokens: params.max_tokens.map(i64::from),
         min_new_tokens: params.min_tokens.into(),
@@ -85,21 +88,25 @@ pub(crate) fn asked(request: GenerateRequest, images: Option<ImageFacts>) -> Res
         streams: request.stream,
         ..RawRequest::new(request.request_id, prompt)
     };
-    let pace = Pace {
+    let interval = StreamInterval {
         streams: request.stream,
         interval: 1,
     };
-    Ok(Asked { raw, pace, sides })
+    Ok(GenerateParams {
+        raw,
+        interval,
+        sides,
+    })
 }
 
-fn pictures(
+fn read_images(
     inputs: &MultimodalInputs,
-    images: Option<ImageFacts>,
+    image_facts: Option<ImageFacts>,
     prompt: usize,
-) -> Result<Pictures, Status> {
+) -> Result<PromptImages, Status> {
     let is_picture = matches!(inputs.modality(), Modality::Unspecified | Modality::Image);
     if !is_picture {
-        return Err(media::refusal(images));
+        return Err(media::refusal(image_facts));
     }
     let grids = Media::grids(inputs.model_specific_tensors.iter());
     let places = inputs.mm_placeholders.iter();
@@ -108,7 +115,7 @@ fn pictures(
         grids: grids.map(tensor).transpose()?,
         places: places.map(|place| (place.offset, place.length)).collect(),
     };
-    media::pictures(&media, images, prompt)
+    media::images(&media, image_facts, prompt)
 }
 
 fn tensor(data: &TensorData) -> Result<Tensor<'_>, Status> {
@@ -125,13 +132,13 @@ fn tensor(data: &TensorData) -> Result<Tensor<'_>, Status> {
 }
 
 /// As vLLM has them: before the temperature.
-fn logprobs(params: &SamplingParams) -> Result<(Option<RawLogprobs>, Sides), Refusal> {
+fn logprobs(params: &SamplingParams) -> Result<(Option<RawLogprobs>, LogprobSides), Refusal> {
     let top =
         |field, value: Option<i32>| value.map(|value| logprobs::top(field, value)).transpose();
     let of_output = top("logprobs", params.logprobs)?;
     let of_prompt = top("prompt_logprobs", params.prompt_logprobs)?;
     if of_output.is_none() && of_prompt.is_none() {
-        return Ok((None, Sides::default()));
+        return Ok((None, LogprobSides::default()));
     }
     let tops = (of_prompt.unwrap_or(0), of_output.unwrap_or(0));
     let wanted = RawLogprobs {
@@ -140,7 +147,7 @@ fn logprobs(params: &SamplingParams) -> Result<(Option<RawLogprobs>, Sides), Ref
         logprob_start_len: of_prompt.map_or(-1, |_| 0),
         original: true,
     };
-    let sides = Sides {
+    let sides = LogprobSides {
         tops: Some(tops),
         only_prompt: of_output.is_none(),
     };
@@ -162,8 +169,8 @@ fn truncate(prompt: &mut Vec<u32>, most: i32) -> Result<(), Status> {
 }
 
 /// Fields without a value are 0, which stands for the neutral value where it has no meaning of its own.
-fn sampling(params: &SamplingParams) -> Sampling {
-    Sampling {
+fn sampling(params: &SamplingParams) -> pie_engine::SamplingParams {
+    pie_engine::SamplingParams {
         temperature: params.temperature.unwrap_or(1.0),
         top_k: if params.top_k == 0 {
             -1

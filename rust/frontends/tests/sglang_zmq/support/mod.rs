@@ -4,31 +4,40 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use pie_engine::{Constrain, Delta, Draw, End, Grammar, NewRequest, Rejected, Unbindable};
-use pie_frontends::sglang_zmq::{Backend, Front, FrontSettings, MessageClass, MessageField};
+use pie_engine::{
+    FinishReason, Grammar, GrammarHandle, GrammarSetupError, NewRequest, OutputDelta, RowParams,
+    SubmitError,
+};
+use pie_frontends::sglang_zmq::{
+    Backend, MessageClass, MessageField, SglangFrontend, SglangFrontendSettings,
+};
 use pie_ingress::{RequestLimits, RequestSpec};
 use rmpv::Value;
 
 /// A runtime that keeps what it is given.
 #[derive(Default)]
 pub(crate) struct Kept {
-    pub(crate) arrivals: RefCell<Vec<NewRequest<Draw>>>,
+    pub(crate) arrivals: RefCell<Vec<NewRequest<RowParams>>>,
     pub(crate) aborted: RefCell<Vec<u64>>,
     pub(crate) bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
     pub(crate) ended_sessions: RefCell<Vec<u64>>,
 }
 
 impl Backend for Kept {
-    fn submit(&self, spec: RequestSpec) -> Result<u64, Rejected> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError> {
         let mut arrivals = self.arrivals.borrow_mut();
-        arrivals.push(spec.into_arrival().0);
+        arrivals.push(spec.into_request().0);
         Ok(arrivals.len() as u64 - 1)
     }
 
-    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+    fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
         let mut bound = self.bound.borrow_mut();
         bound.push((grammar.clone(), after.to_vec()));
-        Err(Unbindable::NoTokenizer)
+        Err(GrammarSetupError::NoTokenizer)
     }
 
     fn abort(&self, request: u64) {
@@ -165,8 +174,8 @@ pub(crate) fn classes() -> Vec<MessageClass> {
     ]
 }
 
-pub(crate) fn settings() -> FrontSettings {
-    FrontSettings {
+pub(crate) fn settings() -> SglangFrontendSettings {
+    SglangFrontendSettings {
         eos_tokens: vec![2],
         think_end: Vec::new(),
         stream_interval: 1,
@@ -187,8 +196,8 @@ pub(crate) fn settings() -> FrontSettings {
     }
 }
 
-pub(crate) fn front() -> Front {
-    Front::new(&classes(), settings()).unwrap()
+pub(crate) fn front() -> SglangFrontend {
+    SglangFrontend::new(&classes(), settings()).unwrap()
 }
 
 pub(crate) fn encoded(value: &Value) -> Vec<u8> {
@@ -241,8 +250,8 @@ pub(crate) fn field(bytes: &[u8], name: &str) -> Vec<Value> {
     values[at + 1].as_array().unwrap().clone()
 }
 
-pub(crate) fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
-    Delta {
+pub(crate) fn delta(request: u64, tokens: &[u32], end: Option<FinishReason>) -> OutputDelta {
+    OutputDelta {
         request,
         sample: 0,
         tokens: tokens.to_vec(),
@@ -250,7 +259,7 @@ pub(crate) fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
         logprobs: Vec::new(),
         scored: None,
         held_bytes: 0,
-        end,
+        finish: end,
         cached_tokens: 1,
         loaded_tokens: 0,
         admitted: None,

@@ -304,13 +304,13 @@ impl Both {
         assert_eq!(self.pool.stats(), wanted);
         assert_eq!(self.pool.available(), wanted.free);
         let holders = self.naive.held.iter().chain(&self.naive.cached).copied();
-        assert_eq!(self.pool.audit(holders), Ok(()));
+        assert_eq!(self.pool.check_invariants(holders), Ok(()));
         if let Some(lost) = self.naive.held.first() {
             let holders = self.naive.held[1..]
                 .iter()
                 .chain(&self.naive.cached)
                 .copied();
-            let found = self.pool.audit(holders);
+            let found = self.pool.check_invariants(holders);
             assert!(matches!(found, Err(PoolError::Unbalanced { page, .. }) if page == *lost));
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use loom::cell::UnsafeCell;
 
-use super::shape::Shape;
+use super::layout::BroadcastLayout;
 use crate::sync::atomic::{AtomicU32, AtomicU64};
 use crate::words::{FragmentWords, ReaderWords, WriterWords};
 
@@ -14,7 +14,7 @@ use crate::words::{FragmentWords, ReaderWords, WriterWords};
 pub(crate) struct Mapping(Arc<Memory>);
 
 struct Memory {
-    shape: Shape,
+    layout: BroadcastLayout,
     writer: WriterWords,
     readers: Box<[ReaderWords]>,
     slots: Box<[Slot]>,
@@ -33,7 +33,7 @@ fn zeros<const COUNT: usize>() -> [AtomicU32; COUNT] {
 }
 
 impl Mapping {
-    pub(crate) fn new(shape: Shape) -> Self {
+    pub(crate) fn new(layout: BroadcastLayout) -> Self {
         let writer = WriterWords {
             published: AtomicU64::new(0),
             wake: AtomicU32::new(0),
@@ -52,18 +52,18 @@ impl Mapping {
                 has_more: AtomicU32::new(0),
                 rest: zeros(),
             },
-            payload: UnsafeCell::new(vec![0; shape.capacity()]),
+            payload: UnsafeCell::new(vec![0; layout.capacity()]),
         };
         Self(Arc::new(Memory {
-            shape,
+            layout,
             writer,
-            readers: (0..shape.readers()).map(reader).collect(),
-            slots: (0..shape.slots()).map(slot).collect(),
+            readers: (0..layout.readers()).map(reader).collect(),
+            slots: (0..layout.slots()).map(slot).collect(),
         }))
     }
 
-    pub(crate) fn shape(&self) -> &Shape {
-        &self.0.shape
+    pub(crate) fn layout(&self) -> &BroadcastLayout {
+        &self.0.layout
     }
 
     pub(crate) fn writer(&self) -> &WriterWords {

@@ -1,11 +1,11 @@
 //! The copies that contexts follow, against searches of their whole text.
 
-use crate::copying::{Copying, RESUMED};
+use crate::copy_tracker::{CopyTracker, RESUMED_BONUS};
 use crate::drafter::Drafter;
 use crate::index::{BOUNDARY, share};
 
 /// The copy, the context's first position, and its text.
-type Before = Option<(Option<Copying>, usize, Vec<u32>)>;
+type Before = Option<(Option<CopyTracker>, usize, Vec<u32>)>;
 
 pub(super) fn before(drafter: &Drafter, id: u64) -> Before {
     let context = drafter.contexts.peek(&id)?;
@@ -53,7 +53,7 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
             (_, Some((length, next))) if next == expected => Some((next, length)),
             (last, _) => last.copied(),
         }
-        .map(|(source, matched)| Copying {
+        .map(|(source, matched)| CopyTracker {
             source,
             end,
             matched,
@@ -63,8 +63,9 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
     let matched = wanted
         .filter(|wanted| wanted.end == end)
         .map_or(0, |wanted| wanted.matched);
-    if let Some((length, source)) = own.filter(|own| own.0 >= 3 && own.0 > matched + RESUMED) {
-        wanted = Some(Copying {
+    if let Some((length, source)) = own.filter(|own| own.0 >= 3 && own.0 > matched + RESUMED_BONUS)
+    {
+        wanted = Some(CopyTracker {
             source,
             end,
             matched: length,
@@ -75,7 +76,7 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
         wanted,
         "{text:?} from {start}, {known:?}"
     );
-    if let Some(Copying {
+    if let Some(CopyTracker {
         source,
         end,
         matched,
@@ -101,7 +102,7 @@ pub(super) fn resumed(
     let copying = context
         .copying()
         .filter(|copying| copying.end == end && copying.matched <= 2)?;
-    let length = copying.matched + RESUMED;
+    let length = copying.matched + RESUMED_BONUS;
     if copying.matched < drafter.config.min_n || length <= own {
         return None;
     }
@@ -123,11 +124,11 @@ pub(super) fn candidate(
     let (draft, length) = resumed?;
     let &token = draft.strip_prefix(path)?.first()?;
     let length = length + path.len();
-    Some((length, token, share(1.0, 1.0, length - RESUMED)))
+    Some((length, token, share(1.0, 1.0, length - RESUMED_BONUS)))
 }
 
 #[test]
-fn a_copy_goes_on_after_a_change() {
+fn a_copy_is_resumed_after_an_edit() {
     let mut run = super::new(0, usize::MAX);
     // 1 and 2 occur in many places.
     let text: Vec<u32> = (10..40).chain([1, 70, 1, 71, 1]).chain(40..60).collect();
@@ -150,7 +151,7 @@ fn a_copy_goes_on_after_a_change() {
 }
 
 #[test]
-fn changes_may_be_so_long() {
+fn edits_are_limited() {
     let text: Vec<u32> = (100..200).chain(100..110).collect();
     let after = |change: &[u32], on: u32| {
         let mut run = super::new(0, usize::MAX);

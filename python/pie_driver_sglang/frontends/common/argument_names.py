@@ -1,0 +1,155 @@
+"""The engine's arguments by name: supported ones by component, and why others are not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
+
+#: Arguments that the native runtime accepts under SGLang's names.
+SCHEDULER: Final = (
+    "chunked_prefill_size",
+    "constrained_json_disable_any_whitespace",
+    "constrained_json_whitespace_pattern",
+    "disable_radix_cache",
+    "enable_priority_scheduling",
+    "max_queued_requests",
+    "max_running_requests",
+    "priority_scheduling_preemption_threshold",
+    "radix_eviction_policy",
+    "schedule_conservativeness",
+    "schedule_low_priority_values_first",
+    "schedule_policy",
+)
+#: Arguments that `parse_arguments` reads.
+READ: Final = (
+    "base_gpu_id",
+    "device",
+    "download_dir",
+    "dp_size",
+    "dtype",
+    "gpu_id_step",
+    "grammar_backend",
+    "log_level",
+    "lora_paths",
+    "max_total_tokens",
+    "model_path",
+    "preferred_sampling_params",
+    "random_seed",
+    "reasoning_parser",
+    "revision",
+    "served_model_name",
+    "skip_tokenizer_init",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "tokenizer_path",
+    "tp_size",
+)
+#: Arguments that SGLang does not have.
+OWN: Final = (
+    "devices",
+    "grammar_compile_timeout_s",
+    "grammar_memory_mb",
+    "grammar_timeout_s",
+    "log_file",
+    "max_grammar_bytes",
+    "max_restarts",
+    "max_step_ms",
+    "max_token_gap_ms",
+    "ready_timeout_s",
+    "request_limits",
+)
+#: Arguments of the scheduler that are options of the driver, too.
+BOTH: Final = frozenset({"chunked_prefill_size"})
+#: Names of vLLM and of SGLang's command line for an argument of SGLang.
+_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "block_size": "page_size",
+        "data_parallel_size": "dp_size",
+        "enforce_eager": "disable_cuda_graph",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "lora_modules": "lora_paths",
+        "max_loras": "max_loras_per_batch",
+        "max_model_len": "context_length",
+        "max_num_batched_tokens": "chunked_prefill_size",
+        "max_num_seqs": "max_running_requests",
+        "model": "model_path",
+        "no_enable_prefix_caching": "disable_radix_cache",
+        "seed": "random_seed",
+        "tensor_parallel_size": "tp_size",
+        "tokenizer": "tokenizer_path",
+    }
+)
+#: Hints for arguments of vLLM without a counterpart; names of ours are in braces.
+_ADVICE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "enable_auto_tool_choice": "remove it; {tool_call_parser} enables tool calls by itself",
+        "enable_chunked_prefill": "remove it; prefill is chunked, by {chunked_prefill_size} tokens",
+        "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
+        "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
+        "{schedule_low_priority_values_first}",
+        "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts",
+        "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
+    }
+)
+
+
+def other_engines_flag(flag: str) -> str:
+    """A hint for a flag of another engine; empty for any other flag."""
+    argument = flag.removeprefix("--").replace("-", "_")
+    if name := _OTHER_NAMES.get(argument):
+        return f"SGLang calls `{flag}` `{_flag(name)}`."
+    return f"{_advice(argument, _flag)}." if argument in _ADVICE else ""
+
+
+def _flag(name: str) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if name in SERVER_ARGS else f"--option {name}=VALUE"
+
+
+def _advice(argument: str, shown: Callable[[str], str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: f"`{shown(found[1])}`", _ADVICE[argument])
+
+
+#: Why an argument of SGLang is refused, by its owner.
+UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adapters": "the driver manages adapters; set `lora_paths` and `max_loaded_loras`",
+        "capacity": "the driver computes its capacity from the memory; set `mem_fraction_static`",
+        "custom": "it needs a Python object in the driver's process",
+        "device": "set `device`, `devices`, `base_gpu_id` or `tp_size`",
+        "disaggregation": "prefill and decode run in one driver",
+        "dtype": "set `dtype`",
+        "graphs": "the driver sizes its CUDA graphs itself; set `cuda_graph_max_bs`",
+        "graphs_off": "set `disable_cuda_graph`, for all graphs",
+        "media": "the offline engine takes text and tokens, no images",
+        "observability": "the engine serves no metrics; `get_server_info()` has its figures",
+        "parallel": "only `tp_size` spreads a model, and only `dp_size` copies it",
+        "pool": "the driver lays out its KV pages itself; set `page_size`",
+        "prefix_cache": "the runtime has a prefix index of its own",
+        "sampling": "the driver samples as each request asks",
+        "schedule": "the runtime schedules by other means than SGLang here",
+        "seed": "set `random_seed`",
+        "server": "there is no HTTP server",
+        "snapshot": "the weights come from `model_path`",
+        "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
+        "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
+        "tokens": "the driver serves only causal language models",
+    }
+)
+
+
+def unknown_argument(name: str, known: set[str]) -> ConfigError:
+    """The error for an argument that does not exist, with the nearest of `known` as its hint."""
+    hint = nearest(name, known)
+    if name in _OTHER_NAMES:
+        hint = f"SGLang calls it `{_OTHER_NAMES[name]}`"
+    elif name in _ADVICE:
+        hint = _advice(name, str)
+    return ConfigError(
+        f"there is no argument {quoted(name)}", hint or "the names are those of SGLang's ServerArgs"
+    )

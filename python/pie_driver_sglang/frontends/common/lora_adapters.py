@@ -1,0 +1,239 @@
+"""LoRA adapters: SGLang's `lora_paths` and `lora_path`, and the registry of loaded ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
+from pie_driver_sglang.checkpoint.regular_file import RegularFile
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
+
+_MOST_CONFIG_BYTES: Final = 1 << 20
+
+
+class AdapterPath(NamedTuple):
+    """An adapter to load."""
+
+    name: str
+    """What requests call it."""
+    path: str
+    """A folder as PEFT saves it, or a safetensors file next to its configuration; absolute."""
+
+
+class AdapterUpdate(NamedTuple):
+    """The result of loading an adapter: the fields of SGLang's `LoRAUpdateOutput`."""
+
+    success: bool
+    error_message: str
+    """Empty after success."""
+    loaded_adapters: dict[str, str]
+    """Paths by name."""
+
+
+def parse_paths(given: Any) -> tuple[AdapterPath, ...]:
+    """Check `lora_paths`: a list of `path`, `name=path` or dictionaries, or paths by name.
+
+    Raises:
+        ConfigError: An entry is none of these, two have one name, or there is no such adapter.
+    """
+    if isinstance(given, Mapping):
+        found = [_adapter(name, path) for name, path in given.items()]
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        found = [_entry(entry) for entry in given]
+    else:
+        raise ConfigError(
+            f"`lora_paths` is {quoted(given)}, expected a list or a dictionary",
+            'e.g. `lora_paths=["name=/path/of/adapter"]`',
+        )
+    names = [adapter.name for adapter in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"`lora_paths` has {quoted(name)} twice", "give each its own name")
+    return tuple(found)
+
+
+def _entry(entry: Any) -> AdapterPath:
+    if isinstance(entry, str):
+        name, equals, path = entry.partition("=")
+        return _adapter(name, path) if equals else _adapter(entry, entry)
+    if isinstance(entry, Mapping) and {"lora_name", "lora_path"} <= entry.keys():
+        return _adapter(entry["lora_name"], entry["lora_path"])
+    raise ConfigError(
+        f"`lora_paths` has {quoted(entry)}",
+        'write a path, "name=path", or {"lora_name": ..., "lora_path": ...}',
+    )
+
+
+def _adapter(name: Any, path: Any) -> AdapterPath:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"an adapter's name is {quoted(name)}", "name it by a text")
+    if not isinstance(path, str | Path) or not str(path):
+        raise ConfigError(f"the path of adapter {quoted(name)} is {quoted(path)}", "name a folder")
+    here = local_path(path)
+    found = cached_snapshot(str(path)) if here is None else here.resolve()
+    if found is None:
+        raise ConfigError(
+            f"adapter {quoted(name)} is not at {quoted(str(path))}, and no such repository is in "
+            "the Hugging Face cache",
+            f"name its folder, or run `hf download {path}`",
+        )
+    return AdapterPath(name, str(found))
+
+
+def largest_rank(adapters: Sequence[AdapterPath]) -> int:
+    """The largest rank that the adapters' configurations name; 0 where they name none."""
+    return max((_rank(Path(adapter.path)) for adapter in adapters), default=0)
+
+
+def _rank(path: Path) -> int:
+    """0 for a configuration that cannot be read: the driver reports what is wrong with it."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        with RegularFile(folder / "adapter_config.json") as file:
+            if file.size > _MOST_CONFIG_BYTES:
+                return 0
+            config = json.loads(b"".join(file.chunks()))
+        named = [config.get("r"), *dict(config.get("rank_pattern") or {}).values()]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0
+    return max((rank for rank in named if isinstance(rank, int)), default=0)
+
+
+class AdapterRegistry:
+    """The LoRA adapters that the drivers of a runtime have loaded, by name. Thread-safe.
+
+    No adapter id is used twice, so KV of a former adapter never matches that of a new one.
+    """
+
+    rename_hint = "unload it, or give another name"
+
+    def __init__(self, runtime: Any) -> None:
+        """No adapters.
+
+        Args:
+            runtime: A `_core.Runtime` whose drivers are ready.
+        """
+        self._runtime = runtime
+        self._ids = itertools.count(1)
+        self._loaded: dict[str, tuple[int, str]] = {}
+        self._loading: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of the loaded adapters, by name."""
+        with self._lock:
+            return {name: path for name, (_, path) in self._loaded.items()}
+
+    def load(self, adapter: AdapterPath, shown_path: str | None = None) -> int:
+        """Have every driver load an adapter, and return its id; other requests run meanwhile.
+
+        Args:
+            adapter: Its name and its files.
+            shown_path: What `paths` has instead of the files; None for these.
+
+        Raises:
+            ConfigError: The name is taken.
+            StartError: A driver rejects the adapter, or there is none.
+        """
+        name = adapter.name
+        with self._lock:
+            self._check(name)
+            self._loading.add(name)
+            adapter_id = next(self._ids)
+        try:
+            # Without the lock: a driver may take its time.
+            self._runtime.load_adapter(adapter_id, adapter.path)
+            with self._lock:
+                self._loaded[name] = (adapter_id, shown_path or adapter.path)
+        finally:
+            with self._lock:
+                self._loading.discard(name)
+        return adapter_id
+
+    def unload(self, name: str) -> None:
+        """Have every driver unload an adapter that no request uses."""
+        with self._lock:
+            adapter_id, _ = self._loaded.pop(name)
+        self._runtime.unload_adapter(adapter_id)
+
+    def _check(self, name: str) -> None:
+        """Raise if an adapter of this name cannot be loaded; called with the lock."""
+        if name in self._loaded or name in self._loading:
+            raise ConfigError(f"there is an adapter {quoted(name)} already", self.rename_hint)
+
+
+class EngineAdapters(AdapterRegistry):
+    """The adapters of an engine, which stay loaded: at most as many as the drivers keep in memory.
+
+    So no request waits until a driver has read an adapter again.
+    """
+
+    rename_hint = "give another name"
+
+    def __init__(self, runtime: Any, most: int) -> None:
+        """No adapters.
+
+        Args:
+            runtime: A `_core.Runtime` whose drivers are ready.
+            most: How many there may be; 0 where adapters are off.
+        """
+        super().__init__(runtime)
+        self._most = most
+
+    def _check(self, name: str) -> None:
+        if not self._most:
+            raise ConfigError("adapters are off", "make the engine with `enable_lora=True`")
+        super()._check(name)
+        if (count := len(self._loaded) + len(self._loading)) >= self._most:
+            raise ConfigError(
+                f"{count} adapters are loaded, as many as `max_loaded_loras` allows",
+                "raise `max_loaded_loras`",
+            )
+
+    def adapter_id(self, name: Any) -> int | None:
+        """The id of a loaded adapter; None for None.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        if name is None:
+            return None
+        if not isinstance(name, str) or (found := self._loaded.get(name)) is None:
+            names = ", ".join(self._loaded) or "none"
+            hint = nearest(str(name), self._loaded) or "list it in `lora_paths`"
+            raise ConfigError(f"no adapter {quoted(name)} is loaded, but {names}", hint)
+        return found[0]
+
+    def adapter_ids(self, names: Any, count: int) -> list[int | None]:
+        """The ids for `count` prompts: of one name for all, or of a list.
+
+        Raises:
+            ConfigError: A name is unknown, or the list has another length.
+        """
+        if names is not None and not isinstance(names, str | list | tuple):
+            raise ConfigError(
+                f"`lora_path` is {quoted(names)}, expected a name or a list of names",
+                "name a loaded adapter",
+            )
+        listed = [names] * count if isinstance(names, str) or names is None else list(names)
+        require_count("lora_path", listed, count)
+        return [self.adapter_id(name) for name in listed]
+
+
+def require_count(name: str, entries: Sequence[Any], prompts: int) -> None:
+    """Refuse a list of another length than that of the prompts.
+
+    Raises:
+        ConfigError: The lengths differ.
+    """
+    if len(entries) != prompts:
+        raise ConfigError(
+            f"`{name}` has {len(entries)} entries for {prompts} prompts",
+            "give one for each prompt, or one for all",
+        )

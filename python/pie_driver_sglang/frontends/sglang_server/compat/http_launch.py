@@ -1,0 +1,181 @@
+"""Launches SGLang's HTTP server, with our scheduler or its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+from unittest import mock
+
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils import kill_process_tree
+
+from pie_driver_sglang.console import print_notice
+from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.frontends.sglang_server.compat import (
+    dp_controller,
+    forking,
+    http_app,
+    load_snapshots,
+    tokenizer_workers,
+)
+from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
+    MsgpackManager,
+    PieManager,
+)
+from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
+from pie_driver_sglang.frontends.sglang_server.served_flags import (
+    FLAG_LIST,
+    OWN_NAMES,
+    refuse_other_engines_flags,
+    unknown_flags,
+)
+from pie_driver_sglang.observability.active import SGLANG, Active, active_line
+
+Scheduler = Callable[..., None]
+"""Runs in a scheduler process; called with the arguments of ``run_scheduler_process``."""
+
+
+def given_flags(words: Sequence[str]) -> dict[str, Any]:
+    """The flags that differ from their defaults, by the names of their fields.
+
+    Raises:
+        ConfigError: One is unknown, or has a wrong value.
+    """
+    parser = _flag_parser()
+    merged = list(words)
+    if "--config" in merged:
+        merged = ConfigArgumentMerger(parser).merge_config_with_args(merged)
+    refuse_other_engines_flags(merged)
+    values = vars(parser.parse_args(merged))
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "config" and value != parser.get_default(name)
+    }
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """Raises errors of one line instead of printing a usage of hundreds."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise ConfigError(f"wrong flags: {message}", FLAG_LIST)
+        # Values belong to the flag before them.
+        names = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
+        if not names:
+            raise ConfigError(f"{quoted(unknown)} belongs to no flag", FLAG_LIST)
+        raise unknown_flags(names, [*self._option_string_actions, *OWN_NAMES])
+
+
+@functools.cache
+def _flag_parser() -> argparse.ArgumentParser:
+    """SGLang's parser, cached: its flags take 0.1 s to add."""
+    parser = _FlagParser(prog="pie-sglang serve")
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def parse_flags(words: Sequence[str]) -> ServerArgs:
+    """SGLang's settings, resolved."""
+    load_plugins()
+    return prepare_server_args(list(words))
+
+
+def launch(
+    arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None], *, is_ours: bool
+) -> None:
+    """Serve until the process is ended.
+
+    Args:
+        arguments: SGLang's settings.
+        scheduler: Runs in the scheduler process; can be pickled. Ours is called with
+            the pipes of `flow_control.SendWindow` first, by replica.
+        ready: Called when the server has answered its first request.
+        is_ours: Whether the scheduler is this package's.
+    """
+    kind: Callable[..., TokenizerManager] = MsgpackManager
+    notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if arguments.tokenizer_worker_num > 1:
+        # Processes of their own, without the pipe: no flow control.
+        tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
+        notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
+        if is_ours:
+            scheduler = functools.partial(scheduler, ())
+    elif is_ours:
+        acknowledger = Acknowledger(arguments.dp_size)
+        kind = functools.partial(PieManager, acknowledger=acknowledger)
+        scheduler = functools.partial(scheduler, acknowledger.schedulers)
+    manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
+    token = http_app.http_config_of(arguments).keys.warm_up
+    forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
+    try:
+        counts = load_snapshots.token_names()
+        with (
+            notifying_ready,
+            forks,
+            counts,
+            dp_controller.blocking_controller(),
+            http_app.serving_with(arguments),
+        ):
+            launch_server(
+                arguments,
+                init_tokenizer_manager_func=manager,
+                execute_warmup_func=functools.partial(http_app.send_warm_up, token),
+                run_scheduler_process_func=functools.partial(
+                    forking.run_with_default_signals, scheduler
+                ),
+                run_detokenizer_process_func=functools.partial(
+                    forking.run_with_default_signals, run_detokenizer_process
+                ),
+                launch_callback=ready,
+            )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def sglang_scheduler(reason: str, *, on_cpu: bool) -> Scheduler:
+    """SGLang's own scheduler, with the reason why it serves; patched for the CPU."""
+    return functools.partial(run_sglang_scheduler, reason, on_cpu)
+
+
+def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
+    """The entry point of the process of SGLang's scheduler."""
+    from sglang.srt.managers.scheduler import Scheduler as SglangScheduler
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    def init_info(self: SglangScheduler) -> dict[str, Any]:
+        parts = _active_components(self.server_args, reason)
+        if not (self.ps.tp_rank or self.ps.dp_rank):
+            print_notice(active_line(parts))
+        return {**own_info(self), "scheduler": SGLANG, "active": parts}
+
+    own_info = SglangScheduler.get_init_info
+    if on_cpu:
+        from pie_driver_sglang.backends.sglang.compat.model import take_cpu_for_one
+
+        take_cpu_for_one()
+    with mock.patch.object(SglangScheduler, "get_init_info", init_info):
+        run_scheduler_process(*arguments)
+
+
+def _active_components(settings: ServerArgs, reason: str) -> dict[str, Any]:
+    """The active components with SGLang's scheduler."""
+    active = Active()
+    active.choose("scheduler", SGLANG, reason)
+    active.choose("grammar", str(settings.grammar_backend))
+    active.choose("attention", ",".join(dict.fromkeys(settings.get_attention_backends())))
+    active.choose("layers", SGLANG)
+    active.choose("steps", "eager" if settings.disable_cuda_graph else "graphs")
+    active.choose("drafts", str(settings.speculative_algorithm or "off").lower())
+    return active.as_dict()

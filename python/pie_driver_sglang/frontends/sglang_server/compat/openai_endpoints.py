@@ -1,0 +1,159 @@
+"""Corrections of SGLang's OpenAI endpoints."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+import jinja2
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.function_call import utils
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from pie_driver_sglang.errors import reason
+from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
+from pie_driver_sglang.frontends.sglang_server.error_responses import short
+
+INPUT_ERRORS: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    jinja2.TemplateError,
+)
+"""Exceptions of handlers over unexpected input."""
+_MESSAGES: Final = OpenAIServingChat._process_messages
+_SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
+_SCHEMA: Final = utils._get_tool_schema
+_RESOLVE: Final = OpenAIServingBase._resolve_lora_path
+_TAKEN: Final = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+} - {"documents", "kwargs"}
+"""Arguments of the rendering functions, which do not reach the template."""
+_MOST_RESPONSES: Final = 1000
+_MOST_BYTES: Final = 256 << 20
+_OBJECT: Final = {"type": "object"}
+
+
+def bad_request_text(error: BaseException) -> str:
+    """The error text for a request that made a handler raise."""
+    return f"the request is not taken: {type(error).__name__}: {reason(error)}"
+
+
+def correct_errors() -> None:
+    """Answer 400 with a short text to input that makes a handler raise.
+
+    SGLang answers 500, and repeats the input.
+    """
+    kinds = [OpenAIServingBase]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in ("create_error_response", "create_streaming_error_response"):
+            if (made := vars(kind).get(name)) and not hasattr(made, "__wrapped__"):
+                setattr(kind, name, _refusing(made))
+
+
+def _refusing(made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(made)
+    def create(self: Any, message: Any, *arguments: Any, **given: Any) -> Any:
+        error = sys.exception()
+        if given.get("status_code") == HTTPStatus.INTERNAL_SERVER_ERROR and isinstance(
+            error, INPUT_ERRORS
+        ):
+            message = bad_request_text(error)
+            given |= {"err_type": "BadRequest", "status_code": 400}
+        return made(self, short(str(message)), *arguments, **given)
+
+    return create
+
+
+def correct_template_arguments() -> None:
+    """Reject `chat_template_kwargs` that are arguments of the rendering function.
+
+    SGLang answers 500 to them; a `chat_template` of the client could block the server's loop.
+    """
+    OpenAIServingChat._process_messages = _process_messages
+
+
+def _process_messages(self: OpenAIServingChat, request: Any, is_multimodal: bool) -> Any:
+    for name in request.chat_template_kwargs or ():
+        if name in _TAKEN:
+            raise ValueError(
+                f"`chat_template_kwargs` has `{name}`, which the server sets itself: remove it"
+            )
+    return _MESSAGES(self, request, is_multimodal)
+
+
+def correct_top_logprobs() -> None:
+    """Give each token of a streamed chunk its own ``top_logprobs``.
+
+    SGLang repeats those of the chunk's first token.
+    """
+    OpenAIServingChat._process_logprobs_tokens = _process_logprobs_tokens
+
+
+def _process_logprobs_tokens(
+    self: OpenAIServingChat, logprobs: Any, use_token_index: bool = False
+) -> Any:
+    # A chunk's lists begin with its first token.
+    return _SGLANGS(self, logprobs, use_token_index=True)
+
+
+def accept_adapter_names() -> None:
+    """Accept the name of an adapter as `model`, as vLLM does.
+
+    SGLang supports `served-name:adapter` only, and would use the base model.
+    """
+    OpenAIServingBase._resolve_lora_path = _resolve_lora_path
+
+
+def _resolve_lora_path(self: OpenAIServingBase, request_model: str, explicit_lora_path: Any) -> Any:
+    manager = self.tokenizer_manager
+    known = manager.lora_ref_cache if manager.server_args.enable_lora else ()
+    if request_model in known and request_model != manager.served_model_name:
+        return request_model
+    return _RESOLVE(self, request_model, explicit_lora_path)
+
+
+def correct_tool_schemas() -> None:
+    """Add `type: object` to the schema of a named tool's call.
+
+    SGLang's schema has properties only, which by JSON Schema also allows a string; SGLang relies on
+    xgrammar, which assumes an object.
+    """
+    utils._get_tool_schema = _get_tool_schema
+
+
+def limit_stored_responses() -> None:
+    """Bound the store of `/v1/responses`: SGLang's never drops an entry."""
+    try:
+        from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+    except ImportError:
+        # Without optional packages SGLang has no such endpoint.
+        return
+    init = OpenAIServingResponses.__init__
+
+    def with_bounds(self: Any, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self.response_store = BoundedStore(_MOST_RESPONSES, _MOST_BYTES)
+        # Messages are larger and stored first, so a stored response has its messages.
+        self.msg_store = BoundedStore(2 * _MOST_RESPONSES, 4 * _MOST_BYTES)
+
+    OpenAIServingResponses.__init__ = with_bounds
+
+
+def _get_tool_schema(tool: Any) -> dict[str, Any]:
+    schema = _SCHEMA(tool)
+    properties = schema["properties"]
+    arguments = {**_OBJECT, **properties["parameters"]}
+    return {**_OBJECT, **schema, "properties": {**properties, "parameters": arguments}}

