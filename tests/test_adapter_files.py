@@ -19,7 +19,8 @@ import safetensors.torch
 import torch
 
 from pie_driver_sglang._core import LayerPatterns
-from pie_driver_sglang.backends.sglang.lora.files import (
+from pie_driver_sglang.checkpoint.regular_file import CHUNK_BYTES, RegularFile
+from pie_driver_sglang.engine.lora.files import (
     CONFIG,
     MOST_CONFIG_BYTES,
     MOST_HEADER_BYTES,
@@ -29,7 +30,6 @@ from pie_driver_sglang.backends.sglang.lora.files import (
     Source,
     read,
 )
-from pie_driver_sglang.checkpoint.regular_file import CHUNK_BYTES, RegularFile
 from pie_driver_sglang.errors import AdapterError
 from pie_driver_sglang.memory import host
 from pie_driver_sglang.memory.host import Budget

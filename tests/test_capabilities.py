@@ -15,14 +15,14 @@ from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.driver import startup
 from pie_driver_sglang.driver.capabilities import UNLIMITED
-from pie_driver_sglang.engine.executor import Facts
+from pie_driver_sglang.engine.executor import ModelInfo
 from support.process.config_files import config_of
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 
 
-def facts_of(**changed: Any) -> Facts:
-    facts = Facts(
+def model_info(**changed: Any) -> ModelInfo:
+    info = ModelInfo(
         total_pages=4096,
         page_size=16,
         vocab_size=300,
@@ -31,23 +31,23 @@ def facts_of(**changed: Any) -> Facts:
         dtype="bfloat16",
         attention_backend="torch_native",
     )
-    return facts._replace(**changed)
+    return info._replace(**changed)
 
 
-def capacity(config: DriverConfig, facts: Facts) -> int:
+def capacity(config: DriverConfig, info: ModelInfo) -> int:
     """The request buffer that the driver makes for a model."""
-    hf_config = {"max_position_embeddings": facts.context_length, "vocab_size": facts.vocab_size}
+    hf_config = {"max_position_embeddings": info.context_length, "vocab_size": info.vocab_size}
     needed = startup.request_bytes(config, hf_config)
     return max(DEFAULT_REQUEST_BYTES, -(-needed // 64) * 64)
 
 
 MODELS = {
-    "tiny": facts_of(),
-    "one page": facts_of(total_pages=1, context_length=16),
-    "pages of one token": facts_of(page_size=1, total_pages=65_536, context_length=131_072),
-    "long context": facts_of(context_length=1 << 20, total_pages=1 << 16, vocab_size=152_064),
-    "context larger than the pool": facts_of(total_pages=8, context_length=131_072),
-    "huge pool": facts_of(total_pages=1 << 24, context_length=40_960, vocab_size=262_144),
+    "tiny": model_info(),
+    "one page": model_info(total_pages=1, context_length=16),
+    "pages of one token": model_info(page_size=1, total_pages=65_536, context_length=131_072),
+    "long context": model_info(context_length=1 << 20, total_pages=1 << 16, vocab_size=152_064),
+    "context larger than the pool": model_info(total_pages=8, context_length=131_072),
+    "huge pool": model_info(total_pages=1 << 24, context_length=40_960, vocab_size=262_144),
 }
 
 
@@ -56,11 +56,11 @@ MODELS = {
 def test_every_batch_within_the_limits_fits_the_request_buffer(
     name: str, options: dict[str, Any]
 ) -> None:
-    facts, config = MODELS[name], config_of(page_size=MODELS[name].page_size, **options)
-    request_bytes = capacity(config, facts)
-    caps = startup.capabilities(config, facts, request_bytes)
+    info, config = MODELS[name], config_of(page_size=MODELS[name].page_size, **options)
+    request_bytes = capacity(config, info)
+    caps = startup.capabilities(config, info, request_bytes)
     needed = 4 * caps.max_page_refs + 32 * caps.max_forward_tokens
-    needed += 96 * caps.max_forward_requests + 4 * facts.vocab_size + 4096
+    needed += 96 * caps.max_forward_requests + 4 * info.vocab_size + 4096
     assert needed <= request_bytes
 
 
@@ -74,12 +74,12 @@ def test_every_batch_within_the_limits_fits_the_request_buffer(
 def test_a_whole_context_always_fits(
     page_size: int, total_pages: int, context: int, vocabulary: int, requests: int
 ) -> None:
-    facts = facts_of(
+    info = model_info(
         page_size=page_size, total_pages=total_pages, context_length=context, vocab_size=vocabulary
     )
     config = config_of(page_size=page_size, cuda_graph_max_bs=requests)
-    request_bytes = capacity(config, facts)
-    caps = startup.capabilities(config, facts, request_bytes)
+    request_bytes = capacity(config, info)
+    caps = startup.capabilities(config, info, request_bytes)
     assert caps.max_forward_tokens >= context
     assert caps.max_page_refs >= -(-context // page_size)
     needed = 4 * caps.max_page_refs + 32 * caps.max_forward_tokens
@@ -89,11 +89,11 @@ def test_a_whole_context_always_fits(
 
 def test_recurrent_state_is_announced() -> None:
     config = config_of()
-    caps = startup.capabilities(config, facts_of(), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config, model_info(), DEFAULT_REQUEST_BYTES)
     found = (caps.rs_cache_required, caps.rs_cache_slots, caps.rs_cache_slot_bytes)
     assert found == (False, 0, 0)
-    facts = facts_of(state_slots=256, state_bytes=5 << 32)
-    caps = startup.capabilities(config, facts, DEFAULT_REQUEST_BYTES)
+    info = model_info(state_slots=256, state_bytes=5 << 32)
+    caps = startup.capabilities(config, info, DEFAULT_REQUEST_BYTES)
     found = (caps.rs_cache_required, caps.rs_cache_slots, caps.rs_cache_slot_bytes)
     assert found == (True, 256, 5 << 32)
     # Rejected drafts advance it for good.
@@ -111,41 +111,41 @@ def requests_of(count: int, tokens: int, pages: int) -> list[_core.Request]:
 
 
 def test_the_largest_decode_batch_really_fits() -> None:
-    config, facts = config_of(), facts_of(context_length=131_072)
-    room = capacity(config, facts)
-    caps = startup.capabilities(config, facts, room)
+    config, info = config_of(), model_info(context_length=131_072)
+    room = capacity(config, info)
+    caps = startup.capabilities(config, info, room)
     pages = caps.max_page_refs // caps.max_forward_requests
     frame = _core.encode_forward(requests_of(caps.max_forward_requests, 1, pages))
     assert len(frame) <= room
 
 
 def test_the_largest_prefill_batch_really_fits() -> None:
-    config, facts = config_of(), facts_of(context_length=32_768)
-    room = capacity(config, facts)
-    caps = startup.capabilities(config, facts, room)
-    count = caps.max_forward_tokens // facts.context_length
+    config, info = config_of(), model_info(context_length=32_768)
+    room = capacity(config, info)
+    caps = startup.capabilities(config, info, room)
+    count = caps.max_forward_tokens // info.context_length
     frame = _core.encode_forward(
-        requests_of(count, facts.context_length, caps.max_page_refs // count)
+        requests_of(count, info.context_length, caps.max_page_refs // count)
     )
     assert len(frame) <= room
 
 
 def test_images_fit_beside_the_largest_text_batch() -> None:
     """Text does not eat the room for the pixels and positions of images."""
-    config, facts = config_of(max_image_tokens=100), facts_of(context_length=32_768)
+    config, info = config_of(max_image_tokens=100), model_info(context_length=32_768)
     vision = {"patch_size": 4, "spatial_merge_size": 2}
     hf_config = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "vision_config": vision,
-        "max_position_embeddings": facts.context_length,
-        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": info.context_length,
+        "vocab_size": info.vocab_size,
     }
     config = msgspec.structs.replace(
         config, model=msgspec.structs.replace(config.model, hf_config=hf_config)
     )
     room = startup.request_bytes(config, hf_config)
     without = startup.request_bytes(config, {**hf_config, "architectures": []})
-    caps = startup.capabilities(config, facts, room)
+    caps = startup.capabilities(config, info, room)
     tokens = caps.max_forward_tokens
     pages = caps.max_page_refs
     sampler = [(tokens - 1, _core.Sampler.greedy())]
@@ -163,16 +163,16 @@ def test_images_fit_beside_the_largest_text_batch() -> None:
 
 def test_one_context_of_a_long_model_fits_with_one_token_pages() -> None:
     config = config_of(page_size=1)
-    facts = facts_of(page_size=1, context_length=262_144)
-    (request,) = requests_of(1, facts.context_length, facts.context_length)
+    info = model_info(page_size=1, context_length=262_144)
+    (request,) = requests_of(1, info.context_length, info.context_length)
     frame = _core.encode_forward([request])
     assert len(frame) > DEFAULT_REQUEST_BYTES
-    assert len(frame) <= capacity(config, facts)
+    assert len(frame) <= capacity(config, info)
 
 
 def test_the_capabilities_repeat_what_the_engine_found() -> None:
     config = config_of(cuda_graph_max_bs=7)
-    caps = startup.capabilities(config, facts_of(host_pages=90), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config, model_info(host_pages=90), DEFAULT_REQUEST_BYTES)
     assert (caps.total_pages, caps.kv_page_size, caps.vocab_size) == (4096, 16, 300)
     assert (caps.max_model_len, caps.arch_name) == (512, "llama3")
     assert caps.max_forward_requests == 7
@@ -185,8 +185,10 @@ def test_the_capabilities_repeat_what_the_engine_found() -> None:
 
 def test_speculation_is_what_the_operator_and_the_model_allow() -> None:
     config = config_of(cuda_graph_max_bs=7, spec_ngram_enabled=True)
-    assert startup.capabilities(config, facts_of(), DEFAULT_REQUEST_BYTES).enable_system_speculation
-    recurrent = startup.capabilities(config_of(), facts_of(state_slots=4), DEFAULT_REQUEST_BYTES)
+    assert startup.capabilities(
+        config, model_info(), DEFAULT_REQUEST_BYTES
+    ).enable_system_speculation
+    recurrent = startup.capabilities(config_of(), model_info(state_slots=4), DEFAULT_REQUEST_BYTES)
     assert not recurrent.system_speculation_supported
 
 
@@ -201,17 +203,17 @@ def test_speculation_is_what_the_operator_and_the_model_allow() -> None:
     ],
 )
 def test_what_the_driver_handles_by_itself_is_unlimited(limit: str) -> None:
-    caps = startup.capabilities(config_of(), facts_of(), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(), DEFAULT_REQUEST_BYTES)
     assert getattr(caps, limit) == UNLIMITED
 
 
 def test_a_small_pool_bounds_the_tokens_of_a_batch() -> None:
-    caps = startup.capabilities(config_of(), facts_of(total_pages=64), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(total_pages=64), DEFAULT_REQUEST_BYTES)
     assert caps.max_forward_tokens == 64 * 16
 
 
 def test_the_tokens_of_a_batch_cover_a_context_that_the_pool_cannot_hold() -> None:
-    caps = startup.capabilities(config_of(), facts_of(total_pages=8), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(total_pages=8), DEFAULT_REQUEST_BYTES)
     assert caps.max_forward_tokens == 512
 
 
@@ -244,6 +246,6 @@ class TestRequestBytes:
 
 
 def test_limits_are_counts_that_json_keeps_exact() -> None:
-    caps = startup.capabilities(config_of(), facts_of(), DEFAULT_REQUEST_BYTES)
+    caps = startup.capabilities(config_of(), model_info(), DEFAULT_REQUEST_BYTES)
     assert json.loads(json.dumps(caps.max_logit_rows)) == 2**32 - 1
     assert isinstance(config_of().driver.options, DriverOptions)

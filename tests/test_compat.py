@@ -88,7 +88,7 @@ def test_private_attributes_of_sglang_are_touched_in_one_folder() -> None:
 def test_one_folder_patches() -> None:
     """Others patch torch and Python for a time, not SGLang."""
     patching = {str(path) for path, tree in trees(inside=False) if "unittest" in ast.unparse(tree)}
-    assert patching == {"backends/sglang/process_groups.py", "backends/sglang/load_trace.py"}
+    assert patching == {"engine/process_groups.py", "backends/sglang/load_trace.py"}
 
 
 def test_every_compat_module_is_used() -> None:
@@ -217,7 +217,7 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
     folder = tmp_path / "pie_driver_sglang" / "backends" / "sglang"
     (folder / "compat").mkdir(parents=True)
     (folder / "compat" / "model.py").write_text(COMPAT_MODULE)
-    (folder / "executor.py").write_text(OTHER)
+    (folder / "model_backend.py").write_text(OTHER)
     found = checker.find_missing(tmp_path / "sglang", tmp_path)
     where = "pie_driver_sglang/backends/sglang/compat/model.py"
     assert found == [
@@ -234,7 +234,7 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         f"{where}:20: Made() wants first",
         f"{where}:24: method() takes no named",
         f"{where}:25: no Made.no_method",
-        "pie_driver_sglang/backends/sglang/executor.py:9: no Made.outer",
+        "pie_driver_sglang/backends/sglang/model_backend.py:9: no Made.outer",
     ]
 
 

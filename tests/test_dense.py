@@ -180,14 +180,16 @@ class TestFolding:
     """Norms whose weights go into the matrices after them."""
 
     def test_weights_are_updated_no_more(self) -> None:
-        from pie_driver_sglang.backends.sglang.layers import selection
+        from pie_driver_sglang.backends.sglang.compat.loading import refuse_updates
+        from pie_driver_sglang.engine.layers import selection
 
         runner, layer = make_runner(Model()), make_layer()
+        backend: Any = SimpleNamespace(freeze_weights=lambda reason: refuse_updates(runner, reason))
         update = runner.weight_updater.update_weights_from_tensor
         # So SGLang does it otherwise.
         assert update([("weight", torch.ones(3))]) == (True, "Success")
         assert runner.model.weight.tolist() == [1, 1, 1]
-        assert selection._fold(runner, [layer])
+        assert selection._fold(backend, [layer])
         assert layer.qkv.weight.unique().tolist() == layer.gate_up.weight.unique().tolist() == [6]
         assert (
             layer.before.weight.unique().tolist() == layer.between.weight.unique().tolist() == [1]
@@ -211,7 +213,7 @@ class TestFolding:
         "layer", [make_layer(torch.float16), make_layer(biased=True)], ids=["float16", "bias"]
     )
     def test_what_keeps_its_norms_can_be_updated(self, layer: Any) -> None:
-        from pie_driver_sglang.backends.sglang.layers import selection
+        from pie_driver_sglang.engine.layers import selection
 
         runner = make_runner(Model())
         assert not selection._fold(runner, [layer])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pie_driver_sglang._core import Request, Sampler, encode_forward
-from pie_driver_sglang.backends.sglang.device import find_loss
+from pie_driver_sglang.engine.device import find_loss
 from support.process import drivers, engine_process
 from support.process import runtime_client as rc
 from support.process.inspection import error_line
@@ -49,12 +49,12 @@ def _illegal_access(_device: int | None = None) -> None:
 
 def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> None:
     """Runs in a fork: a driver on the CPU whose device answers as a GPU that may be lost."""
-    from pie_driver_sglang.backends.sglang import device, executor
+    from pie_driver_sglang.engine import backend_executor, device
 
-    forward = executor.SglangExecutor.forward
+    forward = backend_executor.BackendExecutor.forward
     lost = False
 
-    def fail(self: executor.SglangExecutor, batch: object) -> None:
+    def fail(self: backend_executor.BackendExecutor, batch: object) -> None:
         nonlocal lost
         first = int(self._host["input_ids"][0])
         lost = lost or first == LOST_TOKEN
@@ -68,9 +68,9 @@ def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> No
         if lost:
             _illegal_access()
 
-    executor.SglangExecutor.forward = fail  # type: ignore[method-assign, assignment]
+    backend_executor.BackendExecutor.forward = fail  # type: ignore[method-assign, assignment]
     torch.cuda.synchronize = synchronize
-    executor.find_loss = lambda _name: device.find_loss("cuda:0")
+    backend_executor.find_loss = lambda _name: device.find_loss("cuda:0")
     rc.drive(config, handshake, stdout, stderr)
 
 
@@ -99,7 +99,7 @@ def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_pat
 
 def drive_without_memory(where: str, *arguments: str) -> None:
     """Runs in a fork: a driver that has no memory for its graphs, or for its warm-up."""
-    from pie_driver_sglang.backends.sglang import executor, load
+    from pie_driver_sglang.engine import backend_executor, build
 
     def fail(*_arguments: object, **_named: object) -> None:
         try:
@@ -108,9 +108,9 @@ def drive_without_memory(where: str, *arguments: str) -> None:
             raise RuntimeError("the capture is invalid")
 
     if where == "graphs":
-        load.CpuSteps = fail  # type: ignore[assignment, misc]
+        build.CpuGraphRunner = fail  # type: ignore[assignment, misc]
     else:
-        executor.SglangExecutor.forward = fail  # type: ignore[method-assign]
+        backend_executor.BackendExecutor.forward = fail  # type: ignore[method-assign]
     rc.drive(*arguments)
 
 
@@ -178,7 +178,7 @@ def capture_on_a_host(enabled: bool) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from pie_driver_sglang.backends.sglang import cuda_graphs, graph_runner
+    from pie_driver_sglang.engine import cuda_graphs, graph_runner
     from pie_driver_sglang.memory.graphs import plain_specs
 
     seen: list[bool] = []
@@ -191,14 +191,14 @@ def capture_on_a_host(enabled: bool) -> None:
         raise RuntimeError("no capture")
 
     graph_runner.GraphRunner.__init__ = begin  # type: ignore[method-assign, assignment]
-    cuda_graphs.CudaSteps._capture_all = capture  # type: ignore[method-assign]
+    cuda_graphs.CudaGraphRunner._capture_all = capture  # type: ignore[method-assign]
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []
     torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
-    engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
+    engine: Any = SimpleNamespace()
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
-        cuda_graphs.CudaSteps(engine, plain_specs([1]), 1)
+        cuda_graphs.CudaGraphRunner(engine, plain_specs([1]), 1)
     assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
 
 

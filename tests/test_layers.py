@@ -41,6 +41,22 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
     "memory": frozenset({"config", "psutil"}),
     "checkpoint": frozenset({"console", "memory", "numpy"}),
     "observability": frozenset({"_core", "config", "opentelemetry", "prometheus_client"}),
+    "engine": frozenset(
+        {
+            "_core",
+            "checkpoint",
+            "config",
+            "kernels",
+            "memory",
+            "msgspec",
+            "numpy",
+            "observability",
+            "ranks",
+            "safetensors",
+            "torch",
+            "tqdm",
+        }
+    ),
     "frontends.common": frozenset(
         {
             "_core",

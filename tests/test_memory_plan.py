@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
 from pie_driver_sglang.memory.batch_sizes import (
@@ -30,6 +31,7 @@ from pie_driver_sglang.memory.plan import (
     attention_mask_bytes,
     comparison,
     plan_memory,
+    planned_graphs,
     safe_reserve,
     table,
     used,
@@ -47,6 +49,7 @@ from pie_driver_sglang.memory.refusal import (
     find_remedy,
     require_fit,
 )
+from pie_driver_sglang.memory.sizes import memory_settings
 from support.models.memory_sizes import H200, PAGE, QWEN, USUAL
 
 
@@ -257,6 +260,28 @@ def test_the_graphs_of_the_measured_shape() -> None:
     settings = USUAL._replace(triton_tables=True, prompts=False)
     unmeasured -= len(rows[GraphKind.GROUPED]) * QWEN.layers * GRAPH_LAYER_BYTES
     assert 0.30 < (plan_memory(H200, QWEN, settings).graphs - unmeasured) / GIB < 0.40
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backend", [None, "pie", "triton"])
+def test_all_graphs_that_are_captured_are_planned(
+    backend: str | None, ranks: int, lora: bool
+) -> None:
+    """Before a model is loaded, nobody knows whether the backend `pie` decodes it."""
+    given_options = {} if backend is None else {"attention_backend": backend}
+    options = parse_options({**given_options, "enable_lora": lora}, "cuda")
+    settings = memory_settings(
+        options, H200, ranks, context_length=40_960, page_size=PAGE,
+        backends=("triton", backend or "triton"), deterministic=False,
+    )  # fmt: skip
+    planned = planned_graphs(QWEN, settings)
+    for pie in {None: (False, True), "pie": (True,), "triton": (False,)}[backend]:
+        captured = graph_specs(
+            options.max_forward_requests, settings.chunk_tokens, groups=pie,
+            prompts=pie and ranks == 1, sparse=False, adapters=lora,
+        )  # fmt: skip
+        assert set(captured) <= set(planned)
 
 
 @pytest.mark.parametrize("requests", [256, 4096])

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.backends.sglang import progress
+from pie_driver_sglang.engine import progress
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.observability import reporter
 from pie_driver_sglang.observability.backoff import LONGEST_S, Backoff

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.backends.sglang.page_pools import PagePools, host_pages, page_bytes
+from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_bytes
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import host
 from support.process import drivers

@@ -20,7 +20,7 @@ import pytest
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
-from pie_driver_sglang.backends.sglang.parallel_sampling import FEWEST_DIVIDED, rank_slots
+from pie_driver_sglang.engine.parallel_sampling import MIN_DIVIDED_SLOTS, partition_slots
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pack, unpack
 from pie_driver_sglang.ranks.leader import LeaderExecutor
@@ -250,10 +250,10 @@ class TestSlots:
     @pytest.mark.parametrize(
         ("slots", "ranks", "own"),
         [
-            (FEWEST_DIVIDED, 2, [(0, 32), (32, 64)]),
-            (FEWEST_DIVIDED + 8, 4, [(0, 18), (18, 36), (36, 54), (54, 72)]),
-            (FEWEST_DIVIDED - 4, 2, [(0, 60), (0, 60)]),
-            (FEWEST_DIVIDED + 1, 2, [(0, 65), (0, 65)]),
+            (MIN_DIVIDED_SLOTS, 2, [(0, 32), (32, 64)]),
+            (MIN_DIVIDED_SLOTS + 8, 4, [(0, 18), (18, 36), (36, 54), (54, 72)]),
+            (MIN_DIVIDED_SLOTS - 4, 2, [(0, 60), (0, 60)]),
+            (MIN_DIVIDED_SLOTS + 1, 2, [(0, 65), (0, 65)]),
         ],
         ids=["many", "of-four-ranks", "few", "odd"],
     )
@@ -263,12 +263,12 @@ class TestSlots:
         groups: list[Any] = [
             SimpleNamespace(world_size=ranks, rank_in_group=rank) for rank in range(ranks)
         ]
-        found = [rank_slots(slots, group).own for group in groups]
+        found = [partition_slots(slots, group).own for group in groups]
         assert [(part.start, part.stop) for part in found] == own
 
     def test_a_rank_with_all_logits_samples_all(self) -> None:
-        slots = 2 * FEWEST_DIVIDED
-        assert rank_slots(slots, None).own == slice(0, slots)
+        slots = 2 * MIN_DIVIDED_SLOTS
+        assert partition_slots(slots, None).own == slice(0, slots)
 
     @pytest.mark.engine
     def test_their_tokens_are_those_of_one_process(
@@ -280,7 +280,7 @@ class TestSlots:
             drivers.write_config(
                 tmp_path,
                 snapshot,
-                options={"cuda_graph_max_bs": FEWEST_DIVIDED},
+                options={"cuda_graph_max_bs": MIN_DIVIDED_SLOTS},
                 **drivers.spread(ranks),
             )
             for ranks in (2, 1)
@@ -345,7 +345,7 @@ def flat(values: Any) -> list[Any]:
 
 def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts: its log says what it samples."""
-    from pie_driver_sglang.backends.sglang import eager_steps
+    from pie_driver_sglang.engine import eager_steps
 
     sample = eager_steps.sample_rows
 

@@ -301,18 +301,18 @@ def with_another_model(other: str, arguments: Sequence[str]) -> list[str]:
 
 def with_a_broken_copy(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts."""
-    from pie_driver_sglang.backends.sglang.executor import SglangExecutor
+    from pie_driver_sglang.engine.backend_executor import BackendExecutor
 
-    copy = SglangExecutor.copy_pages
+    copy = BackendExecutor.copy_pages
 
     def copy_but_page_5(
-        engine: SglangExecutor, direction: str, sources: Sequence[int], targets: Sequence[int]
+        engine: BackendExecutor, direction: str, sources: Sequence[int], targets: Sequence[int]
     ) -> None:
         if 5 in sources:
             raise OSError("no such page")
         copy(engine, direction, sources, targets)
 
-    SglangExecutor.copy_pages = copy_but_page_5  # type: ignore[method-assign]
+    BackendExecutor.copy_pages = copy_but_page_5  # type: ignore[method-assign]
     return list(arguments)
 
 

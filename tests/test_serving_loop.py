@@ -18,7 +18,7 @@ import torch
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request
 from pie_driver_sglang.driver.serving_loop import run_batch, serve, warm_up
-from pie_driver_sglang.engine.executor import Facts
+from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.errors import LostError
 from pie_driver_sglang.kernels.sampling.reference import Outputs
 from support.process import drivers
@@ -52,9 +52,9 @@ class FakeEngine:
         self.at_copy: Callable[[], object] = lambda: None
 
     @property
-    def facts(self) -> Facts:
+    def model_info(self) -> ModelInfo:
         sizes = {"host_pages": self.host_pages, "state_slots": self.state_slots}
-        return Facts(64, 16, 300, 512, "llama3", "float32", "none", **sizes)
+        return ModelInfo(64, 16, 300, 512, "llama3", "float32", "none", **sizes)
 
     def find_loss(self) -> str | None:
         return self.loss

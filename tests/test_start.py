@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.backends.sglang import device, environment
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.backends.sglang.compat import process
+from pie_driver_sglang.engine import device
 from pie_driver_sglang.errors import StartError
 from support.process import drivers
 

@@ -112,7 +112,7 @@ class Layer:
 
     def ours(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By the kernels of the driver; the parts and the residual of the next layer."""
-        from pie_driver_sglang.backends.sglang.layers import dense
+        from pie_driver_sglang.engine.layers import dense
 
         if len(slots) > dense._MAX_ROWS:
             return parts, self._many(residual, slots)

@@ -85,8 +85,8 @@ if __name__ == "__main__":
     from pie_driver_sglang import _core
     guard = _core.ExitGuard()
     for target, arguments in (
-        (patch, ("backends.sglang.executor", ("SglangExecutor", "forward"), counted)),
-        (patch, ("backends.sglang.cuda_graphs", ("CudaSteps", "_capture_all"), crowded)),
+        (patch, ("engine.backend_executor", ("BackendExecutor", "forward"), counted)),
+        (patch, ("engine.cuda_graphs", ("CudaGraphRunner", "_capture_all"), crowded)),
         (fault, ()),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()

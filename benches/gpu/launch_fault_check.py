@@ -7,7 +7,7 @@ Such a launch once ended a measurement with a segmentation fault in `cuGraphLaun
 graph reads lengths and ids from other places of the block, so a kernel reads an illegal address.
 Launches that follow before the error is seen then crash within the CUDA driver (580), with this
 driver or without it (`plain`). The driver itself has one launch in flight, of the graph that it has
-staged, and `CudaSteps.time` refuses another block. The cases, each in a process of its own:
+staged, and `CudaGraphRunner.time` refuses another block. The cases, each in a process of its own:
 
 1. `fields`: the step is staged, and the fields of the larger graph are read from the block. Printed
    are those that lie outside the pool, the block table or the vocabulary.
@@ -98,11 +98,11 @@ def larger(steps: Any, arguments: argparse.Namespace) -> Any:
 def check_fields(arguments: argparse.Namespace) -> None:
     """Prints what the larger graph would read of the block."""
     engine, steps = serve_here(arguments)
-    graph, facts = larger(steps, arguments), engine.facts
-    table = engine.runner.req_to_token_pool.req_to_token
+    graph, info = larger(steps, arguments), engine.model_info
+    table = engine.block_table.slots
     limits = {
-        "input_ids": facts.vocab_size,
-        "out_cache_loc": (facts.total_pages + 1) * PAGE,
+        "input_ids": info.vocab_size,
+        "out_cache_loc": (info.total_pages + 1) * PAGE,
         "req_pool_indices": table.shape[0],
         "seq_lens": table.shape[1] + 1,
     }
@@ -116,7 +116,7 @@ def check_fields(arguments: argparse.Namespace) -> None:
 
 def check_staged(arguments: argparse.Namespace) -> None:
     """Launches the larger graph over rows that it may compute."""
-    from pie_driver_sglang.backends.sglang.graph_runner import stage_blank
+    from pie_driver_sglang.engine.graph_runner import stage_blank
 
     _, steps = serve_here(arguments)
     stage_blank(larger(steps, arguments))

@@ -78,7 +78,7 @@ def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, i
 
     from pie_driver_sglang.driver.serving_loop import run_batch
 
-    on_cuda = engine.runner.device != "cpu"
+    on_cuda = engine.backend.runner.device != "cpu"
     before = 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -99,13 +99,13 @@ def largest_batches(engine: Any, chunk: int) -> Iterator[list[Request]]:
     """A prompt that fills a pass, and a decode whose slots all list a distribution."""
     from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS
 
-    facts, args = engine.facts, engine.runner.server_args
-    length = min(chunk, facts.context_length, facts.total_pages * facts.page_size)
-    pages = list(range(-(-length // facts.page_size)))
-    last = (length - 1) % facts.page_size + 1
+    info, args = engine.model_info, engine.backend.runner.server_args
+    length = min(chunk, info.context_length, info.total_pages * info.page_size)
+    pages = list(range(-(-length // info.page_size)))
+    last = (length - 1) % info.page_size + 1
     slot = (length - 1, Sampler.greedy())
     yield [Request([0] * length, list(range(length)), pages, last, [slot])]
-    count = min(facts.total_pages, engine.table_pages.shape[0], args.max_running_requests)
+    count = min(info.total_pages, len(engine.block_table.pages), args.max_running_requests)
     each = -(-MAX_SLOTS // count)
     slots = [(0, Sampler.dist(1.0, LISTED))] * each
     yield [Request([0], [0], [page], 1, slots) for page in range(count)]

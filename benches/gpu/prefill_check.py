@@ -71,9 +71,9 @@ class Prefill:
     """Prompts in scattered pages, as one pass."""
 
     def __init__(self, engine: Any, lengths: list[int]) -> None:
-        from pie_driver_sglang.backends.sglang.compat.passes import Extends, PassInputs
+        from pie_driver_sglang.engine.backend import Extends, PassInputs
 
-        runner, device = engine.runner, "cuda"
+        runner, device = engine.backend.runner, "cuda"
         table = runner.req_to_token_pool.req_to_token
         if len(lengths) >= len(table):
             raise ValueError(f"{len(lengths)} prompts, and the table has {len(table)} rows")
@@ -86,7 +86,7 @@ class Prefill:
             places.append(slots[:length])
         total, sizes = sum(lengths), torch.tensor(lengths)
         on_device = sizes.to(device)
-        vocabulary = engine.facts.vocab_size
+        vocabulary = engine.model_info.vocab_size
         self._engine = engine
         self._inputs = PassInputs(
             input_ids=torch.randint(vocabulary, (total,), device=device),
@@ -106,12 +106,9 @@ class Prefill:
 
     def run(self, layers: Any) -> torch.Tensor:
         """Runs it by the driver's layers, or by SGLang's (None); ``[tokens, width]`` states."""
-        from pie_driver_sglang.backends.sglang.compat.passes import make_batch
-
-        batch = make_batch(self._inputs, self._extends)
+        context = self._engine.backend.make_context(self._inputs, self._extends)
         with contextlib.nullcontext() if layers is None else layers.patched_prefill():
-            self._engine.runner.forward(batch)
-        states: torch.Tensor = self._engine.hidden.states
+            states: torch.Tensor = self._engine.backend.forward(context).states
         return states
 
     def stage(self, fields: Mapping[str, torch.Tensor]) -> None:
@@ -133,10 +130,10 @@ class Graph:
     """A pass as the driver's graph of at least so many rows."""
 
     def __init__(self, engine: Any, rows: int, one: Prefill) -> None:
-        from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
-        from pie_driver_sglang.backends.sglang.graph_runner import stage_blank
+        from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+        from pie_driver_sglang.engine.graph_runner import stage_blank
 
-        steps = CudaSteps(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
+        steps = CudaGraphRunner(engine, plain_specs([rows]), DEFAULT_MAX_FORWARD_REQUESTS)
         self._states: torch.Tensor = engine.hidden.states
         self._graph = steps._captured[rows, GraphKind.PLAIN]
         # It owns the memory that the graph reads.
@@ -224,10 +221,8 @@ def show(tokens: int, each: int, found: Mapping[str, float], theirs: Mapping[str
 
 def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Peers) -> None:
     """Every pass in both ways, next to what SGLang took with its graphs."""
-    from pie_driver_sglang.backends.sglang.measure import chosen_experts
-
     print(f"layers: {type(engine.fused).__name__}", flush=True)
-    sparse = chosen_experts(engine.runner.model_config) > 0
+    sparse = engine.backend.info.is_sparse
     for tokens, each in passes(arguments):
         lengths = prompts(tokens, each)
         one = Prefill(engine, lengths)

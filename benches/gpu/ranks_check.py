@@ -153,7 +153,7 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
     with here as (name, own, workers):
         for context in map(int, arguments.contexts.split(",")):
             for batch in map(int, arguments.batches.split(",")):
-                if batch * (context // PAGE + 2) > own.facts.total_pages:
+                if batch * (context // PAGE + 2) > own.model_info.total_pages:
                     print(f"{batch} contexts of {context} exceed the pool", flush=True)
                     continue
                 again = functools.partial(repeat, Repeat(batch, STEPS), own, workers)

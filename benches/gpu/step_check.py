@@ -56,14 +56,14 @@ class Steps:
         model = frame.model_folder(shapes, folder)
         config = load_config(write_config(folder, model, (*OPTIONS, *options), spin_budget_us=None))
         environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
-        import pie_driver_sglang.backends.sglang.load as load
-
         # The graph path's own graphs would only take time.
-        from pie_driver_sglang.backends.sglang.compat.pools import storage
+        from pie_driver_sglang.backends.sglang.compat.pools import kv_pages
+        from pie_driver_sglang.backends.sglang.load import load_engine
+        from pie_driver_sglang.engine import build
 
-        with mock.patch.object(load, "_steps", lambda *_: None):
-            _, self.engine = load.load_engine(config)
-        for stored in storage(self.engine.runner.token_to_kv_pool)[0]:
+        with mock.patch.object(build, "_steps", lambda *_: None):
+            _, self.engine = load_engine(config)
+        for stored in kv_pages(self.engine.backend.runner.token_to_kv_pool):
             # There are no random numbers in FP8.
             if stored.dtype.itemsize > 1:
                 stored.normal_(std=0.05)
@@ -72,9 +72,9 @@ class Steps:
         self, rows: list[int], lengths: list[int], way: dict[str, Any], report: Report
     ) -> None:
         """Prints a line for each length."""
-        from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-        from pie_driver_sglang.backends.sglang.cuda_graphs import CudaSteps
-        from pie_driver_sglang.backends.sglang.layers import dense
+        from pie_driver_sglang.engine.attention.paged import PagedDecode
+        from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+        from pie_driver_sglang.engine.layers import dense
         from pie_driver_sglang.kernels.attention import split_plan
 
         usual, changed = split_plan.split_tuning, dict(way)
@@ -98,7 +98,7 @@ class Steps:
             patches.enter_context(mock.patch.object(split_plan, "split_tuning", tuning))
             for patch in left_out:
                 patches.enter_context(patch)
-            steps = CudaSteps(self.engine, plain_specs(rows), max(rows))
+            steps = CudaGraphRunner(self.engine, plain_specs(rows), max(rows))
         for length in lengths:
             slots = self._place(max(rows), length)
             found = {count: self._step(steps, count, length, slots) for count in rows}
@@ -109,18 +109,18 @@ class Steps:
     @contextlib.contextmanager
     def _without_batches(self) -> Iterator[None]:
         """Within, layers have no kernels of batches."""
-        from pie_driver_sglang.backends.sglang.layers.selection import fuse_layers
+        from pie_driver_sglang.engine.layers.selection import fuse_layers
         from pie_driver_sglang.kernels.gemm import wgmma
 
         with mock.patch.object(wgmma, "supports_wgmma", lambda _: False):
             # Graphs use its memory after this has ended.
-            self._layers = fuse_layers(self.engine.runner)
+            self._layers = fuse_layers(self.engine.backend)
         with mock.patch.object(self.engine, "fused", self._layers):
             yield
 
     def _place(self, rows: int, length: int) -> torch.Tensor:
         """Scattered pages for every row of the block table: ``[rows, tokens]`` slots."""
-        runner = self.engine.runner
+        runner = self.engine.backend.runner
         pages = -(-length // PAGE)
         free = runner.max_total_num_tokens // PAGE - 1
         own = torch.randperm(free, device="cuda")[: rows * pages] + 1
@@ -138,7 +138,7 @@ class Steps:
         fields["req_pool_indices"][:] = torch.arange(1, rows + 1)
         fields["out_cache_loc"][:] = slots[:rows, length - 1].cpu()
         # Rows of the same text would take the same experts.
-        fields["input_ids"][:] = torch.randint(self.engine.facts.vocab_size, (rows,))
+        fields["input_ids"][:] = torch.randint(self.engine.model_info.vocab_size, (rows,))
         torch.cuda.synchronize()
         return min(steps.time(rows, REPEATS) for _ in range(ROUNDS))
 

@@ -34,7 +34,7 @@ from frame import Report
 from serving import PAGE, driver, step
 
 from pie_driver_sglang._core import Client
-from pie_driver_sglang.backends.sglang.page_pools import PagePools, page_bytes
+from pie_driver_sglang.engine.page_pools import PagePools, page_bytes
 
 COUNTS = (1, 4, 32, 256, 2048)
 RUNS = 15

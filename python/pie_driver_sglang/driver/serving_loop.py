@@ -15,7 +15,7 @@ from pie_driver_sglang.driver.failures import log_or_raise
 
 if TYPE_CHECKING:
     from pie_driver_sglang.driver.trace import Trace
-    from pie_driver_sglang.engine.executor import Facts, ModelExecutor
+    from pie_driver_sglang.engine.executor import ModelExecutor, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,12 @@ def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
 
     They write to the first pages of the pools, which are free.
     """
-    for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
+    for direction in ("D2D", "D2H", "H2D", "H2H") if engine.model_info.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
-    if engine.facts.state_slots:
+    if engine.model_info.state_slots:
         engine.copy_states([0], [0])
     _warm_up_paths(server, engine, None)
-    if engine.facts.adapter_slots:
+    if engine.model_info.adapter_slots:
         engine.load_warm_up_adapter()
         _warm_up_paths(server, engine, WARM_UP_ADAPTER)
         engine.drop_warm_up_adapter()
@@ -152,8 +152,8 @@ def _serve_copy(copy: _core.Copy, engine: ModelExecutor) -> None:
 
 
 def _warm_up_paths(server: _core.Server, engine: ModelExecutor, adapter_id: int | None) -> None:
-    facts = engine.facts
-    for requests in _warm_up_batches(facts, adapter_id):
+    info = engine.model_info
+    for requests in _warm_up_batches(info, adapter_id):
         batch = server.warm_up(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
@@ -163,13 +163,13 @@ def _micros(nanoseconds: int) -> int:
     return min((nanoseconds + 500) // 1000, 2**32 - 1)
 
 
-def _warm_up_batches(facts: Facts, adapter_id: int | None) -> list[list[Request]]:
+def _warm_up_batches(info: ModelInfo, adapter_id: int | None) -> list[list[Request]]:
     """Decodes, a prefill of one page, a mixed batch, and a prefill with an attention mask.
 
     Each with every class of sampler; with an adapter, every other request uses it.
     """
-    page_size, has_state = facts.page_size, facts.state_slots > 0
-    count = min(facts.total_pages, facts.state_slots or 8, 8)
+    page_size, has_state = info.page_size, info.state_slots > 0
+    count = min(info.total_pages, info.state_slots or 8, 8)
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
     samplers += [Sampler.min_p(0.8, 0.1), Sampler.dist(1.0, 4), Sampler.raw_logits()]
     samplers += [Sampler.logprobs([0, 1]), Sampler.entropy()]

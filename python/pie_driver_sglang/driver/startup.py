@@ -52,7 +52,7 @@ from pie_driver_sglang.ranks.types import ALONE
 from pie_driver_sglang.shared_names import use_token
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.executor import Facts, ModelExecutor
+    from pie_driver_sglang.engine.executor import ModelExecutor, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -154,27 +154,27 @@ def run(
             engine = _start(config, server, workers)
             if options.active_file is not None:
                 write_active(engine.active, options.active_file)
-            caps = capabilities(config, engine.facts, server.request_capacity)
+            caps = capabilities(config, engine.model_info, server.request_capacity)
             handshake.announce(driver.group_id, server.name, caps)
             _log_ready(config, engine, time.monotonic() - started)
-            reporter.begin(server.counts, _served_model(config, engine.facts))
+            reporter.begin(server.counts, _served_model(config, engine.model_info))
             serve(server, engine, trace)
     finally:
         server.unlink()
 
 
 def _log_ready(config: DriverConfig, engine: ModelExecutor, seconds: float) -> None:
-    facts = engine.facts
+    info = engine.model_info
     logger.info("%s", active_line(engine.active))
     logger.info(
         "serving %s (%s) on %s: %s, %d pages of %d tokens, %d more on the host, ready in %.1f s",
         _model_name(config),
-        facts.arch_name,
+        info.arch_name,
         ", ".join(config.driver.device),
-        facts.dtype,
-        facts.total_pages,
-        facts.page_size,
-        facts.host_pages,
+        info.dtype,
+        info.total_pages,
+        info.page_size,
+        info.host_pages,
         seconds,
     )
 
@@ -183,8 +183,8 @@ def _model_name(config: DriverConfig) -> str:
     return config.model.name or config.model.snapshot_dir.name
 
 
-def _served_model(config: DriverConfig, facts: Facts) -> ServedModel:
-    return ServedModel(_model_name(config), facts.total_pages, facts.page_size)
+def _served_model(config: DriverConfig, info: ModelInfo) -> ServedModel:
+    return ServedModel(_model_name(config), info.total_pages, info.page_size)
 
 
 def _log_source(config: DriverConfig) -> LogSource:
@@ -199,7 +199,7 @@ def _name_lines(config: DriverConfig, guard: _core.ExitGuard) -> None:
     guard.set_last_line(last_line(source, log_format))
 
 
-def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
+def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> Capabilities:
     """The capabilities for the handshake; limits that the driver handles itself are unlimited.
 
     Every batch of tokens, pages and images within the limits fits a frame of `request_bytes` bytes,
@@ -207,20 +207,20 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
     can exceed it, and must be split by its sender, as this project's runtime does.
     """
     requests = config.driver.options.max_forward_requests
-    budget = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
+    budget = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * info.vocab_size
     budget -= _image_bytes(config, config.model.hf_config)
     # Half of the space for tokens, half for pages; a whole context always fits.
-    pool_tokens = facts.total_pages * facts.page_size
-    tokens = max(facts.context_length, min(pool_tokens, budget // 2 // _TOKEN_BYTES))
-    if budget < _TOKEN_BYTES * tokens + 4 * -(-tokens // facts.page_size):
+    pool_tokens = info.total_pages * info.page_size
+    tokens = max(info.context_length, min(pool_tokens, budget // 2 // _TOKEN_BYTES))
+    if budget < _TOKEN_BYTES * tokens + 4 * -(-tokens // info.page_size):
         raise StartError(
             f"a context of {tokens} tokens does not fit a request of {request_bytes} bytes",
             "set `context_length` in the options",
         )
     return Capabilities(
-        total_pages=facts.total_pages,
-        kv_page_size=facts.page_size,
-        swap_pool_size=facts.host_pages,
+        total_pages=info.total_pages,
+        kv_page_size=info.page_size,
+        swap_pool_size=info.host_pages,
         max_forward_tokens=tokens,
         max_forward_requests=requests,
         max_page_refs=(budget - _TOKEN_BYTES * tokens) // 4,
@@ -229,16 +229,16 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
         max_custom_mask_bytes=UNLIMITED,
         max_sampler_rows=UNLIMITED,
         max_logprob_labels=UNLIMITED,
-        arch_name=facts.arch_name,
-        vocab_size=facts.vocab_size,
-        max_model_len=facts.context_length,
+        arch_name=info.arch_name,
+        vocab_size=info.vocab_size,
+        max_model_len=info.context_length,
         activation_dtype=config.driver.activation_dtype,
         snapshot_dir=str(config.model.snapshot_dir),
-        rs_cache_required=facts.state_slots > 0,
-        rs_cache_slots=facts.state_slots,
-        rs_cache_slot_bytes=facts.state_bytes,
+        rs_cache_required=info.state_slots > 0,
+        rs_cache_slots=info.state_slots,
+        rs_cache_slot_bytes=info.state_bytes,
         # Rejected drafts would stay in recurrent state.
-        system_speculation_supported=not facts.state_slots,
+        system_speculation_supported=not info.state_slots,
         enable_system_speculation=config.driver.options.spec_ngram_enabled,
     )
 
@@ -318,7 +318,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         planner,
         engine.block.data,
         _report,
-        host_pages=engine.facts.host_pages,
+        host_pages=engine.model_info.host_pages,
         graph_path=engine.make_graph_path(),
         steps=driver.options.trace_file is not None,
     )

@@ -1,4 +1,23 @@
-"""The engine core: what runs a model, whichever backend loaded it.
+"""The engine core: what runs a loaded model, whichever inference library loaded it.
 
-`executor` is the interface between the serving loop and what runs the model.
+``executor`` is the interface to the serving loop, ``backend`` that to the library. Nothing here
+imports a library's package: `ModelBackend` is all that the core needs of it.
+
+=====================  =============================================================================
+``build``              from a loaded model to a planner and an executor
+``backend_executor``   `BackendExecutor`: passes and sampling of the Python path
+``block_table``        the KV slots of each request
+``staging``            views of the arrays that Rust lays out in the staging block
+``graph_runner``       the graph path: ``cuda_graphs`` captures, ``eager_steps`` is for the CPU
+``parallel_sampling``  which rank samples what, with tensor parallelism
+``page_pools``         KV pages, their copies, the host's pool; ``state_pool`` has recurrent state
+``attention``          paged decode attention
+``layers``             fused decoder layers
+``lora``               LoRA adapters
+``vision``             image embeddings, and M-RoPE positions
+``process_groups``     the groups of a model's ranks
+``device``             the GPU's context, begun while libraries are imported; whether it is lost
+``progress``           a progress bar, or log lines
+``nvtx_ranges``        NVTX ranges for Nsight Systems
+=====================  =============================================================================
 """

@@ -1,4 +1,4 @@
-"""The interface between a serving loop and a loaded model: `ModelExecutor` and its `Facts`."""
+"""The interface between a serving loop and a loaded model: `ModelExecutor`, `ModelInfo`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.kernels.sampling.outputs import Outputs
 
 
-class Facts(NamedTuple):
+class ModelInfo(NamedTuple):
     """Sizes and names of a loaded model; the same on all ranks."""
 
     total_pages: int
@@ -50,10 +50,11 @@ class ModelExecutor(Protocol):
     the serving thread. Passes, copies and captured graphs therefore run in the order of their
     calls, without events between them. The CPU runs each call to its end.
 
-    **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or SGLang.
-    The caller then answers the request by an abort, asks :meth:`find_loss`, and ends the driver if
-    the device is lost or :attr:`recovers` is false (`driver/failures.py`). Otherwise the engine
-    continues: KV of the failed pass is undefined, everything else is as before.
+    **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or the
+    inference library. The caller then answers the request by an abort, asks :meth:`find_loss`, and
+    ends the driver if the device is lost or :attr:`recovers` is false (`driver/failures.py`).
+    Otherwise the engine continues: KV of the failed pass is undefined, everything else is as
+    before.
     """
 
     @property
@@ -73,7 +74,7 @@ class ModelExecutor(Protocol):
         """
 
     @property
-    def facts(self) -> Facts:
+    def model_info(self) -> ModelInfo:
         """Sizes and names of the loaded model."""
 
     @property

@@ -10,6 +10,6 @@
 ``pdl``        programmatic dependent launch
 =============  =====================================================================================
 
-Imports torch, Triton, numpy and `cuda.core` only. `backends/sglang/layers/selection.py` decides
+Imports torch, Triton, numpy and `cuda.core` only. `engine/layers/selection.py` decides
 which GEMM and attention kernels a model gets.
 """

@@ -34,11 +34,11 @@ HIDDEN_COPIES: Final = 5
 """Hidden states of a row that exist at once: residual, normalized input, a layer's output, one in
 a collective operation, and the previous pass's, not sampled yet. An estimate."""
 LOGIT_BYTES: Final = 10
-"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `backends/sglang/executor.py`."""
+"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `engine/backend_executor.py`."""
 DISTRIBUTION_BYTES: Final = 40
 """Additional bytes per logit of a sorted distribution; see `sampling.groups.most_probable`."""
 PAGE_STAGING_BYTES: Final = 64 << 20
-"""Staging area for swapped pages: `STAGING_BYTES` in `backends/sglang/page_pools.py`."""
+"""Staging area for swapped pages: `STAGING_BYTES` in `engine/page_pools.py`."""
 INPUT_BYTES: Final = 48
 """SGLang's eager input buffers, per token of the pool: six int64 values."""
 ATTENTION_MASK_WORDS: Final = 1 << 20
@@ -229,14 +229,9 @@ def _row_bytes(model: ModelSizes, settings: MemorySettings) -> int:
     return (HIDDEN_COPIES * model.hidden_size + widest) * model.itemsize
 
 
-def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
-    """Bytes of all CUDA graphs: a pool for the largest, and nodes and hidden states of each.
-
-    Models with recurrent state have none.
-    """
-    if device.is_host or not settings.captures or model.state_bytes:
-        return 0
-    specs = graph_specs(
+def planned_graphs(model: ModelSizes, settings: MemorySettings) -> list[GraphSpec]:
+    """All graphs that may be captured, whichever attention backend the loaded model gets."""
+    return graph_specs(
         settings.requests,
         settings.chunk_tokens,
         groups=not settings.triton_tables,
@@ -244,6 +239,16 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
         sparse=model.chosen_experts > 0,
         adapters=settings.adapter_slots > 0,
     )
+
+
+def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of all CUDA graphs: a pool for the largest, and nodes and hidden states of each.
+
+    Models with recurrent state have none.
+    """
+    if device.is_host or not settings.captures or model.state_bytes:
+        return 0
+    specs = planned_graphs(model, settings)
     nodes = model.layers * sum(_layer_bytes(spec) for spec in specs)
     kept = sum(spec.rows for spec in specs if spec.keeps_hidden(settings.requests))
     hidden = kept * model.hidden_size * model.itemsize

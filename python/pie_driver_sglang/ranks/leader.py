@@ -1,4 +1,4 @@
-"""The leader's engine of a model that is spread over several processes."""
+"""`LeaderExecutor`: the executor of rank 0, which has all ranks run each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import Broadcast, GraphPath, Pass, SlotGroup
-    from pie_driver_sglang.engine.executor import Facts
+    from pie_driver_sglang.engine.executor import ModelInfo
     from pie_driver_sglang.kernels.sampling.outputs import Outputs
     from pie_driver_sglang.ranks.commands import RankExecutor
 
@@ -45,16 +45,17 @@ class LeaderExecutor:
     def __init__(self, engine: RankExecutor, broadcast: Broadcast) -> None:
         self._engine = engine
         self._broadcast = broadcast
-        self._cut: list[int] = []
+        self._continued: list[int] = []
+        """Images of the last pass that go on in the next one; workers have their pixels."""
 
     def find_loss(self) -> str | None:
         """Asks this rank's device; None if it may be waiting for the other ranks."""
         return self._engine.find_loss() if self.recovers else None
 
     @property
-    def facts(self) -> Facts:
+    def model_info(self) -> ModelInfo:
         """Sizes and names, equal on all ranks."""
-        return self._engine.facts
+        return self._engine.model_info
 
     @property
     def active(self) -> Mapping[str, Any]:
@@ -76,8 +77,8 @@ class LeaderExecutor:
     def forward(self, batch: Pass) -> None:
         """Runs the pass; see `ModelExecutor.forward`."""
         self._broadcast.send_block(self.block.data, self._engine.pass_bytes(batch))
-        command = Forward.of(batch, self._cut)
-        self._cut = [span.number for span in command.spans if span.continues]
+        command = Forward.of(batch, self._continued)
+        self._continued = [span.number for span in command.spans if span.continues]
         with self._together(command):
             self._engine.forward(batch)
 

@@ -15,8 +15,8 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context as it is decoded alone."""
     from pie_driver_sglang.kernels.attention import single_decode
 
-    last, facts = len(LENGTHS) - 1, engine.facts
-    contexts = Contexts(128, facts.page_size, facts.vocab_size, only=last)
+    last, info = len(LENGTHS) - 1, engine.model_info
+    contexts = Contexts(128, info.page_size, info.vocab_size, only=last)
     kernel = mock.Mock(wraps=single_decode.attend_single)
     with (
         # Halves of such heads are too small for a GPU.
@@ -26,11 +26,11 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
     ):
         found = expected.clone()
         found[:, last:] = decode(server, engine, contexts, dense.patched_decode)
-        calls = STEPS * len(engine.runner.model.model.layers)
+        calls = STEPS * len(engine.backend.runner.model.model.layers)
         assert kernel.call_count == calls
         # Models do not differ in who finds the kernel.
-        if engine.runner.model_config.hf_config.model_type == "qwen3":
-            with clustered(engine.runner) as clusters:
+        if engine.backend.runner.model_config.hf_config.model_type == "qwen3":
+            with clustered(engine.backend) as clusters:
                 again = decode(server, engine, contexts, dense.patched_decode)
             assert clusters.call_count == calls
             assert float((again - found[:, last:]).abs().max()) < TOLERANCE
@@ -38,11 +38,10 @@ def alone(server: Any, engine: Any, dense: Any, expected: Any) -> Any:
 
 
 @contextlib.contextmanager
-def clustered(runner: Any) -> Iterator[mock.Mock]:
+def clustered(backend: Any) -> Iterator[mock.Mock]:
     """Within, rows alone are attended to as by clusters, which take a GPU: by Triton's kernel."""
     import torch
 
-    from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
     from pie_driver_sglang.kernels.attention import cluster_decode, single_decode
 
     def attend(qkv: Any, heads: Any, row: Any, scale: float) -> Any:
@@ -57,7 +56,7 @@ def clustered(runner: Any) -> Iterator[mock.Mock]:
         return single_decode.attend_single(qkv, heads, row, semaphores, scale, tuning)
 
     kernel = SimpleNamespace(attend=mock.Mock(side_effect=attend))
-    found: Any = decode_backend(runner) or runner.attn_backend
+    found: Any = backend.decode_attention
     # No kernel was found for its heads, as they are on no GPU.
     assert set(found._clustered_heads.values()) == {None}
     found._clustered_heads.clear()
@@ -71,9 +70,9 @@ def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
     from pie_driver_sglang.kernels.gemm import tiled
     from pie_driver_sglang.kernels.gemm.types import Epilogue, TileConfig
 
-    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
-    layers = len(engine.runner.model.model.layers)
-    intermediate = engine.runner.model.config.intermediate_size
+    page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
+    layers = len(engine.backend.runner.model.model.layers)
+    intermediate = engine.backend.runner.model.config.intermediate_size
     for whole in (True, False):
 
         def small(
@@ -144,7 +143,7 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     Args:
         name: The attribute of `dense` that has the kernels of few rows.
     """
-    from pie_driver_sglang.backends.sglang.layers import small_batch
+    from pie_driver_sglang.engine.layers import small_batch
     from pie_driver_sglang.kernels.gemm import wgmma
     from pie_driver_sglang.kernels.gemm.types import Epilogue, TileConfig
     from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig
@@ -175,8 +174,8 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
         # One row, and more than all products take in batches.
         for rows in (1, 9):
             assert isinstance(batches._find_configs(rows, layers[0])[0], TileConfig)
-        facts = engine.facts
-        contexts = Contexts(384, facts.page_size, facts.vocab_size)
+        info = engine.model_info
+        contexts = Contexts(384, info.page_size, info.vocab_size)
         with mock.patch.object(dense, name, batches):
             found = decode(server, engine, contexts, dense.patched_decode)
     kinds = [Epilogue.STORE, Epilogue.ADD_RESIDUAL]
@@ -187,9 +186,9 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def ranked(runner: Any) -> Iterator[Any]:
+def ranked(backend: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
-    from pie_driver_sglang.backends.sglang.layers import selection
+    from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
     from pie_driver_sglang.kernels.gemm import norm_rope
 
@@ -200,11 +199,11 @@ def ranked(runner: Any) -> Iterator[Any]:
     sums = mock.Mock(spec=LamportAllReduceNorm, max_rows=256)
     sums.add_rms_norm.side_effect = add_rms_norm
     with mock.patch.object(selection, "_make_all_reduce", lambda *_: sums):
-        dense = selection.fuse_layers(runner)
+        dense = selection.fuse_layers(backend)
     assert dense is not None
     assert dense.supports(256)
     assert not dense.supports(257)
-    model = runner.model.model
+    model = backend.runner.model.model
     with mock.patch.object(dense, "_prefills", True), dense.patched_prefill():
         assert "forward" not in vars(model)
     yield dense
@@ -214,7 +213,7 @@ def ranked(runner: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def by_libraries() -> Iterator[mock.Mock]:
     """Within, a library multiplies in mixtures of experts, as it does in steps of many rows."""
-    from pie_driver_sglang.backends.sglang.layers import small_batch
+    from pie_driver_sglang.engine.layers import small_batch
     from pie_driver_sglang.kernels.gemm import small_m as kernels
 
     with (

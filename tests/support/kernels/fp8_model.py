@@ -142,8 +142,8 @@ class TorchProduct:
 
 def by_rows(server: Any, engine: Any, layers: Any, expected: Any) -> Any:
     """The expected logits, with those of the last context by the products of one row."""
-    from pie_driver_sglang.backends.sglang.layers import fp8
-    from pie_driver_sglang.backends.sglang.layers.fp8 import Fp8GemvLayers
+    from pie_driver_sglang.engine.layers import fp8
+    from pie_driver_sglang.engine.layers.fp8 import Fp8GemvLayers
 
     # On a CPU no model has any.
     assert layers._gemv is None
@@ -164,7 +164,7 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
 
     Blocks with scales have no such products.
     """
-    from pie_driver_sglang.backends.sglang.layers import fp8
+    from pie_driver_sglang.engine.layers import fp8
     from pie_driver_sglang.kernels.gemm import wgmma
     from pie_driver_sglang.kernels.gemm.types import Epilogue
 
@@ -183,7 +183,7 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
             taken = whole or kind != Epilogue.ADD_RESIDUAL
             return usual(rows, height, inputs, itemsize, kind) if taken else None
 
-        products, finder, facts = TorchBatches(), mock.Mock(side_effect=find), engine.facts
+        products, finder, info = TorchBatches(), mock.Mock(side_effect=find), engine.model_info
         with (
             mock.patch.object(layers, "_wgmma", products),
             mock.patch.object(layers, "_prefills", whole),
@@ -194,7 +194,7 @@ def by_batches(server: Any, engine: Any, layers: Any) -> Iterator[Any]:
             mock.patch.object(wgmma, "_MEMORY_BOUND_ROWS", 512),
         ):
             engine.fused = layers
-            contexts = Contexts(256, facts.page_size, facts.vocab_size)
+            contexts = Contexts(256, info.page_size, info.vocab_size)
             yield decode(server, engine, contexts, layers.patched_decode)
             engine.fused = None
         kinds = layer if whole else [Epilogue.STORE, Epilogue.SWIGLU]
@@ -211,10 +211,10 @@ def main() -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     from pie_driver_sglang.backends.sglang.attention import paged
-    from pie_driver_sglang.backends.sglang.layers import fp8
-    from pie_driver_sglang.backends.sglang.layers.fp8 import Fp8Layers
-    from pie_driver_sglang.backends.sglang.layers.selection import FROZEN_SCALES, fuse_layers
     from pie_driver_sglang.backends.sglang.load import load_engine
+    from pie_driver_sglang.engine.layers import fp8
+    from pie_driver_sglang.engine.layers.fp8 import Fp8Layers
+    from pie_driver_sglang.engine.layers.selection import FROZEN_SCALES, fuse_layers
     from pie_driver_sglang.kernels.gemm import tiled
 
     fp8_rounding.correct()
@@ -224,16 +224,16 @@ def main() -> None:
     server.unlink()
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
-    runner = engine.runner
+    runner = engine.backend.runner
     quantize_layers(runner, kind)
-    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     with mock.patch.object(Fp8LinearMethod, "apply", apply_by_torch):
         expected = decode(server, engine, Contexts(0, page_size, vocab))
-        paged.install(runner)
+        paged.install(runner, engine.block_table)
         device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         with mock.patch("torch.cuda.get_device_properties", return_value=device):
             runner.init_attention_backends()
-        layers = fuse_layers(runner)
+        layers = fuse_layers(engine.backend)
         assert isinstance(layers, Fp8Layers)
         accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
         assert (accepted, reason) == (False, FROZEN_SCALES)

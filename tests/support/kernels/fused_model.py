@@ -38,23 +38,23 @@ MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
 
 
-def found_layers(runner: Any) -> Any:
+def found_layers(backend: Any) -> Any:
     """The fused layers of a model; None where there are none."""
-    from pie_driver_sglang.backends.sglang.compat.layers import UnknownLayer
-    from pie_driver_sglang.backends.sglang.layers.selection import fuse_layers
+    from pie_driver_sglang.engine.layers.selection import fuse_layers
+    from pie_driver_sglang.engine.layers.weights import UnsupportedLayer
 
     try:
-        return fuse_layers(runner)
-    except UnknownLayer:
+        return fuse_layers(backend)
+    except UnsupportedLayer:
         return None
 
 
 def differences(config: DriverConfig) -> list[float]:
     """The largest difference of a logit, of each way but SGLang's."""
     from pie_driver_sglang.backends.sglang.attention import paged
-    from pie_driver_sglang.backends.sglang.layers import dense as dense_module
-    from pie_driver_sglang.backends.sglang.layers.small_batch import MoeLayers
     from pie_driver_sglang.backends.sglang.load import load_engine
+    from pie_driver_sglang.engine.layers import dense as dense_module
+    from pie_driver_sglang.engine.layers.small_batch import MoeLayers
     from pie_driver_sglang.kernels.gemm import linear
 
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -63,19 +63,19 @@ def differences(config: DriverConfig) -> list[float]:
     server.unlink()
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
-    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    page_size, vocab = engine.model_info.page_size, engine.model_info.vocab_size
     expected = decode(server, engine, Contexts(0, page_size, vocab))
-    runner = engine.runner
-    paged.install(runner)
+    own = engine.backend
+    runner = own.runner
+    paged.install(runner, engine.block_table)
     # There is no device to ask on the CPU.
     device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with mock.patch("torch.cuda.get_device_properties", return_value=device):
         runner.init_attention_backends()
-    backend = runner.attn_backend.decode_backend
-    assert isinstance(backend, paged.PagedDecode)
+    assert isinstance(runner.attn_backend.decode_backend, paged.PagedDecodeBackend)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
-    dense = found_layers(runner)
+    dense = found_layers(own)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
     if isinstance(dense, MoeLayers):
         assert dense.supports(64)
@@ -90,7 +90,7 @@ def differences(config: DriverConfig) -> list[float]:
         assert unscaled.called
         found.append(by_batches(server, engine, dense, "_layers"))
         found.append(alone(server, engine, dense, expected))
-        check_experts(runner)
+        check_experts(own)
     elif dense is not None:
         few = dense._small_batch
         # The kernels of few rows, where norms are folded; then the others.
@@ -137,14 +137,14 @@ def differences(config: DriverConfig) -> list[float]:
             expected_calls = stored and folds
             assert many.call_count == expected_calls, many.call_count
         check_ways(engine, dense)
-        check_weights(runner)
+        check_weights(own)
         with (
             mock.patch.object(linear, "find_linear_config", small_tiling),
-            ranked(runner) as ranks,
+            ranked(own) as ranks,
         ):
             contexts = Contexts(128, page_size, vocab)
             found.append(decode(server, engine, contexts, ranks.patched_decode))
-        check_ranks(runner)
+        check_ranks(own)
     check_fa3()
     check_vision()
     check_prefills(runner)
@@ -152,12 +152,13 @@ def differences(config: DriverConfig) -> list[float]:
     return [float((logits - expected).abs().max()) for logits in found]
 
 
-def check_ranks(runner: Any) -> None:
+def check_ranks(backend: Any) -> None:
     """Two or four ranks add up in the norm where they share memory."""
     import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
-    from pie_driver_sglang.backends.sglang.layers import selection
+    from pie_driver_sglang.backends.sglang.compat.ranks import TensorGroup
+    from pie_driver_sglang.engine.layers import selection
     from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
@@ -167,25 +168,21 @@ def check_ranks(runner: Any) -> None:
     )
     cases = ((3, reaches), (2, None), (2, object()), (2, disabled), (2, reaches), (4, reaches))
     for ranks, reach in cases:
-        group = mock.Mock(ca_comm=reach)
-        with (
-            mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
-            mock.patch.object(selection, "tensor_group", return_value=group),
-            fails as share,
-        ):
-            assert found_layers(runner) is None
+        group = TensorGroup(mock.Mock(ca_comm=reach, world_size=ranks, rank_in_group=0))
+        with mock.patch.object(backend, "group", group), fails as share:
+            assert found_layers(backend) is None
             assert share.called == (ranks != 3 and reach is reaches)
     for ranks in (2, 4):
 
         def memory(group: Any, device: Any, size: int, ranks: int = ranks) -> PeerMemory:
             return PeerMemory([torch.zeros(size, dtype=torch.uint8, device=device)] * ranks)
 
+        group = mock.Mock(ca_comm=reaches, world_size=ranks, rank_in_group=ranks - 1)
         with (
-            mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
-            mock.patch.object(selection, "tensor_group", return_value=mock.Mock(ca_comm=reaches)),
+            mock.patch.object(backend, "group", TensorGroup(group)),
             mock.patch.object(selection.all_reduce_norm, "map_peer_memory", memory),
         ):
-            layers = selection.fuse_layers(runner)
+            layers = selection.fuse_layers(backend)
         assert layers is not None
         assert layers.supports(256)
         assert not layers.supports(257)
@@ -193,32 +190,27 @@ def check_ranks(runner: Any) -> None:
 
 def check_ways(engine: Any, dense: Any) -> None:
     """Few kernels for prefills, unless a mask says who sees whom."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    prefill, step = (
-        SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.EXTEND, ForwardMode.DECODE)
-    )
+    plain, step = (SimpleNamespace(mask=None, decode=decode) for decode in (False, True))
+    with_mask = SimpleNamespace(mask=object(), decode=False)
     with (
         mock.patch.object(dense, "patched_prefill") as prefilling,
-        mock.patch.object(engine, "_masked_attention") as masked,
         mock.patch.object(engine, "fused", dense),
     ):
-        plain, with_mask = SimpleNamespace(mask=None), SimpleNamespace(mask=object())
-        assert engine._way(plain, prefill) is prefilling.return_value
-        assert engine._way(with_mask, prefill) is masked.applied.return_value
-        assert isinstance(engine._way(plain, step), nullcontext)
-    model = dense._model
+        assert engine._layers_of(plain) is prefilling.return_value
+        for batch in (with_mask, step):
+            assert isinstance(engine._layers_of(batch), nullcontext)
+    model = engine.backend.runner.model.model
     own = model.forward
     with dense.patched_decode(), pytest.raises(ValueError, match="tokens and nothing else"):
         model.forward(None, None, None, input_embeds=[0.0])
     assert model.forward == own
 
 
-def check_weights(runner: Any) -> None:
+def check_weights(backend: Any) -> None:
     """Weights elsewhere, or of other types, leave a model as it is."""
     import torch
 
-    linear = runner.model.model.layers[-1].mlp.down_proj
+    linear = backend.runner.model.model.layers[-1].mlp.down_proj
     linear = getattr(linear, "base_layer", linear)
     own = linear.weight
 
@@ -227,16 +219,16 @@ def check_weights(runner: Any) -> None:
 
     for weight in (own.data.to("meta"), own.data.as_subclass(Other)):
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        assert found_layers(runner) is None
+        assert found_layers(backend) is None
     linear.weight = own
-    assert found_layers(runner) is not None
+    assert found_layers(backend) is not None
 
 
-def check_experts(runner: Any) -> None:
+def check_experts(backend: Any) -> None:
     """Experts that compute or are chosen in another way leave a model as it is."""
     import torch
 
-    layer = runner.model.model.layers[-1]
+    layer = backend.runner.model.model.layers[-1]
     block = getattr(layer, "block_sparse_moe", None) or layer.mlp
     experts = block.experts
     for owner, name, value in (
@@ -249,8 +241,8 @@ def check_experts(runner: Any) -> None:
         (experts.quant_method, "use_triton_kernels", True),
     ):
         with mock.patch.object(owner, name, value):
-            assert found_layers(runner) is None, name
-    assert found_layers(runner) is not None
+            assert found_layers(backend) is None, name
+    assert found_layers(backend) is not None
 
 
 if __name__ == "__main__":

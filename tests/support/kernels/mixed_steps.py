@@ -86,20 +86,17 @@ def attend_dense(
 
 def difference(config: DriverConfig) -> float:
     """The largest of a logit."""
-    from pie_driver_sglang.backends.sglang.attention import paged
+    from pie_driver_sglang.engine.attention import paged
 
     server, planner, engine = load_paged(config)
     recorder = Recorder(engine, [4, 8, 64], [])
     server.serve(planner, engine.block.data, print, graph_path=recorder.graph_path)
-    backend = engine.runner.attn_backend.decode_backend
+    attention = engine.backend.decode_attention
     other = mock.Mock(wraps=attend_dense)
-    with (
-        mock.patch.object(paged, "attend_prompts", other),
-        mock.patch.object(paged, "_LEAST_HEADS", 1),
-    ):
+    with mock.patch.object(paged, "_LEAST_HEADS", 1):
         found = []
         for number, by_other in enumerate((False, True)):
-            backend._has_fa3 = by_other
+            attention._attend_prompts = other if by_other else None
             contexts = Contexts(4 * len(STORED) * number)
             for frame in contexts.before():
                 store(server, engine, frame)
@@ -108,7 +105,7 @@ def difference(config: DriverConfig) -> float:
             found.append(recorder.logits[-1][: len(STORED)])
             assert bool(other.call_count) == by_other
     assert recorder.graphs == [2, 2], recorder.graphs
-    assert other.call_count == len(backend._layers)
+    assert other.call_count == len(attention._layers)
     return float((found[0] - found[1]).abs().max())
 
 

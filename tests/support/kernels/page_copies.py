@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from pie_driver_sglang.backends.sglang import page_pools as pool_module
-from pie_driver_sglang.backends.sglang.page_pools import PagePools, page_bytes
+from pie_driver_sglang.engine import page_pools as pool_module
+from pie_driver_sglang.engine.page_pools import PagePools, page_bytes
 from pie_driver_sglang.kernels.attention.page_copy import COPY_BLOCK, BufferRows, copy_rows
 
 PAGES = 9

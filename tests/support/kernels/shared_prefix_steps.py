@@ -70,13 +70,13 @@ class Recorder:
     """Steps whose logits and graphs are kept."""
 
     def __init__(self, engine: Any, rows: list[int], grouped: list[int]) -> None:
-        from pie_driver_sglang.backends.sglang.eager_steps import CpuSteps
+        from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 
         self.graphs: list[int] = []
         self.logits: list[Any] = []
         recorder = self
 
-        class Steps(CpuSteps):
+        class Steps(CpuGraphRunner):
             def run(self, number: int) -> None:
                 recorder.graphs.append(number)
                 super().run(number)
@@ -116,11 +116,11 @@ def load_paged(config: DriverConfig) -> tuple[Any, Any, Any]:
     # The region has no client: only its planner is used.
     server.unlink()
     planner, engine = load_engine(config)
-    paged.install(engine.runner)
+    paged.install(engine.backend.runner, engine.block_table)
     # There is no device to ask on the CPU.
     device = SimpleNamespace(multi_processor_count=4)
     with mock.patch("torch.cuda.get_device_properties", return_value=device):
-        engine.runner.init_attention_backends()
+        engine.backend.runner.init_attention_backends()
     return server, planner, engine
 
 
@@ -129,7 +129,7 @@ def difference(config: DriverConfig) -> float:
     import torch
 
     server, planner, engine = load_paged(config)
-    assert engine.runner.attn_backend.decode_backend.knows_groups
+    assert engine.backend.decode_attention.shares_prefixes
     recorder = Recorder(engine, [4, 8], [8])
     server.serve(planner, engine.block.data, print, graph_path=recorder.graph_path)
     found = []

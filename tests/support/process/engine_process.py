@@ -35,7 +35,7 @@ def count_images(config_path: str, connection: Connection, stderr: str) -> None:
         stderr: Where to log.
     """
     server, engine = _start(config_path, stderr)
-    model = engine.runner.model
+    model = engine.backend.runner.model
     encode = model.get_image_feature
     calls: list[int] = []
 
@@ -94,7 +94,7 @@ def stage_graphs(config_path: str, connection: Connection, stderr: str) -> None:
         connection: Sends for each of both the refusals, by rows of the graph that is asked for.
         stderr: Where to log.
     """
-    from pie_driver_sglang.backends.sglang import graph_runner
+    from pie_driver_sglang.engine import graph_runner
 
     _, engine = _start(config_path, stderr)
     small, large = (

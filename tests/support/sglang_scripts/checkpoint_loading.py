@@ -22,8 +22,9 @@ import torch
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.models import deepseek_v2
 
-from pie_driver_sglang.backends.sglang import boot, environment, load_check, process_groups, support
+from pie_driver_sglang.backends.sglang import boot, environment, load_check, support
 from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.ranks.types import ALONE, Rank
 from support.process import drivers

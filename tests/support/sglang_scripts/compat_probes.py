@@ -38,7 +38,7 @@ def main(path: str) -> None:
         mock.patch.object(boot.load_check, "watched", contextlib.nullcontext),
     ):
         _, engine = load_engine(load_config(Path(path)))
-    runner = engine.runner
+    runner = engine.backend.runner
     config = runner.model_config.hf_text_config
     layers = attention_layers(runner)
     rotary = [each for each in runner.model.modules() if isinstance(each, RotaryEmbedding)]

@@ -17,13 +17,14 @@ def copy_in_pools(connection: Connection, stderr: str) -> None:
     Sends for each pool its name and what every page holds afterwards, as the number of the page
     that it was copied from; -1 where its layers, keys or values disagree.
     """
-    from pie_driver_sglang.backends.sglang.page_pools import PagePools, page_buffers
+    from pie_driver_sglang.backends.sglang.compat.pools import kv_pages
+    from pie_driver_sglang.engine.page_pools import PagePools, page_buffers
 
     drivers.redirect_output(stderr)
     results: list[tuple[str, list[int]]] = []
     for name, pool in _pools():
         _number(pool)
-        pools = PagePools(page_buffers(pool), 4, staging_bytes=1)
+        pools = PagePools(page_buffers(kv_pages(pool)), 4, staging_bytes=1)
         pools.copy("D2H", [2, 5, 0], [3, 0, 1])
         pools.copy("H2D", [1, 3], [11, 7])
         pools.copy("D2D", [9], [10])
@@ -42,17 +43,18 @@ def states_in_pool(connection: Connection, stderr: str) -> None:
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from pie_driver_sglang.backends.sglang.compat.pools import widen
-    from pie_driver_sglang.backends.sglang.state_pool import StatePool
+    from pie_driver_sglang.backends.sglang.compat.pools import RecurrentState, widen
+    from pie_driver_sglang.engine.state_pool import StatePool
 
     drivers.redirect_output(stderr)
     plain = ReqToTokenPool(size=5, max_context_len=8, device="cpu", enable_memory_saver=False)
     table = _hybrid_table()
     widen(table, plain)
     assert table.req_to_token is plain.req_to_token
-    states = StatePool.of(table)
-    assert states is not None
-    assert StatePool.of(plain) is None
+    state = RecurrentState.of(table)
+    assert state is not None
+    assert RecurrentState.of(plain) is None
+    states = StatePool(state)
     cache = table.mamba_pool.mamba_cache
     parts = [*cache.conv, cache.temporal]
     for part in parts:

@@ -70,7 +70,7 @@ def load_broken(
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
-    manager = engine.runner.lora_manager
+    manager = engine.backend.runner.lora_manager
     load(engine, 1, good)
 
     def state() -> Any:
@@ -112,7 +112,7 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
-    manager = engine.runner.lora_manager
+    manager = engine.backend.runner.lora_manager
     counts = []
 
     def count() -> None:
@@ -147,14 +147,14 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
     """
     import torch
 
-    from pie_driver_sglang.backends.sglang.compat.lora import slot_tensors
+    from pie_driver_sglang.backends.sglang.compat.lora import SlotCopy, slot_tensors
     from pie_driver_sglang.backends.sglang.load import load_engine
-    from pie_driver_sglang.backends.sglang.lora import adapters
     from pie_driver_sglang.config.config_file import load_config
+    from pie_driver_sglang.engine.lora import adapters
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
-    manager, loaded = engine.runner.lora_manager, engine._with_adapters()._resident
+    manager, loaded = engine.backend.runner.lora_manager, engine._with_adapters()._resident
     pool = manager.memory_pool
 
     def content(adapter_id: int) -> list[torch.Tensor]:
@@ -198,7 +198,7 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
             manager.fetch_new_loras({None, loaded[1].uid, loaded[2].uid})
 
     fill_free_slots()
-    with mock.patch.object(adapters.lora.SlotCopy, "copy", copy_at_once):
+    with mock.patch.object(SlotCopy, "copy", copy_at_once):
         load(engine, 1, good)
     whole = content(1)
     with mock.patch.object(adapters, "_COPY_BYTES", 1):
@@ -210,7 +210,9 @@ def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: s
         assert not engine.finish_load(number)
         engine.discard_load(number)
     with connection:
-        connection.send((results, len(manager.loras), engine.runner.model_config.num_hidden_layers))
+        connection.send(
+            (results, len(manager.loras), engine.backend.runner.model_config.num_hidden_layers)
+        )
 
 
 def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str) -> None:
@@ -231,7 +233,7 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
-    engine.runner.lora_manager.device = torch.device("cuda:1")
+    engine.backend.runner.lora_manager.device = torch.device("cuda:1")
     current: list[str] = []
     pinned: list[tuple[str, str]] = []
     slicing: set[str] = set()
@@ -245,7 +247,7 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     def pin(_adapter: LoRAAdapter) -> None:
         pinned.append((current[-1], threading.current_thread().name))
 
-    for modules in engine.runner.lora_manager.lora_modules:
+    for modules in engine.backend.runner.lora_manager.lora_modules:
         for module in modules.values():
             for name in ("slice_lora_a_weights", "slice_lora_b_weights"):
                 _note_threads(module, name, slicing)
@@ -277,7 +279,7 @@ class Load(NamedTuple):
 
     def run(self, engine: Any, rank: int) -> None:
         fails = mock.patch.object(
-            engine.runner.lora_manager.memory_pool,
+            engine.backend.runner.lora_manager.memory_pool,
             "load_lora_weight_to_buffer",
             side_effect=AssertionError("the shapes differ"),
         )
@@ -335,7 +337,7 @@ def _steps_of(
     from pie_driver_sglang.ranks.types import Rank
 
     _, engine = load_rank(load_config(Path(config_path)), Rank(number, 2, rendezvous))
-    manager = engine.runner.lora_manager
+    manager = engine.backend.runner.lora_manager
     results = []
     for step in steps:
         try:

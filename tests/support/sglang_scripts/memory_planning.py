@@ -46,7 +46,7 @@ def load(
                 connection.send(error)
             return
     loaded = engine.measure_memory()
-    keys = loaded.kv // (2 * engine.runner.model_config.num_hidden_layers)
+    keys = loaded.kv // (2 * engine.backend.runner.model_config.num_hidden_layers)
     with connection:
         connection.send((engine.plan, loaded, _storages(keys // 2)))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pie_driver_sglang.backends.sglang import load_check, measure, process_groups, support
+from pie_driver_sglang.backends.sglang import load_check, lora, measure, support
 from pie_driver_sglang.backends.sglang.attention import paged
 from pie_driver_sglang.backends.sglang.compat import corrections, texts
 from pie_driver_sglang.backends.sglang.compat.model import (
@@ -22,7 +22,7 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     unpadded,
 )
 from pie_driver_sglang.backends.sglang.compat.pools import replace_block_table
-from pie_driver_sglang.backends.sglang.compat.ranks import Place
+from pie_driver_sglang.backends.sglang.compat.ranks import Place, making_groups
 from pie_driver_sglang.backends.sglang.compat.settings import (
     Resolved,
     ServerArgs,
@@ -32,9 +32,10 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     prepare_layers,
     publish_settings,
 )
-from pie_driver_sglang.backends.sglang.lora import adapters
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.plan import table
@@ -59,10 +60,7 @@ class Booted(NamedTuple):
     """A loaded model and the sizes that the planner needs."""
 
     runner: ModelRunner
-    row_pages: int
-    """Pages of one block-table row."""
-    max_requests: int
-    """Block-table rows that requests may use."""
+    block_table: BlockTable
     plan: Plan
     """Of the memory, as made before the model was loaded."""
     attention: str | None
@@ -83,31 +81,32 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
     with _translated_failures(config, rank):
-        with process_groups.joined(rank, device_type):
+        groups = process_groups.joined(rank, device_type)
+        with groups, making_groups(rank.size, device_type):
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
-            pages = _allocate(runner, plan, options.max_forward_requests)
+            block_table = _allocate(runner, plan, options.max_forward_requests)
             refusal = support.paged_decode_refusal(runner, options.paged_decode)
             if refusal is None:
                 chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
-                paged.install(runner, "fa3" if chosen else None)
+                paged.install(runner, block_table, "fa3" if chosen else None)
             runner.init_attention_backends()
             corrections.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)
-    return Booted(runner, pages, options.max_forward_requests, plan, refusal)
+    return Booted(runner, block_table, plan, refusal)
 
 
-def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
-    """Makes the KV pool and a block table; returns the pages of one of its rows."""
+def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> BlockTable:
+    """Makes the KV pool and the block table."""
     page_size, context = resolved(runner).page_size, runner.model_config.context_len
     tokens = _make_pool(runner)
     least = -(-context // page_size) * page_size
     if tokens < least:
         raise pool_too_small(plan, tokens, least, measure.weight_bytes(runner))
     support.check_pool(runner)
-    pages = row_pages(context, page_size)
-    replace_block_table(runner, requests, pages * page_size)
-    return pages
+    block_table = BlockTable(requests, row_pages(context, page_size), page_size, runner.device)
+    replace_block_table(runner, block_table)
+    return block_table
 
 
 def _make_pool(runner: ModelRunner) -> int:
@@ -139,7 +138,7 @@ def _load_model(
     prepare_layers(args)
     place = Place(rank.number, rank.size)
     with unpadded(), load_check.watched(config.model.snapshot_dir):
-        runner = make_runner(model_config, args, gpu_id, place, adapters.fitting)
+        runner = make_runner(model_config, args, gpu_id, place, lora.fitting)
     support.check_model(runner)
     window = support.sliding_window(model_config.hf_text_config)
     if window is not None:
@@ -199,7 +198,7 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "disable_hybrid_swa_memory": True,
         "log_level": "warning",
     }
-    return make_settings({**options.server_args, **owned, **adapters.server_args(options)})
+    return make_settings({**options.server_args, **owned, **lora.server_args(options)})
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ import torch
 import transformers
 from torch.nn.parameter import UninitializedParameter
 
-from pie_driver_sglang.backends.sglang import process_groups
 from pie_driver_sglang.backends.sglang.compat.loading import (
     Initialize,
     LoadConfig,
@@ -32,7 +31,6 @@ from pie_driver_sglang.backends.sglang.compat.loading import (
     watched_loader,
 )
 from pie_driver_sglang.backends.sglang.load_trace import LoadTrace, Read, Unwritten, find_region
-from pie_driver_sglang.backends.sglang.progress import progress_type
 from pie_driver_sglang.checkpoint.regions import is_covered
 from pie_driver_sglang.checkpoint.tensors import CheckpointModel, FileRange, Region
 from pie_driver_sglang.checkpoint.unread_tensors import (
@@ -43,6 +41,8 @@ from pie_driver_sglang.checkpoint.unread_tensors import (
 )
 from pie_driver_sglang.checkpoint.weights import have_equal_bytes, read_tensor_ranges, torch_file
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.progress import progress_type
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 
 if TYPE_CHECKING:

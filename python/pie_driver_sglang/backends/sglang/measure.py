@@ -47,14 +47,6 @@ def weight_bytes(runner: ModelRunner) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def free_bytes(runner: ModelRunner) -> int | None:
-    """What a GPU has left for passes; None for a host, where that is others' too."""
-    if runner.device == "cpu":
-        return None
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(runner.gpu_id)[0])
-
-
 def settings_of(
     config: DriverConfig, model_config: ModelConfig, args: ServerArgs, device: Device
 ) -> MemorySettings:

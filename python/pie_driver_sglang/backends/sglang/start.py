@@ -6,18 +6,18 @@ import logging
 from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.backends.sglang.device import begin_context, check_device
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
+from pie_driver_sglang.engine.device import begin_context, check_device
 
 if TYPE_CHECKING:
     from pie_driver_sglang import _core
-    from pie_driver_sglang.backends.sglang.executor import SglangExecutor
+    from pie_driver_sglang.engine.backend_executor import BackendExecutor
     from pie_driver_sglang.ranks.types import Rank
 
 logger = logging.getLogger(__name__)
 
 
-def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangExecutor]:
+def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendExecutor]:
     """Loads a rank's part of the model; all ranks do so at once.
 
     Raises:
@@ -36,7 +36,7 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEx
     logger.info("loading %s", config.model.snapshot_dir)
     planner, engine = load_engine(config, rank)
     if config.driver.options.nvtx:
-        from pie_driver_sglang.backends.sglang.nvtx_ranges import mark_calls
+        from pie_driver_sglang.engine.nvtx_ranges import mark_calls
 
         mark_calls(engine)
     return planner, engine

@@ -8,7 +8,6 @@ import torch
 
 from pie_driver_sglang.backends.sglang.compat.attention import (
     attention_layers,
-    decode_backend,
     has_fa3,
     is_plain,
 )
@@ -276,11 +275,6 @@ def takes_prompts(runner: ModelRunner) -> bool:
     """
     backend = resolved(runner).decode_attention_backend
     return runner.device == "cpu" or (backend == PAGED_DECODE and place_of(runner).size == 1)
-
-
-def reads_prefixes_once(runner: ModelRunner) -> bool:
-    """Whether decodes read the KV of a shared prefix once: only the backend `pie` may."""
-    return bool(getattr(decode_backend(runner), "knows_groups", False))
 
 
 def sliding_window(config: Any) -> int | None:

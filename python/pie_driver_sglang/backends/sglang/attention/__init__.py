@@ -1,4 +1,4 @@
-"""Attention backends.
+"""Attention backends that SGLang's layers call.
 
-`paged` decodes over pages, in graphs and eager batches; `masked` serves custom attention masks.
+`paged` has the decodes of `engine.attention.paged`; `masked` serves custom attention masks.
 """

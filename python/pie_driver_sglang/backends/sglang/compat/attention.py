@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,13 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
+from pie_driver_sglang.backends.sglang.compat.pools import stored_kv
+from pie_driver_sglang.engine.attention.paged import AttentionLayer
+
 if TYPE_CHECKING:
     import torch
 
+    from pie_driver_sglang.backends.sglang.compat.pools import KVCache
     from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
     from pie_driver_sglang.kernels.attention.prompt_rows import Prompts
 
@@ -32,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
     """The layers that attend to pages: those of class `RadixAttention`."""
-    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    return layers_of(runner.model)
+
+
+def layers_of(model: torch.nn.Module) -> list[RadixAttention]:
+    """Those of a part of a model."""
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
 def is_plain(layer: RadixAttention) -> bool:
@@ -47,7 +56,32 @@ def is_plain(layer: RadixAttention) -> bool:
     )
 
 
-def register_backend(name: str, backend: type[AttentionBackend]) -> None:
+def read_attention(layer: RadixAttention, pool: KVCache) -> AttentionLayer:
+    """Sizes, scales and stored KV of a layer, which is one that :func:`is_plain`."""
+    keys, values = stored_kv(pool, layer)
+    window = layer.sliding_window_size
+    scales = (layer.k_scale_float, layer.v_scale_float) if scales_kv(layer, keys) else ()
+    return AttentionLayer(
+        layer.layer_id,
+        layer.tp_q_head_num,
+        layer.tp_k_head_num,
+        layer.qk_head_dim,
+        layer.v_head_dim,
+        layer.scaling,
+        layer.logit_cap or 0.0,
+        -1 if window is None else window,
+        keys,
+        values,
+        *scales,
+    )
+
+
+def scales_kv(layer: RadixAttention, keys: torch.Tensor) -> bool:
+    """Whether stored KV has a checkpoint's scales; KV that is not FP8 is stored as it is."""
+    return keys.itemsize == 1 and layer.k_scale is not None and layer.v_scale is not None
+
+
+def register_backend(name: str, backend: Callable[[ModelRunner], AttentionBackend]) -> None:
     """Makes a backend known by name, after SGLang has checked its settings against its own list."""
     register_attention_backend(name)(backend)
     # It calls every pair of backends experimental.

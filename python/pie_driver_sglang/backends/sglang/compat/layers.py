@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
@@ -22,15 +24,27 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
+from pie_driver_sglang.backends.sglang.compat.attention import layers_of, read_attention
+from pie_driver_sglang.backends.sglang.compat.passes import run_instead
 from pie_driver_sglang.backends.sglang.compat.pools import MHATokenToKVPool, stored_kv
-from pie_driver_sglang.backends.sglang.compat.quantized import (
+from pie_driver_sglang.backends.sglang.compat.quantized import UnknownQuantization, read_quantized
+from pie_driver_sglang.engine.attention.paged import AttentionLayer
+from pie_driver_sglang.engine.layers.weights import (
+    ExpertLayer,
+    Layer,
+    QuantizedLayer,
     QuantizedLinear,
-    UnknownQuantization,
-    read_quantized,
+    UnsupportedLayer,
+    require,
 )
 from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
+
+if TYPE_CHECKING:
+    import torch
+
+    from pie_driver_sglang.engine.backend import PassContext
 
 _BUILDS = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
@@ -53,69 +67,44 @@ _MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
 _Matrix = LinearWeights | QuantizedLinear
 
 
-class Layer(NamedTuple):
-    """One layer, as the fused kernels want it."""
+class LlamaDecoder:
+    """Implements `Decoder` by SGLang's model without its LM head."""
 
-    before: Norm
-    qkv: LinearWeights
-    heads: Heads
-    attention: RadixAttention
-    out: LinearWeights
-    between: Norm
-    gate_up: LinearWeights
-    down: LinearWeights
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._attention = {layer.layer_id: layer for layer in layers_of(model)}
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden]`` embeddings."""
+        embedded: torch.Tensor = self._model.embed_tokens(input_ids)
+        return embedded
 
-class QuantizedLayer(NamedTuple):
-    """One layer whose matrices are FP8."""
+    def attend(self, layer_id: int, queries: torch.Tensor, context: PassContext) -> torch.Tensor:
+        """By the `RadixAttention` of a layer, without storing anything."""
+        attention = self._attention[layer_id]
+        seen: torch.Tensor = attention(queries, None, None, context.native, save_kv_cache=False)
+        return seen
 
-    before: Norm
-    qkv: QuantizedLinear
-    heads: Heads
-    attention: RadixAttention
-    out: QuantizedLinear
-    between: Norm
-    gate_up: QuantizedLinear
-    down: QuantizedLinear
-
-
-class ExpertLayer(NamedTuple):
-    """One layer with a mixture of experts."""
-
-    before: Norm
-    qkv: LinearWeights
-    heads: Heads
-    attention: RadixAttention
-    out: LinearWeights
-    between: Norm
-    experts: Experts
-
-
-class UnknownLayer(Exception):
-    """Something about a model that the kernels do not know."""
-
-
-def expect(known: bool, what: str) -> None:
-    """Says what is unknown.
-
-    Raises:
-        UnknownLayer: It is not known.
-    """
-    if not known:
-        raise UnknownLayer(what)
+    def run_instead(
+        self, run: Callable[[torch.Tensor, torch.Tensor, PassContext], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Replaces the model's `forward`; see `Decoder.run_instead`."""
+        return run_instead(self._model, run)
 
 
 def find_decoder(causal: Any) -> Any:
     """The part of a causal language model before its LM head, if its class is known.
 
     Raises:
-        UnknownLayer: It is another one, or does something besides.
+        UnsupportedLayer: It is another one, or does something besides.
     """
     model: Any = getattr(causal, "model", None)
-    expect(type(model) in _BUILDS, f"it is a {type(model).__name__}")
+    require(type(model) in _BUILDS, f"it is a {type(model).__name__}")
     # Mixtral's class has no such list.
-    expect(not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted")
-    expect(not hasattr(causal.config, "scale_emb"), "its embeddings are scaled")
+    require(
+        not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted"
+    )
+    require(not hasattr(causal.config, "scale_emb"), "its embeddings are scaled")
     return model
 
 
@@ -123,7 +112,7 @@ def read_norm(norm: RMSNorm) -> Norm:
     """The weight of an `RMSNorm`; a new field may mean that it computes something else.
 
     Raises:
-        UnknownLayer: It is a norm of another kind.
+        UnsupportedLayer: It is a norm of another kind.
     """
     plain = (
         type(norm) is RMSNorm
@@ -133,7 +122,7 @@ def read_norm(norm: RMSNorm) -> Norm:
         and not norm.fp32_residual
         and norm.override_orig_dtype is None
     )
-    expect(plain, "it has a norm of its own kind")
+    require(plain, "it has a norm of its own kind")
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
@@ -147,7 +136,7 @@ def read_layers(
         pool: Where its KV is.
 
     Raises:
-        UnknownLayer: One of them is not known.
+        UnsupportedLayer: One of them is not known.
     """
     build = _BUILDS[type(model)]
     if build[-1] in _MIXTURES:
@@ -164,24 +153,24 @@ def read_layers(
 def _plain(parts: tuple[Any, ...], kind: type = LinearWeights) -> tuple[Any, ...]:
     """The parts of a layer whose matrices must all be of one kind."""
     matrices = [part for part in parts if isinstance(part, LinearWeights | QuantizedLinear)]
-    expect(all(type(part) is kind for part in matrices), "some of its matrices are quantized")
+    require(all(type(part) is kind for part in matrices), "some of its matrices are quantized")
     return parts
 
 
 def _read_half(
     layer: Any, build: Any, pool: MHATokenToKVPool
-) -> tuple[Norm, _Matrix, Heads, RadixAttention, _Matrix, Norm]:
+) -> tuple[Norm, _Matrix, Heads, AttentionLayer, _Matrix, Norm]:
     """A layer up to the norm before its MLP."""
     of_layer, of_attention, of_mlp = build
-    expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
+    require(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
     attention = layer.self_attn
     for part, kind in ((attention, of_attention), (_mlp(layer), of_mlp)):
-        expect(type(part) is kind, f"it has a {type(part).__name__}")
+        require(type(part) is kind, f"it has a {type(part).__name__}")
     return (
         read_norm(layer.input_layernorm),
         _read_matrix(attention.qkv_proj, QKVParallelLinear),
         _read_heads(attention, pool),
-        attention.attn,
+        read_attention(attention.attn, pool),
         _read_matrix(attention.o_proj, RowParallelLinear),
         read_norm(layer.post_attention_layernorm),
     )
@@ -193,7 +182,7 @@ def _mlp(layer: Any) -> Any:
 
 
 def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
-    expect(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
+    require(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
     return (
         _read_matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
         _read_matrix(mlp.down_proj, RowParallelLinear),
@@ -203,16 +192,16 @@ def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
 def _read_experts(block: Any) -> Experts:
     """The experts of a block whose router is a softmax over all of them."""
     experts, config = block.experts, block.topk.topk_config
-    expect(type(experts) is FusedMoE, f"it has a {type(experts).__name__}")
+    require(type(experts) is FusedMoE, f"it has a {type(experts).__name__}")
     method = experts.quant_method
     plain = type(method) is UnquantizedFusedMoEMethod and not (
         method.use_triton_kernels
         or method.use_flashinfer_trtllm_moe
         or getattr(experts, "use_intel_amx_backend", False)
     )
-    expect(plain, f"it has experts with {type(method).__name__} in another order")
+    require(plain, f"it has experts with {type(method).__name__} in another order")
     places = (block.tp_size, getattr(block, "ep_size", 1), experts.moe_ep_size)
-    expect(set(places) == {1}, "its experts are on several devices")
+    require(set(places) == {1}, "its experts are on several devices")
     plain_choice = (
         config.scoring_func == "softmax"
         and not config.use_grouped_topk
@@ -222,7 +211,7 @@ def _read_experts(block: Any) -> Experts:
         and config.routed_scaling_factor is None
         and config.fused_shared_experts_scaling_factor is None
     )
-    expect(plain_choice, "its router chooses in another way")
+    require(plain_choice, "its router chooses in another way")
     runs = experts.moe_runner_config
     changes = (runs.routed_scaling_factor, runs.gemm1_alpha, runs.gemm1_clamp_limit)
     usual_runs = (
@@ -230,36 +219,36 @@ def _read_experts(block: Any) -> Experts:
         == ("silu", True, False)
         and all(change is None for change in (*changes, runs.swiglu_limit))
     )  # fmt: skip
-    expect(usual_runs, "its experts compute in another way")
+    require(usual_runs, "its experts compute in another way")
     router = _read_matrix(block.gate, ReplicatedLinear)
     if isinstance(router, QuantizedLinear):
-        raise UnknownLayer("its router is quantized")
+        raise UnsupportedLayer("its router is quantized")
     gate_up, down = experts.w13_weight.data, experts.w2_weight.data
     total, height, width = gate_up.shape
     chooses, down_shape = router.weight.shape, down.shape
     shapes = (chooses, down_shape) == ((total, width), (total, width, height // 2))
-    expect(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
-    expect(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
+    require(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
+    require(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
     return Experts(Router(router.weight, config.top_k, config.renormalize), gate_up, down)
 
 
 def _read_matrix(linear: Any, kind: type) -> _Matrix:
     if isinstance(linear, BaseLayerWithLoRA):
         linear = linear.base_layer
-    expect(type(linear) is kind, f"it has a {type(linear).__name__}")
+    require(type(linear) is kind, f"it has a {type(linear).__name__}")
     try:
         quantized = read_quantized(linear)
     except UnknownQuantization as reason:
-        raise UnknownLayer(str(reason)) from reason
+        raise UnsupportedLayer(str(reason)) from reason
     if quantized is not None:
-        expect(linear.bias is None, f"a quantized {kind.__name__} of it has a bias")
+        require(linear.bias is None, f"a quantized {kind.__name__} of it has a bias")
         return quantized
     method = type(linear.quant_method)
-    expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
+    require(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
     weight, bias = linear.weight.data, linear.bias
-    expect(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
-    expect(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
-    expect(not linear.skip_bias_add, "a bias is added elsewhere")
+    require(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
+    require(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
+    require(not linear.skip_bias_add, "a bias is added elsewhere")
     return LinearWeights(weight, None if bias is None else bias.data)
 
 
@@ -272,10 +261,10 @@ def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
         for name in ("forward", "forward_cuda", "forward_native")
     )
     dim = layer.qk_head_dim
-    expect(turns, f"its positions are a {type(rotary).__name__}'s")
-    expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
-    expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
-    expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
+    require(turns, f"its positions are a {type(rotary).__name__}'s")
+    require(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
+    require(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
+    require(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
     query_norm, key_norm = (
         None if norm is None else read_norm(norm)
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
@@ -283,9 +272,9 @@ def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
     keys, values = stored_kv(pool, layer)
     # Of KV that is stored as it is computed scales are not applied.
     scaled = layer.k_scale is not None and keys.dtype.itemsize == 1
-    expect(not scaled, "its KV is scaled")
+    require(not scaled, "its KV is scaled")
     for stored in (keys, values):
-        expect(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
+        require(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
     return Heads(
         layer.tp_q_head_num,
         query_norm,

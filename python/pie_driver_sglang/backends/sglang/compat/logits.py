@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.layers.logits_processor import (
@@ -17,11 +17,6 @@ from sglang.srt.layers.logits_processor import (
 )
 from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-from pie_driver_sglang.backends.sglang.compat.ranks import tensor_group
-
-if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.compat.ranks import GroupCoordinator
 
 __all__ = ["LogitsMetadata", "LogitsProcessor"]
 
@@ -90,18 +85,18 @@ def compute_logits(
 
 def compute_part(
     processor: LogitsProcessor, states: torch.Tensor, lm_head: Any
-) -> tuple[torch.Tensor, GroupCoordinator | None, float | None]:
+) -> tuple[torch.Tensor, bool, float | None]:
     """This rank's part of the logits, by `_compute_lm_head`, as a graph captures it.
 
     Returns:
-        ``[rows, width]`` in the model's dtype; the ranks that have a part each, None if this is
-        all; and the limit that is still to be applied, None for none.
+        ``[rows, width]`` in the model's dtype; whether all ranks have a part each; and the limit
+        that is still to be applied, None for none.
     """
     logits = processor._compute_lm_head(states, lm_head)
     if processor.logit_scale is not None:
         logits.mul_(processor.logit_scale)
-    ranks = tensor_group() if processor.do_tensor_parallel_all_gather else None
-    return logits, ranks, processor.final_logit_softcapping or None
+    in_parts = bool(processor.do_tensor_parallel_all_gather)
+    return logits, in_parts, processor.final_logit_softcapping or None
 
 
 def plain_head(lm_head: Any) -> Any:

@@ -1,15 +1,11 @@
-"""Adapters: SGLang's LoRA manager, its tables, its wrapped layers, and its kernels on a CPU.
-
-`LoRAManager` is passed on; its sizes (`max_loras_per_batch`, `max_lora_rank`, `dtype`) are read
-elsewhere.
-"""
+"""Adapters: SGLang's LoRA manager, its tables, its wrapped layers, and its kernels on a CPU."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -41,8 +37,10 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch.overrides import TorchFunctionMode
 
 from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, make_row_batch
+from pie_driver_sglang.backends.sglang.compat.settings import Resolved
 
-__all__ = ["LoRAManager"]
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine.backend import PassContext
 
 
 class _OwnPart(NamedTuple):
@@ -97,9 +95,85 @@ class WrappedTable(NamedTuple):
     vocabulary: int
 
 
-def manager_of(runner: ModelRunner) -> LoRAManager:
-    """The LoRA manager that a runner has made."""
-    return runner.lora_manager
+class LoraSlots:
+    """SGLang's LoRA manager, as `LoraBackend` wants it."""
+
+    library = "SGLang"
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.manager: LoRAManager = runner.lora_manager
+        self.slots = int(self.manager.max_loras_per_batch)
+        self.max_rank = int(self.manager.max_lora_rank)
+        self.dtype: torch.dtype = self.manager.dtype
+        self.kernels = Resolved(runner.server_args).lora_backend
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of all slots."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in slot_tensors(self.manager))
+
+    def prepare(
+        self, uid: str, rank: int, targets: Sequence[str], tensors: Mapping[str, torch.Tensor]
+    ) -> Prepared:
+        """Has SGLang join the weights of fused layers, in tables of a copy of the manager.
+
+        It also takes this rank's part of them, which SGLang would copy while steps wait. For a GPU
+        all are moved into pinned memory. See `LoraBackend.prepare`.
+        """
+        manager = self.manager
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+        ref = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=False)
+        own = copy.copy(manager)
+        own.configs, own.loras, own.lora_refs = {}, {}, {}
+        result = own.load_lora_adapter_from_tensors(ref, tensors, config)
+        if not result.success:
+            raise ValueError(result.error_message)
+        weights = own.loras[uid]
+        pins = manager.device.type == "cuda"
+        # SGLang would pin with each copy into a slot, while steps wait. A thread starts on GPU 0.
+        with torch.cuda.device(manager.device) if pins else nullcontext():
+            if pins:
+                weights.pin_weights_in_cpu()
+            parts = _own_parts(manager, weights, pins)
+        return Prepared(ref, own.configs[uid], weights, parts)
+
+    def put(self, adapter: Prepared) -> None:
+        """Registers an adapter, and keeps this rank's part in a slot."""
+        _register(self.manager, adapter)
+        self.manager.fetch_new_loras({adapter.uid})
+
+    def begin_copy(self, adapter: Prepared) -> SlotCopy:
+        """As :meth:`put`, in steps."""
+        return SlotCopy(self.manager, adapter)
+
+    def forget(self, uid: str) -> None:
+        """Removes all that the manager knows of an adapter, be it half registered only."""
+        pool: LoRAMemoryPool = self.manager.memory_pool
+        pool.remove_lora(uid)
+        pool.eviction_policy.remove(uid)
+        for table in (self.manager.configs, self.manager.loras, self.manager.lora_refs):
+            table.pop(uid, None)
+
+    def bind(self, context: PassContext, uids: Sequence[str | None]) -> None:
+        """Has the next pass apply the adapter of each request, None for none."""
+        self._bind(context.native, list(uids))
+
+    def bind_rows(self, uids: Sequence[str | None]) -> None:
+        """Has the LM head, or a captured decode, apply the adapter of each row, None for none."""
+        self._bind(make_row_batch(len(uids)), list(uids))
+
+    def _bind(self, batch: ForwardBatch, uids: list[str | None]) -> None:
+        batch.lora_ids = uids
+        self.manager.fetch_new_loras(set(uids))
+        self.manager.prepare_lora_batch(batch)
+
+    def unbind(self) -> None:
+        """Makes the next pass one without adapters."""
+        self.manager.reset_lora_batch()
+
+    def bind_by_memory(self, rows: int) -> None:
+        """Keeps decodes' adapters where graphs read; later versions name it otherwise."""
+        self.manager.init_cuda_graph_batch_info(rows, num_tokens_per_req=1)
 
 
 def slot_tensors(manager: LoRAManager) -> list[torch.Tensor]:
@@ -111,45 +185,6 @@ def slot_tensors(manager: LoRAManager) -> list[torch.Tensor]:
     for buffers in (*ends, pool.lm_head_A_buffer, pool.lm_head_B_buffer):
         tensors += buffers.values()
     return tensors
-
-
-def prepare_adapter(
-    manager: LoRAManager,
-    uid: str,
-    rank: int,
-    targets: Sequence[str],
-    tensors: Mapping[str, torch.Tensor],
-) -> Prepared:
-    """Has SGLang join the weights of fused layers, on any thread: in tables of a manager's copy.
-
-    It also takes this rank's part of them, which SGLang would copy while steps wait. For a GPU all
-    are moved into pinned memory.
-
-    Args:
-        manager: The model's; its own tables stay as they are.
-        uid: A name that no other load ever had.
-        rank: Of the adapter, whose scaling is in its weights already.
-        targets: Last components of the layers' names.
-        tensors: Its weights.
-
-    Raises:
-        ValueError: SGLang does not take it.
-    """
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
-    ref = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=False)
-    own = copy.copy(manager)
-    own.configs, own.loras, own.lora_refs = {}, {}, {}
-    result = own.load_lora_adapter_from_tensors(ref, tensors, config)
-    if not result.success:
-        raise ValueError(result.error_message)
-    weights = own.loras[uid]
-    pins = manager.device.type == "cuda"
-    # SGLang would pin with each copy into a slot, while steps wait. A thread starts on GPU 0.
-    with torch.cuda.device(manager.device) if pins else nullcontext():
-        if pins:
-            weights.pin_weights_in_cpu()
-        parts = _own_parts(manager, weights, pins)
-    return Prepared(ref, own.configs[uid], weights, parts)
 
 
 def _own_parts(manager: LoRAManager, weights: LoRAAdapter, pins: bool) -> list[dict[str, _OwnPart]]:
@@ -180,13 +215,7 @@ def _own_parts(manager: LoRAManager, weights: LoRAAdapter, pins: bool) -> list[d
     return parts
 
 
-def put(manager: LoRAManager, prepared: Prepared) -> None:
-    """Gives a manager an adapter, of which it keeps this rank's part in a slot."""
-    _add(manager, prepared)
-    manager.fetch_new_loras({prepared.uid})
-
-
-def _add(manager: LoRAManager, prepared: Prepared) -> None:
+def _register(manager: LoRAManager, prepared: Prepared) -> None:
     uid = prepared.uid
     manager.configs[uid] = prepared.config
     manager.loras[uid] = prepared.weights
@@ -194,7 +223,7 @@ def _add(manager: LoRAManager, prepared: Prepared) -> None:
 
 
 class SlotCopy:
-    """As :func:`put`, but a few layers at a time, so that passes may run in between.
+    """As `LoraSlots.put`, but a few layers at a time, so that passes may run in between.
 
     Until it is over no pass may bind the adapter. A pass that needs its slot takes it; the copy
     then starts anew, in another slot, and does the rest at once.
@@ -206,7 +235,7 @@ class SlotCopy:
         self._prepared = prepared
         self._pool: LoRAMemoryPool = manager.memory_pool
         self._next = 0
-        _add(manager, prepared)
+        _register(manager, prepared)
         with mock.patch.object(self._pool, "load_lora_weight_to_buffer"):
             manager.fetch_new_loras({prepared.uid})
         self._slot: int = self._pool.uid_to_buffer_id[prepared.uid]
@@ -252,37 +281,6 @@ class SlotCopy:
         manager, uid = self._manager, self._prepared.uid
         tables = (manager.embed_tokens_module, manager.lm_head_module)
         pool.load_lora_weight_to_buffer(uid, self._slot, weights, modules, *tables)
-
-
-def forget(manager: LoRAManager, uid: str) -> None:
-    """Removes all that a manager knows of an adapter, be it half registered only."""
-    pool: LoRAMemoryPool = manager.memory_pool
-    pool.remove_lora(uid)
-    pool.eviction_policy.remove(uid)
-    for table in (manager.configs, manager.loras, manager.lora_refs):
-        table.pop(uid, None)
-
-
-def bind(manager: LoRAManager, batch: ForwardBatch, uids: list[str | None]) -> None:
-    """Has the next pass apply the adapter of each request, None for none."""
-    batch.lora_ids = uids
-    manager.fetch_new_loras(set(uids))
-    manager.prepare_lora_batch(batch)
-
-
-def bind_rows(manager: LoRAManager, uids: list[str | None]) -> None:
-    """Has the LM head, or a captured decode, apply the adapter of each row, None for none."""
-    bind(manager, make_row_batch(len(uids)), uids)
-
-
-def unbind(manager: LoRAManager) -> None:
-    """Makes the next pass one without adapters."""
-    manager.reset_lora_batch()
-
-
-def bind_by_memory(manager: LoRAManager, most_rows: int) -> None:
-    """Has a manager keep decodes' adapters where graphs read; later versions name it otherwise."""
-    manager.init_cuda_graph_batch_info(most_rows, num_tokens_per_req=1)
 
 
 def detect_targets(model: torch.nn.Module) -> set[str]:

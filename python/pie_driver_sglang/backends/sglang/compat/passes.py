@@ -1,14 +1,13 @@
 """Passes: the batch that SGLang's models take, and the capture of one in a graph.
 
-`ForwardBatch` is passed on for annotations: attention backends read its rows. Of images the
-embeddings are made and held as `MultimodalDataItem`.
+`ForwardBatch` is passed on for annotations: attention backends read its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
@@ -21,39 +20,9 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 
 from pie_driver_sglang.backends.sglang.compat.attention import AttentionBackend, attending
 from pie_driver_sglang.backends.sglang.compat.ranks import capturing_collectives
+from pie_driver_sglang.engine.backend import Extends, PassContext, PassInputs
 
-__all__ = ["ForwardBatch", "MultimodalDataItem", "MultimodalInputs"]
-
-
-class PassInputs(NamedTuple):
-    """The rows of a pass, on the device unless it says otherwise."""
-
-    input_ids: torch.Tensor
-    """``[tokens]`` int64."""
-    positions: torch.Tensor
-    """``[tokens]`` int64."""
-    mrope_positions: torch.Tensor | None
-    """``[3, tokens]`` int64, of a model with several axes."""
-    out_cache_loc: torch.Tensor
-    """``[tokens]`` int64: where their KV goes."""
-    req_pool_indices: torch.Tensor
-    """``[requests]`` int64: rows of the block table."""
-    seq_lens: torch.Tensor
-    """``[requests]`` int64: tokens of each context, with those of this pass."""
-    seq_lens_cpu: torch.Tensor
-    """The same on the host."""
-    seq_lens_sum: int
-    """Their sum, or a bound of it that sizes buffers."""
-
-
-class Extends(NamedTuple):
-    """What an extend has besides, ``[requests]`` int32 each; the last two on the host."""
-
-    seq_lens: torch.Tensor
-    prefix_lens: torch.Tensor
-    start_loc: torch.Tensor
-    seq_lens_cpu: Sequence[int]
-    prefix_lens_cpu: Sequence[int]
+__all__ = ["ForwardBatch"]
 
 
 def make_batch(
@@ -107,14 +76,9 @@ def make_row_batch(rows: int) -> ForwardBatch:
     )
 
 
-def is_decode(batch: ForwardBatch) -> bool:
-    """Whether every request of a batch has one row."""
-    return bool(batch.forward_mode.is_decode())
-
-
-def is_prefill(batch: ForwardBatch) -> bool:
-    """Whether a batch is an extend that verifies no drafts."""
-    return bool(batch.forward_mode.is_extend_without_speculative())
+def context_of(batch: ForwardBatch) -> PassContext:
+    """A batch as the core knows it."""
+    return PassContext(batch.out_cache_loc, bool(batch.forward_mode.is_decode()), batch)
 
 
 def skip_planning(batch: ForwardBatch) -> None:
@@ -162,20 +126,21 @@ def image_embeddings(
     )
 
 
-def image_inputs(items: Iterable[MultimodalDataItem]) -> MultimodalInputs:
-    """The images of a request."""
-    return MultimodalInputs(mm_items=list(items))
+def image_inputs(items: Iterable[MultimodalDataItem]) -> MultimodalInputs | None:
+    """The images of a request; None where it has none."""
+    found = list(items)
+    return MultimodalInputs(mm_items=found) if found else None
 
 
 @contextmanager
 def run_instead(
-    model: Any, run: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor]
+    model: Any, run: Callable[[torch.Tensor, torch.Tensor, PassContext], torch.Tensor]
 ) -> Iterator[None]:
     """Within it `run` takes the place of a model's `forward`, which SGLang calls by that name.
 
     Args:
         model: SGLang's, without its LM head.
-        run: Takes token ids, positions, and the batch; returns hidden states. A pass that has more,
+        run: Takes token ids, positions, and the pass; returns hidden states. A pass that has more,
             as embeddings of images, is refused by a `ValueError`.
     """
 
@@ -188,7 +153,7 @@ def run_instead(
     ) -> torch.Tensor:
         if any(other is not None for other in (*others, *named.values())):
             raise ValueError("a pass has tokens and nothing else")
-        return run(input_ids, positions, forward_batch)
+        return run(input_ids, positions, context_of(forward_batch))
 
     model.forward = forward
     try:

@@ -1,7 +1,7 @@
 """SGLang's memory: KV pools, block tables and recurrent state.
 
-The pools' classes are passed on for annotations. `dtype`, `store_dtype`, `size` and `req_to_token`
-are read elsewhere.
+The pools' classes are passed on for annotations. `dtype` and `store_dtype` are read
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["HybridReqToTokenPool", "KVCache", "MHATokenToKVPool", "ReqToTokenPool"]
+    from pie_driver_sglang.engine.block_table import BlockTable
+
+__all__ = ["KVCache", "MHATokenToKVPool"]
 
 
 def paged(pool: KVCache) -> KVCache:
@@ -59,8 +61,8 @@ def lies_by_token(pool: MHATokenToKVPool) -> bool:
     return bool(pool.get_key_buffer(pool.start_layer).dim() == 3)
 
 
-def storage(pool: KVCache) -> tuple[list[torch.Tensor], int]:
-    """The tensors of a pool's layers, and its pages with the one for padding; none may be missed.
+def kv_pages(pool: KVCache) -> list[torch.Tensor]:
+    """The tensors of a pool's layers as ``[pages + 1, numbers]``; none may be missed.
 
     Args:
         pool: One that :func:`has_known_pages`. A version that keeps KV in more tensors than these
@@ -69,9 +71,9 @@ def storage(pool: KVCache) -> tuple[list[torch.Tensor], int]:
     pages = pool.size // pool.page_size + 1
     if isinstance(pool, MLATokenToKVPool):
         latent: MLATokenToKVPool = pool
-        return list(latent.kv_buffer), pages
+        return [buffer.view(pages, -1) for buffer in latent.kv_buffer]
     heads: MHATokenToKVPool = pool
-    return [*heads.k_buffer, *heads.v_buffer], pages
+    return [buffer.view(pages, -1) for buffer in (*heads.k_buffer, *heads.v_buffer)]
 
 
 def stored_kv(pool: KVCache, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,24 +89,18 @@ def store_kv(
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), *kv)
 
 
-def replace_block_table(runner: ModelRunner, requests: int, row_tokens: int) -> None:
-    """Gives a runner a block table of the driver's size, before backends take a reference to it.
-
-    Args:
-        runner: With its pools.
-        requests: Rows of the table.
-        row_tokens: Slots of a row.
-    """
-    table = ReqToTokenPool(
-        size=requests,
-        max_context_len=row_tokens,
-        device=runner.device,
-        enable_memory_saver=False,
+def replace_block_table(runner: ModelRunner, table: BlockTable) -> None:
+    """Gives a runner the core's block table, before backends take a reference to it."""
+    # Its own tensor is replaced: one of a token a row is small.
+    pool = ReqToTokenPool(
+        size=table.requests, max_context_len=1, device=runner.device, enable_memory_saver=False
     )
+    pool.max_context_len = table.slots.shape[1]
+    pool.req_to_token = table.slots
     if isinstance(runner.req_to_token_pool, HybridReqToTokenPool):
-        widen(runner.req_to_token_pool, table)
+        widen(runner.req_to_token_pool, pool)
     else:
-        runner.req_to_token_pool = table
+        runner.req_to_token_pool = pool
 
 
 def widen(table: HybridReqToTokenPool, plain: ReqToTokenPool) -> None:
@@ -124,32 +120,29 @@ def widen(table: HybridReqToTokenPool, plain: ReqToTokenPool) -> None:
     )
 
 
-def state_rows(table: HybridReqToTokenPool) -> torch.Tensor:
-    """``[rows]`` int32: the state slot of each row of a block table; written before each pass."""
-    rows: torch.Tensor = table.req_index_to_mamba_index_mapping
-    return rows
+class RecurrentState:
+    """Implements `StateBackend` by the state pool of a hybrid model's block table."""
 
+    def __init__(self, table: HybridReqToTokenPool) -> None:
+        self._pool: MambaPool = table.mamba_pool
+        self.slots = int(self._pool.size)
+        self.rows: torch.Tensor = table.req_index_to_mamba_index_mapping
 
-def state_parts(table: HybridReqToTokenPool) -> list[torch.Tensor]:
-    """The tensors of recurrent state, ``[layers, slots, ...]`` each; none may be missed."""
-    pool: MambaPool = table.mamba_pool
-    cache: MambaPool.State = pool.mamba_cache
-    return [*cache.conv, cache.temporal]
+    @staticmethod
+    def of(table: ReqToTokenPool) -> RecurrentState | None:
+        """That of a block table; None for a model without recurrent layers."""
+        return RecurrentState(table) if isinstance(table, HybridReqToTokenPool) else None
 
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors of recurrent state, ``[layers, slots, ...]`` each; none may be missed."""
+        cache: MambaPool.State = self._pool.mamba_cache
+        return [*cache.conv, cache.temporal]
 
-def state_slots(table: HybridReqToTokenPool) -> int:
-    """Slots of recurrent state besides the one for padding, which is slot 0."""
-    pool: MambaPool = table.mamba_pool
-    return int(pool.size)
+    def clear(self, slots: torch.Tensor) -> None:
+        """Fills slots with zeros."""
+        self._pool.clear_slots(slots)
 
-
-def clear_states(table: HybridReqToTokenPool, slots: torch.Tensor) -> None:
-    """Fills slots of recurrent state with zeros."""
-    pool: MambaPool = table.mamba_pool
-    pool.clear_slots(slots)
-
-
-def copy_states(table: HybridReqToTokenPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copies slots of recurrent state, within the device."""
-    pool: MambaPool = table.mamba_pool
-    pool.copy_from(sources, targets)
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies slots, within the device."""
+        self._pool.copy_from(sources, targets)

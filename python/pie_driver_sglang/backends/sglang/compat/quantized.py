@@ -7,7 +7,7 @@ compressed-tensors.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -16,20 +16,8 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
+from pie_driver_sglang.engine.layers.weights import QuantizedLinear
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedWeights
-
-
-class QuantizedLinear(NamedTuple):
-    """A linear layer whose weights are FP8."""
-
-    weights: QuantizedWeights
-    module: Any
-    """SGLang's layer."""
-
-    def apply(self, rows: torch.Tensor) -> torch.Tensor:
-        """SGLang's own product: it quantizes ``[rows, inputs]`` itself."""
-        found: torch.Tensor = self.module.quant_method.apply(self.module, rows)
-        return found
 
 
 class UnknownQuantization(Exception):
@@ -63,9 +51,8 @@ def read_quantized(module: Any) -> QuantizedLinear | None:
         row_scale = row_scale.data.reshape(-1)
         if row_scale.numel() != 1:
             raise UnknownQuantization("its rows have several scales")
-    return QuantizedLinear(
-        QuantizedWeights(weight, _read_scales(scales.data, weight, block), row_scale), module
-    )
+    weights = QuantizedWeights(weight, _read_scales(scales.data, weight, block), row_scale)
+    return QuantizedLinear(weights, lambda rows: method.apply(module, rows))
 
 
 def _read_scales(scales: torch.Tensor, weight: torch.Tensor, block: Any) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """Ranks: their places, SGLang's groups, and collective operations between them.
 
-Imports SGLang where a function needs it: what samples on ranks is tested without.
-`GroupCoordinator` is passed on to annotations: `all_gather`, `world_size` and `rank_in_group` are
-used elsewhere, and `cpu_group`, torch's.
+Imports SGLang where a function needs it: its process groups are made before anything else of it.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-__all__ = ["GroupCoordinator"]
 
 
 class Place(NamedTuple):
@@ -47,24 +43,34 @@ def place_of(runner: ModelRunner) -> Place:
     return Place(runner.ps.tp_rank, runner.ps.tp_size)
 
 
-def tensor_group() -> GroupCoordinator:
-    """The group of all ranks of the model, which SGLang has made with its runner."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
+class TensorGroup:
+    """Implements `RankGroup` by the group of all ranks that SGLang has made with its runner."""
 
-    return get_tp_group()
+    def __init__(self, group: GroupCoordinator | None = None) -> None:
+        """Takes a group; None for that of the process."""
+        from sglang.srt.distributed.parallel_state import get_tp_group
 
+        self._group: GroupCoordinator = group or get_tp_group()
+        self.world_size: int = self._group.world_size
+        self.rank_in_group: int = self._group.rank_in_group
+        self.cpu_group = self._group.cpu_group
 
-def shares_memory(group: GroupCoordinator) -> bool:
-    """Whether ranks reach each other's memory; SGLang's own all-reduce of that kind says so."""
-    from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks reach each other's memory; SGLang's own all-reduce of that kind says so."""
+        from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
 
-    reach = group.ca_comm
-    return isinstance(reach, CustomAllReduceV2) and not reach.disabled
+        reach = self._group.ca_comm
+        return isinstance(reach, custom_all_reduce_v2.CustomAllReduceV2) and not reach.disabled
 
+    def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenates the ranks' tensors in a dimension."""
+        gathered: torch.Tensor = self._group.all_gather(part, dim=dim)
+        return gathered
 
-def exchange(group: GroupCoordinator, received: torch.Tensor, sent: torch.Tensor) -> None:
-    """All-to-all of equal parts, on the CPU, too; the public form of it is for GPUs only."""
-    group._all_to_all_single(received, sent)
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Exchanges equal parts, on the CPU, too; the public form of it is for GPUs only."""
+        self._group._all_to_all_single(received, sent)
 
 
 def capturing_collectives(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
@@ -76,7 +82,17 @@ def capturing_collectives(stream: torch.cuda.Stream) -> AbstractContextManager[A
 
 
 @contextmanager
-def without_device_communicators() -> Iterator[None]:
+def making_groups(ranks: int, device: str) -> Iterator[None]:
+    """Within it SGLang makes the groups of so many ranks on this host, on ``cpu`` or ``cuda``."""
+    if ranks == 1:
+        yield
+        return
+    with _without_device_communicators() if device == "cpu" else _on_one_host(ranks):
+        yield
+
+
+@contextmanager
+def _without_device_communicators() -> Iterator[None]:
     """Within it groups on the CPU get no communicators for GPUs, as SGLang gives them."""
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
@@ -90,7 +106,7 @@ def without_device_communicators() -> Iterator[None]:
 
 
 @contextmanager
-def on_one_host(size: int) -> Iterator[None]:
+def _on_one_host(size: int) -> Iterator[None]:
     """Within it ranks are on one host; SGLang asks by a region with a name, which might stay."""
     from sglang.srt.distributed.device_communicators import (
         custom_all_reduce_utils,

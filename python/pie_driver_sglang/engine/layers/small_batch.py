@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.layers import ExpertLayer, Layer
-from pie_driver_sglang.backends.sglang.compat.passes import run_instead
-from pie_driver_sglang.backends.sglang.layers.attention import (
+from pie_driver_sglang.engine.layers.attention import (
     attend_decode,
     attend_folded_norm,
     swiglu_folded_norm,
 )
+from pie_driver_sglang.engine.layers.weights import ExpertLayer, Layer
 from pie_driver_sglang.kernels.gemm import small_m, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
 from pie_driver_sglang.kernels.gemm.types import (
@@ -37,8 +36,8 @@ from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm
 from pie_driver_sglang.kernels.moe import experts, routing
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
+    from pie_driver_sglang.engine.attention.paged import PagedDecode
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
 
 NARROW_WIDTH, _WIDE_WIDTH = 2048, 4096
 """Widths of hidden states between which `small_m` is the fastest up to 32 rows, not 16."""
@@ -75,7 +74,7 @@ class SmallBatchLayers:
         Args:
             layers: The model's.
             norm: After the last one.
-            attention: The decode backend.
+            attention: The decode attention.
             max_small_m_rows: Most rows of a step that `small_m` runs.
             max_tiled_rows: Most rows of a step that `tiled` runs.
             wgmma_gemm: Runs steps from 2 rows on instead.
@@ -121,14 +120,14 @@ class SmallBatchLayers:
         return self._max_wgmma_rows > 1
 
     def run(
-        self, embedded: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, embedded: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         """Runs the layers of a decode. Can be captured.
 
         Args:
             embedded: ``[rows, width]``, at most `max_rows`; overwritten.
             positions: ``[rows]`` int64.
-            forward_batch: SGLang's, for its attention.
+            context: Of the pass.
 
         Returns:
             ``[rows, width]``: normalized hidden states.
@@ -140,7 +139,7 @@ class SmallBatchLayers:
                 raise ValueError(f"no GEMM configs for a step of {len(embedded)} rows")
             if residual is None:
                 residual = _start_residual(embedded, configs)
-            residual = self._attention_block(layer, residual, configs, positions, forward_batch)
+            residual = self._attention_block(layer, residual, configs, positions, context)
             residual = self._mlp_block(layer, residual, configs)
         return add_rms_norm(embedded[None], None, self._norm)[0]
 
@@ -157,15 +156,16 @@ class SmallBatchLayers:
         residual: Residual,
         configs: _LayerConfigs,
         positions: torch.Tensor,
-        forward_batch: ForwardBatch,
+        context: PassContext,
     ) -> Residual:
         if configs.qkv is None:
             attended = attend_folded_norm(
-                layer, residual.rows, positions, forward_batch, out_of_place=False
-            )
+                layer, residual.rows, positions, context, self._attention.attend,
+                out_of_place=False,
+            )  # fmt: skip
         else:
             qkv = self._project(residual, layer.before, layer.qkv, configs.qkv, STORE)
-            attended = attend_decode(qkv, layer, self._attention, positions, forward_batch)
+            attended = attend_decode(qkv, layer, self._attention, positions, context)
         return self._project_add(attended, layer.out, configs.out, residual)
 
     def _mlp_block(
@@ -224,11 +224,11 @@ class SmallBatchLayers:
 
 
 class MoeLayers:
-    """The layers of a mixture of experts; larger steps run SGLang's."""
+    """The layers of a mixture of experts; larger steps run the library's."""
 
-    def __init__(self, model: Any, layers: SmallBatchLayers) -> None:
-        """Takes SGLang's model without its LM head, and its layers."""
-        self._model = model
+    def __init__(self, decoder: Decoder, layers: SmallBatchLayers) -> None:
+        """Takes a decoder and its layers."""
+        self._decoder = decoder
         self._layers = layers
 
     def supports(self, num_rows: int) -> bool:
@@ -237,19 +237,19 @@ class MoeLayers:
 
     @contextlib.contextmanager
     def patched_prefill(self) -> Iterator[None]:
-        """Patches nothing: prefills run SGLang's layers."""
+        """Patches nothing: prefills run the library's layers."""
         yield
 
     @contextlib.contextmanager
     def patched_decode(self) -> Iterator[None]:
         """Within, the model's forward of a supported decode runs these layers."""
-        with run_instead(self._model, self._run):
+        with self._decoder.run_instead(self._run):
             yield
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
-        return self._layers.run(self._model.embed_tokens(input_ids), positions, forward_batch)
+        return self._layers.run(self._decoder.embed(input_ids), positions, context)
 
 
 def _start_residual(embedded: torch.Tensor, configs: _LayerConfigs) -> Residual:

@@ -1,5 +1,5 @@
 """LoRA adapters.
 
 `files` reads and checks PEFT folders, `loader` does it on a thread, `adapters` registers them with
-SGLang's manager.
+the backend.
 """

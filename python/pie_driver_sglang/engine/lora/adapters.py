@@ -1,4 +1,4 @@
-"""Adapters by the runtime's ids, on top of SGLang's LoRA manager."""
+"""LoRA adapters by the runtime's ids: in host memory, and in the backend's slots."""
 
 from __future__ import annotations
 
@@ -12,30 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pie_driver_sglang._core import WARM_UP_ADAPTER
-from pie_driver_sglang.backends.sglang import process_groups
-from pie_driver_sglang.backends.sglang.compat import lora
-from pie_driver_sglang.backends.sglang.compat.lora import LoRAManager, WrappedLinear, WrappedTable
-from pie_driver_sglang.backends.sglang.compat.model import uses_latent_attention
-from pie_driver_sglang.backends.sglang.compat.settings import lora_targets, lora_targets_changed
-from pie_driver_sglang.backends.sglang.lora.files import (
-    EMBEDDINGS,
-    Adapter,
-    Base,
-    Linear,
-    Source,
-    assemble,
-    blank,
-    checkpoint_name,
-    read,
-)
-from pie_driver_sglang.backends.sglang.lora.loader import Loader
-from pie_driver_sglang.errors import AdapterError, StartError, quoted
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.lora.files import Adapter, Source, assemble, blank, read
+from pie_driver_sglang.engine.lora.loader import Loader
+from pie_driver_sglang.errors import AdapterError, quoted
 from pie_driver_sglang.memory.host import Budget
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
-    from pie_driver_sglang.config.options import DriverOptions
+    from pie_driver_sglang.engine.backend import (
+        AdapterCopy,
+        LoraBackend,
+        PassContext,
+        PreparedAdapter,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +32,12 @@ T = TypeVar("T")
 
 _COPY_BYTES: Final = 32 << 20
 """Of an adapter, to be copied into a slot at once: some milliseconds."""
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""What checkpoints call the parts of SGLang's fused layers, in their order."""
 
 
 class _Prepared(NamedTuple):
     """An adapter that was read."""
 
-    adapter: lora.Prepared
+    adapter: PreparedAdapter
     embeds: bool
     """Whether it changes embeddings or the LM head."""
 
@@ -70,14 +54,14 @@ class _Copying(NamedTuple):
 
     source: Source
     loaded: _Loaded
-    slot: lora.SlotCopy
+    copy: AdapterCopy
 
 
 class _Loaded(NamedTuple):
     """An adapter in host memory."""
 
     uid: str
-    """Its name for SGLang, which no other load ever had."""
+    """Its name for the backend, which no other load ever had."""
     embeds: bool
     """Whether it changes embeddings or the LM head."""
 
@@ -94,13 +78,13 @@ class Adapters:
     """
 
     def __init__(
-        self, manager: LoRAManager, max_loaded: int, root: str | Path | None = None
+        self, backend: LoraBackend, max_loaded: int, root: str | Path | None = None
     ) -> None:
         """Loads nothing yet; takes only what lies below `root`, where there is one."""
-        self._manager = manager
+        self._backend = backend
         self._root = None if root is None else Path(root).resolve()
         self._max_loaded = max_loaded
-        self._layers = _layers_of(manager)
+        self._layers = backend.layers()
         self._sources: dict[int, Source] = {}
         self._resident: OrderedDict[int, _Loaded] = OrderedDict()
         """By the runtime's ids, the least recently used one first."""
@@ -114,13 +98,12 @@ class Adapters:
     @property
     def slots(self) -> int:
         """Different adapters of a pass, no adapter being one of them."""
-        return int(self._manager.max_loras_per_batch)
+        return self._backend.slots
 
     @property
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
-        tensors = lora.slot_tensors(self._manager)
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return self._backend.slot_bytes
 
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
@@ -136,7 +119,7 @@ class Adapters:
         del self._loading[number]
         copying = self._copying.pop(number, None)
         if copying is not None:
-            lora.forget(self._manager, copying.loaded.uid)
+            self._backend.forget(copying.loaded.uid)
 
     def finish_load(self, number: int) -> bool:
         """Continues a load; see `ModelExecutor.finish_load`.
@@ -151,7 +134,7 @@ class Adapters:
                 self._make_room(adapter_id)
                 self._copying[number] = self._begin_copy(source, prepared)
             copying = self._copying[number]
-            if not self._agreed_on(copying.loaded.uid, lambda: _copy_some(copying.slot)):
+            if not self._agreed_on(copying.loaded.uid, lambda: _copy_some(copying.copy)):
                 return False
         except AdapterError:
             del self._loading[number]
@@ -160,7 +143,7 @@ class Adapters:
         del self._loading[number], self._copying[number]
         former = self._resident.pop(adapter_id, None)
         if former is not None:
-            lora.forget(self._manager, former.uid)
+            self._backend.forget(former.uid)
         # Another load may have ended meanwhile.
         self._make_room(adapter_id)
         self._resident[adapter_id] = copying.loaded
@@ -188,22 +171,22 @@ class Adapters:
                     lost[adapter_id] = f"{error.message}; {error.hint}"
         return lost
 
-    def bind(self, batch: ForwardBatch, adapter_ids: Sequence[int]) -> None:
-        """Makes the next forward pass apply the adapter of each request of its batch.
+    def bind(self, context: PassContext, adapter_ids: Sequence[int]) -> None:
+        """Makes the next forward pass apply the adapter of each of its requests.
 
         Args:
-            batch: The pass.
+            context: The pass.
             adapter_ids: One fetched adapter for each request, -1 for none.
         """
-        lora.bind(self._manager, batch, self._uids(adapter_ids))
+        self._backend.bind(context, self._uids(adapter_ids))
 
     def bind_rows(self, adapter_ids: Sequence[int]) -> None:
         """Makes the LM head apply the adapter of each row: one fetched adapter, -1 for none."""
-        lora.bind_rows(self._manager, self._uids(adapter_ids))
+        self._backend.bind_rows(self._uids(adapter_ids))
 
     def unbind(self) -> None:
         """Makes the next forward pass one without adapters, at no cost."""
-        lora.unbind(self._manager)
+        self._backend.unbind()
 
     @contextlib.contextmanager
     def captured(self, most_rows: int) -> Iterator[Callable[[int], None]]:
@@ -212,7 +195,7 @@ class Adapters:
         Gives what binds an adapter of all layers to so many rows. From then on the adapters of
         decodes get them in memory that graphs know.
         """
-        lora.bind_by_memory(self._manager, most_rows)
+        self._backend.bind_by_memory(most_rows)
         self.load_warm_up()
         try:
             yield lambda rows: self.bind_rows([WARM_UP_ADAPTER] * rows)
@@ -226,17 +209,17 @@ class Adapters:
 
     def load_warm_up(self) -> None:
         """Makes `WARM_UP_ADAPTER` an adapter of all layers that changes nothing."""
-        rank, dtype = self._manager.max_lora_rank, self._manager.dtype
+        rank, dtype = self._backend.max_rank, self._backend.dtype
         adapter = assemble(blank(self._layers, rank), self._layers, dtype)
         prepared = self._prepared(self._name(WARM_UP_ADAPTER), adapter)
         self._resident[WARM_UP_ADAPTER] = self._register(WARM_UP_ADAPTER, prepared)
 
     def drop_warm_up(self) -> None:
         """Forgets `WARM_UP_ADAPTER`."""
-        lora.forget(self._manager, self._resident.pop(WARM_UP_ADAPTER).uid)
+        self._backend.forget(self._resident.pop(WARM_UP_ADAPTER).uid)
 
     def _uids(self, adapter_ids: Sequence[int]) -> list[str | None]:
-        """SGLang's names of fetched adapters; None for -1."""
+        """The backend's names of fetched adapters; None for -1."""
         return [self._resident[number].uid if number >= 0 else None for number in adapter_ids]
 
     def _name(self, adapter_id: int) -> str:
@@ -246,10 +229,10 @@ class Adapters:
         self, uid: str, path: str | Path, digest: bytes | None = None, group: Any = None
     ) -> tuple[Source, _Prepared]:
         """Reads the same files on all ranks; on the loader's thread in its own group."""
-        manager = self._manager
+        backend = self._backend
 
         def step() -> tuple[Source, _Prepared]:
-            limits = (self._layers, manager.max_lora_rank, manager.dtype, self._budget)
+            limits = (self._layers, backend.max_rank, backend.dtype, self._budget)
             with read(path, *limits, digest, self._root) as (source, adapter):
                 return source, self._prepared(uid, adapter)
 
@@ -262,20 +245,20 @@ class Adapters:
         return source, prepared
 
     def _begin_copy(self, source: Source, prepared: _Prepared) -> _Copying:
-        """Puts an adapter into SGLang's tables, and reserves a slot for it."""
+        """Registers an adapter, and reserves a slot for it."""
         uid = prepared.adapter.uid
-        slot = self._agreed_on(uid, lambda: lora.SlotCopy(self._manager, prepared.adapter))
-        return _Copying(source, _Loaded(uid, prepared.embeds), slot)
+        copy = self._agreed_on(uid, lambda: self._backend.begin_copy(prepared.adapter))
+        return _Copying(source, _Loaded(uid, prepared.embeds), copy)
 
     def _register(self, adapter_id: int, prepared: _Prepared) -> _Loaded:
-        """Puts an adapter into SGLang's tables and, as the proof that it fits, into a slot."""
+        """Registers an adapter and, as the proof that it fits, copies it into a slot."""
         self._make_room(adapter_id)
         uid = prepared.adapter.uid
-        self._agreed_on(uid, lambda: lora.put(self._manager, prepared.adapter))
+        self._agreed_on(uid, lambda: self._backend.put(prepared.adapter))
         return _Loaded(uid, prepared.embeds)
 
     def _agreed_on(self, uid: str, step: Callable[[], T]) -> T:
-        """Has SGLang do something about an adapter on all ranks; forgets it where one fails.
+        """Has the backend do something about an adapter on all ranks; forgets it where one fails.
 
         Raises:
             AdapterError: One has failed.
@@ -285,41 +268,39 @@ class Adapters:
             try:
                 return step()
             except Exception as error:
-                raise _not_taken(error) from error
+                raise self._refused(error) from error
 
         try:
             return _agreed(taken)
         except AdapterError:
-            lora.forget(self._manager, uid)
+            self._backend.forget(uid)
             raise
 
     def _prepared(self, uid: str, adapter: Adapter) -> _Prepared:
-        """Has SGLang join the weights of fused layers; may be called on any thread."""
+        """Has the backend join the weights of fused layers; may be called on any thread."""
         try:
-            prepared = lora.prepare_adapter(
-                self._manager, uid, adapter.rank, adapter.targets, adapter.tensors
-            )
+            prepared = self._backend.prepare(uid, adapter.rank, adapter.targets, adapter.tensors)
         except Exception as error:
-            raise _not_taken(error) from error
+            raise self._refused(error) from error
         return _Prepared(prepared, adapter.embeds)
+
+    def _refused(self, error: Exception) -> AdapterError:
+        text = f"{self._backend.library} does not take it: {error}"
+        return AdapterError(text, "use an adapter of this very model")
 
     def _make_room(self, adapter_id: int) -> None:
         """Lets the least recently used adapters go, but not the one that is to be replaced."""
         others = [number for number in self._resident if number != adapter_id]
         for number in others[: max(0, len(others) + 1 - self._max_loaded)]:
-            lora.forget(self._manager, self._resident.pop(number).uid)
+            self._backend.forget(self._resident.pop(number).uid)
 
 
-def _copy_some(slot: lora.SlotCopy) -> bool:
+def _copy_some(copy: AdapterCopy) -> bool:
     """Copies as many layers as make a short pause for others; returns whether that was all.
 
     All ranks copy the same ones: they have the same files.
     """
-    return slot.copy(max(1, _COPY_BYTES * slot.layers // max(1, slot.bytes)))
-
-
-def _not_taken(error: Exception) -> AdapterError:
-    return AdapterError(f"SGLang does not take it: {error}", "use an adapter of this very model")
+    return copy.copy(max(1, _COPY_BYTES * copy.layers // max(1, copy.bytes)))
 
 
 def _agreed(step: Callable[[], T], group: Any = None) -> T:
@@ -349,82 +330,3 @@ def _agreed(step: Callable[[], T], group: Any = None) -> T:
             message, hint = failure
             raise AdapterError(f"on rank {rank}: {message}" if rank else message, hint) from error
     return result
-
-
-def server_args(options: DriverOptions) -> dict[str, Any]:
-    """The fields of `ServerArgs` about adapters."""
-    if not options.enable_lora:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_lora_rank": options.max_lora_rank,
-        "lora_target_modules": list(options.lora_target_modules),
-        "max_loras_per_batch": options.max_loras_per_batch,
-        "max_loaded_loras": options.max_loaded_loras,
-        "lora_backend": options.lora_backend,
-    }
-
-
-@contextlib.contextmanager
-def fitting(runner: ModelRunner) -> Iterator[None]:
-    """Within it the runner, which has loaded its model, can make its LoRA manager.
-
-    Raises:
-        StartError: There are no adapters for the model, or for one of the layers asked for.
-    """
-    targets = _targets(runner, lora_targets())
-    logger.debug("adapters may change %s", ", ".join(sorted(targets)))
-    on_the_host = lora.on_the_host() if runner.device == "cpu" else contextlib.nullcontext()
-    with lora_targets_changed(targets), on_the_host:
-        yield
-
-
-def _targets(runner: ModelRunner, wanted: Iterable[str]) -> set[str]:
-    """SGLang's names of the layers to wrap."""
-    architecture = type(runner.model).__name__
-    if uses_latent_attention(runner.model_config):
-        raise StartError(
-            f"{architecture} uses multi-head latent attention, for which there are no adapters yet",
-            hint="remove `enable_lora`",
-        )
-    found = lora.detect_targets(runner.model) - set(EMBEDDINGS)
-    if lora.has_experts(runner.model):
-        # SGLang would wrap the experts, which checkpoints spell in many ways.
-        found -= {"gate_up_proj", "down_proj"}
-    if lora.has_tables(runner.model):
-        found |= set(EMBEDDINGS)
-    targets = found if "all" in wanted else lora.normalized_targets(wanted)
-    if not targets or targets - found:
-        named = ", ".join(sorted(targets - found)) or "no layer"
-        raise StartError(
-            f"option `lora_target_modules` asks for {named}, "
-            f"but adapters of {architecture} can change {', '.join(sorted(found)) or 'nothing'}",
-            hint="remove `lora_target_modules`, or `enable_lora` where nothing can be changed",
-        )
-    return targets
-
-
-def _layers_of(manager: LoRAManager) -> dict[str, Linear]:
-    """The layers that take adapters, by the names that checkpoints have for them."""
-    linears = [linear for layer in lora.wrapped_linears(manager) for linear in _linears(layer)]
-    linears += [_table(name, table) for name, table in lora.wrapped_tables(manager)]
-    return {checkpoint_name(linear.name): linear for linear in linears}
-
-
-def _table(name: str, table: WrappedTable) -> Linear:
-    base = Base(table.weight, table.first, table.vocabulary)
-    return Linear(name, table.inputs, table.outputs, (name,), base)
-
-
-def _linears(layer: WrappedLinear) -> list[Linear]:
-    """The parts of a wrapped layer; none of a kind that this driver has no adapters for."""
-    parent, _, last = layer.name.rpartition(".")
-    parts = _FUSED.get(last, ()) if layer.is_fused else (last,)
-    if len(parts) != len(layer.outputs):
-        return []
-    names = [f"{parent}.{part}" for part in parts]
-    fused = tuple(checkpoint_name(part) for part in names)
-    return [
-        Linear(part, layer.inputs, size, fused)
-        for part, size in zip(names, layer.outputs, strict=True)
-    ]

@@ -1,20 +1,14 @@
-"""Recurrent state: the slots of SGLang's state pool as the runtime names them."""
+"""Recurrent state: the slots of a backend's state as the runtime names them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.pools import (
-    HybridReqToTokenPool,
-    ReqToTokenPool,
-    clear_states,
-    copy_states,
-    state_parts,
-    state_rows,
-    state_slots,
-)
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine.backend import StateBackend
 
 
 class StatePool:
@@ -24,25 +18,19 @@ class StatePool:
     may not keep their state.
     """
 
-    def __init__(self, table: HybridReqToTokenPool) -> None:
-        self._table = table
-        self._rows = state_rows(table)
-        self._parts = state_parts(table)
-
-    @staticmethod
-    def of(table: ReqToTokenPool) -> StatePool | None:
-        """The pool of a block table; None for a model without recurrent layers."""
-        return StatePool(table) if isinstance(table, HybridReqToTokenPool) else None
+    def __init__(self, backend: StateBackend) -> None:
+        self._backend = backend
+        self._rows = backend.rows
 
     @property
     def slots(self) -> int:
         """Slots that the runtime may name: ``0..slots``."""
-        return state_slots(self._table)
+        return self._backend.slots
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot over all layers."""
-        return sum(part[:, 0].numel() * part.itemsize for part in self._parts)
+        return sum(part[:, 0].numel() * part.itemsize for part in self._backend.parts)
 
     def assign(self, rows: torch.Tensor, states: bytearray) -> None:
         """Names the state of the requests of a pass.
@@ -55,12 +43,12 @@ class StatePool:
         self._rows[rows] = pairs[:, 0].to(self._rows)
         fresh = pairs[pairs[:, 1] != 0, 0]
         if len(fresh):
-            clear_states(self._table, fresh.to(self._rows.device))
+            self._backend.clear(fresh.to(self._rows.device))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots; see `ModelExecutor.copy_states`."""
         device = self._rows.device
         source, target = (torch.tensor(ids, device=device) + 1 for ids in (sources, targets))
-        copy_states(self._table, source, target)
+        self._backend.copy(source, target)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -2,7 +2,7 @@
 
 The kernel that quantizes a GEMM's input also applies norm, SwiGLU and residual add, and the kernel
 after a GEMM applies scales. GEMMs of small steps are the driver's own, with a residual-add
-epilogue; larger ones are cuBLAS's, or SGLang's for block scales.
+epilogue; larger ones are cuBLAS's, or the library's for block scales.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.backends.sglang.compat.passes import is_decode, run_instead
-from pie_driver_sglang.backends.sglang.compat.quantized import QuantizedLinear
-from pie_driver_sglang.backends.sglang.layers.attention import attend, attend_decode
+from pie_driver_sglang.engine.layers.attention import attend, attend_decode, kv_cache_attention
 from pie_driver_sglang.kernels.gemm import fp8_gemv, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.fp8_gemv import Fp8Gemv
 from pie_driver_sglang.kernels.gemm.fp8_rows import (
@@ -38,9 +36,9 @@ from pie_driver_sglang.kernels.gemm.types import (
 from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-    from pie_driver_sglang.backends.sglang.compat.layers import QuantizedLayer
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
+    from pie_driver_sglang.engine.attention.paged import PagedDecode
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
+    from pie_driver_sglang.engine.layers.weights import QuantizedLayer, QuantizedLinear
 
 _MAX_TILED_ROWS = 128
 """Most rows of :func:`tiled_gemm`."""
@@ -54,7 +52,7 @@ class Fp8Layers:
 
     def __init__(
         self,
-        model: Any,
+        decoder: Decoder,
         layers: Sequence[QuantizedLayer],
         norm: Norm,
         attention: PagedDecode,
@@ -64,13 +62,13 @@ class Fp8Layers:
         """Wraps a model.
 
         Args:
-            model: SGLang's, without its LM head.
+            decoder: The model without its LM head.
             layers: Its layers.
             norm: After the last layer.
-            attention: The decode backend.
+            attention: The decode attention.
             prefills: Whether prefills attend to nothing but the KV cache.
         """
-        self._model = model
+        self._decoder = decoder
         self._layers = layers
         self._norm = norm
         self._attention = attention
@@ -103,44 +101,45 @@ class Fp8Layers:
     @contextlib.contextmanager
     def patched_decode(self) -> Iterator[None]:
         """Within, the model's forward of a supported decode runs these layers."""
-        with run_instead(self._model, self._run):
+        with self._decoder.run_instead(self._run):
             yield
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
-        residual = self._model.embed_tokens(input_ids)
-        if len(residual) == 1 and self._gemv is not None and is_decode(forward_batch):
-            return self._gemv.run(residual, positions, forward_batch)
+        residual = self._decoder.embed(input_ids)
+        if len(residual) == 1 and self._gemv is not None and context.is_decode:
+            return self._gemv.run(residual, positions, context)
         # Output of the last GEMM, if it was not added to the residual yet.
         pending: _Rows | None = None
         for layer in self._layers:
             qkv = self._norm_project(residual, pending, layer.before, layer.qkv, STORE)
-            attended = self._attend(layer, qkv, positions, forward_batch)
+            attended = self._attend(layer, qkv, positions, context)
             del qkv
             pending = self._project_add(attended, layer.out, residual)
             gate_up = self._norm_project(residual, pending, layer.between, layer.gate_up, SWIGLU)
             pending = self._project_add(gate_up, layer.down, residual, swiglu=True)
-        rows, residual, scales = _norm_inputs(residual, pending)
-        return add_rms_norm(rows[None], residual, self._norm, scales)[0]
+        rows, before, scales = _norm_inputs(residual, pending)
+        return add_rms_norm(rows[None], before, self._norm, scales)[0]
 
     def _attend(
         self,
         layer: QuantizedLayer,
         qkv: _Rows,
         positions: torch.Tensor,
-        forward_batch: ForwardBatch,
+        context: PassContext,
     ) -> torch.Tensor:
-        decode = is_decode(forward_batch)
+        attend_kv_cache = kv_cache_attention(self._decoder, self._attention, context)
         if isinstance(qkv, UnscaledOutput):
             scale = RmsScale(qkv.row_scales, 0.0)
             return attend(
-                qkv.rows, layer, positions, forward_batch,
-                scale=scale, output_scales=qkv.output_scales, out_of_place=not decode,
+                qkv.rows, layer, positions, context, attend_kv_cache,
+                scale=scale, output_scales=qkv.output_scales,
+                out_of_place=not context.is_decode,
             )  # fmt: skip
-        if decode:
-            return attend_decode(qkv, layer, self._attention, positions, forward_batch)
-        return attend(qkv, layer, positions, forward_batch, out_of_place=True)
+        if context.is_decode:
+            return attend_decode(qkv, layer, self._attention, positions, context)
+        return attend(qkv, layer, positions, context, attend_kv_cache, out_of_place=True)
 
     def _norm_project(
         self,
@@ -190,7 +189,7 @@ class Fp8Layers:
     def _find_config(
         self, rows: torch.Tensor, linear: QuantizedLinear, epilogue: Epilogue
     ) -> TileConfig | WgmmaConfig | None:
-        """The config of the driver's own GEMM; None where it is cuBLAS's or SGLang's."""
+        """The config of the driver's own GEMM; None where it is cuBLAS's or the library's."""
         count, (height, inputs) = len(rows), linear.weights.weight.shape
         if self._wgmma is not None and not linear.weights.grouped:
             found = wgmma.find_wgmma_config(count, height, inputs, 1, epilogue)
@@ -250,21 +249,21 @@ class Fp8GemvLayers:
         return cls(layers, norm, attention) if supported else None
 
     def run(
-        self, residual: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, residual: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         """Runs the layers. Can be captured.
 
         Args:
             residual: ``[1, width]``: the embedded token; overwritten.
             positions: ``[1]`` int64.
-            forward_batch: SGLang's, for its attention.
+            context: Of the pass.
 
         Returns:
             ``[1, width]``: normalized hidden states.
         """
         for layer in self._layers:
             qkv = self._multiply(residual, layer.qkv, STORE, norm=layer.before)
-            attended = attend_decode(qkv, layer, self._attention, positions, forward_batch)
+            attended = attend_decode(qkv, layer, self._attention, positions, context)
             self._multiply(attended, layer.out, ADD_RESIDUAL, residual=residual)
             activated = self._multiply(residual, layer.gate_up, SWIGLU, norm=layer.between)
             self._multiply(activated, layer.down, ADD_RESIDUAL, residual=residual)

@@ -1,4 +1,4 @@
-"""The process groups of a model's ranks, in SGLang's and torch's terms."""
+"""The process groups of a model's ranks: rendezvous, agreement, and no open ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from pie_driver_sglang.backends.sglang.compat.ranks import on_one_host, without_device_communicators
 from pie_driver_sglang.ranks.types import Rank
 
 T = TypeVar("T")
@@ -52,7 +51,7 @@ def thread_group() -> Any:
 
 @contextlib.contextmanager
 def joined(rank: Rank, device: str) -> Iterator[None]:
-    """Within it SGLang makes its groups; they stay.
+    """Within it a library makes its groups from that of torch; they stay.
 
     Args:
         rank: Which rank this process is.
@@ -61,14 +60,9 @@ def joined(rank: Rank, device: str) -> Iterator[None]:
     if rank.size == 1:
         with _alone():
             yield
-    elif device == "cpu":
-        _meet(rank, "gloo")
-        with without_device_communicators():
-            yield
     else:
-        _meet(rank, "cpu:gloo,cuda:nccl")
-        with on_one_host(rank.size):
-            yield
+        _meet(rank, "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        yield
 
 
 def refuse_connections() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import TYPE_CHECKING
 
 from pie_driver_sglang.errors import StartError
+
+if TYPE_CHECKING:
+    import torch
 
 _LIBRARY = "libcuda.so.1"
 
@@ -87,6 +91,16 @@ def find_loss(device: str) -> str | None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{device} can run nothing any more: {lines[0]}"
     return None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a GPU has left for passes; None for a host, where that is others' too."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _has_driver() -> bool:

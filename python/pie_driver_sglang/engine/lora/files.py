@@ -74,7 +74,7 @@ class Linear(NamedTuple):
     """
 
     name: str
-    """SGLang's name; of a part of a fused layer with the part in the place of the layer."""
+    """The library's name; of a part of a fused layer with the part in the place of the layer."""
     inputs: int
     outputs: int
     fused: tuple[str, ...]
@@ -92,7 +92,7 @@ class Source(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """Weights as SGLang wants them: scaled, in the model's dtype, fused layers complete."""
+    """Weights as the library wants them: scaled, in the model's dtype, fused layers complete."""
 
     rank: int
     targets: list[str]
@@ -203,7 +203,7 @@ def read(
         max_rank: Largest rank.
         dtype: Of the model.
         budget: Counts, until the end of the context, the file and two copies of the weights, the
-            second of which is SGLang's.
+            second of which is the library's.
         digest: Of the files that are expected; None for any.
         root: A resolved folder below which all files must lie; None for any place.
 
@@ -257,7 +257,7 @@ def assemble(
         if name in found:
             own = found[name]
             down[: len(own.down)] = own.down
-            # SGLang has one factor for all layers; patterns give each its own.
+            # A library has one factor for all layers; patterns give each its own.
             up[:, : len(own.down)] = own.up.float() * own.factor
             if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
                 raise AdapterError(
@@ -273,7 +273,7 @@ def _extent(found: Mapping[str, Weights], layers: Mapping[str, Linear]) -> tuple
     """The rank of an adapter, and the layers that it has weights for when it is complete."""
     needed = {part for name in found for part in layers[name].fused}
     if not needed.isdisjoint(EMBEDDINGS):
-        # SGLang leaves what an evicted adapter had in the place of the one that is missing.
+        # The library leaves what an evicted adapter had in the place of the one that is missing.
         needed |= layers.keys() & EMBEDDINGS
     return max(len(weights.down) for weights in found.values()), needed
 
@@ -285,13 +285,13 @@ def _needed(
     rank, needed = _extent(found, layers)
     weights = sum(layers[name].inputs + layers[name].outputs for name in needed) * rank
     complete = weights * dtype.itemsize
-    # One layer at a time is scaled in float32; SGLang joins fused layers when that is over.
+    # One layer at a time is scaled in float32; the library joins fused layers when that is over.
     scaled = 2 * torch.float32.itemsize * max(weights.up.numel() for weights in found.values())
     return complete + max(complete, scaled), f"an adapter of rank {rank} in {dtype}"
 
 
 def checkpoint_name(layer: str) -> str:
-    """The name of a layer without what differs between a checkpoint and SGLang's model."""
+    """The name of a layer without what differs between a checkpoint and the library's model."""
     return re.sub(r"^(?:(?:model|language_model)\.)+", "", layer)
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang._core import GraphPath
-from pie_driver_sglang.backends.sglang.compat.attention import attending
-from pie_driver_sglang.backends.sglang.graph_runner import (
+from pie_driver_sglang.engine.graph_runner import (
     CPU_ROWS_PER_REQUEST,
     GraphRunner,
     StepGraph,
@@ -17,17 +16,17 @@ from pie_driver_sglang.backends.sglang.graph_runner import (
     slot_params,
     slot_records,
 )
-from pie_driver_sglang.backends.sglang.parallel_sampling import RankSlots, rank_slots
+from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_slots
 from pie_driver_sglang.kernels.sampling.logprobs_reference import LogprobRequests, logprob_words
 from pie_driver_sglang.kernels.sampling.reference import apply_masks, sample_rows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.hidden_states import Hidden
+    from pie_driver_sglang.engine.backend import Hidden
 
 
-class CpuSteps(GraphRunner):
+class CpuGraphRunner(GraphRunner):
     """Steps on the CPU: the staging block is the device's, and a graph is a call."""
 
     def graph_path(self) -> GraphPath:
@@ -44,16 +43,16 @@ class CpuSteps(GraphRunner):
         graph, fields = self._graphs[number], self._graphs[number].host
         step, updates, _ = fields["header"][:3].tolist()
         changed = fields["table_updates"][: 2 * updates].view(-1, 2)
-        self._engine.update_table(changed)
+        self._engine.block_table.update(changed)
         further = self._mask_words[: 2 * (updates - len(changed))]
-        self._engine.update_table(further.view(-1, 2).long())
+        self._engine.block_table.update(further.view(-1, 2).long())
         if graph.extended:
             self._note_tokens(fields)
         self._engine.unbind_adapters()
         self._run_model(graph)
         rows = self._engine.head_logits(graph.sampled(fields))
-        slots = rank_slots(graph.slots, rows.ranks)
-        logits = self._cut(slots.join(rows.part))
+        slots = partition_slots(graph.slots, rows.ranks)
+        logits = self._unpadded(slots.gather_logits(rows.part))
         if rows.softcap is not None:
             logits = rows.softcap * torch.tanh(logits / rows.softcap)
         logits = logits.float()
@@ -66,9 +65,9 @@ class CpuSteps(GraphRunner):
         if graph.extended:
             self._look_up_places(fields, logits, tokens, slots)
         results = self._results[: graph.slots]
-        own = slots.own_results(results, logits.device)
+        own = slots.results_buffer(results, logits.device)
         own.copy_((step << 32) | tokens)
-        slots.share(own, results)
+        slots.gather_results(own, results)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see `GraphRunner.padded`."""
@@ -76,7 +75,7 @@ class CpuSteps(GraphRunner):
 
     def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
         """Runs a decode that the Python path has staged; see `GraphRunner.decode`."""
-        self._run_model(self._take(staged, rows, self.padded(rows, with_lora=with_lora)))
+        self._run_model(self._stage(staged, rows, self.padded(rows, with_lora=with_lora)))
         return self._engine.hidden
 
     def _note_tokens(self, fields: Mapping[str, torch.Tensor]) -> None:
@@ -91,7 +90,7 @@ class CpuSteps(GraphRunner):
         fields: dict[str, torch.Tensor],
         logits: torch.Tensor,
         tokens: torch.Tensor,
-        slots: RankSlots,
+        slots: SlotPartition,
     ) -> None:
         """Writes the words of the places of this rank's slots, and those of other ranks."""
         records = fields["places"].view(-1, STEP_RECORD_WORDS)
@@ -103,14 +102,9 @@ class CpuSteps(GraphRunner):
             first = int(records[slots.own][own.slots[0], 1])
             words = logprob_words(logits, own, tokens)
             found[first : first + len(words)] = words
-        self._places.copy_(slots.join_words(found))
+        self._places.copy_(slots.sum_words(found))
 
     def _run_model(self, graph: StepGraph) -> None:
-        batch = self._forward_batch(graph)
-        batch.seq_lens_sum = int(graph.host["seq_lens"].sum())
-        backend = self._engine.runner.attn_backend
-        # SGLang's runner has room for a row of each request, and a step may have more.
-        with attending(backend):
-            with self._sharing(graph):
-                backend.init_forward_metadata(batch)
-            self._engine.run_model(batch)
+        context = self._context(graph, int(graph.host["seq_lens"].sum()))
+        with self._sharing(graph), self._backend.plan_decode(context):
+            self._engine.run_model(context)

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S: Final = 5.0
 
 
-class LoggedProgress(tqdm):
+class LoggedProgress(tqdm):  # type: ignore[misc]
     """A bar that logs how far it is every five seconds instead of drawing itself."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:

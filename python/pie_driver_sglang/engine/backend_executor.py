@@ -1,4 +1,4 @@
-"""The engine: SGLang's `ModelRunner`, fed from the planner's staging block."""
+"""`BackendExecutor`: a `ModelBackend` that is fed from the planner's staging block."""
 
 from __future__ import annotations
 
@@ -12,27 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pie_driver_sglang.backends.sglang.attention.masked import MaskedAttention
-from pie_driver_sglang.backends.sglang.compat.logits import (
-    LogitsMetadata,
-    LogitsProcessor,
-    compute_logits,
-    compute_part,
-    divert,
-)
-from pie_driver_sglang.backends.sglang.compat.passes import (
-    Extends,
-    ForwardBatch,
-    PassInputs,
-    is_prefill,
-    make_batch,
-)
-from pie_driver_sglang.backends.sglang.device import find_loss
-from pie_driver_sglang.backends.sglang.hidden_states import Hidden, RowLogits
-from pie_driver_sglang.backends.sglang.measure import free_bytes, weight_bytes
-from pie_driver_sglang.backends.sglang.staging import views
-from pie_driver_sglang.backends.sglang.vision import ImageInputs
-from pie_driver_sglang.engine.executor import Facts
+from pie_driver_sglang.engine.backend import Extends, Hidden, PassContext, PassInputs, RowLogits
+from pie_driver_sglang.engine.device import find_loss, free_bytes
+from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.staging import views
+from pie_driver_sglang.engine.vision import ImageInputs
 from pie_driver_sglang.kernels.sampling.logprobs_reference import (
     LOGPROB_REQUEST_WORDS,
     LogprobRequests,
@@ -46,12 +30,14 @@ from pie_driver_sglang.memory.plan_types import Loaded
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
-    from pie_driver_sglang.backends.sglang.boot import Booted
-    from pie_driver_sglang.backends.sglang.graph_runner import GraphRunner
-    from pie_driver_sglang.backends.sglang.layers.selection import FusedLayers
-    from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
-    from pie_driver_sglang.backends.sglang.page_pools import PagePools
-    from pie_driver_sglang.backends.sglang.state_pool import StatePool
+    from pie_driver_sglang.engine.backend import ModelBackend
+    from pie_driver_sglang.engine.block_table import BlockTable
+    from pie_driver_sglang.engine.graph_runner import GraphRunner
+    from pie_driver_sglang.engine.layers.selection import FusedLayers
+    from pie_driver_sglang.engine.lora.adapters import Adapters
+    from pie_driver_sglang.engine.page_pools import PagePools
+    from pie_driver_sglang.engine.state_pool import StatePool
+    from pie_driver_sglang.memory.plan_types import Plan
     from pie_driver_sglang.ranks.commands import Forward
 
 
@@ -70,28 +56,31 @@ class _Block:
         return self.fields[name]
 
 
-class SglangExecutor:
+class BackendExecutor:
     """Implements `ModelExecutor`, or a rank's part of one."""
 
     recovers = True
 
     def __init__(
         self,
-        booted: Booted,
+        backend: ModelBackend,
+        block_table: BlockTable,
+        plan: Plan,
         planner: Planner,
-        facts: Facts,
+        info: ModelInfo,
         pools: PagePools,
         adapters: Adapters | None,
         states: StatePool | None,
     ) -> None:
-        self.runner = booted.runner
-        self.plan = booted.plan
+        self.backend = backend
+        self.block_table = block_table
+        self.plan = plan
         self._pools = pools
         self._adapters = adapters
         self._states = states
         self._row_adapters: list[int] | None = None
-        self.facts = facts
-        device = torch.device(self.runner.device)
+        self.model_info = info
+        device = backend.device
         layout = dict(planner.layout)
         on_cuda = device.type == "cuda"
         host = torch.zeros(planner.block_bytes, dtype=torch.uint8, pin_memory=on_cuda)
@@ -104,24 +93,16 @@ class SglangExecutor:
         self._copied: torch.cuda.Event | None = None
         if on_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        table = self.runner.req_to_token_pool.req_to_token
-        self.table_pages = table.view(-1, facts.page_size)
-        self.history = TokenHistory(
-            table, (facts.total_pages + 1) * facts.page_size, facts.vocab_size
-        )
+        slots = (info.total_pages + 1) * info.page_size
+        self.history = TokenHistory(block_table.slots, slots, info.vocab_size)
         """What was produced by requests with penalties."""
-        self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
-        self._masked_attention = MaskedAttention(self.runner)
-        chunk_tokens = layout["input_ids"][2]
-        self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
+        self._images = ImageInputs(backend, chunk_tokens=layout["input_ids"][2])
         self.steps: GraphRunner | None = None
         self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self.active: Mapping[str, Any] = {}
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
-        # Logits are computed for sampled rows only.
-        divert(self.runner.model, self._keep_hidden)
 
     def find_loss(self) -> str | None:
         """Asks the device; see `ModelExecutor.find_loss`."""
@@ -131,22 +112,11 @@ class SglangExecutor:
         """Makes the graph path; see `ModelExecutor.make_graph_path` in `engine/executor.py`."""
         return None if self.steps is None else self.steps.graph_path()
 
-    def _keep_hidden(
-        self,
-        processor: LogitsProcessor,
-        states: torch.Tensor,
-        input_ids: Any,
-        lm_head: Any,
-        metadata: LogitsMetadata,
-    ) -> None:
-        rows = self._row_adapters
-        self._hidden = Hidden(processor, states, input_ids, lm_head, metadata, rows)
-
     @torch.inference_mode()
     def forward(self, batch: Pass | Forward) -> None:
         """Runs the staged pass; see `ModelExecutor.forward`."""
         self._upload_bytes(self.pass_bytes(batch))
-        self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
+        self.block_table.update(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
         if batch.noted is not None:
             self._note_tokens(batch.noted, batch.tokens)
         self._hidden = None
@@ -184,23 +154,21 @@ class SglangExecutor:
             self._copied.record()
 
     def _run_eagerly(self, batch: Pass | Forward) -> None:
-        forward_batch = self._forward_batch(batch)
+        extends = None if batch.decode else self._extends(batch.requests)
+        context = self._context(batch, extends)
         if self._adapters is not None:
-            self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
+            self._row_adapters = _bind(self._adapters, context, extends, batch.adapters)
         if self._states is not None and batch.states is not None:
-            self._states.assign(forward_batch.req_pool_indices, batch.states)
-        with self._way(batch, forward_batch):
-            self.runner.forward(forward_batch)
+            self._states.assign(self._device["req_pool_indices"][: batch.requests], batch.states)
+        with self._layers_of(batch):
+            hidden = self.backend.forward(context, batch.mask)
+        self._hidden = hidden._replace(adapters=self._row_adapters)
 
-    def _way(
-        self, batch: Pass | Forward, forward_batch: ForwardBatch
-    ) -> AbstractContextManager[None]:
-        """How a pass is run, where that is not SGLang's own way."""
-        if batch.mask is not None:
-            return self._masked_attention.applied(batch.mask, forward_batch)
-        if self.fused is not None and is_prefill(forward_batch):
-            return self.fused.patched_prefill()
-        return contextlib.nullcontext()
+    def _layers_of(self, batch: Pass | Forward) -> AbstractContextManager[None]:
+        """Which layers run a pass: fused ones, or the backend's own."""
+        if self.fused is None or batch.decode or batch.mask is not None:
+            return contextlib.nullcontext()
+        return self.fused.patched_prefill()
 
     def unbind_adapters(self) -> None:
         """Makes the model one without adapters until the next :meth:`forward`."""
@@ -272,20 +240,12 @@ class SglangExecutor:
         hidden = self.hidden
         if self._adapters is not None and hidden.adapters is not None:
             self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
-        states = hidden.states[rows]
-        of_pass = (hidden.input_ids, hidden.head, hidden.metadata)
-        return compute_logits(hidden.processor, states, *of_pass).float()
+        return self.backend.logits(hidden, hidden.states[rows]).float()
 
-    def run_model(self, batch: ForwardBatch) -> None:
-        """Runs a decode batch by the model alone, as a graph captures it.
-
-        The batch's metadata and the forward context are the caller's.
-
-        Args:
-            batch: With a request for each row; there may be more than the runner takes.
-        """
+    def run_model(self, context: PassContext) -> None:
+        """Runs a planned decode by the model alone, as a graph captures it."""
         self._hidden = None
-        self.runner.model.forward(batch.input_ids, batch.positions, batch)
+        self._hidden = self.backend.run_model(context)
 
     def head_logits(self, rows: torch.Tensor | None) -> RowLogits:
         """The LM head of the last pass, as a graph captures it.
@@ -295,7 +255,7 @@ class SglangExecutor:
         """
         hidden = self.hidden
         states = hidden.states if rows is None else hidden.states[rows]
-        return RowLogits(*compute_part(hidden.processor, states, hidden.head))
+        return self.backend.lm_head(hidden, states)
 
     @property
     def hidden(self) -> Hidden:
@@ -313,13 +273,13 @@ class SglangExecutor:
         """What the model takes; to be asked after a pass."""
         states = self._states
         return Loaded(
-            weights=weight_bytes(self.runner),
+            weights=self.backend.weight_bytes(),
             adapters=self._adapters.slot_bytes if self._adapters else 0,
             state=states.slot_bytes * (states.slots + 1) if states else 0,
             graphs=self.steps.graph_bytes if self.steps else 0,
-            tokens=self.runner.max_total_num_tokens,
+            tokens=self.model_info.total_pages * self.model_info.page_size,
             kv=self._pools.device_bytes,
-            free=free_bytes(self.runner),
+            free=free_bytes(self.backend.device),
         )
 
     def begin_load(
@@ -383,20 +343,9 @@ class SglangExecutor:
         self._copied.synchronize()
         self._sync_ns += time.perf_counter_ns() - started
 
-    def update_table(self, changed: torch.Tensor) -> None:
-        """Writes changed block-table entries.
-
-        Args:
-            changed: ``[updates, 2]`` int64: entry, and first storage slot of its page.
-        """
-        if not len(changed):
-            return
-        slots = changed[:, 1:].to(self._page_offsets.dtype) + self._page_offsets
-        self.table_pages[changed[:, 0]] = slots
-
-    def _forward_batch(self, batch: Pass | Forward) -> ForwardBatch:
-        device, host = self._device, self._host
-        tokens, requests = batch.tokens, batch.requests
+    def _context(self, batch: Pass | Forward, extends: Extends | None) -> PassContext:
+        """Describes the staged pass to the backend."""
+        device, tokens, requests = self._device, batch.tokens, batch.requests
         inputs = PassInputs(
             input_ids=device["input_ids"][:tokens],
             positions=device["positions"][:tokens],
@@ -404,34 +353,36 @@ class SglangExecutor:
             out_cache_loc=device["out_cache_loc"][:tokens],
             req_pool_indices=device["req_pool_indices"][:requests],
             seq_lens=device["seq_lens"][:requests],
-            seq_lens_cpu=host["seq_lens"][:requests],
+            seq_lens_cpu=self._host["seq_lens"][:requests],
             seq_lens_sum=batch.seq_lens_sum,
         )
-        extends = None
-        if not batch.decode:
-            extends = Extends(
-                seq_lens=device["extend_seq_lens"][:requests],
-                prefix_lens=device["extend_prefix_lens"][:requests],
-                start_loc=device["extend_start_loc"][:requests],
-                seq_lens_cpu=host["extend_seq_lens"][:requests].tolist(),
-                prefix_lens_cpu=host["extend_prefix_lens"][:requests].tolist(),
-            )
-        images = None if batch.images is None else self._images.inputs(batch.images, requests)
-        return make_batch(inputs, extends, images)
+        images = None if batch.images is None else self._images.encode(batch.images)
+        return self.backend.make_context(inputs, extends, images)
+
+    def _extends(self, requests: int) -> Extends:
+        device, host = self._device, self._host
+        return Extends(
+            seq_lens=device["extend_seq_lens"][:requests],
+            prefix_lens=device["extend_prefix_lens"][:requests],
+            start_loc=device["extend_start_loc"][:requests],
+            seq_lens_cpu=host["extend_seq_lens"][:requests].tolist(),
+            prefix_lens_cpu=host["extend_prefix_lens"][:requests].tolist(),
+        )
 
 
-def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) -> list[int] | None:
+def _bind(
+    adapters: Adapters, context: PassContext, extends: Extends | None, adapter_ids: bytes | None
+) -> list[int] | None:
     """Binds the requests of a pass; returns the adapter of each row if the LM head needs it."""
     if adapter_ids is None:
         adapters.unbind()
         return None
     ids = _numbers(adapter_ids)
-    numbers = ids.tolist()
-    adapters.bind(batch, numbers)
+    numbers: list[int] = ids.tolist()
+    adapters.bind(context, numbers)
     if not adapters.embed(numbers):
         return None
-    lengths = batch.extend_seq_lens_cpu
-    return numbers if lengths is None else np.repeat(ids, lengths).tolist()
+    return numbers if extends is None else np.repeat(ids, extends.seq_lens_cpu).tolist()
 
 
 def _records(group: SlotGroup, device: torch.device) -> Records:

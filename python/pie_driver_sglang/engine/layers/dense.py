@@ -1,4 +1,4 @@
-"""Dense Llama-like layers of 16-bit weights in few kernels, where SGLang runs one an operation.
+"""Dense Llama-like layers of 16-bit weights in few kernels, where libraries run one an operation.
 
 Small steps are bound by kernel launches and by reading weights. Steps that `small_batch` does not
 support run either with folded norms between cuBLAS GEMMs, or unfolded (tensor parallelism, LoRA,
@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.backends.sglang.attention.paged import PagedDecode
-from pie_driver_sglang.backends.sglang.compat.layers import Layer
-from pie_driver_sglang.backends.sglang.compat.passes import is_decode, run_instead
-from pie_driver_sglang.backends.sglang.layers.attention import (
+from pie_driver_sglang.engine.layers.attention import (
     attend,
     attend_folded_norm,
+    kv_cache_attention,
     swiglu_folded_norm,
 )
-from pie_driver_sglang.backends.sglang.layers.small_batch import NARROW_WIDTH, SmallBatchLayers
+from pie_driver_sglang.engine.layers.small_batch import NARROW_WIDTH, SmallBatchLayers
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.gemm import linear
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm, silu_and_mul
 from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
+    from pie_driver_sglang.engine.attention.paged import PagedDecode
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
+    from pie_driver_sglang.engine.layers.weights import Layer
 
 _MAX_ROWS, _NARROW_MAX_ROWS = 256, 64
 """Above this many rows cuBLAS GEMMs with folded norms are faster; the second one for narrow layers
@@ -41,7 +41,7 @@ class DenseLayers:
 
     def __init__(
         self,
-        model: Any,
+        decoder: Decoder,
         layers: list[Layer],
         norm: Norm,
         attention: PagedDecode,
@@ -53,15 +53,16 @@ class DenseLayers:
         """Wraps a model.
 
         Args:
-            model: SGLang's, without its LM head.
+            decoder: The model without its LM head.
             layers: Its layers.
             norm: After the last layer.
-            attention: The decode backend.
+            attention: The decode attention.
             all_reduce: Of tensor parallel ranks; None for one device.
             prefills: Whether prefills attend to nothing but the KV cache.
             folded: Whether norms are folded into the weights after them.
         """
-        self._model = model
+        self._decoder = decoder
+        self._attention = attention
         self._layers = layers
         self._all_reduce = all_reduce
         self._folded = folded
@@ -74,7 +75,7 @@ class DenseLayers:
     def patched_prefill(self) -> Iterator[None]:
         """Within, the model's forward of a prefill runs these layers, if they support it."""
         supported = self._folded and self._prefills
-        patch = run_instead(self._model, self._run_folded)
+        patch = self._decoder.run_instead(self._run_folded)
         with patch if supported else contextlib.nullcontext():
             yield
 
@@ -85,21 +86,23 @@ class DenseLayers:
     @contextlib.contextmanager
     def patched_decode(self) -> Iterator[None]:
         """Within, the model's forward of a supported decode runs these layers."""
-        with run_instead(self._model, self._run):
+        with self._decoder.run_instead(self._run):
             yield
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         if self._folded and len(input_ids) > self._max_small_rows():
-            return self._run_folded(input_ids, positions, forward_batch)
-        embedded = self._model.embed_tokens(input_ids)
+            return self._run_folded(input_ids, positions, context)
+        embedded = self._decoder.embed(input_ids)
         if self._small_batch is not None and len(input_ids) <= self._small_batch.max_rows:
-            return self._small_batch.run(embedded, positions, forward_batch)
+            return self._small_batch.run(embedded, positions, context)
         rows, residual = add_rms_norm(embedded[None], None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
             qkv = _linear(rows, layer.qkv)[0]
-            attended = attend(qkv, layer, positions, forward_batch, out_of_place=False)
+            attended = attend(
+                qkv, layer, positions, context, self._attention.attend, out_of_place=False
+            )
             rows, residual = self._project_add(0, attended, layer.out, residual, layer.between)
             activated = _linear_swiglu(rows, layer.gate_up)
             rows, residual = self._project_add(1, activated, layer.down, residual, norm)
@@ -128,16 +131,17 @@ class DenseLayers:
         return self._all_reduce.add_rms_norm(buffer, out, residual, norm)
 
     def _run_folded(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         """CuBLAS GEMMs of the residual; the kernel after each applies the RMS scale."""
-        out_of_place = not is_decode(forward_batch)
-        residual = self._model.embed_tokens(input_ids)
+        attend_kv_cache = kv_cache_attention(self._decoder, self._attention, context)
+        residual = self._decoder.embed(input_ids)
         for layer in self._layers:
             # Activations are freed early: the memory plan is made for such a pass.
             attended = attend_folded_norm(
-                layer, residual, positions, forward_batch, out_of_place=out_of_place
-            )
+                layer, residual, positions, context, attend_kv_cache,
+                out_of_place=not context.is_decode,
+            )  # fmt: skip
             residual.addmm_(attended, layer.out.weight.t())
             del attended
             residual.addmm_(swiglu_folded_norm(layer, residual), layer.down.weight.t())

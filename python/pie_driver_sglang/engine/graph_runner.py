@@ -12,7 +12,7 @@ import abc
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -22,15 +22,17 @@ from pie_driver_sglang._core import (
     GraphPath,
     graph_layout,
 )
-from pie_driver_sglang.backends.sglang.compat.attention import decode_backend
-from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, PassInputs, make_batch
-from pie_driver_sglang.backends.sglang.staging import views
+from pie_driver_sglang.engine.backend import PassContext, PassInputs
+from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.hidden_states import Hidden, StepModel
+    from pie_driver_sglang.engine.backend import Hidden, ModelBackend, RowLogits
+    from pie_driver_sglang.engine.block_table import BlockTable
+    from pie_driver_sglang.engine.layers.selection import FusedLayers
+    from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,30 @@ _ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indic
 """What a decode is, in the block of either path."""
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
+
+
+class StepModel(Protocol):
+    """A model as the graph path runs it: `BackendExecutor` implements it."""
+
+    backend: ModelBackend
+    block_table: BlockTable
+    history: TokenHistory
+    """What was produced by requests with penalties."""
+    fused: FusedLayers | None
+    """Fused layers, where the model has them."""
+
+    @property
+    def hidden(self) -> Hidden:
+        """What the logits of the last pass can be computed from."""
+
+    def unbind_adapters(self) -> None:
+        """Makes the model one without adapters until the next forward pass."""
+
+    def run_model(self, context: PassContext) -> None:
+        """Runs a decode up to the final norm, as a graph captures it."""
+
+    def head_logits(self, rows: torch.Tensor | None) -> RowLogits:
+        """Applies the LM head to rows of the last pass, ``[rows]`` int64; None for all."""
 
 
 class StepGraph(NamedTuple):
@@ -66,7 +92,7 @@ class StepGraph(NamedTuple):
         return self.kind is GraphKind.EXTENDED
 
 
-class StagedDecode(NamedTuple):
+class CapturedDecode(NamedTuple):
     """A graph whose output is available before it is sampled."""
 
     graph: torch.cuda.CUDAGraph
@@ -89,9 +115,9 @@ class GraphRunner(abc.ABC):
             slots: Rows of a step that can be sampled, at most.
         """
         self._engine = engine
-        runner, vocab = engine.runner, engine.facts.vocab_size
-        self._device = torch.device(runner.device)
-        self._has_axes = bool(runner.model_config.model_is_mrope)
+        self._backend = engine.backend
+        self._vocab = vocab = engine.backend.info.vocab_size
+        self._device = engine.backend.device
         on_cuda = self._device.type == "cuda"
         steps = [spec for kind in STEP_KINDS for spec in specs if spec.kind is kind]
         extended = any(spec.kind is GraphKind.EXTENDED for spec in steps)
@@ -105,8 +131,8 @@ class GraphRunner(abc.ABC):
         self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
         # Besides, block-table changes of one context for which the block has no room.
-        pages = engine.runner.req_to_token_pool.req_to_token.shape[1] // engine.facts.page_size
-        words = slots * -(-vocab // 32) + 2 * pages + (STEP_EXTRA_WORDS if extended else 0)
+        words = slots * -(-vocab // 32) + 2 * engine.block_table.row_pages
+        words += STEP_EXTRA_WORDS if extended else 0
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
         words = STEP_PLACE_WORDS if extended else 1
@@ -142,7 +168,7 @@ class GraphRunner(abc.ABC):
             with_lora: Whether adapters are bound, one or none for each of :meth:`padded` rows.
         """
 
-    def _take(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> StepGraph:
+    def _stage(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> StepGraph:
         """Stages a decode of which nothing is sampled, and returns its graph."""
         graph = self._plain(padded)
         stage_blank(graph)
@@ -157,9 +183,12 @@ class GraphRunner(abc.ABC):
         field for a length reads an illegal address, and launches that follow before this is noticed
         crash in CUDA's own code.
         """
-        table = self._engine.runner.req_to_token_pool.req_to_token
-        vocab = self._engine.facts.vocab_size
-        ends = {"input_ids": vocab, "req_pool_indices": len(table), "seq_lens": table.shape[1] + 1}
+        table = self._engine.block_table.slots
+        ends = {
+            "input_ids": self._vocab,
+            "req_pool_indices": len(table),
+            "seq_lens": table.shape[1] + 1,
+        }
         for name, end in ends.items():
             field = graph.host[name]
             outside = field[(field < 0) | (field >= end)]
@@ -181,14 +210,15 @@ class GraphRunner(abc.ABC):
         places = self._places.numpy().data
         return self._host.numpy().data, words.data, results.view("uint64").data, places
 
-    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+    def _unpadded(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""
-        return logits[:, : self._engine.facts.vocab_size]
+        return logits[:, : self._vocab]
 
-    def _forward_batch(self, graph: StepGraph) -> ForwardBatch:
-        rows, fields = graph.rows, graph.device
+    def _context(self, graph: StepGraph, seq_lens_sum: int) -> PassContext:
+        """The decode of a graph; `seq_lens_sum` only sizes buffers, the device has the lengths."""
+        fields = graph.device
         # Text has the same position on every axis.
-        axes = fields["positions"].expand(3, -1) if self._has_axes else None
+        axes = fields["positions"].expand(3, -1) if self._backend.info.uses_mrope else None
         inputs = PassInputs(
             input_ids=fields["input_ids"],
             positions=fields["positions"],
@@ -197,23 +227,22 @@ class GraphRunner(abc.ABC):
             req_pool_indices=fields["req_pool_indices"],
             seq_lens=fields["seq_lens"],
             seq_lens_cpu=graph.host["seq_lens"],
-            # What sizes buffers; the device knows the sum.
-            seq_lens_sum=rows,
+            seq_lens_sum=seq_lens_sum,
         )
-        return make_batch(inputs)
+        return self._backend.make_context(inputs)
 
     def _sharing(self, graph: StepGraph) -> AbstractContextManager[None]:
-        """Within, attention knows what rows have in common, if the graph has groups."""
+        """Within, a decode that is planned reads shared prefixes once, if the graph has groups."""
         if not graph.grouped:
             return nullcontext()
+        attention = self._backend.decode_attention
+        if attention is None:
+            raise RuntimeError("a graph with groups needs paged decode attention")
         from pie_driver_sglang.kernels.attention.split_plan import Prefixes
 
         fields: dict[str, torch.Tensor] = graph.device
-        backend: Any = decode_backend(self._engine.runner)
         listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
-        prefixes = Prefixes(**listed, used=fields["header"][4:5])
-        sharing: AbstractContextManager[None] = backend.sharing(prefixes)
-        return sharing
+        return attention.sharing(Prefixes(**listed, used=fields["header"][4:5]))
 
 
 def stage_blank(graph: StepGraph) -> None:

@@ -1,32 +1,28 @@
-"""Whole KV pages: SGLang's pool, a pool of the host, and copies within and between them."""
+"""Whole KV pages: the device's pool, a pool of the host, and copies within and between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.page_copy import BufferRows, copy_rows
 
-if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.compat.pools import KVCache
-
 STAGING_BYTES = 64 << 20
 """Device memory through which pages go to and from the host."""
 
 
-def page_buffers(pool: KVCache) -> list[torch.Tensor]:
-    """The runtime's pages in every buffer of a pool: ``[pages, words]`` int64 or uint8 views.
+def page_buffers(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The runtime's pages in every KV buffer: ``[pages, words]`` int64 or uint8 views.
 
-    A row is what one page has in one layer, keys or values; row 0 is the runtime's page 0, which is
-    the pool's page 1.
+    A row is what one page has in one layer, keys or values; row 0 is the runtime's page 0, which
+    follows the page for padding.
+
+    Args:
+        pages: As `ModelBackend.kv_pages` gives them.
     """
-    from pie_driver_sglang.backends.sglang.compat.pools import storage
-
-    buffers, count = storage(pool)
-    rows = [buffer.view(count, -1).view(torch.uint8) for buffer in buffers]
+    rows = [buffer.view(len(buffer), -1).view(torch.uint8) for buffer in pages]
     # The wider the elements, the fewer a kernel has to move.
     words = torch.uint8 if any(row.shape[1] % 8 for row in rows) else torch.int64
     return [row.view(words)[1:] for row in rows]

@@ -12,32 +12,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pie_driver_sglang._core import STEP_TOP, GraphPath
-from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, capturing
-from pie_driver_sglang.backends.sglang.compat.ranks import place_of
-from pie_driver_sglang.backends.sglang.graph_runner import (
+from pie_driver_sglang.engine.graph_runner import (
+    CapturedDecode,
     GraphRunner,
-    StagedDecode,
     StepGraph,
     slot_masks,
     slot_params,
     slot_records,
     stage_blank,
 )
-from pie_driver_sglang.backends.sglang.parallel_sampling import RankSlots, rank_slots
-from pie_driver_sglang.backends.sglang.progress import progress_type
+from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_slots
+from pie_driver_sglang.engine.progress import progress_type
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.backends.sglang.hidden_states import Hidden, StepModel
-    from pie_driver_sglang.backends.sglang.lora.adapters import Adapters
+    from pie_driver_sglang.engine.backend import Hidden, PassContext
+    from pie_driver_sglang.engine.graph_runner import StepModel
+    from pie_driver_sglang.engine.lora.adapters import Adapters
     from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
 
 logger = logging.getLogger(__name__)
 
 
-class CudaSteps(GraphRunner):
+class CudaGraphRunner(GraphRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
     def __init__(
@@ -59,10 +58,11 @@ class CudaSteps(GraphRunner):
         self._lora_rows = [spec.rows for spec in specs if spec.kind is GraphKind.LORA]
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[tuple[int, GraphKind], torch.cuda.CUDAGraph] = {}
-        self._decodes: dict[tuple[int, bool], StagedDecode] = {}
+        self._decodes: dict[tuple[int, bool], CapturedDecode] = {}
         """By rows, and whether adapters are bound."""
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
+        binding = adapters.captured(slots) if adapters else nullcontext()
+        with without_garbage_collection(), binding as bind:
             self._capture_all(bind)
 
     def graph_path(self) -> GraphPath:
@@ -118,23 +118,22 @@ class CudaSteps(GraphRunner):
     @torch.inference_mode()
     def _capture_all(self, bind: Callable[[int], None] | None) -> None:
         """Captures all graphs; `bind` makes rows such that adapters are applied to."""
-        runner, started = self._engine.runner, time.monotonic()
+        started = time.monotonic()
         free = torch.cuda.mem_get_info(self._device)[0]
         most = self._most
         self._engine.unbind_adapters()
-        runner.attn_backend.init_cuda_graph_state(most, most)
         pool = torch.cuda.graph_pool_handle()
         # Other ranks capture the same collective operations at the same time.
-        with capturing(runner.attn_backend, self._stream):
+        with self._backend.capturing(self._stream, most):
             # Shown by one rank.
-            hidden = place_of(runner).number != 0
+            hidden = self._backend.rank.number != 0
             graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
             bar = progress_type()(graphs, desc="capturing graphs", disable=hidden)
             for graph in bar:
                 captured = self._capture(graph, pool, self._step)
                 self._captured[graph.rows, graph.kind] = captured
                 if graph.kind is GraphKind.PLAIN and graph.slots == graph.rows:
-                    self._decodes[graph.rows, False] = StagedDecode(captured, self._engine.hidden)
+                    self._decodes[graph.rows, False] = CapturedDecode(captured, self._engine.hidden)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
             if bind is not None:
@@ -159,14 +158,14 @@ class CudaSteps(GraphRunner):
         )
 
     def _capture_with_lora(self, bind: Callable[[int], None], pool: Any) -> None:
-        """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
+        """Captures decodes that bind adapters: the backend's layers apply them, Python samples."""
         for rows in reversed(self._lora_rows):
             bind(rows)
             captured = self._capture(self._plain(rows), pool, self._run_with_lora)
-            self._decodes[rows, True] = StagedDecode(captured, self._engine.hidden)
+            self._decodes[rows, True] = CapturedDecode(captured, self._engine.hidden)
 
     def _run_with_lora(self, graph: StepGraph) -> None:
-        self._engine.run_model(self._begin(graph))
+        self._engine.run_model(self._begin_step(graph))
 
     def _capture(
         self, graph: StepGraph, pool: Any, step: Callable[[StepGraph], None]
@@ -187,37 +186,36 @@ class CudaSteps(GraphRunner):
         logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
         return captured
 
-    def _begin(self, graph: StepGraph) -> ForwardBatch:
+    def _begin_step(self, graph: StepGraph) -> PassContext:
         """What comes before the model, and its input."""
         from pie_driver_sglang.kernels.sampling import sampler
 
-        engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
+        fields = graph.device
         used = slice(0, graph.bytes)
         self._block[used].copy_(self._host[used], non_blocking=True)
         header = fields["header"]
         words = self._device_mask_words
         # A mask for each slot; few steps have more words, for a long prefix or many biases.
-        expected = graph.slots * -(-engine.facts.vocab_size // 32)
+        expected = graph.slots * -(-self._vocab // 32)
         sampler.fetch(self._mask_words, words, header[3:4], expected)
         # Changes for which the block has no room come before the masks.
         changed = fields["table_updates"].view(-1, 2)
-        sampler.update_table(engine.table_pages, changed, words, header[1:2])
-        batch = self._forward_batch(graph)
+        sampler.update_table(self._engine.block_table.pages, changed, words, header[1:2])
+        context = self._context(graph, graph.rows)
         with self._sharing(graph):
-            backend.init_forward_metadata_out_graph(batch, in_capture=True)
-            backend.init_forward_metadata_in_graph(batch)
-        return batch
+            self._backend.plan_in_graph(context)
+        return context
 
     def _step(self, graph: StepGraph) -> None:
         from pie_driver_sglang.kernels.sampling import sampler
         from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
-        engine, fields, batch = self._engine, graph.device, self._begin(graph)
-        with self._way(graph.rows):
-            engine.run_model(batch)
+        engine, fields, context = self._engine, graph.device, self._begin_step(graph)
+        with self._layers_of(graph.rows):
+            engine.run_model(context)
         rows = engine.head_logits(graph.sampled(fields))
-        slots = rank_slots(graph.slots, rows.ranks)
-        logits, softcap = self._cut(slots.join(rows.part)), rows.softcap
+        slots = partition_slots(graph.slots, rows.ranks)
+        logits, softcap = self._unpadded(slots.gather_logits(rows.part)), rows.softcap
         if graph.extended:
             changed, softcap = self._adjusted(logits, softcap, fields, slots.own), None
         else:
@@ -229,13 +227,13 @@ class CudaSteps(GraphRunner):
             # Log-probabilities are of the tokens, and must be there before these are seen.
             own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         else:
-            own = slots.own_results(results, logits.device)
+            own = slots.results_buffer(results, logits.device)
         sampler.sample_step(changed, params, own, fields["header"][:1], softcap)
         if graph.extended:
             self._find_places(fields, changed, own, slots)
             slots.publish(own, results)
         else:
-            slots.share(own, results)
+            slots.gather_results(own, results)
 
     def _adjusted(
         self,
@@ -260,7 +258,7 @@ class CudaSteps(GraphRunner):
         fields: Mapping[str, torch.Tensor],
         rows: LogitRows,
         tokens: torch.Tensor,
-        slots: RankSlots,
+        slots: SlotPartition,
     ) -> None:
         """Writes the words of the places of this rank's slots, and those of other ranks."""
         from pie_driver_sglang.kernels.sampling import token_logprobs
@@ -273,7 +271,7 @@ class CudaSteps(GraphRunner):
             return
         found = torch.zeros_like(self._places, device=logits.device)
         token_logprobs.compute_logprobs(logits, tokens, records, words, found, STEP_TOP)
-        self._places.copy_(slots.join_words(found), non_blocking=True)
+        self._places.copy_(slots.sum_words(found), non_blocking=True)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see `GraphRunner.padded`."""
@@ -282,13 +280,13 @@ class CudaSteps(GraphRunner):
     def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
         """Runs a decode that the Python path has staged; see `GraphRunner.decode`."""
         padded = self.padded(rows, with_lora=with_lora)
-        self._take(staged, rows, padded)
+        self._stage(staged, rows, padded)
         captured, hidden = self._decodes[padded, with_lora]
         captured.replay()
         return hidden
 
-    def _way(self, rows: int) -> AbstractContextManager[None]:
-        """How the model runs: as few kernels, where it can."""
+    def _layers_of(self, rows: int) -> AbstractContextManager[None]:
+        """Which layers run: fused ones, if they take so many rows, or the backend's own."""
         fused = self._engine.fused
         return (
             fused.patched_decode() if fused is not None and fused.supports(rows) else nullcontext()
@@ -301,7 +299,7 @@ def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Te
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Within, nothing is collected: an event or a graph that ends invalidates a running capture."""
     was_enabled = gc.isenabled()
     gc.collect()

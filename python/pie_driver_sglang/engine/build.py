@@ -1,0 +1,195 @@
+"""From a loaded model to a planner and an executor that fit each other."""
+
+from __future__ import annotations
+
+import logging
+
+from pie_driver_sglang._core import Planner
+from pie_driver_sglang.config.arch import arch_name
+from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
+from pie_driver_sglang.engine.backend_executor import BackendExecutor
+from pie_driver_sglang.engine.block_table import BlockTable
+from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
+from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.graph_runner import GraphRunner
+from pie_driver_sglang.engine.layers.selection import (
+    FusedLayers,
+    fuse_layers,
+    read_supported_layers,
+)
+from pie_driver_sglang.engine.layers.weights import UnsupportedLayer, require
+from pie_driver_sglang.engine.lora.adapters import Adapters
+from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
+from pie_driver_sglang.engine.state_pool import StatePool
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
+from pie_driver_sglang.memory.graphs import graph_specs
+from pie_driver_sglang.memory.plan_types import Plan
+from pie_driver_sglang.memory.refusal import run_failure
+from pie_driver_sglang.observability.active import Active
+
+logger = logging.getLogger(__name__)
+
+NEEDS_GPU = "the fused layers need a GPU"
+"""Why layers that could be fused are not."""
+DRAFT_CONTEXT_BYTES = 2**30
+"""Host memory for the text of contexts; the one that was not used for longest is forgotten."""
+
+
+def build_executor(
+    backend: ModelBackend, block_table: BlockTable, plan: Plan, config: DriverConfig
+) -> tuple[Planner, BackendExecutor]:
+    """Makes what runs a loaded model: pools, adapters, fused layers, graphs.
+
+    Args:
+        backend: The loaded model.
+        block_table: The one that its attention reads.
+        plan: Of the memory, as made before the model was loaded.
+        config: The driver's.
+
+    Raises:
+        StartError: The model cannot be served here.
+    """
+    found, options = backend.info, config.driver.options
+    chunk = chunk_tokens(backend.device.type, plan.device.total, options.chunked_prefill_size)
+    buffers = page_buffers(backend.kv_pages())
+    budget = (options.cpu_mem_budget_in_gb << 30) // backend.rank.size
+    pools = PagePools(buffers, host_pages(budget, buffers))
+    states = None if backend.states is None else StatePool(backend.states)
+    adapters = _adapters(backend, options)
+    info = ModelInfo(
+        total_pages=found.total_pages,
+        page_size=found.page_size,
+        vocab_size=found.vocab_size,
+        context_length=found.context_length,
+        arch_name=arch_name(config.model.hf_config),
+        dtype=str(found.dtype).removeprefix("torch."),
+        attention_backend=found.attention_backend,
+        host_pages=pools.host_pages,
+        adapter_slots=adapters.slots if adapters else 0,
+        state_slots=states.slots if states else 0,
+        state_bytes=states.slot_bytes if states else 0,
+    )
+    planner = _planner(found, info, block_table, chunk, config)
+    executor = BackendExecutor(backend, block_table, plan, planner, info, pools, adapters, states)
+    active = Active()
+    active.choose("attention", info.attention_backend, found.paged_decode_refusal)
+    executor.fused = _fuse(backend, options, active)
+    executor.steps = _steps(executor, chunk, options, adapters, active)
+    active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
+    executor.active = active.as_dict()
+    if backend.rank.size > 1 and backend.device.type == "cpu":
+        process_groups.refuse_connections()
+    return planner, executor
+
+
+def _adapters(backend: ModelBackend, options: DriverOptions) -> Adapters | None:
+    if backend.lora is None:
+        return None
+    adapters = Adapters(backend.lora, options.max_loaded_loras, options.lora_root)
+    slots, rank = adapters.slots, options.max_lora_rank
+    logger.info("adapters: %d slots of rank %d, %s", slots, rank, backend.lora.kernels)
+    return adapters
+
+
+def _planner(
+    found: BackendInfo, info: ModelInfo, block_table: BlockTable, chunk: int, config: DriverConfig
+) -> Planner:
+    """A planner for these sizes, with a drafter where the options want one."""
+    if found.mask_refusal is not None:
+        logger.info("attention masks that are not causal are refused: %s", found.mask_refusal)
+    if found.vision is None and found.is_multimodal:
+        logger.info("the model is served without its media: the driver has no way for them")
+    planner = Planner(
+        page_size=info.page_size,
+        total_pages=info.total_pages,
+        vocab_size=info.vocab_size,
+        max_positions=info.context_length,
+        row_pages=block_table.row_pages,
+        max_requests=block_table.requests,
+        chunk_tokens=chunk,
+        max_slots=MAX_SLOTS,
+        random_seed=config.driver.random_seed % 2**64,
+        states=info.state_slots,
+        masks=found.mask_refusal is None,
+        adapter_slots=info.adapter_slots,
+        vision=found.vision,
+    )
+    if config.driver.options.spec_ngram_enabled:
+        _draft(planner, info, config.driver.options)
+    return planner
+
+
+def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
+    """Gives the planner a drafter."""
+    if info.state_slots:
+        raise StartError(
+            f"{info.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
+            "back",
+            "set `spec_ngram_enabled = false`",
+        )
+    planner.draft(
+        num_drafts=options.spec_ngram_num_drafts,
+        max_depth=options.spec_ngram_max_depth,
+        min_n=options.spec_ngram_min_n,
+        max_n=options.spec_ngram_max_n,
+        capacity=options.spec_ngram_capacity,
+        context_bytes=DRAFT_CONTEXT_BYTES,
+        host_pages=info.host_pages,
+        rungs=decode_batch_sizes(options.max_forward_requests),
+    )
+
+
+def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> FusedLayers | None:
+    """The fused layers of a model, where there are kernels for it."""
+    try:
+        require(options.fuse_layers, "`fuse_layers` is false")
+        if backend.device.type != "cuda":
+            read_supported_layers(backend)
+            raise UnsupportedLayer(NEEDS_GPU)
+        fused = fuse_layers(backend)
+    except UnsupportedLayer as reason:
+        active.choose("layers", backend.info.name, f"not fused: {reason}")
+        return None
+    active.choose("layers", "fused")
+    return fused
+
+
+def _steps(
+    executor: BackendExecutor,
+    chunk: int,
+    options: DriverOptions,
+    adapters: Adapters | None,
+    active: Active,
+) -> GraphRunner | None:
+    """What runs short batches without Python, unless the user or the model rules it out."""
+    backend = executor.backend
+    refusal = backend.info.graph_refusal
+    if options.disable_cuda_graph:
+        refusal = "`disable_cuda_graph` is set"
+    elif executor.model_info.state_slots:
+        refusal = "the model keeps recurrent state"
+    active.choose("steps", "eager" if refusal else "graph path", refusal)
+    if refusal is not None:
+        return None
+    slots, on_cuda = options.max_forward_requests, backend.device.type == "cuda"
+    attention = backend.decode_attention
+    specs = graph_specs(
+        slots,
+        chunk,
+        groups=on_cuda and attention is not None and attention.shares_prefixes,
+        prompts=backend.info.graphs_take_prompts,
+        sparse=backend.info.is_sparse,
+        adapters=adapters is not None,
+    )
+    try:
+        if on_cuda:
+            return CudaGraphRunner(executor, specs, slots, adapters)
+        return CpuGraphRunner(executor, specs, slots)
+    except Exception as error:
+        logger.debug("a step failed", exc_info=True)
+        raise run_failure(executor.plan, executor.plan.device.name, error) from error

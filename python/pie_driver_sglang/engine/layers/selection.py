@@ -1,0 +1,169 @@
+"""Chooses the fused layers of a model; the library runs one kernel an operation.
+
+Llama-like models run fused layers while a graph is captured: FP8 weights (``fp8.py``), mixtures of
+experts (``small_batch.py``) or dense 16-bit weights (``dense.py``). All others run the library's
+layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.layers.dense import DenseLayers
+from pie_driver_sglang.engine.layers.fp8 import Fp8Layers
+from pie_driver_sglang.engine.layers.small_batch import MoeLayers, SmallBatchLayers
+from pie_driver_sglang.engine.layers.weights import (
+    DecoderWeights,
+    ExpertLayer,
+    Layer,
+    QuantizedLayer,
+    UnsupportedLayer,
+    require,
+)
+from pie_driver_sglang.kernels.comm import all_reduce_norm
+from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
+from pie_driver_sglang.kernels.gemm.linear import MAX_SHARED_BYTES
+from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine.backend import ModelBackend
+
+_WIDEST = 16384
+"""Widest hidden states that one program normalizes."""
+FROZEN_NORMS = (
+    "weights cannot be updated: the weights of norms were multiplied into the layers after them; "
+    "start with `fuse_layers = false` to update weights"
+)
+"""Why the library refuses to update weights."""
+FROZEN_SCALES = (
+    "weights cannot be updated: the layers have read the scales of FP8 weights; start with "
+    "`fuse_layers = false` to update weights"
+)
+"""The same for FP8 weights."""
+
+FusedLayers = DenseLayers | Fp8Layers | MoeLayers
+"""The fused layers of a model."""
+
+
+def fuse_layers(backend: ModelBackend) -> FusedLayers:
+    """Chooses the fused layers of a model.
+
+    Raises:
+        UnsupportedLayer: None of them supports the model, with the reason.
+    """
+    attention = backend.decode_attention
+    if attention is None:
+        raise UnsupportedLayer("it attends by another backend")
+    require(_has_shared_memory(backend), "a multiprocessor has too little shared memory")
+    decoder, norm, layers, attends_stored = read_supported_layers(backend)
+    ranks = backend.group.world_size
+    if isinstance(layers[0], QuantizedLayer):
+        require(ranks == 1, "its FP8 matrices are on several devices")
+        require(backend.lora is None, "adapters are added to its FP8 matrices")
+        backend.freeze_weights(FROZEN_SCALES)
+        return Fp8Layers(decoder, layers, norm, attention, prefills=attends_stored)
+    _require_plain_weights(layers)
+    all_reduce = _make_all_reduce(backend, norm)
+    # LoRA needs normalized rows. With tensor parallelism the all-reduce kernel normalizes anyway.
+    folds = backend.lora is None and all_reduce is None
+    if isinstance(layers[0], ExpertLayer):
+        small_batch = SmallBatchLayers.of(layers, norm, attention)
+        require(small_batch is not None, "its experts have other shapes")
+        require(folds and _fold(backend, layers), "its norms cannot be folded")
+        assert small_batch is not None
+        return MoeLayers(decoder, small_batch)
+    folded = folds and _fold(backend, layers)
+    return DenseLayers(
+        decoder, layers, norm, attention, all_reduce, prefills=attends_stored, folded=folded
+    )
+
+
+def read_supported_layers(backend: ModelBackend) -> DecoderWeights:
+    """The layers of a Llama-like model.
+
+    Raises:
+        UnsupportedLayer: It is not, with the reason.
+    """
+    weights = backend.decoder_weights()
+    width = len(weights.norm.weight)
+    require(width <= _WIDEST, f"its rows have {width} numbers")
+    return weights
+
+
+def _require_plain_weights(layers: list[Layer] | list[ExpertLayer]) -> None:
+    """Refuses weights on another device, or of a tensor subclass."""
+    for layer in layers:
+        weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
+        if isinstance(layer, ExpertLayer):
+            mixture = layer.experts
+            weights += [mixture.router.weight, mixture.gate_up, mixture.down]
+        plain = all(type(weight) is torch.Tensor for weight in weights)
+        require(plain, "its weights are not plain tensors")
+        there = all(weight.device == layer.heads.k_cache.device for weight in weights)
+        require(there, "some of its weights lie elsewhere")
+
+
+def _fold(backend: ModelBackend, layers: list[Layer] | list[ExpertLayer]) -> bool:
+    """Folds norm weights into the matrices after them, if possible.
+
+    Not in float16, where GEMMs of unnormalized rows may overflow, nor with biases, which must not
+    be scaled. Afterwards weights cannot be updated. A router keeps its norm: rounding its weights
+    again would change the experts of rows.
+    """
+    if layers[0].before.weight.dtype == torch.float16:
+        return False
+    if any(layer.qkv.bias is not None for layer in layers):
+        return False
+    for layer in layers:
+        normed = [(layer.before, layer.qkv)]
+        if not isinstance(layer, ExpertLayer):
+            normed.append((layer.between, layer.gate_up))
+        for norm, matrix in normed:
+            matrix.weight.mul_(norm.weight)
+            norm.weight.fill_(1.0)
+    backend.freeze_weights(FROZEN_NORMS)
+    return True
+
+
+def _make_all_reduce(backend: ModelBackend, norm: Norm) -> LamportAllReduceNorm | None:
+    group, (width,), dtype = backend.group, norm.weight.shape, norm.weight.dtype
+    rank, ranks = group.rank_in_group, group.world_size
+    if ranks == 1:
+        return None
+    tuning = all_reduce_norm.TUNINGS.get(ranks)
+    if tuning is None:
+        raise UnsupportedLayer(f"{ranks} ranks add up what they have")
+    # Rows are sent in words of 4 bytes.
+    require(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
+    require(group.shares_memory, "its ranks do not share memory")
+    reasons = process_groups.gathered(_deadlock_reason(backend, tuning))
+    require(not any(reasons), "; ".join(filter(None, reasons)))
+    size = LamportAllReduceNorm.size(ranks, tuning.max_rows, width, dtype)
+    memory, error_text = None, ""
+    try:
+        memory = all_reduce_norm.map_peer_memory(group.cpu_group, norm.weight.device, size)
+    except RuntimeError as error:
+        error_text = str(error)
+    # All ranks must decide alike.
+    errors = "; ".join(filter(None, process_groups.gathered(error_text)))
+    if memory is None or errors:
+        raise UnsupportedLayer(f"its ranks do not share memory: {errors}")
+    return LamportAllReduceNorm(memory, rank, width, dtype, tuning)
+
+
+def _deadlock_reason(backend: ModelBackend, tuning: all_reduce_norm.AllReduceTuning) -> str:
+    """Why the all-reduce kernels could deadlock on this GPU; empty if they cannot."""
+    if backend.device.type != "cuda":
+        return ""
+    properties: Any = torch.cuda.get_device_properties(backend.device)
+    return all_reduce_norm.residency_error(int(properties.multi_processor_count), tuning)
+
+
+def _has_shared_memory(backend: ModelBackend) -> bool:
+    if backend.device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(backend.device)
+    return int(properties.shared_memory_per_block_optin) >= MAX_SHARED_BYTES

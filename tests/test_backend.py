@@ -1,0 +1,127 @@
+"""The engine core over a backend without an inference library."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import drivers
+import pytest
+import runtime_client as rc
+
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Sampler
+from pie_driver_sglang.config.driver_config import DriverConfig, DriverSection, ModelSection
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.driver.serving_loop import serve, warm_up
+from pie_driver_sglang.memory.plan_types import Device, Plan
+
+pytest.importorskip("torch")
+
+from fake_backend import PAGE, VOCABULARY, FakeBackend
+from pie_driver_sglang.engine.backend import ModelBackend
+from pie_driver_sglang.engine.build import build_executor
+
+CHUNK = 48
+"""Tokens of a pass."""
+
+
+class Served(NamedTuple):
+    """A driver's loop over the fake backend, and a client of it."""
+
+    client: _core.Client
+    backend: FakeBackend
+    executor: Any
+    server: _core.Server
+
+
+@pytest.fixture(params=[False, True], ids=["graph path", "eager"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """With the graph path, or without it."""
+    options = parse_options(
+        {"chunked_prefill_size": CHUNK, "cuda_graph_max_bs": 8, "cpu_mem_budget_in_gb": 1,
+         "disable_cuda_graph": request.param, "page_size": PAGE}, "cpu",
+    )  # fmt: skip
+    config = DriverConfig(
+        model=ModelSection(snapshot_dir=Path("none"), hf_config={"model_type": "llama"}),
+        driver=DriverSection(group_id=0, device=("cpu",), options=options),
+    )
+    backend = FakeBackend()
+    # Held to the protocol by mypy, too.
+    typed: ModelBackend = backend
+    plan = Plan(Device("cpu", 1 << 30, 1 << 30), 0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, PAGE)
+    planner, executor = build_executor(typed, backend.block_table, plan, config)
+    name = f"/pie_shmem_g{drivers.new_group_id()}"
+    server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+    graph_path = executor.make_graph_path()
+    assert (graph_path is None) == request.param
+    pages = executor.model_info.host_pages
+    block = executor.block.data
+    server.serve(planner, block, print, host_pages=pages, graph_path=graph_path)
+    warm_up(server, executor)
+    thread = threading.Thread(target=serve, args=(server, executor, None), daemon=True)
+    thread.start()
+    client = _core.Client(name, timeout_s=20.0)
+    try:
+        yield Served(client, backend, executor, server)
+    finally:
+        server.stop()
+        client.abort()
+        thread.join(20.0)
+        Path("/dev/shm", name.removeprefix("/")).unlink(missing_ok=True)
+    assert not thread.is_alive()
+
+
+def continued(prompt: list[int], count: int) -> list[int]:
+    """What the fake model says after a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sum(tokens) % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+def test_prompts_in_chunks_and_decodes_of_several_contexts(served: Served) -> None:
+    prompts = [[7], list(range(1, 41)), [3] * 70, list(range(200, 300))]
+    contexts = [
+        rc.Context(list(prompt), list(range(12 * number, 12 * number + 8)), context_id=number + 1)
+        for number, prompt in enumerate(prompts)
+    ]
+    for _ in range(6):
+        reply = served.client.forward([context.request() for context in contexts])
+        assert reply.status is None
+        for context, [token] in zip(contexts, reply.tokens, strict=True):
+            context.take(token)
+    found = [c.tokens[len(prompt) :] for c, prompt in zip(contexts, prompts, strict=True)]
+    assert found == [continued(prompt, 6) for prompt in prompts]
+    ways = set(served.backend.passes)
+    assert "extend" in ways
+    decodes = "decode" if served.executor.steps is None else "step"
+    assert decodes in ways
+
+
+def test_samples_and_distributions(served: Served) -> None:
+    context = rc.Context([5, 6], [0])
+    sampled = served.client.forward([context.request(Sampler.top_k(1.0, 4))])
+    assert sampled.tokens == [[11]]
+    reply = served.client.forward([context.request(Sampler.dist(1.0, 3))])
+    [[(tokens, probabilities)]] = reply.dists
+    assert tokens[0] == 11
+    assert probabilities[0] > 0.99
+
+
+def test_pages_are_copied_with_their_kv(served: Served) -> None:
+    first = rc.Context([9, 8, 7], [2])
+    first.take(served.client.forward([first.request()]).tokens[0][0])
+    for direction, source, target in (("D2H", 2, 5), ("H2D", 5, 30), ("D2D", 30, 31)):
+        assert served.client.copy(direction, [source], [target]) == 0
+    again = rc.Context(list(first.tokens), [31], stored=first.stored, context_id=2)
+    reply = served.client.forward([again.request()])
+    assert reply.tokens == [continued(first.tokens, 1)]
+
+
+def test_no_library_is_imported() -> None:
+    if "sglang" not in sys.modules:
+        assert "pie_driver_sglang.backends" not in sys.modules
