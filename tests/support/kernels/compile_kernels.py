@@ -89,7 +89,7 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     assert [kernel.name for kernel in kernels] == ["_plan_splits", "_paged_decode"]
     page, block = case[4], split_tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
-    slots = paged_decode._pages(block, page)
+    slots = paged_decode.slot_pages(block, page)
     loads = 16 + slots if slots and not grouped else None
     for kernel, early in zip(kernels, (0, loads), strict=True):
         check_order(kernel, early)

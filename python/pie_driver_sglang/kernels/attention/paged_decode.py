@@ -77,7 +77,7 @@ def attend_paged(
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
         GQA_GROUP=plan.split.group, DIM=dim, VALUE_DIM=value_dim,
-        PAGE=page_size, PAGES=_pages(config.block, page_size), BLOCK_KV=config.block,
+        PAGE=page_size, PAGES=slot_pages(config.block, page_size), BLOCK_KV=config.block,
         BLOCK_M=plan.split.queries, GQA_BLOCK=triton.next_power_of_2(plan.split.group),
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
@@ -87,7 +87,7 @@ def attend_paged(
     )  # fmt: skip
 
 
-def _pages(block: int, page_size: int) -> int:
+def slot_pages(block: int, page_size: int) -> int:
     """Pages of a block, or 1 for a part of a page; 0 if each token's slot is loaded."""
     if page_size % block == 0:
         return 1
@@ -96,7 +96,7 @@ def _pages(block: int, page_size: int) -> int:
 
 
 @triton.jit
-def _load_slots(slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_KV: tl.constexpr):
+def load_slots(slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Loads the first slots of a block's pages, or the slots of its tokens, as a tuple."""
     block_slots = ()
     if PAGES == 0:
@@ -110,8 +110,8 @@ def _load_slots(slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOC
 
 
 @triton.jit
-def _token_slots(block_slots, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Expands the result of `_load_slots` to ``[BLOCK_KV]`` int64 slots."""
+def token_slots(block_slots, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Expands the result of `load_slots` to ``[BLOCK_KV]`` int64 slots."""
     slots = block_slots[0]
     lanes = tl.arange(0, BLOCK_KV)
     if PAGES > 0:
@@ -142,9 +142,9 @@ def _attend_blocks(
     row_sums = tl.zeros([BLOCK_M, BLOCK_KV], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
     for token in tl.range(first_token, end_token, BLOCK_KV):
-        slots = _token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
+        slots = token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
         # One iteration ahead, so that loads of KV do not wait for those of slots.
-        block_slots = _load_slots(slots_row, token + BLOCK_KV, end_token, PAGE, PAGES, BLOCK_KV)
+        block_slots = load_slots(slots_row, token + BLOCK_KV, end_token, PAGE, PAGES, BLOCK_KV)
         # Slots that no row may see can hold anything, even NaNs.
         visible = token + lanes < end_token
         if WINDOWED:
@@ -217,7 +217,7 @@ def _paged_decode(
         WINDOWED,
         PREFIX_GROUPS,
     )  # fmt: skip
-    block_slots = _load_slots(slots, token_range[0], token_range[1], PAGE, PAGES, BLOCK_KV)
+    block_slots = load_slots(slots, token_range[0], token_range[1], PAGE, PAGES, BLOCK_KV)
     group = tl.arange(0, BLOCK_M)
     # M is tile rows times query heads.
     tile_row = group // GQA_GROUP
@@ -225,9 +225,9 @@ def _paged_decode(
     own_queries = queries + heads * DIM
     first_rows = tile_rows(order, row, rows_before, tile_row, prefix_len, PREFIX_GROUPS)
     if PDL:
-        first_slots = _token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
-        _prefetch_kv(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM, DIM_BLOCK)
-        _prefetch_kv(
+        first_slots = token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
+        prefetch_kv(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM, DIM_BLOCK)
+        prefetch_kv(
             values + kv_head * value_head_stride, first_slots, value_slot_stride, VALUE_DIM,
             VALUE_BLOCK,
         )  # fmt: skip
@@ -246,7 +246,7 @@ def _paged_decode(
             last, tl.minimum(next_end, stop), end, next_rows_before, next_kv_len, next_prefix_len,
             window, BLOCK_KV, WINDOWED, PREFIX_GROUPS,
         )  # fmt: skip
-        next_block_slots = _load_slots(
+        next_block_slots = load_slots(
             next_slots, next_token_range[0], next_token_range[1], PAGE, PAGES, BLOCK_KV
         )
         next_rows = tile_rows(
@@ -297,7 +297,7 @@ def _paged_decode(
 
 
 @triton.jit
-def _prefetch_kv(storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
+def prefetch_kv(storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
     """Prefetches a KV block into L2, which is coherent with later stores to it."""
     LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = max(1, WIDTH_BLOCK // LINE)

@@ -11,10 +11,16 @@
 // every CTA in time. SPLIT_K CTAs divide the inputs; each receives the sums of a share of the rows in
 // distributed shared memory, and adds them in a fixed order.
 //
+// Rows beyond BLOCK_M are further tiles, blockIdx.y. An output is the same chain of WGMMAs over K whatever
+// BLOCK_M, WARPGROUPS, MULTICAST, K_ATOMS and STAGES are. SPLIT_K changes its bits, and SQUARE_WARPGROUPS
+// those of sums of squares. A CTA may do all splits itself, one after the other, with the same result: where
+// there are many tiles, that is faster than a cluster.
+//
 // Macros: FP8 (else 16 bits), BF16 (dtype of 16-bit rows and outputs; FP16 if 0), BLOCK_M (padded rows: 8,
 // 16 or a multiple of 32, at most 256), WARPGROUPS (consumers), MULTICAST, SPLIT_K, K_ATOMS (swizzle atoms
 // of 128 bytes of K in a stage), STAGES, EPILOGUE (0 store, 1 SwiGLU, 2 residual add), RMS_NORM (deferred
-// RMSNorm from partial sums of squares).
+// RMSNorm from partial sums of squares), SQUARE_WARPGROUPS (whose outputs' squares are one partial sum),
+// SEQUENTIAL_SPLITS (in place of SPLIT_K, which is 1 then).
 
 typedef unsigned long long u64;
 
@@ -28,9 +34,15 @@ constexpr int STAGE_BYTES = K_ATOMS * (WEIGHT_BYTES + X_BYTES);
 constexpr int ROWS_PER_CTA = BLOCK_M / MULTICAST;
 constexpr int BLOCKS = BLOCK_M / 8, BLOCKS_PER_SPLIT = (BLOCKS + SPLIT_K - 1) / SPLIT_K;
 constexpr int OUT_PER_CTA = SWIGLU ? BLOCK_N / 2 : BLOCK_N;
+constexpr int SQUARE_PARTS = WARPGROUPS / SQUARE_WARPGROUPS;
+// Row tiles that read a tile of weights one after the other, while it is in L2.
+constexpr int ROW_TILES = 8;
 
 static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M % 32 == 0 && BLOCK_M <= 256, "unsupported BLOCK_M");
 static_assert(BLOCK_M % (MULTICAST * 8) == 0, "MULTICAST does not divide BLOCK_M");
+// Blocks of 8 rows whose residual is loaded at a time.
+constexpr int RESIDUAL_BLOCKS = SPLIT_K > 1 || BLOCKS < 8 ? BLOCKS_PER_SPLIT : 8;
+static_assert(SPLIT_K == 1 || SEQUENTIAL_SPLITS == 1, "splits of two kinds");
 static_assert(SPLIT_K == 1 || SPLIT_K * BLOCKS_PER_SPLIT * CONSUMERS * 16 <= STAGES * STAGE_BYTES,
               "split-K sums exceed the stages");
 
@@ -364,7 +376,7 @@ struct Producer {
     Shared& shared;
     u32 stages;
     const TensorMap *weights, *rows;
-    int tile;
+    int tile, first_row;
     u32 multicast_rank, split;
     KRange k_range;
     u64 policy;
@@ -389,8 +401,8 @@ struct Producer {
 #pragma unroll
         for (int atom = 0; atom < K_ATOMS; atom++) {
             int input = ((k_range.first + step) * K_ATOMS + atom) * ATOM_INPUTS;
-            tma_load_rows(to + atom * X_BYTES, rows, input, multicast_rank * ROWS_PER_CTA, barrier,
-                          ctas);
+            tma_load_rows(to + atom * X_BYTES, rows, input,
+                          first_row + multicast_rank * ROWS_PER_CTA, barrier, ctas);
         }
     }
 
@@ -409,12 +421,13 @@ struct Producer {
     }
 };
 
-// Multiplies all stages; one WGMMA group runs while the next stage is awaited.
-__device__ inline void consume(Shared& shared, u32 stages, int steps, u32 split,
-                               float (&acc)[BLOCK_M / 2]) {
+// Multiplies stages from `first` to `end`, of all `steps`; one WGMMA group runs while the next stage is
+// awaited.
+__device__ inline void multiply_stages(Shared& shared, u32 stages, int first, int end, int steps, u32 split,
+                                       float (&acc)[BLOCK_M / 2]) {
     int group = threadIdx.x / 128, thread = threadIdx.x % 128;
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    for (int step = first; step < end; step++) {
         int number = step % STAGES;
         u32 at = stages + number * STAGE_BYTES;
         u64 weights = smem_descriptor(at + group * 64 * ATOM_BYTES);
@@ -426,7 +439,7 @@ __device__ inline void consume(Shared& shared, u32 stages, int steps, u32 split,
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 wgmma(acc, weights + (atom * WEIGHT_BYTES + i * 32) / 16,
-                      rows + (atom * X_BYTES + i * 32) / 16, step + atom + i);
+                      rows + (atom * X_BYTES + i * 32) / 16, step - first + atom + i);
             }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -443,15 +456,36 @@ __device__ inline void consume(Shared& shared, u32 stages, int steps, u32 split,
     for (int i = 0; i < BLOCK_M / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
+// Multiplies all stages of the CTA.
+__device__ inline void consume(Shared& shared, u32 stages, KRange k_range, int atom_pairs, u32 split,
+                               float (&acc)[BLOCK_M / 2]) {
+    if (SEQUENTIAL_SPLITS == 1) {
+        multiply_stages(shared, stages, 0, k_range.steps, k_range.steps, split, acc);
+        return;
+    }
+    float total[BLOCK_M / 2] = {};
+    int first = 0;
+#pragma unroll 1
+    for (int part = 0; part < SEQUENTIAL_SPLITS; part++) {
+        int end = (part + 1) * atom_pairs / SEQUENTIAL_SPLITS * (2 / K_ATOMS);
+        multiply_stages(shared, stages, first, end, k_range.steps, split, acc);
+        first = end;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i++) total[i] += acc[i];
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i++) acc[i] = total[i];
+}
+
 // Reduces split-K sums and stores the tile.
 __device__ inline void store_tile(Shared& shared, u32 stages, const float (&acc)[BLOCK_M / 2],
                                   const OutputTile& at, u32 multicast_rank, u32 split) {
     int first_block = split * BLOCKS_PER_SPLIT;
-    ResidualBlock residual[SPLIT_K > 1 ? BLOCKS_PER_SPLIT : 1];
-    if (SPLIT_K > 1) {
+    ResidualBlock residual[2][RESIDUAL_BLOCKS];
 #pragma unroll
-        for (int i = 0; ADD_RESIDUAL && i < BLOCKS_PER_SPLIT; i++)
-            residual[i] = load_residual(at, first_block + i);
+    for (int i = 0; ADD_RESIDUAL && i < RESIDUAL_BLOCKS; i++)
+        residual[0][i] = load_residual(at, first_block + i);
+    if (SPLIT_K > 1) {
         // All CTAs have read the stages that the sums overwrite.
         cluster_sync();
         send_split_sums(shared, stages, split, multicast_rank, acc);
@@ -461,29 +495,61 @@ __device__ inline void store_tile(Shared& shared, u32 stages, const float (&acc)
 #pragma unroll
     for (int i = 0; i < BLOCKS_PER_SPLIT; i++) {
         if (first_block + i >= BLOCKS) break;
+        int part = i / RESIDUAL_BLOCKS;
+        // While these blocks are stored, the residual of the next ones is loaded.
+#pragma unroll
+        for (int j = 0; ADD_RESIDUAL && i % RESIDUAL_BLOCKS == 0 && j < RESIDUAL_BLOCKS; j++) {
+            int next = i + RESIDUAL_BLOCKS + j;
+            if (next < BLOCKS_PER_SPLIT) residual[(part + 1) % 2][j] = load_residual(at, first_block + next);
+        }
         float4 block_acc;
         if (SPLIT_K > 1) {
             block_acc = reduce_split_sums(stages, i);
         } else {
             block_acc = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-            if (ADD_RESIDUAL) residual[0] = load_residual(at, i);
         }
-        float sum_squares =
-            epilogue(shared, at, first_block + i, block_acc, residual[SPLIT_K > 1 ? i : 0]);
+        float sum_squares = epilogue(shared, at, first_block + i, block_acc,
+                                     residual[part % 2][i % RESIDUAL_BLOCKS]);
         if (ADD_RESIDUAL) store_sum_squares(shared, i, sum_squares);
     }
 }
 
-// Stores the CTA's partial sums of squares of its rows.
+// Stores the CTA's partial sums of squares of its rows, of which each row has `parts`.
 __device__ inline void store_out_sum_squares(const Shared& shared, float* out_sum_squares, int first_row,
-                                             int count, int tiles, int tile) {
+                                             int count, int parts, int tile) {
+    constexpr int WARPS = SQUARE_WARPGROUPS * 4;
     consumer_sync();
-    for (int i = threadIdx.x; i < BLOCKS_PER_SPLIT * 8; i += CONSUMERS) {
+    for (int i = threadIdx.x; i < BLOCKS_PER_SPLIT * 8 * SQUARE_PARTS; i += CONSUMERS) {
+        int row = i / SQUARE_PARTS, part = i % SQUARE_PARTS;
         float total = 0.0f;
 #pragma unroll
-        for (int w = 0; w < CONSUMERS / 32; w++) total += shared.sum_squares[w][i];
-        if (first_row + i < count) out_sum_squares[(long long)(first_row + i) * tiles + tile] = total;
+        for (int w = 0; w < WARPS; w++) total += shared.sum_squares[part * WARPS + w][row];
+        if (first_row + row < count)
+            out_sum_squares[(long long)(first_row + row) * parts + tile * SQUARE_PARTS + part] = total;
     }
+}
+
+// Tiles of weights and of rows of a cluster: few tiles of rows at a time have each tile of weights.
+struct ClusterTiles {
+    int weights, rows;
+};
+
+__device__ inline ClusterTiles cluster_tiles() {
+    int across = gridDim.x / CLUSTER, cluster = blockIdx.y * across + blockIdx.x / CLUSTER;
+    int group = cluster / (ROW_TILES * across), within = cluster % (ROW_TILES * across);
+    int rows = min(ROW_TILES, (int)gridDim.y - group * ROW_TILES);
+    return {within / rows, group * ROW_TILES + within % rows};
+}
+
+// L2 policy of weights: each is read once, or by several tiles of rows.
+__device__ inline u64 weights_policy() {
+    u64 policy;
+    if (gridDim.y == 1) {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    }
+    return policy;
 }
 
 __device__ inline void init_barriers(Shared& shared, u32 split) {
@@ -508,18 +574,21 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     u32 rank = CLUSTER == 1 ? 0 : rank_in_cluster();
     u32 multicast_rank = rank % MULTICAST, split = rank / MULTICAST;
-    int tile = blockIdx.x / CLUSTER * MULTICAST + multicast_rank;
+    ClusterTiles tiles = cluster_tiles();
+    int tile = tiles.weights * MULTICAST + multicast_rank, first_row = tiles.rows * BLOCK_M;
+    count -= first_row;
+    out += (long long)first_row * outputs;
+    row_scales += (long long)first_row * (FP8 ? 1 : square_tiles);
     u32 stages = (address(dynamic) + 1023) & ~1023u;
-    int steps = inputs / (K_ATOMS * ATOM_INPUTS);
-    KRange k_range = {(int)split * steps / SPLIT_K, 0};
-    k_range.steps = ((int)split + 1) * steps / SPLIT_K - k_range.first;
+    // Splits begin at multiples of two atoms, whatever a stage has.
+    int atom_pairs = inputs / (2 * ATOM_INPUTS);
+    KRange k_range = {(int)split * atom_pairs / SPLIT_K * (2 / K_ATOMS), 0};
+    k_range.steps = ((int)split + 1) * atom_pairs / SPLIT_K * (2 / K_ATOMS) - k_range.first;
     if (thread == 0) init_barriers(shared, split);
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;");
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    Producer producer = {shared, stages, &weights, &rows, tile, multicast_rank, split, k_range,
-                         policy};
+    Producer producer = {shared,         stages, &weights, &rows, tile, first_row,
+                         multicast_rank, split,  k_range,  weights_policy()};
     bool is_producer = thread == CONSUMERS;
     if (is_producer) producer.load_first_weights();
     __syncwarp();
@@ -541,11 +610,12 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
             at.upper_scale = weight_scales[first + lane / 4];
             at.lower_scale = weight_scales[first + lane / 4 + (SWIGLU ? outputs : 8)];
         }
-        consume(shared, stages, k_range.steps, split, acc);
+        consume(shared, stages, k_range, atom_pairs, split, acc);
         store_tile(shared, stages, acc, at, multicast_rank, split);
         if (ADD_RESIDUAL && out_sum_squares) {
-            store_out_sum_squares(shared, out_sum_squares, split * BLOCKS_PER_SPLIT * 8, count,
-                                  outputs / BLOCK_N, tile);
+            int parts = outputs / (SQUARE_WARPGROUPS * 64);
+            store_out_sum_squares(shared, out_sum_squares + (long long)first_row * parts,
+                                  split * BLOCKS_PER_SPLIT * 8, count, parts, tile);
         }
     }
 }

@@ -1,10 +1,13 @@
-"""WGMMA GEMM for Hopper in CUDA C++ (``cuda/wgmma_gemm.cu``): ``rows @ weight.T``, 2 to 224 rows.
+"""WGMMA GEMM for Hopper in CUDA C++ (``cuda/wgmma_gemm.cu``): ``rows @ weight.T``.
 
 Weights of 16 bits, or FP8 with a scale for each row and output. Operands are swapped: outputs are
 the M dimension of the instruction and rows the N dimension, so a step is padded to 8, 16 or a
 multiple of 32 rows instead of 64. Epilogues are those of `small_m`: deferred RMSNorm or FP8 scales,
 SwiGLU, residual add in place. cuBLAS has no such epilogues, and does not load weights before the
 previous kernel has ended (PDL).
+
+It is the fastest for 2 to 224 rows. With configs of :func:`find_batch_invariant_config` any number
+of rows gives each row the same bits.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 
 MAX_WGMMA_ROWS = 224
 """Most rows of a GEMM: the kernel supports 256, but there cuBLAS is as fast."""
+_TILE_TIMES = {(256, 2): 512, (256, 1): 341, (128, 2): 320, (128, 1): 213}
+"""Relative times of a tile by rows and warpgroups, measured on an H200."""
+_MAX_BLOCK_M = 256
+"""Rows of a tile of more rows than that."""
 BLOCK_MS = (8, 16, *range(32, MAX_WGMMA_ROWS + 1, 32))
 """Supported numbers of padded rows."""
 _HOPPER = 9
@@ -36,6 +43,8 @@ _ATOM_BYTES = 128
 """Bytes of K in a swizzle atom, of each row of an operand."""
 _WARPGROUP_OUTPUTS = 64
 """Outputs of a warpgroup."""
+SQUARE_OUTPUTS = _WARPGROUP_OUTPUTS
+"""Outputs of a partial sum of squares of :func:`find_batch_invariant_config`."""
 _STAGES_BYTES, _HALF_STAGES_BYTES = 205 << 10, 100 << 10
 """Bytes for the stages of a CTA, if it has an SM for itself or shares it with another one."""
 _MAX_STAGES = 12
@@ -68,6 +77,15 @@ class WgmmaConfig:
     """CTAs of a cluster that load rows for each other by TMA multicast; they have other outputs."""
     split_k: int = 1
     """CTAs of a cluster that divide the inputs."""
+    sequential_splits: int = 1
+    """Split-K factor of a CTA that has all inputs, and adds up their parts as a cluster would."""
+    square_warpgroups: int = 0
+    """Warpgroups whose outputs have one partial sum of squares; 0 for all of a CTA."""
+
+    @property
+    def square_outputs(self) -> int:
+        """Outputs of a partial sum of squares."""
+        return (self.square_warpgroups or self.warpgroups) * _WARPGROUP_OUTPUTS
 
     @property
     def block_n(self) -> int:
@@ -100,6 +118,8 @@ def find_wgmma_config(
         return None
     units = height // _WARPGROUP_OUTPUTS
     groups, split_k = _divide(units, epilogue)
+    # A split begins at a multiple of two atoms.
+    split_k = min(split_k, inputs * itemsize // (2 * _ATOM_BYTES))
     few = block_m <= (_MEMORY_BOUND_ROWS if itemsize > 1 else _MEMORY_BOUND_ROWS // 2)
     fills = inputs >= _LONG and _fill(units // groups * split_k) >= _MIN_FILL
     if (block_m > 128 and inputs < _NARROW) or not (few or fills):
@@ -114,10 +134,67 @@ def find_wgmma_config(
     stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
     multicast = 2 if two and units % 4 == 0 else 1
     config = WgmmaConfig(block_m, groups, stages, k_atoms, multicast, split_k)
-    # Split-K sums are reduced in the memory of the stages.
-    blocks = -(-block_m // 8 // split_k) * split_k
-    fits = split_k == 1 or blocks * 8 * config.block_n * 4 < config.shared_bytes
-    return config if fits else None
+    return config if _fits_split_sums(config) else None
+
+
+def find_batch_invariant_config(
+    rows: int, height: int, inputs: int, itemsize: int, epilogue: Epilogue
+) -> WgmmaConfig | None:
+    """Chooses a config of which no choice that changes bits depends on the number of rows.
+
+    Those are the split-K factor, of clusters or sequential, and the outputs of a partial sum of
+    squares.
+
+    Args:
+        rows: Rows of the step, any number.
+        height: Rows of the weight; both halves with SwiGLU.
+        inputs: Inputs of the weight.
+        itemsize: Bytes of a weight.
+        epilogue: The epilogue.
+
+    Returns:
+        None where the kernel does not support the weight.
+    """
+    if height % _WARPGROUP_OUTPUTS or inputs * itemsize % 256:
+        return None
+    units = height // _WARPGROUP_OUTPUTS
+    groups, split_k = _divide(units, epilogue)
+    split_k = min(split_k, inputs * itemsize // 256)
+    sequential = 1
+    block_m = next((block_m for block_m in BLOCK_MS if rows <= block_m), _MAX_BLOCK_M)
+    if rows > _MAX_BLOCK_M:
+        sequential, split_k = split_k, 1
+        block_m, groups = _many_rows_tile(rows, units, sequential)
+    two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
+    k_atoms = 2 if block_m <= 64 and not two else 1
+    steps = inputs * itemsize // (k_atoms * _ATOM_BYTES)
+    stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
+    fitting = stages_bytes // _stage_bytes(block_m, groups, k_atoms)
+    stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
+    shares_rows = units % 4 == 0 and groups == 2 and 64 <= block_m <= 128
+    multicast = 2 if shares_rows and (two or rows > block_m) else 1
+    config = WgmmaConfig(block_m, groups, stages, k_atoms, multicast, split_k, sequential, 1)
+    return config if _fits_split_sums(config) else None
+
+
+def _many_rows_tile(rows: int, units: int, sequential_splits: int) -> tuple[int, int]:
+    """Rows and warpgroups of a tile of more rows than :data:`_MAX_BLOCK_M`, by waves of CTAs."""
+    # Sums of two splits fit the registers beside 128 rows only.
+    tiles = [tile for tile in _TILE_TIMES if tile[0] == 128 or sequential_splits == 1]
+
+    def time(tile: tuple[int, int]) -> int:
+        ctas = -(-rows // tile[0]) * -(-units // tile[1])
+        return -(-ctas // _SMS) * _TILE_TIMES[tile]
+
+    return min((tile for tile in tiles if units % tile[1] == 0), key=time)
+
+
+def _fits_split_sums(config: WgmmaConfig) -> bool:
+    """Whether split-K sums fit the memory of the stages, in which they are reduced."""
+    if config.split_k == 1:
+        return True
+    blocks = -(-config.block_m // 8 // config.split_k) * config.split_k
+    return blocks * 8 * config.block_n * 4 < config.shared_bytes
 
 
 def _divide(units: int, epilogue: Epilogue) -> tuple[int, int]:
@@ -173,13 +250,13 @@ class WgmmaGemm:
     ) -> torch.Tensor:
         """Computes ``rows @ weight.T`` with an epilogue. Can be captured.
 
-        Grid: (height / block_n * split_k), in clusters of multicast * split_k.
+        Grid: (height / block_n * split_k, rows / block_m), in clusters of multicast * split_k.
 
         Args:
-            given: ``[rows, inputs]``, contiguous; at most `config.block_m` rows.
+            given: ``[rows, inputs]``, contiguous.
             matrix: Of the rows' dtype, without a bias. FP8 if the rows are, with a scale for each
                 row and output.
-            config: That of :func:`find_wgmma_config`.
+            config: That of :func:`find_wgmma_config` or :func:`find_batch_invariant_config`.
             epilogue: The epilogue.
             sum_squares: ``[rows, tiles]`` float32: partial sums of squares of the rows, whose
                 RMSNorm is applied; None for no norm.
@@ -191,20 +268,18 @@ class WgmmaGemm:
             ``[rows, outputs]``, half of them with SwiGLU; the residual's rows if given.
 
         Raises:
-            ValueError: There are more rows, or the residual has another number of sums of squares.
+            ValueError: The residual has another number of sums of squares.
         """
         from pie_driver_sglang.kernels.cuda.compiled import tile_map
 
         quantized = given if isinstance(given, QuantizedRows) else None
         rows = given.rows if isinstance(given, QuantizedRows) else given
         (count, inputs), height = rows.shape, len(matrix.weight)
-        tiles = height // config.block_n
+        tiles, parts = height // config.block_n, height // config.square_outputs
         outputs = height // 2 if epilogue == SWIGLU else height
         out, out_sum_squares = residual if isinstance(residual, Residual) else (residual, None)
-        if count > config.block_m:
-            raise ValueError(f"{count} rows are more than the {config.block_m} of the kernel")
-        if out_sum_squares is not None and out_sum_squares.shape[1] != tiles:
-            raise ValueError(f"{out_sum_squares.shape[1]} sums of squares for {tiles} tiles")
+        if out_sum_squares is not None and out_sum_squares.shape[1] != parts:
+            raise ValueError(f"{out_sum_squares.shape[1]} sums of squares for {parts} tiles")
         if out is None:
             out = rows.new_empty(count, outputs, dtype=self._dtype)
         assert isinstance(out, torch.Tensor)
@@ -226,7 +301,7 @@ class WgmmaGemm:
         )
         threads = config.warpgroups * 128 + (32 if unscaled else 64)
         kernel.launch(
-            (tiles * config.split_k,), threads, tile_map(weight, box),
+            (tiles * config.split_k, -(-count // config.block_m)), threads, tile_map(weight, box),
             tile_map(rows, (config.block_m // config.multicast, atom)), output_scales, row_scales,
             out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
             numpy.int32(count), numpy.int32(outputs), numpy.int32(inputs),
@@ -258,4 +333,6 @@ def wgmma_macros(
         "WARPGROUPS": config.warpgroups, "MULTICAST": config.multicast,
         "SPLIT_K": config.split_k, "K_ATOMS": config.k_atoms, "STAGES": config.num_stages,
         "EPILOGUE": int(epilogue), "RMS_NORM": int(normed),
+        "SEQUENTIAL_SPLITS": config.sequential_splits,
+        "SQUARE_WARPGROUPS": config.square_warpgroups or config.warpgroups,
     }  # fmt: skip
