@@ -122,10 +122,17 @@ class PassContext(NamedTuple):
 
     out_cache_loc: torch.Tensor
     """``[tokens]`` int64, as in `PassInputs`."""
-    is_decode: bool
-    """Whether each request has one row."""
+    table_rows: torch.Tensor
+    """``[requests]`` int64: rows of the block table."""
+    extends: Extends | None
+    """Of an extend; None for a decode."""
     native: Any
     """The library's own: SGLang's ``ForwardBatch``, vLLM's ``ForwardContext``."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request has one row."""
+        return self.extends is None
 
 
 class Hidden(NamedTuple):
@@ -408,6 +415,13 @@ class ModelBackend(Protocol):
         Args:
             hidden: Of the pass.
             states: ``[rows, hidden]`` of its states.
+        """
+
+    def replace_lm_head(self, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        """Has the LM head, also that of :meth:`logits`, multiply by this from now on.
+
+        Args:
+            gemm: ``[rows, hidden]`` and ``[vocabulary, hidden]`` -> ``[rows, vocabulary]``.
         """
 
     def logits(self, hidden: Hidden, states: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from pie_driver_sglang.engine.backend import Extends, Hidden, PassContext, PassInputs, RowLogits
 from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.engine.vision import ImageInputs
 from pie_driver_sglang.kernels.sampling.logprobs_reference import (
@@ -166,7 +167,9 @@ class BackendExecutor:
 
     def _layers_of(self, batch: Pass | Forward) -> AbstractContextManager[None]:
         """Which layers run a pass: fused ones, or the backend's own."""
-        if self.fused is None or batch.decode or batch.mask is not None:
+        if self.fused is None or batch.mask is not None:
+            return contextlib.nullcontext()
+        if batch.decode and not isinstance(self.fused, BatchInvariantLayers):
             return contextlib.nullcontext()
         return self.fused.patched_prefill()
 

@@ -257,7 +257,9 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     # The logits, and the float32 copy of those that an extended step changes.
     logits = settings.requests * model.vocabulary * (model.itemsize + FLOAT32_BYTES)
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
-    return nodes + pool + hidden + logits + tables
+    # Vectors of a head, and their maxima and sums.
+    partials = settings.requests * settings.partial_splits * model.heads * (model.head_dim + 2)
+    return nodes + pool + hidden + logits + tables + partials * FLOAT32_BYTES
 
 
 def _layer_bytes(spec: GraphSpec) -> int:

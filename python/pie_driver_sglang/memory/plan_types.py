@@ -86,6 +86,8 @@ class MemorySettings(NamedTuple):
     """Whether SGLang's triton backend decodes, which needs index tables."""
     workspace_bytes: int = 0
     """Workspace of the attention backends."""
+    partial_splits: int = 0
+    """Partial results of a row and head in batch-invariant decodes, float32; 0 without these."""
     swap_bytes: int = 0
     """Host memory of this rank for swapped pages."""
     adapter_slots: int = 0

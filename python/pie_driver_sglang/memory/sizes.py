@@ -25,6 +25,8 @@ FLASHINFER_BYTES: Final = 512 << 20
 """SGLang's workspace for flashinfer: some models take less."""
 DETERMINISTIC_BYTES: Final = 2 << 30
 """The same with `enable_deterministic_inference`."""
+PARTIAL_SPLITS: Final = 17
+"""Results of a row that `kernels/attention/batch_invariant.py` keeps, its padding included."""
 ROTARY_ROOM: Final = 256
 """Rows of SGLang's rotary tables beyond the context."""
 RECURRENT_COPIES: Final = 12
@@ -147,6 +149,7 @@ def memory_settings(
         prompts=own and ranks == 1,
         triton_tables="triton" in backends and not own,
         workspace_bytes=workspace if "flashinfer" in backends else 0,
+        partial_splits=PARTIAL_SPLITS if deterministic and own and kind == "cuda" else 0,
         swap_bytes=(options.cpu_mem_budget_in_gb << 30) // ranks,
         adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
         adapter_rank=options.max_lora_rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from pie_driver_sglang.backends.sglang.compat.logits import (
     compute_part,
     divert,
     plain_head,
+    replace_gemm,
 )
 from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.passes import (
@@ -182,6 +183,12 @@ class SglangBackend:
         head: _Head = hidden.native
         of_pass = (head.input_ids, _lm_head(hidden), head.metadata)
         return compute_logits(head.processor, states, *of_pass)
+
+    def replace_lm_head(self, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        """See `ModelBackend.replace_lm_head`."""
+        for module in self.runner.model.modules():
+            if isinstance(module, LogitsProcessor):
+                replace_gemm(module, gemm)
 
     def encode_images(
         self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]

@@ -11,6 +11,8 @@ from pie_driver_sglang.backends.sglang.compat.attention import (
     has_fa3,
     is_plain,
 )
+from pie_driver_sglang.backends.sglang.compat.layers import find_decoder, read_layers
+from pie_driver_sglang.backends.sglang.compat.logits import plain_head
 from pie_driver_sglang.backends.sglang.compat.model import (
     is_from_transformers,
     resolved,
@@ -27,7 +29,10 @@ from pie_driver_sglang.backends.sglang.compat.ranks import place_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.engine.layers.batch_invariant import check_weights
+from pie_driver_sglang.engine.layers.weights import Layer, UnsupportedLayer, require
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
 
 if TYPE_CHECKING:
@@ -229,10 +234,9 @@ def paged_decode_obstacle(runner: ModelRunner) -> str | None:
     """Why the backend `pie` cannot decode this model; None when it can."""
     pool = paged(runner.token_to_kv_pool)
     if resolved(runner).enable_deterministic_inference:
-        return (
-            "`enable_deterministic_inference` is set, and it adds a row's parts up as the other "
-            "rows of the batch have it"
-        )
+        refusal = _batch_invariant_refusal(runner)
+        if refusal is not None:
+            return f"`enable_deterministic_inference` is set, and {refusal}"
     if not keeps_heads(pool):
         return f"its KV pool is a {type(pool).__name__}"
     if pool.dtype not in PAGED_DTYPES:
@@ -241,6 +245,37 @@ def paged_decode_obstacle(runner: ModelRunner) -> str | None:
         return "its KV pool is laid out by heads"
     if not all(is_plain(layer) for layer in attention_layers(runner)):
         return "some of its layers attend in a way of their own"
+    return None
+
+
+def _batch_invariant_refusal(runner: ModelRunner) -> str | None:
+    """Why the kernels whose rows do not depend on their batch do not run a model; None if they do.
+
+    SGLang's deterministic mode serves the others.
+    """
+    settings, layers = resolved(runner), attention_layers(runner)
+    if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
+        return "the batch-invariant kernels need a Hopper GPU"
+    if place_of(runner).size > 1:
+        return "sums of several ranks are not batch-invariant"
+    if settings.enable_lora:
+        return "LoRA is not batch-invariant"
+    if runner.dtype != torch.bfloat16:
+        return f"the batch-invariant kernels do not run {runner.dtype}"
+    for layer in layers:
+        plain = is_plain(layer) and layer.sliding_window_size < 0 and not layer.logit_cap
+        sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
+        if not plain or layer.qk_head_dim != layer.v_head_dim:
+            return "some of its layers attend in a way of their own"
+        if not supports_batch_invariant(*sizes, runner.dtype):
+            return f"its heads are {layer.qk_head_dim} wide"
+    try:
+        found = read_layers(find_decoder(runner.model), runner.token_to_kv_pool)
+        dense = [layer for layer in found if isinstance(layer, Layer)]
+        require(len(dense) == len(found), "its layers are not dense")
+        check_weights(dense, plain_head(runner.model.lm_head).weight)
+    except UnsupportedLayer as reason:
+        return str(reason)
     return None
 
 

@@ -1,8 +1,8 @@
 """Chooses the fused layers of a model; the library runs one kernel an operation.
 
 Llama-like models run fused layers while a graph is captured: FP8 weights (``fp8.py``), mixtures of
-experts (``small_batch.py``) or dense 16-bit weights (``dense.py``). All others run the library's
-layers.
+experts (``small_batch.py``) or dense 16-bit weights (``dense.py``). Where rows must not depend on
+their batch, dense layers are those of ``batch_invariant.py``. All others run the library's layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
+from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantGemm, BatchInvariantLayers
 from pie_driver_sglang.engine.layers.dense import DenseLayers
 from pie_driver_sglang.engine.layers.fp8 import Fp8Layers
 from pie_driver_sglang.engine.layers.small_batch import MoeLayers, SmallBatchLayers
@@ -44,7 +46,7 @@ FROZEN_SCALES = (
 )
 """The same for FP8 weights."""
 
-FusedLayers = DenseLayers | Fp8Layers | MoeLayers
+FusedLayers = BatchInvariantLayers | DenseLayers | Fp8Layers | MoeLayers
 """The fused layers of a model."""
 
 
@@ -59,6 +61,14 @@ def fuse_layers(backend: ModelBackend) -> FusedLayers:
         raise UnsupportedLayer("it attends by another backend")
     require(_has_shared_memory(backend), "a multiprocessor has too little shared memory")
     decoder, norm, layers, attends_stored = read_supported_layers(backend)
+    if isinstance(attention, BatchInvariantAttention):
+        dense = [layer for layer in layers if isinstance(layer, Layer)]
+        require(len(dense) == len(layers), "its layers are not dense")
+        _require_plain_weights(dense)
+        require(_fold(backend, dense), "its norms cannot be folded")
+        gemm = BatchInvariantGemm(norm.weight.dtype, norm.weight.device)
+        backend.replace_lm_head(gemm)
+        return BatchInvariantLayers(decoder, dense, norm, attention, gemm)
     ranks = backend.group.world_size
     if isinstance(layers[0], QuantizedLayer):
         require(ranks == 1, "its FP8 matrices are on several devices")

@@ -21,6 +21,7 @@ from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.pools import store_kv
 from pie_driver_sglang.backends.sglang.compat.settings import change_settings, publish_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
+from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.attention.paged import PagedDecode
 
 if TYPE_CHECKING:
@@ -70,14 +71,15 @@ class PagedDecodeBackend(AttentionBackend):
             for layer in attention_layers(runner)
         }
         properties = torch.cuda.get_device_properties(runner.gpu_id)
-        named, _ = resolved(runner).attention_backends
-        has_fa3 = named == "fa3" and support.prefills_by_fa3(runner)
-        self.attention = PagedDecode(
-            table,
-            list(self._layers.values()),
-            properties.multi_processor_count,
-            attend_prompts if has_fa3 else None,
-        )
+        layers, multiprocessors = list(self._layers.values()), properties.multi_processor_count
+        settings = resolved(runner)
+        self.attention: PagedDecode
+        if settings.enable_deterministic_inference:
+            self.attention = BatchInvariantAttention(table, layers, multiprocessors)
+            return
+        has_fa3 = settings.attention_backends[0] == "fa3" and support.prefills_by_fa3(runner)
+        prompts = attend_prompts if has_fa3 else None
+        self.attention = PagedDecode(table, layers, multiprocessors, prompts)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: a graph's memory comes from its pool."""

@@ -99,6 +99,22 @@ def compute_part(
     return logits, in_parts, processor.final_logit_softcapping or None
 
 
+def replace_gemm(
+    processor: LogitsProcessor, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Has `_compute_lm_head`, of which both functions above make use, multiply by `gemm`.
+
+    Args:
+        processor: The model's.
+        gemm: ``[rows, hidden]`` and ``[vocabulary, hidden]`` -> ``[rows, vocabulary]``.
+    """
+
+    def compute(states: torch.Tensor, lm_head: Any, *_: None) -> torch.Tensor:
+        return gemm(states.contiguous(), plain_head(lm_head).weight)
+
+    processor._compute_lm_head = compute
+
+
 def plain_head(lm_head: Any) -> Any:
     """An LM head without the wrapper that applies adapters, which has it as `base_layer`."""
     return getattr(lm_head, "base_layer", lm_head)

@@ -78,7 +78,16 @@ def make_row_batch(rows: int) -> ForwardBatch:
 
 def context_of(batch: ForwardBatch) -> PassContext:
     """A batch as the core knows it."""
-    return PassContext(batch.out_cache_loc, bool(batch.forward_mode.is_decode()), batch)
+    extends = None
+    if not batch.forward_mode.is_decode():
+        extends = Extends(
+            batch.extend_seq_lens,
+            batch.extend_prefix_lens,
+            batch.extend_start_loc,
+            batch.extend_seq_lens_cpu,
+            batch.extend_prefix_lens_cpu,
+        )
+    return PassContext(batch.out_cache_loc, batch.req_pool_indices, extends, batch)
 
 
 def skip_planning(batch: ForwardBatch) -> None:

@@ -1,0 +1,109 @@
+"""Attention of all passes whose rows have the same bits in any company."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pie_driver_sglang.engine.attention.paged import AttentionLayer, PagedDecode
+from pie_driver_sglang.kernels.attention import batch_invariant
+from pie_driver_sglang.kernels.attention.batch_invariant import FixedSplits
+from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pie_driver_sglang.engine.backend import Extends
+    from pie_driver_sglang.engine.block_table import BlockTable
+
+
+class _Step(NamedTuple):
+    """The rows of a pass, by the kernel that attends with them."""
+
+    split: tuple[DecodeRows, FixedSplits] | None
+    """Rows whose splits are divided among programs."""
+    tiled: DecodeRows | None
+    """Rows of which many follow one another in a context."""
+
+
+class BatchInvariantAttention(PagedDecode):
+    """Decodes and prefills by kernels between which a row's bits do not differ."""
+
+    def __init__(
+        self, table: BlockTable, layers: Sequence[AttentionLayer], multiprocessors: int
+    ) -> None:
+        """Plans nothing yet.
+
+        Args:
+            table: The block table.
+            layers: All layers with KV, of equal heads, without windows, caps and sinks.
+            multiprocessors: Of the GPU.
+        """
+        super().__init__(table, layers, multiprocessors, None)
+        # A row of a group would be the sum of two halves.
+        self.shares_prefixes = False
+        self._rows_of: _Step | None = None
+
+    def plan(self, table_rows: torch.Tensor, kv_lens: torch.Tensor) -> None:
+        """See `PagedDecode.plan`."""
+        rows = DecodeRows(self._table.slots, table_rows, kv_lens)
+        tiled = None
+        if self._has_prompts(len(kv_lens)):
+            follows = torch.zeros(len(kv_lens) + 1, dtype=torch.bool, device=kv_lens.device)
+            follows[1:-1] = table_rows[1:] == table_rows[:-1]
+            follows[1:-1] &= (kv_lens[1:] == kv_lens[:-1] + 1) & (table_rows[1:] > 0)
+            inside = follows[:-1] | follows[1:]
+            tiled = rows._replace(table_rows=torch.where(inside, table_rows, SKIP_ROW))
+            rows = rows._replace(table_rows=torch.where(inside, SKIP_ROW, table_rows))
+        splits = batch_invariant.plan_fixed_splits(
+            rows, self._layers[0].kv_heads, self._table.requests
+        )
+        self._rows_of = _Step((rows, splits), tiled)
+
+    def plan_extend(self, table_rows: torch.Tensor, extends: Extends, tokens: int) -> None:
+        """Plans a prefill.
+
+        Args:
+            table_rows: ``[requests]`` int64: the block-table row of each.
+            extends: Of the pass.
+            tokens: Of all requests.
+        """
+        lens, device = extends.seq_lens, table_rows.device
+        owners = torch.repeat_interleave(
+            torch.arange(len(lens), device=device), lens.long(), output_size=tokens
+        )
+        first = (extends.prefix_lens - extends.start_loc).long()
+        kv_lens = first[owners] + torch.arange(1, tokens + 1, device=device)
+        rows = DecodeRows(self._table.slots, table_rows[owners].long(), kv_lens)
+        self._rows_of = _Step(None, rows)
+
+    def attend(
+        self, layer: AttentionLayer, queries: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `PagedDecode.attend`; of the planned decode or prefill.
+
+        Raises:
+            ValueError: There are sinks.
+        """
+        if sinks is not None:
+            raise ValueError("batch-invariant attention has no sinks")
+        if self._rows_of is None:
+            raise RuntimeError("a pass whose attention was not planned")
+        queries = queries.reshape(-1, layer.heads, layer.head_dim)
+        out = queries.new_empty(len(queries), layer.heads, layer.value_dim)
+        scale, page_size = layer.scale, self._table.page_size
+        split, tiled = self._rows_of
+        if tiled is not None:
+            batch_invariant.attend_row_tiles(
+                queries, layer.keys, layer.values, out, tiled, scale, page_size
+            )
+        if split is not None:
+            batch_invariant.attend_split_rows(
+                queries, layer.keys, layer.values, out, *split, scale, page_size,
+                self._multiprocessors,
+            )  # fmt: skip
+        return out.flatten(1)
+
+    def attend_single(self, *_: object) -> None:
+        """None: rows alone are attended to as others are."""

@@ -1,0 +1,172 @@
+"""Dense layers that give a row the same bits whatever the other rows of its pass are.
+
+Every pass, a decode of one row or a prefill of thousands, runs the same two families of kernels:
+`kernels.gemm.wgmma` with a split-K factor that depends on the matrix only, and
+`kernels.attention.batch_invariant`. So decodes and prefills have the same bits, too: KV that is
+computed again, after a retraction or by another replica, is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
+from pie_driver_sglang.engine.layers.attention import attend
+from pie_driver_sglang.engine.layers.weights import Layer, UnsupportedLayer, require
+from pie_driver_sglang.kernels.gemm import small_m, wgmma
+from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    STORE,
+    SWIGLU,
+    Epilogue,
+    LinearWeights,
+    Norm,
+    Residual,
+)
+from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine.backend import Decoder, PassContext
+
+_ROWS = (*wgmma.BLOCK_MS, 256, *(1 << power for power in range(9, 18)))
+"""Of passes, all kinds of configs among them."""
+
+
+def check_weights(layers: Sequence[Layer], lm_head: torch.Tensor) -> None:
+    """Refuses weights that the kernels do not support.
+
+    Args:
+        layers: The model's.
+        lm_head: ``[vocabulary, hidden]``.
+
+    Raises:
+        UnsupportedLayer: One of them, with the reason.
+    """
+    weights = [(lm_head, STORE)]
+    for layer in layers:
+        require(layer.qkv.bias is None, "its projections have biases")
+        weights += [(layer.qkv.weight, STORE), (layer.out.weight, ADD_RESIDUAL)]
+        weights += [(layer.gate_up.weight, SWIGLU), (layer.down.weight, ADD_RESIDUAL)]
+    for weight, epilogue in weights:
+        for rows in _ROWS:
+            _config(rows, weight, epilogue)
+
+
+def _config(rows: int, weight: torch.Tensor, epilogue: Epilogue) -> WgmmaConfig:
+    height, inputs = weight.shape
+    config = wgmma.find_batch_invariant_config(rows, height, inputs, weight.itemsize, epilogue)
+    if config is None:
+        raise UnsupportedLayer(f"a matrix of {height} x {inputs} has no batch-invariant kernel")
+    return config
+
+
+class BatchInvariantGemm:
+    """GEMMs of 16-bit weights whose rows do not depend on each other."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compiles nothing yet."""
+        self._gemm = WgmmaGemm(dtype, device)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        epilogue: Epilogue = STORE,
+        *,
+        normed: Residual | None = None,
+        epsilon: float = 0.0,
+        residual: Residual | None = None,
+    ) -> torch.Tensor:
+        """Computes ``rows @ weight.T``. Can be captured.
+
+        Args:
+            rows: ``[rows, inputs]``, contiguous.
+            weight: ``[outputs, inputs]``.
+            epilogue: The epilogue.
+            normed: The rows with their sums of squares, if their RMSNorm is to be applied.
+            epsilon: Of that norm.
+            residual: That of `ADD_RESIDUAL`.
+
+        Raises:
+            UnsupportedLayer: The kernel does not support the weight.
+        """
+        return self._gemm.multiply(
+            rows, LinearWeights(weight), _config(len(rows), weight, epilogue), epilogue,
+            sum_squares=None if normed is None else normed.sum_squares, epsilon=epsilon,
+            residual=residual,
+        )  # fmt: skip
+
+
+class BatchInvariantLayers:
+    """The layers of a loaded model whose norms are folded into the weights after them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layers: Sequence[Layer],
+        norm: Norm,
+        attention: BatchInvariantAttention,
+        gemm: BatchInvariantGemm,
+    ) -> None:
+        """Wraps a model.
+
+        Args:
+            decoder: The model without its LM head.
+            layers: Its layers.
+            norm: After the last layer.
+            attention: The attention of all passes.
+            gemm: The GEMMs.
+        """
+        self._decoder = decoder
+        self._layers = layers
+        self._norm = norm
+        self._attention = attention
+        self._gemm = gemm
+
+    def supports(self, num_rows: int) -> bool:
+        """Whether decodes of so many rows run these layers: all do."""
+        return num_rows > 0
+
+    @contextlib.contextmanager
+    def patched_prefill(self) -> Iterator[None]:
+        """Within, the model's forward of a pass runs these layers."""
+        with self._decoder.run_instead(self._run):
+            yield
+
+    patched_decode = patched_prefill
+
+    def _run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
+    ) -> torch.Tensor:
+        if context.extends is not None:
+            self._attention.plan_extend(context.table_rows, context.extends, len(input_ids))
+        embedded = self._decoder.embed(input_ids)
+        # As many partial sums of squares as `ADD_RESIDUAL` leaves.
+        parts = embedded.shape[1] // wgmma.SQUARE_OUTPUTS
+        residual = small_m.start_residual(embedded, parts)
+        for layer in self._layers:
+            qkv = self._project(residual, layer.before, layer.qkv, STORE)
+            attended = attend(
+                qkv, layer, positions, context, self._attention.attend, out_of_place=False
+            )
+            residual = self._add(residual, attended, layer.out)
+            activated = self._project(residual, layer.between, layer.gate_up, SWIGLU)
+            residual = self._add(residual, activated, layer.down)
+        return add_rms_norm(residual.rows[None], None, self._norm)[0]
+
+    def _project(
+        self, residual: Residual, norm: Norm, matrix: LinearWeights, epilogue: Epilogue
+    ) -> torch.Tensor:
+        return self._gemm(
+            residual.rows, matrix.weight, epilogue, normed=residual, epsilon=norm.epsilon
+        )
+
+    def _add(self, residual: Residual, rows: torch.Tensor, matrix: LinearWeights) -> Residual:
+        out = residual._replace(sum_squares=torch.empty_like(residual.sum_squares))
+        self._gemm(rows, matrix.weight, ADD_RESIDUAL, residual=out)
+        return out
