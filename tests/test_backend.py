@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import drivers
 import pytest
-import runtime_client as rc
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Sampler
@@ -18,12 +16,14 @@ from pie_driver_sglang.config.driver_config import DriverConfig, DriverSection, 
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.driver.serving_loop import serve, warm_up
 from pie_driver_sglang.memory.plan_types import Device, Plan
+from support.process import drivers
+from support.process import runtime_client as rc
 
 pytest.importorskip("torch")
 
-from fake_backend import PAGE, VOCABULARY, FakeBackend
 from pie_driver_sglang.engine.backend import ModelBackend
 from pie_driver_sglang.engine.build import build_executor
+from support.models.fake_backend import PAGE, VOCABULARY, FakeBackend
 
 CHUNK = 48
 """Tokens of a pass."""

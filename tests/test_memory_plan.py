@@ -111,6 +111,7 @@ settings_ = st.builds(
     triton_tables=st.booleans(),
     prompts=st.booleans(),
     swap_bytes=st.sampled_from([0, GIB]),
+    partial_splits=st.sampled_from([0, 17]),
     adapter_slots=st.sampled_from([0, 0, 8, 64]),
     adapter_rank=st.sampled_from([16, 64]),
     image_tokens=st.sampled_from([0, 1024]),

@@ -17,7 +17,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pie_driver_sglang.kernels.attention import paged_decode, single_decode, split_plan
+from pie_driver_sglang.kernels.attention import (
+    batch_invariant,
+    paged_decode,
+    single_decode,
+    split_plan,
+)
 from pie_driver_sglang.kernels.comm import all_reduce_norm
 from pie_driver_sglang.kernels.gemm import fp8_rows, linear, norm_rope, small_m, tiled
 from pie_driver_sglang.kernels.moe import experts, routing
@@ -78,6 +83,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         modules = (split_plan, paged_decode, linear, norm_rope, small_m, tiled, fp8_rows)
         modules += (
+            batch_invariant,
             single_decode,
             experts,
             routing,

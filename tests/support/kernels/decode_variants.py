@@ -185,6 +185,47 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     return found
 
 
+def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any]:
+    """Logits of decodes by the layers whose rows do not depend on their batch, then of all passes.
+
+    GEMMs are torch's, since theirs take a GPU.
+    """
+    from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
+    from pie_driver_sglang.engine.layers import batch_invariant
+    from pie_driver_sglang.kernels.gemm import wgmma
+    from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig
+
+    def small(_: int, weight: Any, epilogue: Any) -> WgmmaConfig:
+        assert weight.dim() == 2
+        return WgmmaConfig(1 << 20, 1, 2, square_warpgroups=1)
+
+    products, paged = TorchBatches(), dense._attention
+    attention = BatchInvariantAttention(engine.block_table, paged._layers, 2)
+    backend = engine.backend.runner.attn_backend.decode_backend
+    info = engine.model_info
+    with (
+        mock.patch.object(wgmma, "_WARPGROUP_OUTPUTS", 16),
+        mock.patch.object(wgmma, "SQUARE_OUTPUTS", 16),
+        mock.patch.object(batch_invariant, "WgmmaGemm", lambda *_: products),
+        mock.patch.object(batch_invariant, "_config", small),
+        mock.patch.object(backend, "attention", attention),
+    ):
+        layers = dense._layers
+        batch_invariant.check_weights(layers, layers[0].qkv.weight)
+        gemm = batch_invariant.BatchInvariantGemm(layers[0].qkv.weight.dtype, engine.backend.device)
+        fused = batch_invariant.BatchInvariantLayers(
+            dense._decoder, layers, dense._norms[-1], attention, gemm
+        )
+        contexts = Contexts(384, info.page_size, info.vocab_size)
+        yield decode(server, engine, contexts, fused.patched_decode)
+        assert len(products.epilogues) == 4 * len(layers) * STEPS
+        contexts, engine.fused = Contexts(448, info.page_size, info.vocab_size), fused
+        yield decode(server, engine, contexts, fused.patched_decode)
+        engine.fused = None
+        # Of the prompts, too.
+        assert len(products.epilogues) > 4 * len(layers) * 2 * STEPS
+
+
 @contextlib.contextmanager
 def ranked(backend: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""

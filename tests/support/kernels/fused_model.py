@@ -24,6 +24,7 @@ from pie_driver_sglang.config.driver_config import DriverConfig
 from support.kernels.backend_support import check_choice, check_fa3, check_prefills, check_vision
 from support.kernels.decode_variants import (
     alone,
+    batch_invariant_logits,
     by_batches,
     by_libraries,
     by_tiles,
@@ -102,6 +103,7 @@ def differences(config: DriverConfig) -> list[float]:
             assert run.call_count == STEPS
             found += by_tiles(server, engine, dense, few)
             found.append(by_batches(server, engine, dense, "_small_batch"))
+            found += batch_invariant_logits(server, engine, dense)
             found.append(alone(server, engine, dense, expected))
         with (
             mock.patch.object(linear, "find_linear_config", small_tiling),
