@@ -1,0 +1,405 @@
+"""Batch-invariant kernels and the deterministic engine on a GPU: bits, accuracy and price.
+
+    python benches/gpu/batch_invariant_check.py [--parts gemm,attention,engine] [--shapes DIR]
+        [--requests 256] [--tokens 64] [--times] [--json FILE]
+
+gemm: matrices of the 0.6B and the 8B with every epilogue; rows of steps of 1 to 4,096 rows have the
+    bits that they have alone, and the accuracy of float64. With `--times` microseconds beside the
+    default config of few rows, and beside cuBLAS.
+attention: rows of random contexts have the same bits by both kernels and in any company. With
+    `--times` microseconds beside `attend_paged`.
+engine: an `Engine` of `--shapes` (random weights, or a checkpoint) with
+    `enable_deterministic_inference`: answers and log-probabilities of requests that run together,
+    again with their prompts cached, in other company, alone, and with other chunks and drafts are
+    equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import frame
+import torch
+from frame import Report
+from graph_times import time_graph
+
+LAYERS = {"0.6b": (1024, 4096, 2048, 3072), "8b": (4096, 6144, 4096, 14336)}
+"""By model: width, outputs of the QKV projection, attention heads' width, intermediate size."""
+ROWS = (2, 7, 16, 33, 64, 130, 224, 256, 300, 1000, 4096)
+TIMED = (1, 2, 16, 64, 256, 1024, 4096)
+EPSILON, TOLERANCE = 1e-6, 0.02
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__)
+    made.add_argument("--parts", default="gemm,attention,engine")
+    made.add_argument("--shapes", default="", help="folder of a model, for `engine`")
+    made.add_argument("--requests", type=int, default=256)
+    made.add_argument("--tokens", type=int, default=64)
+    made.add_argument("--times", action="store_true")
+    return made
+
+
+class Product:
+    """A weight with its epilogue, and rows for it."""
+
+    def __init__(self, epilogue: Any, height: int, inputs: int, rows: int) -> None:
+        from pie_driver_sglang.kernels.gemm.wgmma import WgmmaGemm
+
+        self.epilogue = epilogue
+        self.weight = torch.randn(height, inputs, device="cuda").bfloat16() / math.sqrt(inputs)
+        self.rows = torch.randn(rows, inputs, device="cuda").bfloat16()
+        self.residual = torch.randn(rows, height, device="cuda").bfloat16()
+        self.gemm = WgmmaGemm(torch.bfloat16, torch.device("cuda"))
+
+    def run(self, rows: torch.Tensor, residual: torch.Tensor, config: Any) -> torch.Tensor:
+        """The outputs, with sums of squares after those of `ADD_RESIDUAL`."""
+        from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, LinearWeights, Residual
+
+        weight = LinearWeights(self.weight)
+        if self.epilogue == ADD_RESIDUAL:
+            parts = len(self.weight) // config.square_outputs
+            out = Residual(residual.clone(), torch.empty(len(rows), parts, device="cuda"))
+            self.gemm.multiply(rows, weight, config, self.epilogue, residual=out)
+            return torch.cat([out.rows.float(), out.sum_squares], 1)
+        # In an order of additions that does not depend on the number of rows.
+        squares = (rows.double() ** 2).sum(1, keepdim=True).float()
+        return self.gemm.multiply(
+            rows, weight, config, self.epilogue, sum_squares=squares, epsilon=EPSILON
+        )
+
+    def config(self, rows: int, *, default: bool = False) -> Any:
+        """The kernel's config; None where it does not run so many rows."""
+        from pie_driver_sglang.kernels.gemm import wgmma
+
+        find = wgmma.find_wgmma_config if default else wgmma.find_batch_invariant_config
+        return find(rows, *self.weight.shape, 2, self.epilogue)
+
+    def expected(self) -> torch.Tensor:
+        """Outputs of the first rows in float64."""
+        from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, SWIGLU
+
+        rows = self.rows[:8].double()
+        out = rows @ self.weight.double().T
+        if self.epilogue == ADD_RESIDUAL:
+            return out + self.residual[:8].double()
+        out /= (rows.square().mean(1, keepdim=True) + EPSILON).sqrt()
+        if self.epilogue == SWIGLU:
+            gate, up = out.chunk(2, 1)
+            return torch.nn.functional.silu(gate) * up
+        return out
+
+
+def check_gemm(report: Report, *, times: bool) -> None:
+    """Bits, accuracy and times of the GEMMs."""
+    from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, STORE, SWIGLU
+
+    for model, (width, qkv, heads, intermediate) in LAYERS.items():
+        for epilogue, height, inputs in (
+            (STORE, qkv, width),
+            (ADD_RESIDUAL, width, heads),
+            (SWIGLU, 2 * intermediate, width),
+            (ADD_RESIDUAL, width, intermediate),
+            (STORE, 151936 if model == "0.6b" else 128256, width),
+        ):
+            product = Product(epilogue, height, inputs, ROWS[-1])
+            own = product.config(1)
+            alone = torch.cat(
+                [
+                    product.run(product.rows[i : i + 1], product.residual[i : i + 1], own)
+                    for i in range(8)
+                ]
+            )
+            differing = []
+            for rows in ROWS:
+                shift = rows - min(rows, 8)
+                order = torch.arange(rows - 1, -1, -1, device="cuda")
+                given, residual = product.rows[:rows][order], product.residual[:rows][order]
+                found = product.run(given, residual, product.config(rows)).flip(0)
+                if not torch.equal(found[: rows - shift], alone[: rows - shift]):
+                    differing.append(rows)
+            name = f"{model} {epilogue.name} {height}x{inputs}"
+            expected = product.expected()
+            error = (alone[:, : expected.shape[1]].double() - expected).abs().max()
+            error /= expected.abs().max()
+            report.hold(f"{name}: steps whose bits differ {differing}", len(differing), at_most=0)
+            report.hold(f"{name}: error", float(error), at_most=TOLERANCE)
+            if times:
+                time_gemm(name, product, report)
+            del product
+
+
+def time_gemm(name: str, product: Product, report: Report) -> None:
+    """Microseconds by rows, and of what runs by default."""
+    copies = max(1, (200 << 20) // product.weight.nbytes)
+    weights = [product.weight.clone() for _ in range(copies)]
+    for rows in TIMED:
+        given, residual = product.rows[:rows].contiguous(), product.residual[:rows].contiguous()
+        times = {}
+        for way, config in (
+            ("own", product.config(rows)),
+            ("default", product.config(rows, default=True)),
+        ):
+            if config is None:
+                continue
+
+            run = functools.partial(_multiply, product, weights, given, residual, config)
+            times[way] = time_graph(run, copies)
+
+        times["cublas"] = time_graph(functools.partial(_cublas, given, weights), copies)
+        shown = "  ".join(f"{way} {us:.1f}" for way, us in times.items())
+        print(f"{name} {rows} rows: {shown}", flush=True)
+        report.add(part="gemm", name=name, rows=rows, us=times)
+
+
+def _multiply(
+    product: Product, weights: list[torch.Tensor], rows: torch.Tensor, residual: Any, config: Any
+) -> None:
+    """Products as a step has them, with sums of squares as `ADD_RESIDUAL` leaves them."""
+    from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, LinearWeights, Residual
+
+    squares = torch.ones(len(rows), rows.shape[1] // 64, device="cuda")
+    for weight in weights:
+        if product.epilogue == ADD_RESIDUAL:
+            parts = len(weight) // config.square_outputs
+            named: Any = {
+                "residual": Residual(residual, torch.empty(len(rows), parts, device="cuda"))
+            }
+        else:
+            named = {"sum_squares": squares, "epsilon": 1.0}
+        product.gemm.multiply(rows, LinearWeights(weight), config, product.epilogue, **named)
+
+
+def _cublas(rows: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        torch.nn.functional.linear(rows, weight)
+
+
+class Attention:
+    """KV of random contexts in pages at random places."""
+
+    def __init__(self, lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
+        self.page, self.lengths = 16, lengths
+        self.sizes = (heads, kv_heads, dim)
+        pages = [-(-length // self.page) for length in lengths]
+        order = torch.randperm(sum(pages), device="cuda") + 1
+        slots = (sum(pages) + 1) * self.page
+        self.table = torch.zeros(
+            len(lengths) + 1, max(pages) * self.page, dtype=torch.int32, device="cuda"
+        )
+        begin = 0
+        for row, count in enumerate(pages, 1):
+            own = order[begin : begin + count, None] * self.page
+            own = own + torch.arange(self.page, device="cuda")
+            self.table[row, : count * self.page] = own.flatten().int()
+            begin += count
+        self.keys, self.values = (
+            torch.randn(slots, kv_heads, dim, device="cuda").bfloat16() for _ in "kv"
+        )
+
+    def rows(self, rows: list[tuple[int, int]]) -> Any:
+        """Rows of (context, KV length)."""
+        from pie_driver_sglang.kernels.attention.split_plan import DecodeRows
+
+        contexts, lengths = torch.tensor(rows, device="cuda").unbind(1)
+        return DecodeRows(self.table, contexts.contiguous(), lengths.contiguous())
+
+    def attend(self, queries: torch.Tensor, rows: Any, *, tiles: bool) -> torch.Tensor:
+        """Attention by one of the two kernels."""
+        from pie_driver_sglang.kernels.attention import batch_invariant
+
+        out = torch.empty_like(queries)
+        args = (queries, self.keys, self.values, out, rows)
+        scale = 1 / math.sqrt(self.sizes[2])
+        if tiles:
+            batch_invariant.attend_row_tiles(*args, scale, self.page)
+        else:
+            splits = batch_invariant.plan_fixed_splits(rows, self.sizes[1], len(queries))
+            batch_invariant.attend_split_rows(*args, splits, scale, self.page, 132)
+        return out
+
+
+def check_attention(report: Report, *, times: bool) -> None:
+    """Bits and times of attention."""
+    for heads, kv_heads, dim in ((16, 8, 128), (32, 8, 128), (9, 3, 64), (28, 4, 128), (8, 1, 256)):
+        case = Attention([9000, 4200, 700, 300, 40], heads, kv_heads, dim)
+        rows = [(1, 9000), (2, 4097), (2, 4096), (4, 1), (4, 256), (4, 257), (3, 700)]
+        rows += [(1, length) for length in range(3900, 4200)] + [(5, n) for n in range(1, 41)]
+        queries = torch.randn(len(rows), heads, dim, device="cuda").bfloat16()
+        split = case.attend(queries, case.rows(rows), tiles=False)
+        tiled = case.attend(queries, case.rows(rows), tiles=True)
+        differing = (split != tiled).flatten(1).any(1).sum()
+        name = f"heads {heads}/{kv_heads} x {dim}"
+        report.hold(f"{name}: rows that differ between kernels", float(differing), at_most=0)
+        wrong = 0
+        for seed in range(4):
+            some = random.Random(seed).sample(range(len(rows)), [1, 5, 60, len(rows)][seed])
+            for tiles in (False, True):
+                found = case.attend(queries[some], case.rows([rows[i] for i in some]), tiles=tiles)
+                wrong += int((found != split[some]).flatten(1).any(1).sum())
+        report.hold(f"{name}: rows that differ in other company", wrong, at_most=0)
+        report.hold(f"{name}: error", _attention_error(case, rows, queries, split), at_most=0.02)
+    for heads, kv_heads, dim in ((16, 8, 128), (32, 8, 128)) if times else ():
+        time_attention(report, heads, kv_heads, dim)
+
+
+def _attention_error(
+    case: Attention, rows: list[tuple[int, int]], queries: torch.Tensor, out: torch.Tensor
+) -> float:
+    """The largest difference from float64 in units of the largest value."""
+    heads, kv_heads, dim = case.sizes
+    worst = 0.0
+    for index in range(0, len(rows), 37):
+        context, length = rows[index]
+        slots = case.table[context, :length].long()
+        keys, values = (
+            stored[slots].double().repeat_interleave(heads // kv_heads, 1)
+            for stored in (case.keys, case.values)
+        )
+        scores = torch.einsum("hd,lhd->hl", queries[index].double(), keys) / math.sqrt(dim)
+        exact = torch.einsum("hl,lhd->hd", torch.softmax(scores, -1), values)
+        worst = max(worst, float((out[index].double() - exact).abs().max() / exact.abs().max()))
+    return worst
+
+
+def time_attention(report: Report, heads: int, kv_heads: int, dim: int) -> None:
+    """Microseconds of a layer's attention, beside the default kernel's; KV of several layers."""
+    from pie_driver_sglang.kernels.attention import batch_invariant, paged_decode, split_plan
+    from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
+
+    for count, length in ((1, 700), (1, 8000), (16, 700), (64, 700), (256, 700), (16, 8000)):
+        case = Attention([length] * count, heads, kv_heads, dim)
+        rows = case.rows([(row, length) for row in range(1, count + 1)])
+        queries = torch.randn(count, heads, dim, device="cuda").bfloat16()
+        out, scale = torch.empty_like(queries), 1 / math.sqrt(dim)
+        args = (queries, case.keys, case.values, out, rows)
+        splits = batch_invariant.plan_fixed_splits(rows, kv_heads, count)
+        tuning = split_plan.split_tuning(dim, heads // kv_heads, 2, count)
+        plan = split_plan.plan_splits(
+            rows, split_plan.SplitPlan(tuning, kv_heads, heads // kv_heads, -1), 132
+        )
+        rule = AttentionParams(scale, 0.0, sinks=None)
+
+        own = functools.partial(
+            batch_invariant.attend_split_rows, *args, splits, scale, case.page, 132
+        )
+        default = functools.partial(paged_decode.attend_paged, *args, plan, rule, case.page, 1.0)
+        times = {"own": time_graph(_repeat(own), 20), "default": time_graph(_repeat(default), 20)}
+        shown = "  ".join(f"{way} {us:.1f}" for way, us in times.items())
+        print(f"attention {heads}/{kv_heads} {count} x {length}: {shown}", flush=True)
+        report.add(part="attention", heads=heads, rows=count, length=length, us=times)
+    for tokens in (1024, 8192):
+        case = Attention([tokens], heads, kv_heads, dim)
+        rows = case.rows([(1, length) for length in range(1, tokens + 1)])
+        queries = torch.randn(tokens, heads, dim, device="cuda").bfloat16()
+        us = time_graph(functools.partial(case.attend, queries, rows, tiles=True), 1)
+        teraflops = 2 * tokens * tokens * heads * dim / us / 1e6
+        print(
+            f"prefill {heads}/{kv_heads} {tokens}: {us:.0f} us, {teraflops:.0f} TFLOP/s", flush=True
+        )
+        report.add(part="prefill", heads=heads, tokens=tokens, us=us)
+
+
+def _repeat(run: Callable[[], None]) -> Callable[[], None]:
+    """Twenty layers."""
+
+    def runs() -> None:
+        for _ in range(20):
+            run()
+
+    return runs
+
+
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+def answers(
+    engine: Any, prompts: list[list[int]], tokens: int, chosen: Sequence[int] | None = None
+) -> list[Answer]:
+    """Tokens of answers and their log-probabilities, of all prompts or of chosen ones."""
+    chosen = range(len(prompts)) if chosen is None else chosen
+    params = [
+        {
+            "max_new_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0.8 * (i % 2),
+            "sampling_seed": i,
+        }
+        for i in chosen
+    ]
+    found = engine.generate(
+        input_ids=[prompts[i] for i in chosen], sampling_params=params, return_logprob=True
+    )
+    return [
+        (
+            tuple(one["output_ids"]),
+            tuple(entry[0] for entry in one["meta_info"]["output_token_logprobs"]),
+        )
+        for one in found
+    ]
+
+
+def check_engine(report: Report, arguments: argparse.Namespace) -> None:
+    """The same answers in every company."""
+    from pie_driver_sglang import Engine
+
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(1000, 30000) for _ in range(rng.randint(3, 1200))]
+        for _ in range(arguments.requests)
+    ]
+    common: dict[str, Any] = {
+        "model_path": arguments.shapes,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "enable_deterministic_inference": True,
+    }
+    tokens = arguments.tokens
+    with Engine(**common) as engine:
+        first = answers(engine, prompts, tokens)
+        runs = {"again, prompts cached": answers(engine, prompts, tokens)}
+        engine.flush_cache()
+        order = list(range(len(prompts)))
+        rng.shuffle(order)
+        runs["after a flush"] = answers(engine, prompts, tokens)
+        engine.flush_cache()
+        some = dict(zip(order[:40], answers(engine, prompts, tokens, order[:40]), strict=True))
+        runs["in other company"] = [some.get(i, first[i]) for i in range(len(prompts))]
+        engine.flush_cache()
+        single = {i: answers(engine, prompts, tokens, [i])[0] for i in order[:16]}
+        runs["alone"] = [single.get(i, first[i]) for i in range(len(prompts))]
+    changed: dict[str, Any] = {
+        "chunked_prefill_size": 512,
+        "max_running_requests": 48,
+        "speculative_algorithm": "NGRAM",
+    }
+    with Engine(**common, **changed) as engine:
+        runs["small chunks, fewer at once, drafts"] = answers(engine, prompts, tokens)
+    for name, run in runs.items():
+        other = [i for i, (one, two) in enumerate(zip(first, run, strict=True)) if one != two]
+        print(f"{name}: {len(prompts) - len(other)} of {len(prompts)} equal", flush=True)
+        report.hold(f"{name}: answers that differ", len(other), at_most=0)
+
+
+def main() -> None:
+    """Runs the check."""
+    arguments = parser().parse_args()
+    with frame.Report(__file__, arguments) as report:
+        torch.manual_seed(0)
+        parts = arguments.parts.split(",")
+        if "gemm" in parts:
+            check_gemm(report, times=arguments.times)
+        if "attention" in parts:
+            check_attention(report, times=arguments.times)
+        if "engine" in parts:
+            check_engine(report, arguments)
+
+
+if __name__ == "__main__":
+    main()
