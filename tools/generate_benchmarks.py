@@ -53,7 +53,7 @@ What is not here:
 
 - Pie's own driver needs native parts of a Pie build and was not measured. `numpy_full_table` and
   `numpy_rebuilt` ([host path](#host-path)) build the same arrays in vectorised numpy, as it does.
-- vLLM and published checkpoints have no record yet.
+- NO_RECORD no record yet.
 
 [The method](README.md) has the conditions of a valid run.
 [The notebook](notebook/README.md) keeps older figures, and what was tried.
@@ -138,8 +138,9 @@ def render(results: Results) -> str:
     ]
     others = other_records(results)
     versions = results.get("h200", {}).get("versions", "in the records")
+    missing = "vLLM has" if "accuracy" in results else "vLLM and published checkpoints have"
     parts = [
-        HEADER.replace("VERSIONS", versions),
+        HEADER.replace("VERSIONS", versions).replace("NO_RECORD", missing),
         links("Speed of models", made[:_MODELS]),
         links("Parts", made[_MODELS:]),
         links("Bars of other checks", others),

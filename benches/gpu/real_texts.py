@@ -104,10 +104,8 @@ def _paragraphs(least: int, most: int) -> Iterator[str]:
                 yield line
 
 
-@cache
-def _functions() -> list[str]:
+def _functions() -> Iterator[str]:
     """Sources of functions of 300 to 1,200 characters that have a parameter and a docstring."""
-    found = []
     for path in _modules():
         text = path.read_text(encoding="utf-8")
         for node in _parsed(path).body:
@@ -115,8 +113,7 @@ def _functions() -> list[str]:
                 continue
             source = ast.get_source_segment(text, node)
             if source and ast.get_docstring(node) and 300 <= len(source) <= 1200:
-                found.append(source)
-    return found
+                yield source
 
 
 @cache
