@@ -458,3 +458,18 @@ class TestPeersOfSGLang:
         assert kernels.obstacle("none", 60) is None
         assert "No module named 'no_such_package'" in kernels.obstacle("lacks", 60)
         assert kernels.obstacle("slow", 0.3) == "TimeoutExpired after 0.3 s"
+
+
+def test_drafts_of_a_real_model(frame: Any, forked_python: str, tmp_path: Path) -> None:
+    """Both engines answer requests of every workload, in float32 alike."""
+    texts = importlib.import_module("real_texts")
+    words = ["--device", "cpu", "--model", str(POCKET), "--out", str(tmp_path)]
+    words += ["--batch", "2", "--requests", "2", "--output", "8"]
+    printed = scripts.run("benches/gpu/draft_check.py", *words, python=forked_python)
+    record = frame.read(tmp_path / "draft_check.json")
+    assert record.ok, printed
+    assert [row["kind"] for row in record.rows] == list(texts.KINDS)
+    for row in record.rows:
+        assert (row["batch"], row["requests"], row["equal_answers"]) == (2, 2, 2)
+        assert row["ratio"] > 0
+        assert row["accepted_per_step"] >= 0

@@ -39,6 +39,7 @@ A violation is a line with WRONG, and the status is 1. `--device cpu --dtype flo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -54,7 +55,7 @@ import numpy as np
 from accuracy_paths import REFERENCE, SGLANG, WAYS, Work
 from frame import Report
 from processes import Runner
-from real_texts import KINDS, documentation, make_requests
+from real_texts import KINDS, documentation, encode_chats, make_requests
 
 from pie_driver_sglang.checkpoint.hub_cache import local_path
 from pie_driver_sglang.config.hf_config import load_hf_config
@@ -117,33 +118,19 @@ def make_work(model: Path, arguments: argparse.Namespace) -> Work:
     else:
         raise SystemExit(f"Python's documentation has {len(tokens)} tokens: lower --tokens")
     windows = [start + tokens[at * length : (at + 1) * length] for at in range(count)]
-    asked = make_chats(tokenizer, arguments.prompts // 2)
+    chats = arguments.prompts // 2
+    by_kind = [make_requests(kind, -(-chats // len(KINDS))) for kind in KINDS]
+    requests = [request for four in zip(*by_kind, strict=True) for request in four][:chats]
+    asked = encode_chats(tokenizer, requests)
     stride = (len(tokens) - 192) // arguments.prompts
-    for number in range(arguments.prompts - len(asked)):
+    passages = []
+    for number in range(arguments.prompts - chats):
         first = number * stride
-        asked.append(start + tokens[first : first + 32 + number * 37 % 160])
-    # Chats and passages take turns, so that any part of the prompts has both.
-    half = arguments.prompts // 2
-    mixed = [asked[number // 2 + half * (number % 2)] for number in range(2 * half)] + asked[
-        2 * half :
-    ]
+        passages.append(start + tokens[first : first + 32 + number * 37 % 160])
+    # Both take turns, so that any part of the prompts has both.
+    mixed = [each for pair in itertools.zip_longest(passages, asked) for each in pair if each]
     prompts = [prompt[: context - arguments.output] for prompt in mixed]
     return Work(prompts, windows, min(arguments.one, len(prompts)), arguments.output)
-
-
-def make_chats(tokenizer: ModelTokenizer, count: int) -> list[list[int]]:
-    """Conversations of one turn, of all workloads; plain requests without a chat template."""
-    by_kind = [make_requests(kind, -(-count // len(KINDS))) for kind in KINDS]
-    found = []
-    for request in [request for four in zip(*by_kind, strict=True) for request in four][:count]:
-        try:
-            text = tokenizer.chat([{"role": "user", "content": request}])
-        except ConfigError:
-            [ids] = tokenizer.encode([request])
-        else:
-            ids = tokenizer.encode_plain(text)
-        found.append(ids)
-    return found
 
 
 def kl_divergence(reference: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -139,6 +139,7 @@ def make_engine(arguments: argparse.Namespace) -> Any:
     options: dict[str, Any] = {
         "model_path": str(arguments.model),
         "device": "cpu" if on_cpu else "cuda",
+        "base_gpu_id": 0 if on_cpu else int(arguments.device.partition(":")[2] or 0),
         "dtype": arguments.dtype,
         "max_total_tokens": CPU_TOKENS if on_cpu else GPU_TOKENS,
         "skip_tokenizer_init": True,

@@ -11,10 +11,13 @@ import ast
 import itertools
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
+
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
 KINDS: Final = ("summary", "edit", "translation", "chat")
 """Workloads of :func:`make_requests`."""
@@ -58,6 +61,20 @@ def make_requests(kind: str, count: int) -> list[str]:
     found = list(itertools.islice(_REQUESTS[kind](), count))
     if len(found) < count:
         raise ValueError(f"{count} requests of {kind}, and there are {len(found)}")
+    return found
+
+
+def encode_chats(tokenizer: ModelTokenizer, requests: Sequence[str]) -> list[list[int]]:
+    """Token ids of conversations of one turn; of the plain requests without a chat template."""
+    found = []
+    for request in requests:
+        try:
+            text = tokenizer.chat([{"role": "user", "content": request}])
+        except ConfigError:
+            [ids] = tokenizer.encode([request])
+        else:
+            ids = tokenizer.encode_plain(text)
+        found.append(ids)
     return found
 
 
