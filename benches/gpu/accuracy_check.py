@@ -213,8 +213,8 @@ class Comparison:
             print(f"{way:<12}{path:<9}{scored.figures['tokens']:>8}{text}")
             self._report.add(model=self._model, way=way, path=path, **scored.figures)
 
-    def hold(self, work: Work) -> None:
-        """Holds every path to its peers."""
+    def hold(self, work: Work, *, drafts: bool) -> None:
+        """Holds every path to its peers, and `drafts` to at least one that was accepted."""
         for (way, path), scored in self._found.items():
             if path == "prefill":
                 figures = scored.figures
@@ -235,7 +235,7 @@ class Comparison:
                 cached = self._found[way, "prefix"].figures["cached_tokens"] or 0
                 name = f"{self._model}, {way} prefix: share of cached prompt tokens"
                 self._report.hold(name, cached / prompts, at_least=CACHED)
-        if self._accepted is not None:
+        if drafts and self._accepted is not None:
             name = f"{self._model}, drafts: accepted tokens"
             self._report.hold(name, self._accepted, at_least=1)
 
@@ -359,7 +359,8 @@ def main() -> None:
             if (path / f"{REFERENCE}.npz").exists():
                 comparison = Comparison(model.name, path, report, arguments.sigmas)
                 comparison.show()
-                comparison.hold(made[model])
+                # On a slow CPU drafts may never pay, and so none is tried.
+                comparison.hold(made[model], drafts=arguments.device != "cpu")
         report.hold("failed processes", len(runner.failed), at_most=0)
         runner.close()
         report.put("command", json.dumps(sys.argv[1:]))
