@@ -44,13 +44,10 @@ def test_the_pages_are_fresh(tool: ModuleType, results: dict[str, Any]) -> None:
 
 def test_the_summary_is_short_and_complete(tool: ModuleType, results: dict[str, Any]) -> None:
     summary = tool.benchmark_summary.render(results, tool.has)
-    assert len(summary.splitlines()) <= 120
+    assert len(summary.splitlines()) <= 150
     questions = tool.benchmark_summary.QUESTIONS
-    # The record of accuracy is made on a GPU.
-    assert [title for title, (path, _) in questions.items() if not tool.has(results, path)] in (
-        [],
-        ["How accurate are log-probabilities?"],
-    )
+    missing = {title for title, (path, _) in questions.items() if not tool.has(results, path)}
+    assert missing <= {"How accurate are log-probabilities?", "What do drafts gain on real text?"}
     answered = [title for title, (path, _) in questions.items() if tool.has(results, path)]
     assert [*answered, "What is slower, and what is missing"] == list(sections(summary))
     without = {name: each for name, each in results.items() if name != "servers-8b"}
@@ -77,8 +74,9 @@ def test_each_section_is_in_a_list_of_links(tool: ModuleType, results: dict[str,
 
 def test_every_section_has_records(tool: ModuleType, results: dict[str, Any]) -> None:
     """A section whose record is named wrongly would be missing for ever."""
-    missing = [title for title, (path, _) in tool.SECTIONS.items() if not tool.has(results, path)]
-    assert not missing
+    missing = {title for title, (path, _) in tool.SECTIONS.items() if not tool.has(results, path)}
+    # These are to come.
+    assert missing <= {"Accuracy", "Drafts on real text"}
 
 
 def test_charts_exist(tool: ModuleType, results: dict[str, Any]) -> None:
@@ -244,15 +242,35 @@ def test_accuracy_of_checkpoints(tool: ModuleType, results: dict[str, Any]) -> N
     }
     summary = tool.benchmark_summary.render({**results, "accuracy": record}, tool.has)
     text = sections(summary)["How accurate are log-probabilities?"]
+    assert "| m | SGLang | 0.9800 | 0.0001 | 0.0174 | 0.1700 | 0.1890 |  |" in text
+    assert "| m | ours | 0.9900 |  |  |  |  |  |" in text
+    assert "| m | ours, FP8 |  |  |  |  |  | 15.250 (15.260) |" in text
+    assert "1 of 2 thresholds were missed. sglang 0.5.17." in text
+    assert "1 x NVIDIA H200; 2026-12-01; commit `0123456`." in text
+    page = tool.render({**results, "accuracy": record})
+    text = sections(page)["Accuracy"]
     differences = "0.0174 | 0.1000 | 0.1700 | 0.1890"
     assert f"| m | SGLang | 1 request | 16,384 | 0.9800 | 0.0001 | {differences} |  |" in text
     assert "| 256, no log-probabilities | 16,384 | 0.9900 |  |  |  |  |  |  |" in text
-    assert f"| m | ours, FP8 | prefill | 16,384 | 0.9800 | 0.0001 | {differences} | 15.250" in text
-    assert "1 of 2 [thresholds]" in text
-    assert "1 x NVIDIA H200; 2026-12-01; commit `0123456`." in text
-    page = tool.render({**results, "accuracy": record})
-    assert "| m, fused one: mean | 1.10 | <= 1.05 | **no** |" in sections(page)["Accuracy"]
+    assert "| m, fused one: mean | 1.10 | <= 1.05 | **no** |" in text
     for each in (summary, page):
         assert not re.search(r"published checkpoints.* have no record", each)
     without = {name: each for name, each in results.items() if name != "accuracy"}
     assert "How accurate" not in tool.benchmark_summary.render(without, tool.has)
+
+
+def test_drafts_on_real_text(tool: ModuleType, results: dict[str, Any]) -> None:
+    row = {"model": "m", "kind": "edit", "batch": 16, "requests": 64, "accepted_per_step": 1.234}
+    row |= {"plain_tokens_per_s": 1000.0, "drafts_tokens_per_s": 1500.0, "ratio": 1.5}
+    record = {
+        "commit": "0123456",
+        "date": "2026-12-01T00:00:00+00:00",
+        "device": "1 x NVIDIA H200",
+        "command": "benches/gpu/draft_check.py --model m",
+        "rows": [row],
+    }
+    more = {**results, "drafts-real": record}
+    expected = "| m | code edits | 16 | 1.23 | 1,000 | 1,500 | 1.50x |"
+    summary = tool.benchmark_summary.render(more, tool.has)
+    assert expected in sections(summary)["What do drafts gain on real text?"]
+    assert expected in sections(tool.render(more))["Drafts on real text"]

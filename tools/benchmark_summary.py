@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+import benchmark_accuracy
 from benchmark_tables import Results, picture, source, table
 
 HEADER: Final = """\
@@ -23,25 +24,6 @@ times do not depend on their values, accepted drafts and expert routing do. [All
 results](../benches/RESULTS.md) has every record and chart. [The method](../benches/README.md)
 defines a valid run. [The notebook](../benches/notebook/README.md) keeps superseded figures.
 """
-
-ACCURACY_WAYS: Final = {
-    "sglang": "SGLang",
-    "fused": "ours",
-    "unfused": "ours, `fuse_layers = false`",
-    "drafts": "ours, n-gram drafts",
-    "lora": "ours, LoRA",
-    "fp8": "ours, FP8",
-    "fp8-unfused": "ours, FP8, `fuse_layers = false`",
-}
-ACCURACY_PATHS: Final = {
-    "one": "1 request",
-    "several": "16",
-    "many": "256",
-    "prefix": "256, cached prompts",
-    "plain": "256, no log-probabilities",
-    "prefill": "prefill",
-}
-"""Names of `benches/gpu/accuracy_paths.py` for people."""
 
 MISSING: Final = """\
 ## What is slower, and what is missing
@@ -196,51 +178,13 @@ def prefixes(results: Results) -> list[str]:
     ]
 
 
-def accuracy(results: Results) -> list[str]:
-    """Log-probabilities of real checkpoints next to SGLang's, by path."""
-    record = results["accuracy"]
-    rows = []
-    for row in record["rows"]:
-        if "way" not in row:
-            continue
-        tails = [_figure(row.get(key), ".4f") for key in ("kl", "mean", "p99", "p999", "max")]
-        perplexity = _figure(row.get("perplexity"), ".3f")
-        if "perplexity" in row:
-            perplexity += f" ({_figure(row['reference_perplexity'], '.3f')})"
-        agreement = _figure(row["agreement"], ".4f")
-        named = (row["model"], ACCURACY_WAYS[row["way"]], ACCURACY_PATHS[row["path"]])
-        rows.append([*named, f"{row['tokens']:,}", agreement, *tails, perplexity])
-    missed = sum(not bar["ok"] for bar in record["bars"])
-    versions = next(row["figures"] for row in record["rows"] if row.get("part") == "versions")
-    return [
-        "Greedy answers to passages of Python's documentation and chats about it, scored by "
-        "transformers in float32 after the same tokens; prefill scores the documentation itself. "
-        "Differences are absolute differences of log-probabilities in nats; agreement is the "
-        "share of positions where the most probable token is the reference's; KL is a lower "
-        "bound, from the 16 most probable tokens and the rest. Perplexities of the reference are "
-        "in brackets. Rows without log-probabilities have only an agreement.",
-        table(
-            ["model", "engine", "path", "tokens", "agreement", "KL", "mean", "p99", "p99.9", "max",
-             "perplexity"],
-            rows,
-        ),
-        f"{missed} of {len(record['bars'])} [thresholds](../benches/RESULTS.md#accuracy) missed. "
-        + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
-        source(record),
-    ]  # fmt: skip
-
-
-def _figure(value: float | None, form: str) -> str:
-    """A figure that the record may lack."""
-    return "" if value is None else f"{value:{form}}"
-
-
 QUESTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]]] = {
     "Is an 8B server faster than SGLang's?": (("servers-8b",), servers),
     "How close is a decode step to the memory limit?": (("shapes",), steps),
     "How much offline throughput?": (("shapes",), offline),
     "What do shared prefixes gain?": (("h200", "prefixes"), prefixes),
-    "How accurate are log-probabilities?": (("accuracy",), accuracy),
+    "How accurate are log-probabilities?": (("accuracy",), benchmark_accuracy.worst_paths),
+    "What do drafts gain on real text?": (("drafts-real",), benchmark_accuracy.drafts),
 }
 """Each with the part of the records that it needs."""
 

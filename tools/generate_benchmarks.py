@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import benchmark_accuracy
 import benchmark_gpu
 import benchmark_host
 import benchmark_peers
@@ -87,6 +88,8 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Servers of an 8B": (("servers-8b",), benchmark_gpu.servers_8b),
     "Gateway of an 8B": (("servers-8b-gateway",), benchmark_gpu.gateway_8b),
     "Prefix index": (("prefix-cache",), benchmark_gpu.prefix_cache),
+    "Accuracy": (("accuracy",), benchmark_accuracy.paths),
+    "Drafts on real text": (("drafts-real",), benchmark_accuracy.drafts),
     "Prefix index on the host": (("radix",), benchmark_host.radix),
     "Grammars": (("grammar-suite",), benchmark_host.grammars),
     "Host path": (("host",), benchmark_host.host_path),
