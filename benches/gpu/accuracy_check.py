@@ -317,12 +317,13 @@ def run_processes(
         command = [sys.executable, __file__, "--model", model, "--work", works[model], *own]
         runner.run(f"{model.name}, {way}", [*command, "--way", way], LIMIT_S)
 
-    jobs = [(model, way) for model in works for way in ways]
     with ThreadPoolExecutor(1 if arguments.device == "cpu" else arguments.parallel) as pool:
-        for done in [pool.submit(start, *job) for job in jobs]:
-            done.result()
-    for model in works:
-        start(model, REFERENCE)
+        started = {model: [pool.submit(start, model, way) for way in ways] for model in works}
+        # The engines of the next model start meanwhile.
+        for model, futures in started.items():
+            for future in futures:
+                future.result()
+            start(model, REFERENCE)
 
 
 def versions() -> dict[str, str]:

@@ -59,7 +59,7 @@ REFERENCE: Final = "transformers"
 WAYS: Final = {
     SGLANG: Way({}, ("one", "several", "many", "prefix", "prefill")),
     "fused": Way({}, ("one", "several", "many", "prefix", "plain", "prefill")),
-    "unfused": Way({"fuse_layers": False}, ("several", "many", "prefill")),
+    "unfused": Way({"fuse_layers": False}, ("many", "prefill")),
     "drafts": Way({"speculative_algorithm": "NGRAM"}, ("several", "many")),
     "lora": Way({}, ("several", "many", "prefill")),
     "fp8": Way({"quantization": "fp8"}, ("one", "several", "many", "prefill"), quantized=True),
