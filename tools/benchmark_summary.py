@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+import benchmark_accuracy
 from benchmark_tables import Results, picture, source, table
 
 HEADER: Final = """\
@@ -18,7 +19,7 @@ HEADER: Final = """\
 
 How fast is `pie-sglang serve` compared with SGLang, and where is it slower? Both sides of
 a row ran in one benchmark invocation on one machine; where rows ran on different GPUs, a column
-names the GPU. Weights are random: decode and prefill
+names the GPU. WEIGHTS: decode and prefill
 times do not depend on their values, accepted drafts and expert routing do. [All
 results](../benches/RESULTS.md) has every record and chart. [The method](../benches/README.md)
 defines a valid run. [The notebook](../benches/notebook/README.md) keeps superseded figures.
@@ -33,7 +34,7 @@ MISSING: Final = """\
   table; [LoRA](adapters.md#cost)).
 - [llguidance compiles fewer JSON schemas](../benches/RESULTS.md#grammars) of the official test
   suite than xgrammar: 148 of 346 required ones, xgrammar 329.
-- Accuracy on published checkpoints, vLLM and Pie's own driver have no record yet.
+- NO_RECORD have no record yet.
 - Everything on a GPU was measured on H200 and H100. Other GPUs were not.
 """
 
@@ -182,14 +183,21 @@ QUESTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]
     "How close is a decode step to the memory limit?": (("shapes",), steps),
     "How much offline throughput?": (("shapes",), offline),
     "What do shared prefixes gain?": (("h200", "prefixes"), prefixes),
+    "How accurate are log-probabilities?": (("accuracy",), benchmark_accuracy.worst_paths),
+    "What do drafts gain on real text?": (("drafts-real",), benchmark_accuracy.drafts),
 }
 """Each with the part of the records that it needs."""
 
 
 def render(results: Results, has: Callable[[Results, Iterable[str]], bool]) -> str:
     """The page; a question without its record is left out."""
-    parts = [HEADER]
+    measured = has(results, ["accuracy"])
+    weights = "Weights are random, except where accuracy is compared"
+    header = HEADER.replace("WEIGHTS", weights if measured else "Weights are random")
+    unmeasured = "Accuracy on published checkpoints, vLLM and Pie's own driver"
+    missing = MISSING.replace("NO_RECORD", "vLLM and Pie's own driver" if measured else unmeasured)
+    parts = [header]
     for title, (path, make) in QUESTIONS.items():
         if has(results, path):
             parts.append(f"## {title}\n\n" + "\n\n".join(make(results)) + "\n")
-    return "\n".join([*parts, MISSING])
+    return "\n".join([*parts, missing])

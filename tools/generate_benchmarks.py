@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import benchmark_accuracy
 import benchmark_gpu
 import benchmark_host
 import benchmark_peers
@@ -53,7 +54,7 @@ What is not here:
 
 - Pie's own driver needs native parts of a Pie build and was not measured. `numpy_full_table` and
   `numpy_rebuilt` ([host path](#host-path)) build the same arrays in vectorised numpy, as it does.
-- vLLM and published checkpoints have no record yet.
+- NO_RECORD no record yet.
 
 [The method](README.md) has the conditions of a valid run.
 [The notebook](notebook/README.md) keeps older figures, and what was tried.
@@ -87,6 +88,8 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Servers of an 8B": (("servers-8b",), benchmark_gpu.servers_8b),
     "Gateway of an 8B": (("servers-8b-gateway",), benchmark_gpu.gateway_8b),
     "Prefix index": (("prefix-cache",), benchmark_gpu.prefix_cache),
+    "Accuracy": (("accuracy",), benchmark_accuracy.paths),
+    "Drafts on real text": (("drafts-real",), benchmark_accuracy.drafts),
     "Prefix index on the host": (("radix",), benchmark_host.radix),
     "Grammars": (("grammar-suite",), benchmark_host.grammars),
     "Host path": (("host",), benchmark_host.host_path),
@@ -138,8 +141,9 @@ def render(results: Results) -> str:
     ]
     others = other_records(results)
     versions = results.get("h200", {}).get("versions", "in the records")
+    missing = "vLLM has" if "accuracy" in results else "vLLM and published checkpoints have"
     parts = [
-        HEADER.replace("VERSIONS", versions),
+        HEADER.replace("VERSIONS", versions).replace("NO_RECORD", missing),
         links("Speed of models", made[:_MODELS]),
         links("Parts", made[_MODELS:]),
         links("Bars of other checks", others),

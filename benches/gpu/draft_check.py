@@ -1,9 +1,16 @@
-"""Measures what n-gram drafts gain on a GPU, and that they cost nothing where they gain nothing.
+"""Measures what n-gram drafts gain, and that they cost nothing where they gain nothing.
 
     python benches/gpu/draft_check.py --pie-load BINARY [--pocket DIR] --shapes CONFIG_DIR \
         --out DIR [--parts text,cycles,random] [--batch 1,4,16]
+    python benches/gpu/draft_check.py --model DIR --out DIR [--batch 1,16,64] [--requests 64]
 
-Parts, each on a driver of its own, which plays the same prompts without and with drafts in turns:
+With `--model`, a real checkpoint, there is one part, `real`: 64 requests each to summarize a text,
+to edit code, to translate and to chat, built from what ships with Python (`real_texts.py`). It
+prints accepted drafts per step of a sequence and the speed with drafts over that without
+(`real_drafts.py`).
+
+Without `--model` the parts are these, each on a driver of its own, which plays the same prompts
+without and with drafts in turns:
 
 1. `text`: pocket on text that repeats itself: code edits, lists, tables, paragraphs.
 2. `cycles`: random weights and greedy tokens, which fall into cycles.
@@ -31,6 +38,7 @@ from frame import Report
 from processes import Runner
 from tokenizers import Tokenizer
 
+REAL_LIMIT_S = 400.0
 LEAST_RATIO = 0.98
 """Of tokens per second with drafts that are of no use, by those without."""
 STRICT = "spec_ngram_capacity=0"
@@ -141,7 +149,9 @@ class Check:
         self._arguments = arguments
         self._report = report
         self._out: Path = arguments.out
-        self._runner = Runner(self._out / "draft_check.log", arguments.budget_s)
+        real_s = REAL_LIMIT_S * arguments.patience
+        budget_s = real_s if arguments.model else arguments.budget_s
+        self._runner = Runner(self._out / "draft_check.log", budget_s)
         self._prompts = folder / "prompts.json"
         tokenizer = Tokenizer.from_file(str(arguments.pocket / "tokenizer.json"))
         tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in prompts()]
@@ -151,6 +161,9 @@ class Check:
 
     def play(self) -> None:
         """Plays the parts that were asked for."""
+        if self._arguments.model is not None:
+            self._play_real()
+            return
         wrong = []
         for name in self._arguments.parts.split(","):
             figures = self._part(name)
@@ -165,6 +178,19 @@ class Check:
         for problem in wrong:
             self._runner.say(problem)
         self._report.hold("parts and batches that failed", len(wrong), at_most=0)
+
+    def _play_real(self) -> None:
+        """Plays a real model; its figures are held to nothing."""
+        arguments = self._arguments
+        command: list[object] = [sys.executable, Path(__file__).with_name("real_drafts.py")]
+        command += ["--model", arguments.model, "--device", arguments.device]
+        command += ["--batches", arguments.batch or "1,16,64", "--prompts", arguments.requests]
+        command += ["--output", arguments.output]
+        output = self._runner.run("real", command, REAL_LIMIT_S * arguments.patience)
+        found = [line[6:] for line in output.splitlines() if line.startswith("found ")]
+        for row in json.loads(found[-1]) if found else ():
+            self._report.add(model=arguments.model.name, **row)
+        self._report.hold("parts that failed", len(self._runner.failed), at_most=0)
 
     def _batches(self, part: Part) -> str:
         batches: str = self._arguments.batch or part.batch
@@ -196,7 +222,10 @@ class Check:
 
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
-    made = frame.parser(__doc__, "out", "pie-load", "pocket", "shapes", "device", "option")
+    made = frame.parser(__doc__, "out", "pocket", "shapes", "device", "option")
+    made.add_argument("--pie-load", type=Path, help="the load generator, see `make load`")
+    made.add_argument("--model", type=Path, help="a checkpoint with its tokenizer, for `real`")
+    made.add_argument("--requests", type=int, default=64, help="of each workload of `real`")
     made.add_argument("--parts", default=",".join(PARTS))
     made.add_argument("--batch", help="sizes of batches for all parts, instead of each part's own")
     made.add_argument("--output", type=int, default=384, help="tokens of every context")
@@ -209,7 +238,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Plays the parts."""
-    arguments = parser().parse_args()
+    made = parser()
+    arguments = made.parse_args()
+    if arguments.model is None and arguments.pie_load is None:
+        made.error("name a --model, or the load generator by --pie-load")
     with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
         Check(arguments, Path(folder), report).play()
 

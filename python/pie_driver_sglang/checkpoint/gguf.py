@@ -1,7 +1,8 @@
 """Converts a GGUF file to a Hugging Face snapshot: `python -m pie_driver_sglang.checkpoint.gguf`.
 
-transformers dequantizes the weights and rebuilds the tokenizer. It runs in a process of its own, so
-that no caller imports torch.
+transformers dequantizes the weights and rebuilds the tokenizer. Of Gemma's it would make a unigram
+model, so that one is rebuilt here: byte pairs that merge by the scores of the pieces. It runs in a
+process of its own, so that no caller imports torch.
 """
 
 from __future__ import annotations
@@ -17,30 +18,36 @@ from typing import Any, Final
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id")
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 _STRING: Final = "STRING"
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that are matched in the text before it is split."""
 
 
-def convert(source: Path, target: Path, *, with_tokenizer: bool) -> None:
+def convert(source: Path, target: Path) -> None:
     """Write the weights in bfloat16, the configuration and the tokenizer to a folder.
 
     Args:
         source: The GGUF file.
         target: The folder, which is created if need be.
-        with_tokenizer: Whether to convert the tokenizer.
     """
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    metadata = _metadata(source)
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader(source)
+    metadata = _metadata(reader)
     folder, name = str(source.parent), source.name
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, dtype=torch.bfloat16
     )
     model.save_pretrained(target)
-    if with_tokenizer:
+    if str(metadata["general.architecture"]).startswith("gemma"):
+        inner = sentencepiece_tokenizer(*_token_tables(reader), metadata)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+    else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        correct_tokenizer(tokenizer, metadata)
-        tokenizer.save_pretrained(target)
+    correct_tokenizer(tokenizer, metadata)
+    tokenizer.save_pretrained(target)
 
 
 def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
@@ -77,11 +84,82 @@ def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _metadata(source: Path) -> dict[str, Any]:
+def sentencepiece_tokenizer(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    types: Sequence[int],
+    metadata: Mapping[str, Any],
+) -> Any:
+    """Build Gemma's tokenizer: byte pairs that merge by score, bytes for unknown characters.
+
+    Args:
+        tokens: The pieces by id.
+        scores: Their scores; two pieces merge first into that of the highest.
+        types: Their types, as `gguf.TokenType`.
+        metadata: The scalar fields of the file.
+
+    Returns:
+        A `tokenizers.Tokenizer`.
+    """
+    parts: Any = import_module("tokenizers")
+    added = {number for number, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
+    pieces = {
+        token if number in added else token.replace(" ", "▁"): number
+        for number, token in enumerate(tokens)
+    }
+    merges = _merges({piece: scores[at] for piece, at in pieces.items() if at not in added})
+    unknown = tokens[int(metadata["tokenizer.ggml.unknown_token_id"])]
+    tokenizer = parts.Tokenizer(
+        parts.models.BPE(
+            vocab=pieces, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    tokenizer.normalizer = parts.normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = parts.pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = parts.decoders.Sequence(
+        [parts.decoders.Replace("▁", " "), parts.decoders.ByteFallback(), parts.decoders.Fuse()]
+    )
+    for number in sorted(added):
+        is_control = types[number] == _CONTROL
+        token = parts.AddedToken(tokens[number], normalized=False, special=is_control)
+        (tokenizer.add_special_tokens if is_control else tokenizer.add_tokens)([token])
+    if metadata.get("tokenizer.ggml.add_bos_token"):
+        first = int(metadata["tokenizer.ggml.bos_token_id"])
+        tokenizer.post_processor = parts.processors.TemplateProcessing(
+            single=f"{tokens[first]} $A",
+            pair=f"{tokens[first]} $A {tokens[first]} $B",
+            special_tokens=[(tokens[first], first)],
+        )
+    return tokenizer
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Pairs of pieces that are a piece together, those of the highest score first."""
+    found = [
+        (-score, at, piece)
+        for piece, score in scores.items()
+        for at in range(1, len(piece))
+        if piece[:at] in scores and piece[at:] in scores
+    ]
+    return [(piece[:at], piece[at:]) for _, at, piece in sorted(found)]
+
+
+def _token_tables(reader: Any) -> tuple[list[str], list[float], list[int]]:
+    """Pieces, scores and types of the file's tokens."""
+    tokens, scores, types = (
+        reader.fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type")
+    )
+    return (
+        [bytes(tokens.parts[at]).decode() for at in tokens.data],
+        [float(scores.parts[at][0]) for at in scores.data],
+        [int(types.parts[at][0]) for at in types.data],
+    )
+
+
+def _metadata(reader: Any) -> dict[str, Any]:
     """The scalar fields of the file, texts decoded."""
-    gguf: Any = import_module("gguf")
     found = {}
-    for name, field in gguf.GGUFReader(source).fields.items():
+    for name, field in reader.fields.items():
         if len(field.data) != 1:
             continue
         value = field.parts[field.data[0]]
@@ -95,12 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--without-tokenizer", action="store_true")
     options = parser.parse_args(arguments)
     # Weights would be private to their owner, unlike other files.
     os.umask(0o022)
     try:
-        convert(options.source, options.target, with_tokenizer=not options.without_tokenizer)
+        convert(options.source, options.target)
         for file in options.target.iterdir():
             file.chmod(0o644)
     except Exception as error:

