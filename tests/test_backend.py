@@ -96,10 +96,10 @@ def test_prompts_in_chunks_and_decodes_of_several_contexts(served: Served) -> No
             context.take(token)
     found = [c.tokens[len(prompt) :] for c, prompt in zip(contexts, prompts, strict=True)]
     assert found == [continued(prompt, 6) for prompt in prompts]
-    ways = set(served.backend.passes)
-    assert "extend" in ways
+    kinds = set(served.backend.passes)
+    assert "extend" in kinds
     decodes = "decode" if served.executor.steps is None else "step"
-    assert decodes in ways
+    assert decodes in kinds
 
 
 def test_samples_and_distributions(served: Served) -> None:

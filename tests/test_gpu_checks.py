@@ -455,9 +455,9 @@ class TestPeersOfSGLang:
             "slow": "import time; time.sleep(9)",
         }
         monkeypatch.setattr(kernels, "BUILDS", builds)
-        assert kernels.obstacle("none", 60) is None
-        assert "No module named 'no_such_package'" in kernels.obstacle("lacks", 60)
-        assert kernels.obstacle("slow", 0.3) == "TimeoutExpired after 0.3 s"
+        assert kernels.unavailable_reason("none", 60) is None
+        assert "No module named 'no_such_package'" in kernels.unavailable_reason("lacks", 60)
+        assert kernels.unavailable_reason("slow", 0.3) == "TimeoutExpired after 0.3 s"
 
 
 def test_accuracy_of_the_embedded_model(frame: Any, forked_python: str, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ class Picture:
 
     def axes(self, first: int) -> list[int]:
         """Positions of each token in time, height and width, from `first` on."""
-        places = itertools.product(*map(range, self.merged))
-        return [first + at for place in places for at in place]
+        offsets = itertools.product(*map(range, self.merged))
+        return [first + at for offset in offsets for at in offset]
 
 
 class Span(NamedTuple):

@@ -79,11 +79,11 @@ class Prefill:
             raise ValueError(f"{len(lengths)} prompts, and the table has {len(table)} rows")
         pages = [-(-length // PAGE) for length in lengths]
         free = torch.randperm(runner.max_total_num_tokens // PAGE - 1)[: sum(pages)] + 1
-        places = []
+        slots_by_request = []
         for row, (length, own) in enumerate(zip(lengths, free.split(pages), strict=True), 1):
             slots = (own[:, None] * PAGE + torch.arange(PAGE)).flatten()
             table[row, : len(slots)] = slots.to(table)
-            places.append(slots[:length])
+            slots_by_request.append(slots[:length])
         total, sizes = sum(lengths), torch.tensor(lengths)
         on_device = sizes.to(device)
         vocabulary = engine.model_info.vocab_size
@@ -92,7 +92,7 @@ class Prefill:
             input_ids=torch.randint(vocabulary, (total,), device=device),
             positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
             mrope_positions=None,
-            out_cache_loc=torch.cat(places).to(device),
+            out_cache_loc=torch.cat(slots_by_request).to(device),
             req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
             seq_lens=on_device,
             seq_lens_cpu=sizes,

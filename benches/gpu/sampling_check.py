@@ -165,7 +165,7 @@ def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None
         for row in range(ROWS):
             # Each token several times, as in text.
             prompt = [draw.randrange(300, 600) for _ in range(CONTEXT)]
-            # Noted as they are stored.
+            # Recorded as they are stored.
             more = asked["penalties"]
             client.forward([request(prompt, 0, row * stride, row + 1, [Sampler.greedy()], **more)])
         frames = {

@@ -396,7 +396,7 @@ def run(count: int, arguments: argparse.Namespace, report: Report, part: str = "
 
 def run_flashinfer(arguments: argparse.Namespace, report: Report) -> None:
     """Times FlashInfer's sums for each number of ranks; what fails is one line."""
-    missing = flashinfer_kernels.obstacle("all-reduce", arguments.build_limit)
+    missing = flashinfer_kernels.unavailable_reason("all-reduce", arguments.build_limit)
     if missing is not None:
         print(f"without FlashInfer's all-reduce: {missing}", flush=True)
         return

@@ -22,7 +22,7 @@ pub struct Decodes {
 }
 
 impl Decodes {
-    /// So many requests, of `context` tokens on average, at different places of their output, with one step out.
+    /// So many requests, of `context` tokens on average, at different positions of their output, with one step out.
     ///
     /// # Panics
     ///
@@ -85,7 +85,7 @@ impl Decodes {
     ///
     /// When there is none.
     pub fn step(&mut self) -> usize {
-        let step = self.scheduler.schedule(self.now).expect("right books");
+        let step = self.scheduler.schedule(self.now).expect("consistent bookkeeping");
         let step = step.expect("there is work");
         let (mut draws, mut pages) = (0, 0);
         for row in step.rows() {

@@ -54,7 +54,7 @@ enum Reply {
     Right(u8, u8),
     /// The same, with an element of one of its arrays changed, added or removed.
     Edited(u8, u8, Vec<(u8, u8, u32)>),
-    /// The same, with words of its bytes changed, by their places from the end, or cut.
+    /// The same, with words of its bytes changed, by their offsets from the end, or cut.
     Damaged(u8, u8, Vec<(u16, u32)>, Option<u16>),
     /// The fast reply.
     Fast(Vec<u8>),
@@ -199,7 +199,7 @@ impl Harness {
         }
         self.scheduler
             .check_invariants()
-            .expect("the books are right");
+            .expect("the bookkeeping is consistent");
         self.read_outputs();
     }
 
@@ -296,8 +296,8 @@ fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, Logp
         }
         response.spec_indptr.push(response.spec_tokens.len() as u32);
         if row.scores {
-            let place = [(-1.0_f32).to_bits(), 3, (-0.5_f32).to_bits()];
-            let words = (0..tokens).flat_map(|_| place);
+            let words = [(-1.0_f32).to_bits(), 3, (-0.5_f32).to_bits()];
+            let words = (0..tokens).flat_map(|_| words);
             scores.push(request as u32, SHAPE, (0, tokens), words);
         }
     }

@@ -3,8 +3,8 @@
 Importing this package is instant: names are loaded on first use, and neither torch nor SGLang is
 imported before the engine starts.
 
-`__main__.py` starts the driver (`driver`) or a command (`cli`, `demo`). `frontends` are the ways
-in without Pie: the `Engine` class and two HTTP servers. `engine` is the interface to a loaded
+`__main__.py` starts the driver (`driver`) or a command (`cli`, `demo`). `frontends` take
+requests without Pie: the `Engine` class and two HTTP servers. `engine` is the interface to a loaded
 model, which `backends` implement and `ranks` spread over devices; `kernels` compute. `config`,
 `memory` and `checkpoint` are read before a model is loaded; `observability` has metrics, spans
 and log lines. `sglang_plugins` bring the drafter and the prefix index into stock SGLang.

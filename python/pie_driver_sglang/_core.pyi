@@ -896,7 +896,7 @@ class Match:
 @final
 class NodeInfo:
     """
-    Facts about a node.
+    A node's properties.
     """
     @property
     def children(self, /) -> int:
@@ -1419,7 +1419,7 @@ class RadixIndex:
         """
     def info(self, /, node: SupportsIndex) -> NodeInfo:
         """
-        Facts about a node.
+        A node's properties.
 
         Raises:
             RadixError: The node was evicted.
@@ -2362,7 +2362,7 @@ class Wake:
 
 def build_info() -> dict[str, str]:
     """
-    Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+    Information about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
     given by `PIE_DRIVER_COMMIT`, as `make` does it.
     """
 

@@ -4,7 +4,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`contract`] | messages and services, generated from the published definitions |
-//! | `settings` | settings of a server, and the facts that it reports of its model |
+//! | `settings` | settings of a server, and what it reports of its model |
 //! | `generate_params`, `core`, `handle` | requests, whichever contract they came by, and those that have not ended |
 //! | `encoded`, `reader` | from a message's bytes to what the engine takes of it |
 //! | `media`, `grammars`, `unsupported` | the images of a request, grammars that only the contracts name, what is refused |
@@ -40,4 +40,4 @@ mod vllm;
 pub use error::GatewayError;
 pub use reader::RequestReader;
 pub use server::Gateway;
-pub use settings::{Contract, GatewaySettings, ImageFacts, ModelFacts};
+pub use settings::{Contract, GatewaySettings, ServedModel, VisionInfo};

@@ -42,11 +42,11 @@ fn forced_text_is_written_as_the_model_writes_it() {
     let sentence = "The name of the function is parse_arguments, and it returns ";
     let grammar = || Grammar::Regex(format!("{sentence}(True|None)").into());
     let jump_forward_tokens = |mut matcher: Matcher| {
-        let (mut tokens, mut room) = (Vec::new(), mask(&mut matcher));
+        let (mut tokens, mut scratch) = (Vec::new(), mask(&mut matcher));
         matcher
-            .jump_forward_tokens(100, &mut room, &mut tokens)
+            .jump_forward_tokens(100, &mut scratch, &mut tokens)
             .unwrap();
-        assert_eq!(room, mask(&mut matcher));
+        assert_eq!(scratch, mask(&mut matcher));
         tokens
     };
     let tokens = jump_forward_tokens(start(Some(file()), &grammar()));
@@ -84,9 +84,9 @@ fn jumps_go_where_masks_go() {
         let (mut jumps, mut draws) = (first.clone(), first.clone());
         let (mut text, mut drawn, mut forced) = (Vec::new(), 0, 0);
         loop {
-            let (mut tokens, mut room) = (Vec::new(), mask(&mut jumps));
+            let (mut tokens, mut scratch) = (Vec::new(), mask(&mut jumps));
             jumps
-                .jump_forward_tokens(random.usize(1..20), &mut room, &mut tokens)
+                .jump_forward_tokens(random.usize(1..20), &mut scratch, &mut tokens)
                 .unwrap();
             for &token in &tokens {
                 assert_eq!(allowed(&mask(&mut draws)), [token]);
@@ -94,9 +94,9 @@ fn jumps_go_where_masks_go() {
                 text.extend_from_slice(&words[token as usize]);
             }
             forced += tokens.len();
-            assert_eq!(room, mask(&mut draws));
-            let ways = allowed(&room);
-            let token = ways[random.usize(..ways.len())];
+            assert_eq!(scratch, mask(&mut draws));
+            let choices = allowed(&scratch);
+            let token = choices[random.usize(..choices.len())];
             jumps.accept_token(token).unwrap();
             draws.accept_token(token).unwrap();
             if jumps.has_ended() {

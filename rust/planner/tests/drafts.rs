@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use crate::common::answer::{Answer, answer};
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, frame};
 use crate::common::engine::{Engine, memory};
 use pie_planner::{
     ComputedPlan, DraftCounters, DraftOptions, ForwardTimings, Layout, Limits, NgramConfig,
@@ -215,7 +215,7 @@ fn noise(position: u32) -> u32 {
 
 #[test]
 fn drafts_pay_where_text_repeats_itself() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts = [
         Context::new(1, 0..24, cycle(0)),
         Context::new(2, 24..48, cycle(0)),
@@ -229,7 +229,7 @@ fn drafts_pay_where_text_repeats_itself() {
 #[test]
 fn reports_come_soon_and_then_more_and_more_rarely() {
     // As much as a short conversation of eight programs.
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts: Vec<_> = (0..8)
         .map(|id| Context::new(u64::from(id) + 1, 8 * id..8 * id + 8, cycle(0)))
         .collect();
@@ -239,7 +239,7 @@ fn reports_come_soon_and_then_more_and_more_rarely() {
     let counters = server.planner.draft_counters().expect("it drafts");
     assert!(server.reports.len() <= 3, "{steps} steps, {counters}");
     // Where nothing is drafted, because nothing comes true, steps count.
-    let mut server = Server::new(ROOMY, noise);
+    let mut server = Server::new(LARGE, noise);
     server.cost = |rows| Duration::from_millis(rows as u64);
     let steps = decode(
         &mut server,
@@ -262,7 +262,7 @@ fn it_does_not_matter_when_drafts_are_prepared() {
         }
     };
     let [mut early, mut late] = [true, false].map(|early| {
-        let mut server = Server::new(ROOMY, text);
+        let mut server = Server::new(LARGE, text);
         server.early = early;
         (server, Context::new(1, 0..24, text(0)))
     });
@@ -281,7 +281,7 @@ fn it_does_not_matter_when_drafts_are_prepared() {
 
 #[test]
 fn drafts_that_fail_are_left() {
-    let mut server = Server::new(ROOMY, noise);
+    let mut server = Server::new(LARGE, noise);
     // A row more costs as much as a step.
     server.cost = |rows| Duration::from_millis(rows as u64);
     let mut contexts = [
@@ -296,7 +296,7 @@ fn drafts_that_fail_are_left() {
 #[test]
 fn batches_that_no_graph_runs_say_nothing_of_graphs() {
     let drafted = |eager: bool| {
-        let mut server = Server::new(ROOMY, noise);
+        let mut server = Server::new(LARGE, noise);
         server.cost = |rows| Duration::from_millis(rows as u64);
         let mut context = Context::new(1, 0..24, noise(0));
         while context.stored < 350 {
@@ -325,7 +325,7 @@ fn batches_that_no_graph_runs_say_nothing_of_graphs() {
 
 #[test]
 fn only_who_asks_and_is_somebody_gets_drafts() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts = [
         Context::new(1, 0..24, cycle(0)),
         Context::new(0, 24..48, cycle(0)),
@@ -338,7 +338,7 @@ fn only_who_asks_and_is_somebody_gets_drafts() {
 
 #[test]
 fn a_context_is_known_from_its_pages() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     decode(&mut server, &mut contexts, false, 40);
     let [parent] = contexts;
@@ -366,7 +366,7 @@ fn a_long_past_comes_by_and_by() {
         max_positions: 4096,
         row_pages: 256,
         total_pages: 256,
-        ..ROOMY
+        ..LARGE
     };
     for costs_are_known in [true, false] {
         let mut server = Server::new(limits, cycle);
@@ -401,7 +401,7 @@ fn going_far_back_is_spread_over_frames() {
         max_positions: 16_384,
         row_pages: 1024,
         total_pages: 1024,
-        ..ROOMY
+        ..LARGE
     };
     let first_drafts = |back: u32| {
         let mut server = Server::new(limits, cycle);
@@ -440,7 +440,7 @@ fn going_far_back_is_spread_over_frames() {
 
 #[test]
 fn of_a_context_that_stands_twice_the_last_request_counts() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     // What a step costs is known from here on.
     decode(&mut server, &mut [Context::new(0, 40..64, 0)], false, 2);
     let context = Context::new(1, 0..24, cycle(0));
@@ -467,7 +467,7 @@ fn an_id_that_changed_hands_is_noticed() {
             cycle(position)
         }
     };
-    let mut server = Server::new(ROOMY, text);
+    let mut server = Server::new(LARGE, text);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     decode(&mut server, &mut contexts, true, 30);
     let [former] = contexts;
@@ -488,12 +488,12 @@ fn an_id_that_changed_hands_is_noticed() {
 fn drafts_are_left_out_of_a_reply_without_room_for_them() {
     let limits = Limits {
         reply_bytes: 180,
-        ..ROOMY
+        ..LARGE
     };
     let mut server = Server::new(limits, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     assert_eq!(decode(&mut server, &mut contexts, true, 60), 60);
-    let mut roomy = Server::new(ROOMY, cycle);
+    let mut roomy = Server::new(LARGE, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     assert!(decode(&mut roomy, &mut contexts, true, 60) < 60);
 }
@@ -502,7 +502,7 @@ fn drafts_are_left_out_of_a_reply_without_room_for_them() {
 fn drafts_end_with_the_positions() {
     let limits = Limits {
         max_positions: 64,
-        ..ROOMY
+        ..LARGE
     };
     let mut server = Server::new(limits, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];

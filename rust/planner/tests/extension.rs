@@ -1,6 +1,6 @@
 //! What a frame's extension asks for, as it is staged for a pass and for a graph.
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine::{memory, next_group, next_pass};
 use pie_planner::{
@@ -102,7 +102,7 @@ fn kept_parameters_hold_until_they_are_replaced() {
         planner.invalidate_block_table();
         (records, words)
     };
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let rows = [(0, first.clone()), (1, first.clone())];
     let plan = plan(&mut planner, &requests, &rows);
     let brought = stage(&mut planner, plan);
@@ -125,7 +125,7 @@ fn kept_parameters_hold_until_they_are_replaced() {
 
 #[test]
 fn a_request_that_names_what_is_not_kept_fails_alone() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let (wrong, none) = (
         RequestExtension {
             biases: vec![(1000, 1.0)],
@@ -180,14 +180,14 @@ fn staged(planner: &mut Planner, plan: Plan) -> (Vec<Record>, Vec<i32>, Option<V
 
 #[test]
 fn each_slot_has_the_record_of_its_request() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let bias = RequestExtension {
         biases: vec![(7, 1.5), (9, -2.0)],
         suppressed: vec![3],
         suppressed_until: 21,
         ..RequestExtension::default()
     };
-    // The second one verifies two drafts: of its places 20, 21 and 22 stop tokens are forbidden for the first.
+    // The second one verifies two drafts: of its positions 20, 21 and 22 stop tokens are forbidden for the first.
     let requests = [
         decode(30, 5, &[1, 2]),
         decode(19, 6, &[3, 4]).verify(&[8, 8]),
@@ -219,7 +219,7 @@ fn each_slot_has_the_record_of_its_request() {
 
 #[test]
 fn plain_frames_note_and_change_nothing() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let sampler = CombinedSampler {
         temperature: 0.5,
         top_k: 9,
@@ -273,7 +273,7 @@ fn requests_share_a_mask() {
         (2, mask(0)),
         (3, shared),
     ];
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let plan = plan(&mut planner, &requests, &rows);
     let layout = Layout::graph(8);
     let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
@@ -299,7 +299,7 @@ fn requests_share_a_mask() {
 
 #[test]
 fn a_graph_gets_records_and_history_beside_its_block() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let history = RequestExtension {
         history: vec![90, 91, 92],
         biases: vec![(7, 1.5)],
@@ -352,7 +352,7 @@ fn a_graph_gets_records_and_history_beside_its_block() {
 
 #[test]
 fn a_prompt_of_which_nothing_counts_is_plain() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let tokens: Vec<u32> = (0..12).collect();
     let prompt = |samples: bool| {
         let request = Req::new(16, 0, &tokens, &[1]);
@@ -381,13 +381,13 @@ fn a_prompt_of_which_nothing_counts_is_plain() {
 
 #[test]
 fn too_much_for_a_graph_goes_by_passes() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let biases = (0..1000).map(|id| (id, 1.0)).collect();
     let row = RequestExtension {
         biases,
         ..RequestExtension::default()
     };
-    // One place of a request with drafts has as many words as the next.
+    // One position of a request with drafts has as many words as the next.
     let request = |page: u32| {
         let drafts: Vec<u32> = vec![1; 11];
         decode(1, 5, &[page]).verify(&drafts)
@@ -404,7 +404,7 @@ fn too_much_for_a_graph_goes_by_passes() {
 fn parts_of_a_prompt_are_noted_and_history_once() {
     let limits = pie_planner::Limits {
         chunk_tokens: 4,
-        ..ROOMY
+        ..LARGE
     };
     let mut planner = Planner::new(limits, 1);
     let row = RequestExtension {
@@ -433,7 +433,7 @@ fn parts_of_a_prompt_are_noted_and_history_once() {
 #[test]
 fn what_has_no_meaning_is_refused_by_name() {
     let refused = |row: RequestExtension| {
-        let mut planner = Planner::new(ROOMY, 1);
+        let mut planner = Planner::new(LARGE, 1);
         let requests = [decode(31, 5, &[1, 2]), decode(31, 5, &[3, 4])];
         let plan = plan(&mut planner, &requests, &[(1, row)]);
         let [(1, error)] = plan.request_errors() else {
@@ -500,6 +500,6 @@ fn what_has_no_meaning_is_refused_by_name() {
             .request_errors()
             .to_vec()
     };
-    let errors = both(&mut Planner::new(ROOMY, 1));
+    let errors = both(&mut Planner::new(LARGE, 1));
     assert_eq!(errors, [(0, RequestError::LogitMasks { masks: 2 })]);
 }

@@ -346,7 +346,7 @@ impl RadixIndex {
         self.inner.merge()
     }
 
-    /// Facts about a node.
+    /// A node's properties.
     ///
     /// Raises:
     ///     RadixError: The node was evicted.

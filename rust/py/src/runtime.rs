@@ -443,7 +443,7 @@ impl Runtime {
                 Ok(_) => from_rejected(&SubmitError::NotReady),
             });
         };
-        let facts = ModelInfo {
+        let model = ModelInfo {
             vocab_size: caps.vocab_size,
             eos_token_ids: self.stop_tokens.clone(),
             // The scheduler knows its pool.
@@ -452,7 +452,7 @@ impl Runtime {
         };
         Ok(self
             .ingress
-            .get_or_init(|| Ingress::new(self.limits.clone(), facts)))
+            .get_or_init(|| Ingress::new(self.limits.clone(), model)))
     }
 }
 

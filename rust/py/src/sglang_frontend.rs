@@ -16,7 +16,7 @@ use crate::traced::{Traced, traced};
 
 /// A field of a message class: its name, and its default as msgpack.
 type Field = (String, Option<Vec<u8>>);
-/// A clock, a pickle, and four places in it.
+/// A clock, a pickle, and four offsets in it.
 type Times = (f64, Vec<u8>, (usize, usize, usize, usize));
 /// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests; and what
 /// could not be read, a line each.
@@ -160,8 +160,8 @@ impl SglangFrontend {
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
         let outgoing = self.inner.receive(&backend, bytes);
         let mut messages = messages;
-        let mut place = 0..;
-        messages.retain(|_| place.next().is_some_and(|at| outgoing.others.contains(&at)));
+        let mut index = 0..;
+        messages.retain(|_| index.next().is_some_and(|at| outgoing.others.contains(&at)));
         let (to_detokenizer, to_tokenizer, _) = lists(py, &outgoing);
         (to_detokenizer, to_tokenizer, messages, outgoing.unreadable)
     }
@@ -251,8 +251,8 @@ impl SglangFrontend {
     }
 }
 
-fn time_stats((now_s, pickle, places): Times, began: Instant) -> PyResult<TimeStats> {
-    let (queued, admitted, computed, ahead) = places;
+fn time_stats((now_s, pickle, offsets): Times, began: Instant) -> PyResult<TimeStats> {
+    let (queued, admitted, computed, ahead) = offsets;
     let template = TimesTemplate {
         pickle,
         queued,
@@ -262,7 +262,7 @@ fn time_stats((now_s, pickle, places): Times, began: Instant) -> PyResult<TimeSt
     };
     if !template.is_whole() {
         return Err(PyValueError::new_err(format!(
-            "the places {places:?} are not all inside of the pickle, which has {} bytes",
+            "the offsets {offsets:?} are not all inside of the pickle, which has {} bytes",
             template.pickle.len()
         )));
     }

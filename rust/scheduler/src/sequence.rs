@@ -269,8 +269,11 @@ impl<S> Sequence<S> {
         } else {
             0
         };
-        let places = prompt.len() as u64 + u64::from(drawn);
-        (places * u64::from(kept.words()), (prompt.start, prompt.end))
+        let positions = prompt.len() as u64 + u64::from(drawn);
+        (
+            positions * u64::from(kept.words()),
+            (prompt.start, prompt.end),
+        )
     }
 
     /// Output tokens with cached KV, reported by the first row after them.

@@ -23,7 +23,7 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
     lies_by_token,
     paged,
 )
-from pie_driver_sglang.backends.sglang.compat.ranks import place_of
+from pie_driver_sglang.backends.sglang.compat.ranks import rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
@@ -134,7 +134,7 @@ def _check_cpu(runner: ModelRunner) -> None:
         )
     if not all(is_plain(layer) for layer in layers):
         raise StartError(
-            "some of the model's layers attend in a way of their own, which the CPU backend lacks",
+            "some of the model's layers have custom attention, which the CPU backend lacks",
             hint=remedy,
         )
 
@@ -167,7 +167,7 @@ def mask_obstacle(runner: ModelRunner) -> str | None:
     if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the model's KV pool keeps {pool.dtype}"
     if not all(is_plain(layer) for layer in attention_layers(runner)):
-        return "some of the model's layers attend in a way of their own"
+        return "some of the model's layers have custom attention"
     return None
 
 
@@ -183,16 +183,16 @@ def paged_decode_refusal(runner: ModelRunner, asked: bool | None) -> str | None:
     """
     if asked is False:
         return f"{PAGED_DECODE} needs a GPU" if runner.device == "cpu" else "another is set"
-    obstacle = paged_decode_obstacle(runner)
-    if asked and obstacle is not None:
+    reason = paged_decode_unsupported_reason(runner)
+    if asked and reason is not None:
         raise StartError(
             f"the attention backend {PAGED_DECODE} cannot decode "
-            f"{type(runner.model).__name__}: {obstacle}",
+            f"{type(runner.model).__name__}: {reason}",
             hint='set `attention_backend = "triton"`, or remove it',
         )
     if not asked:
-        obstacle = obstacle or _paged_decode_doubt(runner)
-    return f"not {PAGED_DECODE}: {obstacle}" if obstacle else None
+        reason = reason or _paged_decode_warning(runner)
+    return f"not {PAGED_DECODE}: {reason}" if reason else None
 
 
 def prefills_by_fa3(runner: ModelRunner) -> bool:
@@ -225,7 +225,7 @@ def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: i
         change_settings(args, mm_attention_backend="triton_attn")
 
 
-def paged_decode_obstacle(runner: ModelRunner) -> str | None:
+def paged_decode_unsupported_reason(runner: ModelRunner) -> str | None:
     """Why the backend `pie` cannot decode this model; None when it can."""
     pool = paged(runner.token_to_kv_pool)
     if resolved(runner).enable_deterministic_inference:
@@ -240,11 +240,11 @@ def paged_decode_obstacle(runner: ModelRunner) -> str | None:
     if not lies_by_token(pool):
         return "its KV pool is laid out by heads"
     if not all(is_plain(layer) for layer in attention_layers(runner)):
-        return "some of its layers attend in a way of their own"
+        return "some of its layers have custom attention"
     return None
 
 
-def _paged_decode_doubt(runner: ModelRunner) -> str | None:
+def _paged_decode_warning(runner: ModelRunner) -> str | None:
     """Why the backend `pie` is for this model only if asked for: what it was never tried with."""
     if keeps_state(runner.token_to_kv_pool):
         return "the model keeps recurrent state"
@@ -274,7 +274,7 @@ def takes_prompts(runner: ModelRunner) -> bool:
     many rows have not been tried in a graph.
     """
     backend = resolved(runner).decode_attention_backend
-    return runner.device == "cpu" or (backend == PAGED_DECODE and place_of(runner).size == 1)
+    return runner.device == "cpu" or (backend == PAGED_DECODE and rank_of(runner).size == 1)
 
 
 def sliding_window(config: Any) -> int | None:

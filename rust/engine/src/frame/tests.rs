@@ -539,8 +539,11 @@ fn contexts_that_begin_and_end_in_each_frame_leave_little_behind() {
                 .iter()
                 .map(|asked| pie_wire::params_len(asked) / super::params::LARGE)
                 .sum();
-            let room = brought..=brought + freed + super::params::MAX_FREED;
-            assert!(room.contains(&sent), "{sent} of {room:?} in {round}");
+            let expected = brought..=brought + freed + super::params::MAX_FREED;
+            assert!(
+                expected.contains(&sent),
+                "{sent} of {expected:?} in {round}"
+            );
             (most_live, most_kept) = (most_live.max(words(all)), most_kept.max(keeper.words()));
         }
         assert!(

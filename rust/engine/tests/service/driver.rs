@@ -62,7 +62,7 @@ pub(crate) fn next_by(adapter: i64, text: &[u32]) -> u32 {
 
 /// The words of a token's log-probabilities after a text: its own, those of as many most probable ones with their ids, and those
 /// of given tokens.
-pub(crate) fn place(text: &[u32], token: u32, top: u32, given: &[u32]) -> Vec<u32> {
+pub(crate) fn position_words(text: &[u32], token: u32, top: u32, given: &[u32]) -> Vec<u32> {
     let word = |token: u32| next(text) * 1000 + token;
     let ids = (0..top).map(|rank| (next(text) + rank) % VOCABULARY);
     let others = given.iter().map(|&token| word(token));
@@ -322,9 +322,9 @@ impl Account {
             let before = response.tokens.len();
             let adapter = body.adapter_bindings[request].adapter_id;
             let lost = adapter >= 0 && !self.adapters.contains(&adapter);
-            let emptied = lost || empty.is_some() && text.first().copied() == empty;
+            let rejected = lost || empty.is_some() && text.first().copied() == empty;
             let row = rows.of(request);
-            if !range(&body.sampler_indptr, request).is_empty() && !emptied {
+            if !range(&body.sampler_indptr, request).is_empty() && !rejected {
                 let bits = row.map(|row| row.mask.iter().collect()).unwrap_or_default();
                 answer(body, request, (text.clone(), bits), &mut response)?;
             }
@@ -334,7 +334,7 @@ impl Account {
                 ParamsRef::Kept(handle) => row.to_owned(self.params[&handle].clone()),
             });
             if let Some(asked) = asked.and_then(|asked| asked.logprobs)
-                && !emptied
+                && !rejected
             {
                 let tokens = &response.tokens[before..];
                 score(body, request, &asked, (&mut text, tokens), &mut scores);
@@ -400,19 +400,22 @@ fn score(
         top: asked.top,
         given: asked.token_ids.len() as u32,
     };
-    let place = |text: &[u32], token| place(text, token, asked.top, &asked.token_ids);
+    let words_of = |text: &[u32], token| position_words(text, token, asked.top, &asked.token_ids);
     let mut words = Vec::new();
     let (mut prompt, end) = (0, text.len());
     if let Some(wanted) = asked.prompt {
         let first = body.position_ids[rows.start] + 1;
         for index in wanted.from.max(first)..wanted.end.min(end as u32 + 1) {
             let (before, after) = text.split_at(index as usize);
-            words.extend(place(before, after.first().copied().unwrap_or(wanted.next)));
+            words.extend(words_of(
+                before,
+                after.first().copied().unwrap_or(wanted.next),
+            ));
             prompt += 1;
         }
     }
     for &token in tokens {
-        words.extend(place(text, token));
+        words.extend(words_of(text, token));
         text.push(token);
     }
     scores.push(request as u32, shape, (prompt, tokens.len() as u32), words);

@@ -826,21 +826,21 @@ fn log_probabilities_belong_to_their_tokens() {
             let story = &stories[&(*id, 0)];
             assert_eq!(story.end, Some(FinishReason::Length), "{}", bench.log());
             let text = [&prompt[..], &expected(prompt, *output)].concat();
-            let places = |range: std::ops::Range<usize>| {
+            let words = |range: std::ops::Range<usize>| {
                 let (top, given) = (index as u32 % 3, &given[..index % 2]);
-                let place = |at: usize| driver::place(&text[..at], text[at], top, given);
-                range.flat_map(place).collect::<Vec<u32>>()
+                let of = |at: usize| driver::position_words(&text[..at], text[at], top, given);
+                range.flat_map(of).collect::<Vec<u32>>()
             };
             let only_scores = index.is_multiple_of(5);
             let produced = if only_scores { 0 } else { *output as usize };
             assert_eq!(story.tokens, text[prompt.len()..][..produced]);
             let scored = produced.max(1);
-            assert_eq!(story.logprobs, places(prompt.len()..prompt.len() + scored));
+            assert_eq!(story.logprobs, words(prompt.len()..prompt.len() + scored));
             let from = match index % 4 {
                 0 => prompt.len(),
                 _ => (index % 7 + 1).min(prompt.len()),
             };
-            assert_eq!(story.prompt_logprobs, places(from..prompt.len()), "{index}");
+            assert_eq!(story.prompt_logprobs, words(from..prompt.len()), "{index}");
         }
         let stats = bench.service.stats()[0].scheduler;
         assert!(stats.accepted > 0 && stats.cached_tokens > 0, "{stats:?}");

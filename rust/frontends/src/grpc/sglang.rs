@@ -288,13 +288,13 @@ impl SglangScheduler for Scheduler {
             ("page_size", capabilities.kv_page_size.into()),
             ("max_running_requests", self.0.max_running().into()),
         ];
-        let facts = [
+        let info = [
             ("max_total_num_tokens", tokens as f64),
             ("max_req_input_len", self.0.context_length().into()),
         ];
         Ok(Response::new(GetServerInfoResponse {
             server_args: Some(structure(&arguments)),
-            scheduler_info: Some(structure(&facts)),
+            scheduler_info: Some(structure(&info)),
             active_requests: self.0.open_requests() as i32,
             last_receive_timestamp: self.0.last_request(),
             uptime_seconds: self.0.uptime().as_secs_f64(),

@@ -70,7 +70,7 @@ pub struct Outgoing {
     pub to_detokenizer: Vec<Vec<u8>>,
     /// To the tokenizer manager.
     pub to_tokenizer: Vec<Vec<u8>>,
-    /// Of the messages that came, the places of those that are not about requests.
+    /// Of the messages that came, the indices of those that are not about requests.
     pub others: Vec<usize>,
     /// Sessions for the backend to end: closed ones whose last request has finished.
     pub ended_sessions: Vec<u64>,
@@ -124,13 +124,13 @@ impl SglangFrontend {
         classes: &[MessageClass],
         settings: SglangFrontendSettings,
     ) -> Result<Self, SglangFrontendError> {
-        let facts = ModelInfo {
+        let model = ModelInfo {
             vocab_size: settings.vocab_size,
             eos_token_ids: settings.eos_tokens.clone(),
             max_prompt_tokens: Some(settings.max_prompt_tokens),
             context_length: Some(settings.context_length),
         };
-        let ingress = Arc::new(Ingress::new(settings.limits.clone(), facts));
+        let ingress = Arc::new(Ingress::new(settings.limits.clone(), model));
         Ok(Self {
             decoder: Decoder::new(
                 classes,

@@ -7,7 +7,7 @@ pub(crate) mod builder;
 pub(crate) mod device;
 pub(crate) mod engine;
 pub(crate) mod generate;
+pub(crate) mod logprobs;
 pub(crate) mod naive;
 pub(crate) mod naive_request;
 pub(crate) mod naive_sampling;
-pub(crate) mod places;

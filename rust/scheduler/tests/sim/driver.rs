@@ -25,7 +25,7 @@ pub struct Frame {
     pub history: Vec<u32>,
     pub prompt_logprobs: (u32, u32),
     pub next: Option<u32>,
-    /// Words of log-probabilities of a place; 0 for none.
+    /// Words of log-probabilities of a position; 0 for none.
     pub words: u32,
     /// Parameters that its sequence's first row brings.
     pub own_bytes: u32,
@@ -97,8 +97,8 @@ pub struct Driver {
     limits: Limits,
     device: Vec<Page>,
     host: Vec<Page>,
-    /// What each sequence has reported of tokens that it produced: its request and number, page, and place in the page.
-    noted: HashSet<(u64, u32, u32, usize)>,
+    /// What each sequence has reported of tokens that it produced: its request and number, page, and offset in the page.
+    recorded: HashSet<(u64, u32, u32, usize)>,
     /// Requests whose parameters it has.
     pub registered: HashSet<u64>,
     random: fastrand::Rng,
@@ -111,7 +111,7 @@ impl Driver {
             limits,
             device: vec![empty.clone(); limits.total_pages as usize],
             host: vec![empty; limits.host_pages as usize],
-            noted: HashSet::new(),
+            recorded: HashSet::new(),
             registered: HashSet::new(),
             random: fastrand::Rng::with_seed(seed),
         }
@@ -181,14 +181,14 @@ impl Driver {
     /// Every token that a sequence has produced up to a row was in one of its rows, or in the history of one.
     fn note(&mut self, frame: &Frame) {
         let size = self.limits.page_size as usize;
-        let place = |at: usize| (frame.id, frame.sample, frame.pages[at / size], at % size);
+        let slot_of = |at: usize| (frame.id, frame.sample, frame.pages[at / size], at % size);
         let first = frame.start as usize - frame.history.len();
         assert!(frame.history.is_empty() || first == frame.prompt as usize);
         let end = frame.end() + frame.drafts.len();
-        self.noted.extend((first..end).map(place));
+        self.recorded.extend((first..end).map(slot_of));
         for at in frame.prompt as usize..frame.end() {
             assert!(
-                self.noted.contains(&place(at)),
+                self.recorded.contains(&slot_of(at)),
                 "{at} of {frame:?} was not reported"
             );
         }

@@ -1,4 +1,4 @@
-//! A scheduler with a simulated driver and a virtual clock. After every event all books are compared, and every token that comes
+//! A scheduler with a simulated driver and a virtual clock. After every event all bookkeeping is compared, and every token that comes
 //! out is the one that the rule of the simulated model gives.
 
 pub mod driver;
@@ -87,7 +87,7 @@ pub struct Sim {
     /// Failures so far, and those of them since the last answer.
     pub failures: (u32, u32),
     salts: HashMap<u64, u64>,
-    /// Words of log-probabilities of each request's places, and the bytes that it brings to rows.
+    /// Words of log-probabilities of each request's positions, and the bytes that it brings to rows.
     words: HashMap<u64, (u32, u32)>,
     ids: u64,
     /// Sequences in the order of their ends.
@@ -299,7 +299,11 @@ impl Sim {
     }
 
     fn schedule(&mut self) {
-        let Some(step) = self.scheduler.schedule(self.now).expect("right books") else {
+        let Some(step) = self
+            .scheduler
+            .schedule(self.now)
+            .expect("consistent bookkeeping")
+        else {
             return;
         };
         assert!(self.in_flight.len() < 2);

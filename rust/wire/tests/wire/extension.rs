@@ -359,7 +359,7 @@ fn a_buffer_that_is_too_small_is_refused_before_it_is_written() {
     assert!(buffer.iter().all(|&byte| byte == 7));
 }
 
-/// A request's places, of its prompt and of its tokens, in owned values.
+/// A request's positions, of its prompt and of its tokens, in owned values.
 #[derive(Debug, Clone, PartialEq)]
 struct Row {
     request: u32,
@@ -370,13 +370,16 @@ struct Row {
 
 impl Row {
     fn words(&self) -> Vec<u32> {
-        let places = self.prompt.iter().chain(&self.tokens);
-        let words = places.flat_map(|place| {
-            let ids = place.top.iter().map(|&(id, _)| id);
-            let values = place.top.iter().map(|&(_, value)| value);
-            let values = values.chain(place.given.iter().copied());
+        let positions = self.prompt.iter().chain(&self.tokens);
+        let words = positions.flat_map(|position| {
+            let ids = position.top.iter().map(|&(id, _)| id);
+            let values = position.top.iter().map(|&(_, value)| value);
+            let values = values.chain(position.given.iter().copied());
             let bits = values.map(f32::to_bits);
-            [place.token.to_bits()].into_iter().chain(ids).chain(bits)
+            [position.token.to_bits()]
+                .into_iter()
+                .chain(ids)
+                .chain(bits)
         });
         words.collect()
     }
@@ -385,8 +388,8 @@ impl Row {
 fn written(rows: &[Row]) -> LogprobRows {
     let mut written = LogprobRows::default();
     for row in rows {
-        let places = (row.prompt.len() as u32, row.tokens.len() as u32);
-        written.push(row.request, row.shape, places, row.words());
+        let positions = (row.prompt.len() as u32, row.tokens.len() as u32);
+        written.push(row.request, row.shape, positions, row.words());
     }
     written
 }
@@ -395,22 +398,22 @@ fn read(extension: &pie_wire::ResponseExtension<'_>) -> Vec<Row> {
     let rows = extension.rows();
     rows.map(|row| {
         let words: Vec<u32> = row.words().collect();
-        let mut places = row.shape().positions(&words);
+        let mut positions = row.shape().positions(&words);
         let (prompt, tokens) = row.position_counts();
-        let prompt = places.by_ref().take(prompt as usize).collect();
-        assert_eq!(places.len(), tokens as usize);
+        let prompt = positions.by_ref().take(prompt as usize).collect();
+        assert_eq!(positions.len(), tokens as usize);
         Row {
             request: row.request(),
             shape: row.shape(),
             prompt,
-            tokens: places.collect(),
+            tokens: positions.collect(),
         }
     })
     .collect()
 }
 
 fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
-    let place = |top, given| {
+    let position = |top, given| {
         (
             float(),
             vec((any::<u32>(), float()), top),
@@ -426,8 +429,8 @@ fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
             };
             (
                 Just(shape),
-                vec(place(top, given), prompt),
-                vec(place(top, given), tokens),
+                vec(position(top, given), prompt),
+                vec(position(top, given), tokens),
             )
         },
     );

@@ -12,13 +12,13 @@ use crate::grpc::generate_params::GenerateParams;
 use crate::grpc::logprobs::LogprobSides;
 use crate::grpc::media::{self, Media, Tensor};
 use crate::grpc::queue::StreamInterval;
-use crate::grpc::settings::ImageFacts;
+use crate::grpc::settings::VisionInfo;
 use crate::grpc::status::refused;
 use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
 pub(crate) fn parse(
     mut request: GenerateRequest,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     ingress: &Ingress,
 ) -> Result<GenerateParams, Status> {
     let params = request.sampling_params.take().unwrap_or_default();
@@ -75,7 +75,7 @@ pub(crate) fn parse(
     let logprobs = logprobs(&request);
     let prompt = request.tokenized.take().unwrap_or_default().input_ids;
     let inputs = request.mm_inputs.as_ref();
-    let images = inputs.map(|inputs| read_images(inputs, image_facts, prompt.len()));
+    let images = inputs.map(|inputs| read_images(inputs, vision, prompt.len()));
     let raw = RawRequest {
         sampling: sampling(&params),
         logit_bias,
@@ -105,7 +105,7 @@ pub(crate) fn parse(
 
 fn read_images(
     inputs: &MultimodalInputs,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     prompt: usize,
 ) -> Result<PromptImages, Status> {
     // Media that no gateway has made tensors of.
@@ -114,16 +114,18 @@ fn read_images(
     let is_raw = urls.iter().any(|urls| !urls.is_empty());
     let has_others = [data[1], data[2]].iter().any(|data| !data.is_empty());
     if is_raw || has_others || inputs.pixel_values.is_none() {
-        return Err(media::refusal(image_facts));
+        return Err(media::refusal(vision));
     }
     let grids = Media::grids(inputs.model_specific_tensors.iter());
-    let places = inputs.mm_placeholders.iter();
+    let placeholders = inputs.mm_placeholders.iter();
     let media = Media {
         pixels: inputs.pixel_values.as_ref().map(tensor),
         grids: grids.map(tensor),
-        places: places.map(|place| (place.offset, place.length)).collect(),
+        placeholders: placeholders
+            .map(|range| (range.offset, range.length))
+            .collect(),
     };
-    media::images(&media, image_facts, prompt)
+    media::images(&media, vision, prompt)
 }
 
 fn tensor(data: &TensorData) -> Tensor<'_> {

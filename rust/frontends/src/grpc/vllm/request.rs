@@ -14,13 +14,13 @@ use crate::grpc::grammars;
 use crate::grpc::logprobs::{self, LogprobSides};
 use crate::grpc::media::{self, Media, Tensor};
 use crate::grpc::queue::StreamInterval;
-use crate::grpc::settings::ImageFacts;
+use crate::grpc::settings::VisionInfo;
 use crate::grpc::status::refused;
 use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
 pub(crate) fn parse(
     request: GenerateRequest,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
 ) -> Result<GenerateParams, Status> {
     let params = request.sampling_params.unwrap_or_default();
     refuse(&[
@@ -69,7 +69,7 @@ pub(crate) fn parse(
         truncate(&mut prompt, most)?;
     }
     let inputs = request.mm_inputs.as_ref();
-    let images = inputs.map(|inputs| read_images(inputs, image_facts, prompt.len()));
+    let images = inputs.map(|inputs| read_images(inputs, vision, prompt.len()));
     let images = images.transpose()?;
     let (logprobs, sides) = logprobs(&params).map_err(|refusal| refused(&refusal))?;
     let bias = |(&token, &bias): (&i32, &f32)| (token.into(), bias);
@@ -101,21 +101,23 @@ pub(crate) fn parse(
 
 fn read_images(
     inputs: &MultimodalInputs,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     prompt: usize,
 ) -> Result<PromptImages, Status> {
     let is_picture = matches!(inputs.modality(), Modality::Unspecified | Modality::Image);
     if !is_picture {
-        return Err(media::refusal(image_facts));
+        return Err(media::refusal(vision));
     }
     let grids = Media::grids(inputs.model_specific_tensors.iter());
-    let places = inputs.mm_placeholders.iter();
+    let placeholders = inputs.mm_placeholders.iter();
     let media = Media {
         pixels: inputs.pixel_values.as_ref().map(tensor).transpose()?,
         grids: grids.map(tensor).transpose()?,
-        places: places.map(|place| (place.offset, place.length)).collect(),
+        placeholders: placeholders
+            .map(|range| (range.offset, range.length))
+            .collect(),
     };
-    media::images(&media, image_facts, prompt)
+    media::images(&media, vision, prompt)
 }
 
 fn tensor(data: &TensorData) -> Result<Tensor<'_>, Status> {
