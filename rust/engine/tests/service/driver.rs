@@ -1,6 +1,9 @@
 //! A driver without a model. It keeps account of every KV slot: a request must find its own positions in its pages, and its
 //! next token follows from all the tokens there.
 
+#[path = "behaviour.rs"]
+mod behaviour;
+
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -16,6 +19,8 @@ use pie_wire::{
     ResponsePayload,
 };
 use serde_json::json;
+
+use behaviour::{Behaviour, Shrink};
 
 pub(crate) const PAGE: u32 = 4;
 pub(crate) const TOTAL_PAGES: u32 = 48;
@@ -68,71 +73,6 @@ pub(crate) fn position_words(text: &[u32], token: u32, top: u32, given: &[u32]) 
     let others = given.iter().map(|&token| word(token));
     let values = ids.clone().map(word).chain(others);
     [word(token)].into_iter().chain(ids).chain(values).collect()
-}
-
-/// What a test has the driver do besides serving. Events happen once in the life of a test, unless they say otherwise.
-#[derive(Clone, Copy, Default)]
-struct Behaviour {
-    /// Ends before the handshake, from this start on, counted from 1.
-    die_early_from: Option<u32>,
-    /// Ends at this frame of its first start, or of every one.
-    die_at: Option<u32>,
-    die_always: bool,
-    /// Answers this frame of its first start never.
-    stuck_at: Option<u32>,
-    /// Answers this frame of its first start with a status.
-    refuse_at: Option<u32>,
-    /// Gives no token to requests whose text begins with this one.
-    empty: Option<u32>,
-    /// Ends at every frame that has a request whose text begins with this one, as often as that may be.
-    die_of: Option<u32>,
-    /// Answers such a frame with a status.
-    refuse: Option<u32>,
-    /// Milliseconds of each frame.
-    slow: u64,
-    shrink: Shrink,
-    /// Is not ready, from its second start on, before a file `ready` lies where its starts are counted.
-    waits: bool,
-    /// Bytes of a slot's request.
-    slot_bytes: Option<u32>,
-}
-
-/// Whether it has less pages from its second start on.
-#[derive(Clone, Copy, Default, PartialEq)]
-enum Shrink {
-    #[default]
-    Never,
-    Always,
-    /// Unless it is told how many there were.
-    Untold,
-}
-
-impl Behaviour {
-    fn parse(text: &str) -> Self {
-        let mut behaviour = Self::default();
-        for word in text.split_whitespace() {
-            let (name, value) = word.split_once('=').unwrap_or((word, "0"));
-            let value: u32 = value.parse().unwrap();
-            match name {
-                "die-early-from" => behaviour.die_early_from = Some(value),
-                "die-at" => behaviour.die_at = Some(value),
-                "die-always" => behaviour.die_always = true,
-                "stuck-at" => behaviour.stuck_at = Some(value),
-                "refuse-at" => behaviour.refuse_at = Some(value),
-                "empty" => behaviour.empty = Some(value),
-                "die-of" => behaviour.die_of = Some(value),
-                "refuse" => behaviour.refuse = Some(value),
-                "slow" => behaviour.slow = value.into(),
-                "shrink" => behaviour.shrink = Shrink::Always,
-                "short" => behaviour.shrink = Shrink::Untold,
-                "waits" => behaviour.waits = true,
-                "slot-bytes" => behaviour.slot_bytes = Some(value),
-                "serve" => {}
-                _ => panic!("{name}"),
-            }
-        }
-        behaviour
-    }
 }
 
 /// Serves until it is stopped, or fails as the test asks.

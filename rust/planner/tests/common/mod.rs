@@ -5,6 +5,7 @@
 pub(crate) mod answer;
 pub(crate) mod builder;
 pub(crate) mod device;
+pub(crate) mod draft_server;
 pub(crate) mod engine;
 pub(crate) mod generate;
 pub(crate) mod logprobs;
