@@ -10,7 +10,7 @@
 //! | `media`, `grammars`, `unsupported` | the images of a request, grammars that only the contracts name, what is refused |
 //! | `queue` | what a request has brought forth and its client has not fetched |
 //! | `status`, `logprobs`, `times` | ends as finish reasons and statuses, log-probabilities, times |
-//! | `vllm`, `sglang` | the two contracts |
+//! | `vllm`, `sglang`, `messages` | the two contracts, and what their answers have in common |
 //! | `loads`, `events` | how busy the runtime is, and what its prefix index holds, for the gateway's routing |
 //! | `tokenizer` | its files, for a gateway on another machine |
 //! | `server` | the thread, the socket, the connections |
@@ -26,6 +26,7 @@ mod handle;
 mod loads;
 mod logprobs;
 mod media;
+mod messages;
 mod queue;
 mod reader;
 mod server;

@@ -71,7 +71,7 @@ fn tensor<'a>(shape: &'a [u32], dtype: &'a str, data: &'a [u8]) -> Tensor<'a> {
     Tensor { shape, dtype, data }
 }
 
-/// What the model's processor in Python does: axes by a grid, and text that goes on after the largest position.
+/// What the model's processor in Python does: axes by a grid, and text that continues after the largest position.
 fn expected(sent: &Sent) -> PromptImages {
     let (mut position, mut end, mut at) = (0, 0, 0);
     let mut found = Vec::new();

@@ -19,37 +19,11 @@ use crate::grpc::status::refused;
 use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
 pub(crate) fn parse(
-    request: GenerateRequest,
+    mut request: GenerateRequest,
     vision: Option<VisionInfo>,
 ) -> Result<GenerateParams, Status> {
-    let params = request.sampling_params.unwrap_or_default();
-    refuse(&[
-        (
-            "extra_mm_inputs",
-            !request.extra_mm_inputs.is_empty(),
-            "it takes images, and no audio or video",
-        ),
-        (
-            "media_refs",
-            !request.media_refs.is_empty(),
-            "the gateway fetches images, and makes tensors of them",
-        ),
-        (
-            "kv_transfer_params",
-            request.kv_transfer_params.is_some(),
-            SPLIT,
-        ),
-        (
-            "kv_transfer_params_json",
-            request.kv_transfer_params_json.is_some(),
-            SPLIT,
-        ),
-        (
-            "data_parallel_rank",
-            request.data_parallel_rank.is_some_and(|rank| rank > 0),
-            "each replica has a port of its own",
-        ),
-    ])?;
+    let params = request.sampling_params.take().unwrap_or_default();
+    refuse_unsupported(&request)?;
     let mut prompt = match request.input {
         Some(Input::Tokenized(tokenized)) => tokenized.input_ids,
         Some(Input::Text(_)) => {
@@ -97,6 +71,37 @@ pub(crate) fn parse(
         interval,
         sides,
     })
+}
+
+/// Refuses by name what the runtime does not serve.
+fn refuse_unsupported(request: &GenerateRequest) -> Result<(), Status> {
+    refuse(&[
+        (
+            "extra_mm_inputs",
+            !request.extra_mm_inputs.is_empty(),
+            "it takes images, and no audio or video",
+        ),
+        (
+            "media_refs",
+            !request.media_refs.is_empty(),
+            "the gateway fetches images, and makes tensors of them",
+        ),
+        (
+            "kv_transfer_params",
+            request.kv_transfer_params.is_some(),
+            SPLIT,
+        ),
+        (
+            "kv_transfer_params_json",
+            request.kv_transfer_params_json.is_some(),
+            SPLIT,
+        ),
+        (
+            "data_parallel_rank",
+            request.data_parallel_rank.is_some_and(|rank| rank > 0),
+            "each replica has a port of its own",
+        ),
+    ])
 }
 
 fn read_images(
