@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import drivers
 import pytest
-import runtime_client as rc
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Sampler
@@ -18,6 +17,8 @@ from pie_driver_sglang.config.driver_config import DriverConfig, DriverSection, 
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.driver.serving_loop import serve, warm_up
 from pie_driver_sglang.memory.plan_types import Device, Plan
+from support.process import drivers
+from support.process import runtime_client as rc
 
 pytest.importorskip("torch")
 
@@ -123,5 +124,13 @@ def test_pages_are_copied_with_their_kv(served: Served) -> None:
 
 
 def test_no_library_is_imported() -> None:
-    if "sglang" not in sys.modules:
-        assert "pie_driver_sglang.backends" not in sys.modules
+    code = (
+        "import sys, fake_backend, pie_driver_sglang.engine.build, "
+        "pie_driver_sglang.driver.serving_loop; print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    names = found.stdout.split()
+    assert "pie_driver_sglang.engine.build" in names
+    assert not [n for n in names if n.startswith(("sglang", "pie_driver_sglang.backends"))]
