@@ -110,7 +110,7 @@ def share_by_family(client: Any) -> None:
 
 
 def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
-    """Kills the drivers of two replicas while they stream: every stream goes on."""
+    """Kills the drivers of two replicas while they stream: every stream continues."""
 
     def drivers() -> set[psutil.Process]:
         return {each for each in fork_server.family(process.pid) if "--config" in each.cmdline()}

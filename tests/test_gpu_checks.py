@@ -133,7 +133,7 @@ def test_paths_alternate(frame: Any) -> None:
         called.append(name)
         return len(called)
 
-    times = frame.in_turns({name: lambda name=name: way(name) for name in "ab"}, 2, settle=1)
+    times = frame.in_turns({name: lambda name=name: way(name) for name in "ab"}, 2, warmup=1)
     assert "".join(called) == "ababab"
     assert times == {"a": [3, 5], "b": [4, 6]}
 

@@ -7,8 +7,8 @@ Without `--model` the weights are random, in a small shape with the head sizes o
 The reference runs in float32 on the CPU, eagerly. In float32 (only on the CPU) every logit must be
 near the reference's; in float16 and bfloat16 every best token must be the same where the two best
 logits are more than `MIN_GAP` apart. Prompts hold images of several sizes, are cut into passes
-within an image, share frames with text, and go on decoding. It also times the prefill of one image,
-as the client sees it.
+within an image, share frames with text, and continue decoding. It also times the prefill of one
+image, as the client sees it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from pie_driver_sglang.memory.batch_sizes import (
 )
 from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
 
-ROUNDS, SETTLE = 5, 2
+ROUNDS, WARMUP = 5, 2
 TOLERANCE: Final = 0.03
 """Of the hidden states' norm, by which bfloat16 may have the ways differ."""
 PEER: Final = frame.REPOSITORY / "benches" / "peers" / "sglang_prefill.py"
@@ -238,7 +238,7 @@ def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Pee
         offs = {way: float((own - theirs).norm() / theirs.norm()) for way, own in states.items()}
         report.hold(f"{tokens} tokens in prompts of {each}", max(offs.values()), at_most=TOLERANCE)
         calls = {way: functools.partial(milliseconds, run) for way, run in ways.items()}
-        times = frame.in_turns(calls, ROUNDS, settle=SETTLE)
+        times = frame.in_turns(calls, ROUNDS, warmup=WARMUP)
         found = {way: statistics.median(took) for way, took in times.items()}
         others = peers.get((tokens, len(lengths)), {})
         found |= {kind: row["graph_ms"] for kind, row in others.items() if "graph_ms" in row}

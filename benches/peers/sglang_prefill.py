@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from sglang_runner import boot
 
-ROUNDS, SETTLE = 5, 2
+ROUNDS, WARMUP = 5, 2
 
 
 def prefill_settings(arguments: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
@@ -115,10 +115,10 @@ class Prefill:
 def medians(ways: dict[str, Any]) -> dict[str, float]:
     """Of ways that take turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(SETTLE + ROUNDS):
+    for turn in range(WARMUP + ROUNDS):
         for name, way in ways.items():
             took = way()
-            if turn >= SETTLE:
+            if turn >= WARMUP:
                 times[name].append(took)
     return {name: statistics.median(took) for name, took in times.items()}
 

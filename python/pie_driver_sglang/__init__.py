@@ -56,7 +56,7 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
-    homes = {
+    modules = {
         "Capabilities": "driver.capabilities",
         "ConfigError": "errors",
         "Drafter": "_core",
@@ -72,9 +72,9 @@ def __getattr__(name: str) -> "Any":
         "StartError": "errors",
         "load_config": "config.config_file",
     }
-    if name not in homes:
+    if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{homes[name]}"), name)
+    return getattr(import_module(f"{__name__}.{modules[name]}"), name)
 
 
 def __dir__() -> "list[str]":

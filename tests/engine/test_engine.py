@@ -35,7 +35,7 @@ WORDS = (POCKET / "README.md").read_text().split()
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """Texts of different lengths; some begin alike."""
+    """Texts of different lengths; some share a prefix."""
     draw = random.Random(seed)
     found = []
     for _ in range(count):

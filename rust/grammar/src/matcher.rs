@@ -84,7 +84,7 @@ impl Matcher {
     /// Accepts a token. After EOS every token is rejected.
     ///
     /// # Errors
-    /// [`GrammarError::Forbidden`], with nothing changed; [`GrammarError::Matcher`] if it cannot go on.
+    /// [`GrammarError::Forbidden`], with nothing changed; [`GrammarError::Matcher`] if it cannot continue.
     pub fn accept_token(&mut self, token: u32) -> Result<(), GrammarError> {
         let forbidden = GrammarError::Forbidden { token };
         if self.ended || token as usize >= self.vocabulary.size() {

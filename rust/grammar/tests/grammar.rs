@@ -51,7 +51,7 @@ fn allowed(mask: &[u32]) -> Vec<u32> {
         .collect()
 }
 
-/// Draws allowed tokens, ends where it may once it is long, and returns the text; `None` where it has become too long.
+/// Samples allowed tokens, ends where it may once it is long, and returns the text; `None` where it has become too long.
 fn walk(matcher: &mut Matcher, random: &mut fastrand::Rng) -> Option<Vec<u8>> {
     let words = words();
     let ends = matcher.vocabulary().ends().to_vec();

@@ -132,8 +132,8 @@ impl Reply {
         let own = slots.of(request.slots());
         let prompt = || own.iter().filter(|slot| slot.class() == SlotClass::Prompt);
         let tokens = token_count(request, own, plan.query_tokens().token_ids());
-        let drawn = own.iter().filter(|slot| slot.class().is_token());
-        let positions = prompt().chain(drawn.take(tokens));
+        let sampled = own.iter().filter(|slot| slot.class().is_token());
+        let positions = prompt().chain(sampled.take(tokens));
         let words = positions.flat_map(|slot| slots.logprobs(slot).iter().copied());
         let counts = (prompt().count() as u32, tokens as u32);
         self.logprobs.push(index as u32, shape, counts, words);

@@ -283,7 +283,7 @@ fn drafting_allocates_nothing_in_the_steady_state() {
         .planner
         .enable_drafts(&options)
         .expect("the options are right");
-    // The answer of row `r` is `r`, which makes the text of request `r` go on.
+    // The answer of row `r` is `r`, which makes the text of request `r` continue.
     let prompt = |r: u32| Req::new(16, 0, &[r, 500, r, 500, r, 500, r], &[r]).sample(6, GREEDY);
     let next = |r: u32| Req::new(16, 7, &[500], &[r]).sample(0, GREEDY);
     let encoded = |requests: Vec<Req>, asks: bool| {

@@ -33,7 +33,7 @@ fn reports_come_soon_and_then_more_and_more_rarely() {
     assert!(first.drafted < 2 * 256, "{first}");
     let counters = server.planner.draft_counters().expect("it drafts");
     assert!(server.reports.len() <= 3, "{steps} steps, {counters}");
-    // Where nothing is drafted, because nothing comes true, steps count.
+    // Where nothing is drafted, because nothing is accepted, steps count.
     let mut server = Server::new(LARGE, noise);
     server.cost = |rows| Duration::from_millis(rows as u64);
     let steps = decode(
@@ -266,7 +266,7 @@ fn an_id_that_changed_hands_is_noticed() {
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     decode(&mut server, &mut contexts, true, 30);
     let [former] = contexts;
-    // Another text, stored by a context that asks for nothing, goes on under the same id at the same length.
+    // Another text, stored by a context that asks for nothing, continues under the same id at the same length.
     other.set(true);
     let mut contexts = [Context::new(0, 24..48, 500)];
     decode(&mut server, &mut contexts, false, former.stored);

@@ -330,7 +330,7 @@ fn images_are_no_tokens_to_draft() {
             Vec::new()
         };
         drafts_behind(&mut planner, &with_images(&[(prompt, images)]), 7);
-        // Another context goes on in its pages, and asks.
+        // Another context continues in its pages, and asks.
         let mut again = frame(&[Req::new(16, 7, &[7], &[page]).sample(0, GREEDY)]);
         again.context_ids = vec![id + 10];
         again.output_spec_flags = vec![true];

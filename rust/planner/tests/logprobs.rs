@@ -153,7 +153,7 @@ fn a_graph_writes_the_places_of_accepted_drafts() {
         temperature: 0.5,
         seed: 0,
     };
-    // Of two drafts the first one comes true.
+    // Of two drafts the first one is accepted.
     let requests = [
         decode(30, 5, &[1, 2]),
         decode(19, 6, &[3, 4]).verify(&[40, 8]),
@@ -278,7 +278,7 @@ fn parts_of_a_prompt_have_their_positions() {
         let positions = device.answered_logprobs.remove(&0).unwrap_or_default();
         (positions.prompt.len(), positions.tokens.len())
     };
-    // Tokens 4 and 5, 6 to 10, and 11 with the one that is drawn.
+    // Tokens 4 and 5, 6 to 10, and 11 with the one that is sampled.
     assert_eq!(run(0, 5, false), (2, 0));
     assert_eq!(run(5, 10, false), (5, 0));
     assert_eq!(run(10, 12, true), (1, 1));

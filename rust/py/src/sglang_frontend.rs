@@ -66,7 +66,7 @@ impl SglangFrontend {
     ///     original_logprobs: Log-probabilities are those before the temperature.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
-    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's index in the prompt, the
     ///         number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
     ///         the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
     ///         the answer to the client. None: images are refused.
@@ -191,11 +191,11 @@ impl SglangFrontend {
         self.inner.set_adapter(name, adapter_id);
     }
 
-    /// Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
+    /// Opens a session, whose requests continue from each other's tokens. False if there is one of that name.
     ///
     /// Args:
     ///     session_id: Its name.
-    ///     streaming: It has one request at a time, which goes on from the last that ended well.
+    ///     streaming: It has one request at a time, which continues from the last that ended well.
     ///     timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
     #[pyo3(signature = (session_id, *, streaming = false, timeout_s = None))]
     fn open_session(
@@ -210,7 +210,7 @@ impl SglangFrontend {
             .open_session(session_id, streaming, patience.transpose()?))
     }
 
-    /// Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
+    /// Closes a session and lets its pages go. Its requests that run continue; one that is not open is ignored.
     fn close_session(&self, session_id: &str) {
         self.inner
             .close_session(&*self.runtime.get().service, session_id);

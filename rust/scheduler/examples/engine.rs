@@ -33,7 +33,7 @@ const LIMITS: Limits = Limits {
 struct Device(Vec<[u32; PAGE_SIZE]>);
 
 impl Device {
-    /// Stores the KV of a row's tokens. Returns the next token, if the row draws one.
+    /// Stores the KV of a row's tokens. Returns the next token, if the row samples one.
     fn forward(&mut self, row: &Row<'_, ()>) -> Option<u32> {
         let start = row.start as usize;
         for (at, &token) in (start..).zip(row.tokens) {

@@ -93,7 +93,7 @@ fn jump_forward_tokens_are_not_sampled() {
     assert_eq!(*end, Some((Finish::StopToken(END), None)));
     // Three choices and the end: one step each.
     let forced = world.scheduler.stats().forced_tokens;
-    assert_eq!((forced, world.driver.drawn), (6, 4));
+    assert_eq!((forced, world.driver.sampled), (6, 4));
 }
 
 #[test]

@@ -164,7 +164,7 @@ impl Play {
         self.scheduler.submit(request).expect("it fits");
     }
 
-    /// Returns the requests of the step that draw.
+    /// Returns the requests of the step that sample.
     fn step(&mut self) -> Vec<u64> {
         self.now += 1;
         let step = self

@@ -41,7 +41,7 @@ class Case(NamedTuple):
     shared: list[torch.Tensor]
     dtype: torch.dtype
     results: torch.Tensor
-    """``[ranks, STEPS, MOST_ROWS, WIDTH]``: what each rank goes on with."""
+    """``[ranks, STEPS, MOST_ROWS, WIDTH]``: what each rank continues with."""
 
 
 def be_late(draw: random.Random) -> None:
@@ -125,7 +125,7 @@ def end_all(children: list[BaseProcess]) -> None:
 
 
 def check(ranks: int, dtype: torch.dtype) -> None:
-    """Some ranks take turns; all go on with the same numbers."""
+    """Some ranks take turns; all continue with the same numbers."""
     size = LamportAllReduceNorm.size(ranks, MOST_ROWS, WIDTH, dtype)
     shared = [
         torch.full((size,), SENTINEL_BYTE).to(torch.uint8).share_memory_() for _ in range(ranks)

@@ -72,7 +72,7 @@ def refusal(check: load_check.LoadCheck, weights: Weights) -> str | None:
     own = check._load
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        """A rank that fails ends the others; here they must go on."""
+        """A rank that fails ends the others; here they must continue."""
         failure, result = None, None
         try:
             result = own(*args, **kwargs)

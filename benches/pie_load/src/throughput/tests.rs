@@ -48,7 +48,7 @@ fn frames(caps: &Capabilities, lengths: &Lengths) -> Vec<Vec<u32>> {
 
 impl Scheduler<'_> {
     /// Moves on once the frame is answered, as if nothing were prepared.
-    fn settle(&mut self, tokens: &[u32]) {
+    fn process_output(&mut self, tokens: &[u32]) {
         for (context, token) in self.running.iter_mut().zip(tokens) {
             context.take(&[*token], &[]);
         }
@@ -84,7 +84,7 @@ fn compare_frames(caps: &Capabilities, lengths: &Lengths, seed: u64) -> usize {
         patch_tokens(&mut prepared, &meta.patches, &answered);
         assert_eq!(prepared, expected, "frame {frames}");
         answered = prompt(seed + frames as u64, meta.requests as u32, u32::MAX);
-        behind.settle(&answered);
+        behind.process_output(&answered);
         frames += 1;
     }
     assert!(!behind.form().unwrap());

@@ -124,7 +124,7 @@ class ControlHandler:
                 said = handler(message)
             except Exception as error:
                 # Clients send values of any type, such as a path with a zero byte. Our own faults
-                # look the same, so the traceback is logged; the process serves others, and goes on.
+                # look the same, so the traceback is logged; the process continues.
                 logger.warning("a %s is not taken", name, exc_info=error)
                 reason = f"not taken: {error}"
         if reason is not None:

@@ -67,7 +67,7 @@ fn what_needs_no_model_is_answered_alone() {
     assert_eq!(kinds, expected);
 }
 
-/// Requests go on while a load is open, and a thread that has read an adapter calls.
+/// Requests continue while a load is open, and a thread that has read an adapter calls.
 #[test]
 fn a_call_comes_between_requests() {
     for wait in [Wait::Park, Wait::Spin] {

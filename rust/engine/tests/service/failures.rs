@@ -137,7 +137,7 @@ fn fails_alone(bench: &Bench) {
             assert_eq!(story.tokens, expected(text, 9));
         }
     }
-    // The service goes on.
+    // The service continues.
     serve(bench, &prompts(4));
 }
 

@@ -288,10 +288,10 @@ impl SglangFrontend {
         };
     }
 
-    /// Opens a session, whose requests go on from each other's tokens; false if there is one of that name, or if the limits of
+    /// Opens a session, whose requests continue from each other's tokens; false if there is one of that name, or if the limits of
     /// requests allow no other one.
     ///
-    /// One that `streams` has one request at a time, which goes on from the last that ended well. One that is not used for
+    /// One that `streams` has one request at a time, which continues from the last that ended well. One that is not used for
     /// longer than `patience` is closed.
     pub fn open_session(&self, id: &str, streams: bool, patience: Option<Duration>) -> bool {
         let limits = self.ingress.limits();
@@ -302,7 +302,7 @@ impl SglangFrontend {
             && state.sessions.open(id, streams, patience, Instant::now())
     }
 
-    /// Closes a session. Its requests that run go on; one that is not open is ignored.
+    /// Closes a session. Its requests that run continue; one that is not open is ignored.
     pub fn close_session(&self, backend: &impl Backend, id: &str) {
         let closed = self.lock().sessions.close(id);
         if let Some(number) = closed {

@@ -111,8 +111,8 @@ fn penalties_and_biases_reach_the_runtime() {
         ],
     );
     front.receive(&kept, [&encoded(&asked)[..]]);
-    let draw = kept.arrivals.borrow()[0].sampling.clone();
-    let extension = draw.extension.unwrap();
+    let params = kept.arrivals.borrow()[0].sampling.clone();
+    let extension = params.extension.unwrap();
     let penalties = &extension.penalties;
     assert_eq!(
         (

@@ -9,7 +9,6 @@ use pie_scheduler::{
     Config, Finish, FrameBytes, GrammarHandle, GrammarMatcher, GrammarStatus, Limits, Mask,
     NewRequest, Outputs, Scheduler, StepOutput,
 };
-use proptest::prelude::*;
 
 pub(crate) const VOCAB: u32 = 100;
 
@@ -147,8 +146,8 @@ impl GrammarMatcher for Walker {
     }
 }
 
-/// What a row is drawn: of those that may be, by all that came before.
-pub(crate) fn draw(tokens: &[u32], mask: Option<&[u32]>) -> u32 {
+/// The token that a row samples: of those that may be, by all that came before.
+pub(crate) fn sample(tokens: &[u32], mask: Option<&[u32]>) -> u32 {
     let hash = tokens.iter().fold(7_u32, |hash, &token| {
         hash.wrapping_mul(31).wrapping_add(token)
     });
@@ -163,18 +162,18 @@ pub(crate) fn draw(tokens: &[u32], mask: Option<&[u32]>) -> u32 {
 pub(crate) struct Driver {
     pub(crate) contexts: BTreeMap<u64, Vec<u32>>,
     /// Steps that are out: tokens of each row.
-    pub(crate) out: Vec<Vec<Drawn>>,
+    pub(crate) out: Vec<Vec<SampledRow>>,
     pub(crate) last: Vec<u32>,
-    pub(crate) drawn: usize,
+    pub(crate) sampled: usize,
 }
 
-pub(crate) struct Drawn {
+pub(crate) struct SampledRow {
     pub(crate) context: u64,
     pub(crate) start: usize,
     pub(crate) tokens: Vec<u32>,
     pub(crate) awaits: Option<usize>,
     pub(crate) mask: Option<Vec<u32>>,
-    pub(crate) draws: bool,
+    pub(crate) samples: bool,
 }
 
 pub(crate) type Ended = BTreeMap<(u64, u32), (Vec<u32>, Option<(Finish, Option<String>)>)>;
@@ -234,17 +233,17 @@ impl World {
         let Some(step) = self.scheduler.schedule(self.now).unwrap() else {
             return false;
         };
-        let rows = step.rows().map(|row| Drawn {
+        let rows = step.rows().map(|row| SampledRow {
             context: row.context,
             start: row.start as usize,
             tokens: row.tokens.to_vec(),
             awaits: row.awaits.map(|row| row as usize),
             mask: row.mask.map(<[u32]>::to_vec),
-            draws: row.sampling.is_some(),
+            samples: row.sampling.is_some(),
         });
-        let rows: Vec<Drawn> = rows.collect();
+        let rows: Vec<SampledRow> = rows.collect();
         for row in &rows {
-            assert!(row.mask.is_none() || row.awaits.is_none() && row.draws);
+            assert!(row.mask.is_none() || row.awaits.is_none() && row.samples);
         }
         let mut masks: Vec<&Vec<u32>> = rows.iter().filter_map(|row| row.mask.as_ref()).collect();
         // Rows that follow each other share one.
@@ -269,9 +268,9 @@ impl World {
             known.resize(known.len().max(row.start), u32::MAX);
             known.truncate(row.start);
             known.extend(&row.tokens);
-            if row.draws {
-                self.driver.drawn += 1;
-                last.push(draw(
+            if row.samples {
+                self.driver.sampled += 1;
+                last.push(sample(
                     &row.tokens[row.tokens.len() - 1..],
                     row.mask.as_deref(),
                 ));
@@ -334,7 +333,7 @@ pub(crate) fn expected(prompt: &[u32], path: Option<&Path>, most: usize) -> Vec<
             }
             mask
         });
-        token = draw(&[token], mask.as_deref());
+        token = sample(&[token], mask.as_deref());
         said.push(token);
         if token == END {
             break;

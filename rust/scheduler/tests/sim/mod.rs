@@ -289,7 +289,7 @@ impl Sim {
         self.tally.add("steps", 1);
         self.tally
             .add("rows scheduled ahead", count(&|f| f.awaits.is_some()));
-        self.tally.add("parts of prompts", count(&|f| !f.draws));
+        self.tally.add("parts of prompts", count(&|f| !f.samples));
         let scored = count(&|f| f.prompt_logprobs.0 < f.prompt_logprobs.1);
         self.tally
             .add("rows with log-probabilities of prompts", scored);
@@ -306,7 +306,7 @@ impl Sim {
                 if let Some(row) = frame.awaits {
                     let awaited = &before.frames[row as usize];
                     assert_eq!((awaited.id, awaited.sample), (frame.id, frame.sample));
-                    assert!(awaited.draws);
+                    assert!(awaited.samples);
                 }
             }
         } else {
@@ -344,7 +344,7 @@ impl Sim {
             if let Some(Some(token)) = known {
                 frame.tokens[0] = token;
             }
-            let refuses = refused == Some(at) && frame.draws;
+            let refuses = refused == Some(at) && frame.samples;
             if refuses && let Some(it) = self.expected.get_mut(&(frame.id, frame.sample)) {
                 it.hurt = true;
             }

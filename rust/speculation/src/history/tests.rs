@@ -36,7 +36,7 @@ impl Model {
         let context = self.depth.max(KNOWN);
         let (mut written, mut copied) = (0, None);
         for at in KNOWN.min(text.len() - 1)..text.len() {
-            let has = |&at: &usize| self.young.get(at) == Some(&text[at]);
+            let has = |&index: &usize| self.young.get(index) == Some(&text[at]);
             let next = copied.map(|copied| copied + 1).filter(has);
             copied = match next {
                 Some(_) if at % FOLLOWED != 0 => next,
@@ -195,7 +195,7 @@ fn repeated_text_takes_no_memory() {
     assert_eq!(held(&history), 1001);
     add(&mut history, &shared);
     assert_eq!(held(&history), 1001);
-    // Others go on differently, and match as far back as before.
+    // Others continue differently, and match as far back as before.
     for own in [2000, 3000] {
         let before = held(&history);
         let tokens: Vec<u32> = (0..500).chain(own..own + 100).collect();

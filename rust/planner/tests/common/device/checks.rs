@@ -180,7 +180,7 @@ impl Device {
         let mut of_request = HashMap::new();
         let mut used = HashSet::new();
         for ((_, slot), entry) in group.iter().zip(slot_masks.as_chunks().0) {
-            // What comes next in a prompt is known, whatever may be drawn.
+            // What comes next in a prompt is known, whatever may be sampled.
             let mask = plan.requests[slot.request].mask.as_ref();
             let Some(mask) = mask.filter(|_| slot.class != SlotClass::Prompt) else {
                 assert_eq!(*entry, [0, 0], "{slot:?}");

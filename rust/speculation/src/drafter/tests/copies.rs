@@ -82,7 +82,7 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
     }
 }
 
-/// The draft of a copy that goes on, if none of the context's own matches is longer, and the length that it counts for.
+/// The draft of a copy that continues, if none of the context's own matches is longer, and the length that it counts for.
 pub(super) fn resumed(
     drafter: &Drafter,
     id: u64,
@@ -109,7 +109,7 @@ pub(super) fn resumed(
     (!draft.is_empty()).then_some((draft, length))
 }
 
-/// The candidate after `path` in a tree if the copy goes on: length, token and share.
+/// The candidate after `path` in a tree if the copy continues: length, token and share.
 pub(super) fn candidate(
     resumed: Option<&(Vec<u32>, usize)>,
     path: &[u32],
