@@ -5,7 +5,7 @@ Start a server first, `make serve` for one on the CPU, then run this file, or op
 
     python examples/programs.py --url http://127.0.0.1:30000
 
-Programs that begin alike share their KV. The last lines tell how much of the prompts was there.
+Programs that share a prefix share its KV. The last lines tell how much of the prompts was there.
 """
 
 # %%
@@ -47,7 +47,7 @@ def introduce(s: Any, name: str) -> None:
 state = introduce.run(name="mean")
 print(state.text(), end="\n\n")
 
-# %% Branches of one text: each goes on by itself, from the KV of what they have in common.
+# %% Branches of one text: each continues by itself, from the KV of what they have in common.
 
 
 @sgl.function

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -71,14 +70,12 @@ def held(folder: Path, models: Path, ranks: int = 1, client_timeout_s: str = "")
     snapshot = tiny_models.build("llama", models)
     config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
     prepare = functools.partial(lora_manager.hold_reads, str(gate), client_timeout_s)
-    with drivers.fork(config, prepare) as driver:
+    with drivers.running(config, prepare) as driver:
         harness = DriverHarness(driver, "llama", models)
         harness.load_all(["linear"])
         one = Held(harness, gate, ranks)
         one.open()
         yield one
-    assert driver.stop() == 0
-    assert not driver.region.exists()
 
 
 @pytest.fixture(scope="module")
@@ -255,14 +252,9 @@ def test_an_adapter_is_copied_layer_by_layer(
     """Its slot has in the end what one copy puts there, even if others needed it meanwhile."""
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
-    receiver, sender = multiprocessing.Pipe()
-    arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(lora_manager.copy_in_steps, arguments)
-    sender.close()
-    with receiver:
-        assert receiver.poll(60.0)
-        results, left, layers = receiver.recv()
-    assert process.wait(30.0) == 0
+    results, left, layers = drivers.call(
+        lora_manager.copy_in_steps, tmp_path, str(config), str(made.adapter)
+    )
     # The ends of the model are a part, too.
     assert results == [(layers + 1, False, True), (2, False, True)]
     assert left == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -257,15 +256,10 @@ def test_failed_loads_leave_nothing_behind(
         paths[name] = str(build(made.adapter, tmp_path / f"broken-{number}"))
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
-    receiver, sender = multiprocessing.Pipe()
     good = str(made.adapter)
-    arguments = (str(config), good, paths, sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(lora_manager.load_broken, arguments)
-    sender.close()
-    with receiver:
-        assert receiver.poll(60.0)
-        results: dict[str, tuple[str, str, bool]] = receiver.recv()
-    assert process.wait(30.0) == 0
+    results: dict[str, tuple[str, str, bool]] = drivers.call(
+        lora_manager.load_broken, tmp_path, str(config), good, paths
+    )
     assert results.keys() == BROKEN.keys() | {"SGLang's own"}
     for name, (error, text, unchanged) in results.items():
         assert error == "AdapterError", (name, error, text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import re
 import shutil
 from pathlib import Path
@@ -213,14 +212,7 @@ def test_ranks_agree_on_their_adapters(
     ]
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **drivers.spread(2))
-    receiver, sender = multiprocessing.Pipe()
-    arguments = (str(config), steps, sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(lora_manager.run_on_ranks, arguments)
-    sender.close()
-    with receiver:
-        assert receiver.poll(60.0)
-        leader, worker = receiver.recv()
-    assert process.wait(30.0) == 0
+    leader, worker = drivers.call(lora_manager.run_on_ranks, tmp_path, str(config), steps)
     kept = [state for _, state in leader]
     assert kept == [state for _, state in worker]
     # None of the failures has left anything behind.
@@ -242,14 +234,9 @@ def test_host_memory_is_bounded(
 ) -> None:
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
-    receiver, sender = multiprocessing.Pipe()
-    arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(lora_manager.count_loaded, arguments)
-    sender.close()
-    with receiver:
-        assert receiver.poll(60.0)
-        counts: list[int] = receiver.recv()
-    assert process.wait(30.0) == 0
+    counts: list[int] = drivers.call(
+        lora_manager.count_loaded, tmp_path, str(config), str(made.adapter)
+    )
     assert counts[:8] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert counts[8:-1] == [LOADED] * (len(counts) - 9)
     assert counts[-1] == LOADED - 1
@@ -261,23 +248,12 @@ def test_the_loading_thread_pins_for_a_gpu(
     """And takes its rank's part: the copy into a slot is all that steps wait for then."""
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
-    receiver, sender = multiprocessing.Pipe()
-    arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(lora_manager.pin_loaded, arguments)
-    sender.close()
-    with receiver:
-        assert receiver.poll(60.0)
-        assert receiver.recv() == ([("cuda:1", "adapters")], {"adapters"})
-    assert process.wait(30.0) == 0
+    assert drivers.call(lora_manager.pin_loaded, tmp_path, str(config), str(made.adapter)) == (
+        [("cuda:1", "adapters")],
+        {"adapters"},
+    )
 
 
 def test_other_threads_pin_while_a_manager_is_made(tmp_path: Path) -> None:
-    receiver, sender = multiprocessing.Pipe()
-    arguments = (sender, str(tmp_path / "stderr"))
-    process = drivers.fork_call(lora_manager.pin_on_threads, arguments)
-    sender.close()
-    with receiver:
-        assert receiver.poll(60.0)
-        here, there = receiver.recv()
-    assert process.wait(30.0) == 0
+    here, there = drivers.call(lora_manager.pin_on_threads, tmp_path)
     assert (here, there) == ([False, False], [True, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -96,10 +97,10 @@ def test_prompts_in_chunks_and_decodes_of_several_contexts(served: Served) -> No
             context.take(token)
     found = [c.tokens[len(prompt) :] for c, prompt in zip(contexts, prompts, strict=True)]
     assert found == [continued(prompt, 6) for prompt in prompts]
-    ways = set(served.backend.passes)
-    assert "extend" in ways
+    kinds = set(served.backend.passes)
+    assert "extend" in kinds
     decodes = "decode" if served.executor.steps is None else "step"
-    assert decodes in ways
+    assert decodes in kinds
 
 
 def test_samples_and_distributions(served: Served) -> None:
@@ -123,5 +124,13 @@ def test_pages_are_copied_with_their_kv(served: Served) -> None:
 
 
 def test_no_library_is_imported() -> None:
-    if "sglang" not in sys.modules:
-        assert "pie_driver_sglang.backends" not in sys.modules
+    code = (
+        "import sys, fake_backend, pie_driver_sglang.engine.build, "
+        "pie_driver_sglang.driver.serving_loop; print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    names = found.stdout.split()
+    assert "pie_driver_sglang.engine.build" in names
+    assert not [n for n in names if n.startswith(("sglang", "pie_driver_sglang.backends"))]

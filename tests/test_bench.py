@@ -325,7 +325,7 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
         terminal.type("/reset\r")
         terminal.wait_for(">")
     assert stopped
-    # The shell goes on, and the engine with it.
+    # The shell continues, and the engine with it.
     terminal.wait_for(">")
     terminal.type("/stats\r")
     terminal.wait_for("last answer")

@@ -112,22 +112,22 @@ def requests_of(count: int, tokens: int, pages: int) -> list[_core.Request]:
 
 def test_the_largest_decode_batch_really_fits() -> None:
     config, info = config_of(), model_info(context_length=131_072)
-    room = capacity(config, info)
-    caps = startup.capabilities(config, info, room)
+    request_bytes = capacity(config, info)
+    caps = startup.capabilities(config, info, request_bytes)
     pages = caps.max_page_refs // caps.max_forward_requests
     frame = _core.encode_forward(requests_of(caps.max_forward_requests, 1, pages))
-    assert len(frame) <= room
+    assert len(frame) <= request_bytes
 
 
 def test_the_largest_prefill_batch_really_fits() -> None:
     config, info = config_of(), model_info(context_length=32_768)
-    room = capacity(config, info)
-    caps = startup.capabilities(config, info, room)
+    request_bytes = capacity(config, info)
+    caps = startup.capabilities(config, info, request_bytes)
     count = caps.max_forward_tokens // info.context_length
     frame = _core.encode_forward(
         requests_of(count, info.context_length, caps.max_page_refs // count)
     )
-    assert len(frame) <= room
+    assert len(frame) <= request_bytes
 
 
 def test_images_fit_beside_the_largest_text_batch() -> None:
@@ -143,9 +143,9 @@ def test_images_fit_beside_the_largest_text_batch() -> None:
     config = msgspec.structs.replace(
         config, model=msgspec.structs.replace(config.model, hf_config=hf_config)
     )
-    room = startup.request_bytes(config, hf_config)
+    request_bytes = startup.request_bytes(config, hf_config)
     without = startup.request_bytes(config, {**hf_config, "architectures": []})
-    caps = startup.capabilities(config, info, room)
+    caps = startup.capabilities(config, info, request_bytes)
     tokens = caps.max_forward_tokens
     pages = caps.max_page_refs
     sampler = [(tokens - 1, _core.Sampler.greedy())]
@@ -158,7 +158,7 @@ def test_images_fit_beside_the_largest_text_batch() -> None:
         [0] * tokens, list(range(tokens)), [0] * pages, 16, sampler, images=images
     )
     size = len(_core.encode_forward([request]))
-    assert without < size <= room
+    assert without < size <= request_bytes
 
 
 def test_one_context_of_a_long_model_fits_with_one_token_pages() -> None:

@@ -21,7 +21,7 @@ from pie_driver_sglang.memory.plan import GIB
 from support.models.tiny_models import POCKET
 from support.process import drivers
 
-ROOM = Shm(GIB, GIB, "tmpfs")
+FREE_SHM = Shm(GIB, GIB, "tmpfs")
 
 
 def table(options: Mapping[str, Any] | None = None, **driver: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def texts(found: list[Finding], status: str) -> list[str]:
 
 
 def test_a_good_configuration_is_described() -> None:
-    found = list(check.check_table(table(), ROOM))
+    found = list(check.check_table(table(), FREE_SHM))
     assert exit_status(found) == 0
     assert [finding.name for finding in found] == ["configuration", "region"]
     assert found[0].text == (
@@ -62,7 +62,7 @@ def test_every_wrong_option_is_named_at_once() -> None:
         "spec_ngram_min_n": 20,
         "spec_ngram_max_depth": 30,
     }
-    found = list(check.check_table(table(options), ROOM))
+    found = list(check.check_table(table(options), FREE_SHM))
     failed = texts(found, "fail")
     assert len(failed) == 4
     for part in ("'pagesize'", "`kv_cache_dtype` is 3", "`tp_size`", "`context_length` is 0"):
@@ -72,7 +72,7 @@ def test_every_wrong_option_is_named_at_once() -> None:
 
 
 def test_options_that_are_wrong_together_are_one_error() -> None:
-    found = list(check.check_table(table({"spec_ngram_min_n": 9, "spec_ngram_max_n": 3}), ROOM))
+    found = list(check.check_table(table({"spec_ngram_min_n": 9, "spec_ngram_max_n": 3}), FREE_SHM))
     (text,) = texts(found, "fail")
     assert "`spec_ngram_min_n` is 9" in text
 
@@ -90,14 +90,14 @@ def test_options_that_are_wrong_together_are_one_error() -> None:
 def test_a_wrong_section_is_one_error(driver: dict[str, Any], text: str) -> None:
     wrong = table()
     wrong["driver"] |= driver
-    found = list(check.check_table(wrong, ROOM))
+    found = list(check.check_table(wrong, FREE_SHM))
     assert len(found) == 1
     assert text in found[0].text
     assert found[0].hint
 
 
 def test_what_is_ignored_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    found = list(check.check_table(table(spin_budget=3), ROOM))
+    found = list(check.check_table(table(spin_budget=3), FREE_SHM))
     (text,) = texts(found, "warn")
     assert "`driver.spin_budget` is unknown and ignored" in text
     assert exit_status(found) == 0
@@ -122,7 +122,7 @@ def test_a_request_that_no_region_can_hold(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(POCKET / name)
     long = table()
     long["model"]["snapshot_dir"] = str(tmp_path)
-    (finding,) = [f for f in check.check_table(long, ROOM) if f.name == "region"]
+    (finding,) = [f for f in check.check_table(long, FREE_SHM) if f.name == "region"]
     assert finding.status == "fail"
     assert "4294967296 bytes" in finding.text
     assert "context_length" in finding.hint
@@ -132,17 +132,17 @@ def test_a_trace_file_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     new, old = tmp_path / "new.json", tmp_path / "old.json"
     old.write_text("kept")
     for path in (new, old):
-        found = list(check.check_table(table({"trace_file": str(path)}), ROOM))
+        found = list(check.check_table(table({"trace_file": str(path)}), FREE_SHM))
         assert exit_status(found) == 0
     assert not new.exists()
     assert old.read_text() == "kept"
     nowhere = str(tmp_path / "none" / "trace.json")
-    found = list(check.check_table(table({"trace_file": nowhere}), ROOM))
+    found = list(check.check_table(table({"trace_file": nowhere}), FREE_SHM))
     assert any("`trace_file`: cannot write" in text for text in texts(found, "fail"))
 
 
 def test_memory_for_swapping_that_the_host_lacks() -> None:
-    found = list(check.check_table(table({"cpu_mem_budget_in_gb": 2**20}), ROOM))
+    found = list(check.check_table(table({"cpu_mem_budget_in_gb": 2**20}), FREE_SHM))
     (text,) = texts(found, "fail")
     assert "`cpu_mem_budget_in_gb` is 1048576" in text
 

@@ -252,9 +252,9 @@ class TestPlan:
         # All that is linear, in one byte; the vocabulary stays.
         less = usual.weights - planned(folder, quantization="fp8").plan.weights
         assert less == pytest.approx(32 * 218_103_808, rel=0.01)
-        doubt = planned(folder, mem_fraction_static=0.97).warning
-        assert doubt is not None
-        assert "may run out of memory" in doubt
+        warning = planned(folder, mem_fraction_static=0.97).warning
+        assert warning is not None
+        assert "may run out of memory" in warning
 
     def test_a_model_in_front_and_flags_of_the_server(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -161,8 +161,8 @@ class TestAnswers:
             (line["index"], line.get("sample")): line["text"]
             for line in self.lines(prompts, sum(counts))
         }
-        places = [(0, None), (1, 0), (1, 1), (1, 2), (2, None), (3, 0), (3, 1)]
-        assert found == {place: str(number) for number, place in enumerate(places)}
+        keys = [(0, None), (1, 0), (1, 1), (1, 2), (2, None), (3, 0), (3, 1)]
+        assert found == {key: str(number) for number, key in enumerate(keys)}
 
     @pytest.mark.parametrize("count", [2**62, -1, "x", 1.5, None, True, [3]])
     def test_a_wrong_count_is_left_to_the_engine(self, count: Any) -> None:

@@ -119,11 +119,11 @@ def test_all_reduce_norm_needs_enough_multiprocessors(multiprocessors: int, fits
     for tuning in TUNINGS.values():
         assert (residency_error(multiprocessors, tuning) == "") == fits
     if not fits:
-        room = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
-        assert residency_error(multiprocessors, TUNINGS[2]) == room
+        message = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
+        assert residency_error(multiprocessors, TUNINGS[2]) == message
 
 
-WAYS = ("disk", "distributed", "tensor", "ipc")
+UPDATE_METHODS = ("disk", "distributed", "tensor", "ipc")
 """How SGLang 0.5.17 updates weights."""
 
 
@@ -197,7 +197,7 @@ class TestFolding:
         updater = runner.weight_updater
         found = {name for name, _ in inspect.getmembers(updater, callable)}
         names = {name for name in found if name.startswith("update_weights")}
-        assert names == {f"update_weights_from_{way}" for way in WAYS}
+        assert names == {f"update_weights_from_{method}" for method in UPDATE_METHODS}
         for name in names:
             accepted, reason = getattr(updater, name)([("weight", torch.zeros(3))], "direct")
             assert (accepted, reason) == (False, selection.FROZEN_NORMS)

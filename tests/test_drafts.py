@@ -220,21 +220,21 @@ def test_nobody_gets_none(harness: DriverHarness) -> None:
     somebody.release()
 
 
-@pytest.mark.parametrize("way", ["fork", "move", "swap"])
-def test_pages_bring_their_text(harness: DriverHarness, way: str) -> None:
+@pytest.mark.parametrize("change", ["fork", "move", "swap"])
+def test_pages_bring_their_text(harness: DriverHarness, change: str) -> None:
     """A context drafts from tokens that another one stored, wherever they were copied to."""
-    cycle = list(dict.fromkeys(harness.prompt(11, "cycle", way)))
+    cycle = list(dict.fromkeys(harness.prompt(11, "cycle", change)))
     parent = Context(harness.pages)
     text = cycle * 3
     harness.client.forward([parent.append(text[:-1])])
     child = parent.fork(harness.within)
-    if way == "move":
+    if change == "move":
         child.move(harness.within)
-    elif way == "swap":
+    elif change == "swap":
         child.move(harness.through_the_host)
     # The parent's pages say something else before the child is heard.
     parent.rewind(0)
-    harness.client.forward([parent.append(harness.prompt(len(text), "other", way))])
+    harness.client.forward([parent.append(harness.prompt(len(text), "other", change))])
     drafts = drafts_behind(harness, child, text[-1:], cycle[0])
     assert drafts == cycle[1 : 1 + len(drafts)]
     parent.release()

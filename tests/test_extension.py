@@ -32,7 +32,7 @@ def client(each_driver: drivers.Driver) -> _core.Client:
 
 @pytest.fixture(params=[False, True], ids=["graph_path", "python"])
 def probed(request: pytest.FixtureRequest) -> bool:
-    """Whether batches go by way of Python, because of a probe."""
+    """Whether batches go on the Python path, because of a probe."""
     return bool(request.param)
 
 
@@ -175,7 +175,7 @@ def test_drafts_count_as_far_as_they_are_accepted(
 
 
 def test_prompts_in_parts_and_a_seed(client: _core.Client, reference: Reference) -> None:
-    """All samplers together: the same seed draws the same, in any batch and by either way."""
+    """All samplers together: the same seed draws the same, in any batch and on either path."""
     prompt = random_tokens(reference.vocab_size, 20, "parts")
     sampler = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02}
 

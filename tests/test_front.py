@@ -203,9 +203,9 @@ def test_times_are_objects_of_sglang(
         # Since then the time of day was set back by a minute.
         lead = req_time_stats.global_diff_realtime_monotonic
         patch.setattr(req_time_stats, "global_diff_realtime_monotonic", lead + 60)
-        template, places = times_template()
+        template, offsets = times_template()
     began = clock_s()
-    timed = make(gone, compat, times=(began, template, places))
+    timed = make(gone, compat, times=(began, template, offsets))
     found = answer(timed, compat, request(rid="a"), request(rid="b", params={"min_p": 2.0}))
     stats = pickle.loads(found.time_stats.data)
     assert [type(each).__name__ for each in stats] == ["SchedulerReqTimeStats"] * 2
@@ -285,9 +285,9 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     from pie_driver_sglang.frontends.sglang_server.unsupported import MESSAGES
 
     idle: Any = Idle()
-    facts = {"page_size": 16, "max_running_requests": 4}
+    info = {"page_size": 16, "max_running_requests": 4}
     aside = (ServerAdapters(idle, idle), Profiler(idle, None))
-    control = ControlHandler(idle, idle, facts, *aside, SendWindow(None))
+    control = ControlHandler(idle, idle, info, *aside, SendWindow(None))
     requested = set()
     for cls in io_struct.BaseReq.__subclasses__():
         name = cls.__name__

@@ -92,25 +92,25 @@ def share_by_family(client: Any) -> None:
 
     The gateway draws lots over a family that is new, so more than four are asked if one has all.
     """
-    places: dict[str, Counter[str]] = {}
+    workers: dict[str, Counter[str]] = {}
 
     def send(family: str, turn: int) -> None:
         answer = client.completions.with_raw_response.create(
             model="pocket", prompt=f"{family} " * 60 + str(turn), max_tokens=4, temperature=0
         )
-        places.setdefault(family, Counter())[answer.headers["x-smg-routed-worker-id"]] += 1
+        workers.setdefault(family, Counter())[answer.headers["x-smg-routed-worker-id"]] += 1
 
-    while len(places) < 4 or len({worker for seen in places.values() for worker in seen}) < 2:
-        assert len(places) < 32, places
-        send(f"{len(places)} family", 0)
+    while len(workers) < 4 or len({worker for seen in workers.values() for worker in seen}) < 2:
+        assert len(workers) < 32, workers
+        send(f"{len(workers)} family", 0)
     for turn in range(1, 5):
-        for family in list(places):
+        for family in list(workers):
             send(family, turn)
-    assert all(max(seen.values()) >= 4 for seen in places.values()), places
+    assert all(max(seen.values()) >= 4 for seen in workers.values()), workers
 
 
 def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
-    """Kills the drivers of two replicas while they stream: every stream goes on."""
+    """Kills the drivers of two replicas while they stream: every stream continues."""
 
     def drivers() -> set[psutil.Process]:
         return {each for each in fork_server.family(process.pid) if "--config" in each.cmdline()}

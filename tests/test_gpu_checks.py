@@ -133,7 +133,7 @@ def test_paths_alternate(frame: Any) -> None:
         called.append(name)
         return len(called)
 
-    times = frame.in_turns({name: lambda name=name: way(name) for name in "ab"}, 2, settle=1)
+    times = frame.in_turns({name: lambda name=name: way(name) for name in "ab"}, 2, warmup=1)
     assert "".join(called) == "ababab"
     assert times == {"a": [3, 5], "b": [4, 6]}
 
@@ -455,9 +455,9 @@ class TestPeersOfSGLang:
             "slow": "import time; time.sleep(9)",
         }
         monkeypatch.setattr(kernels, "BUILDS", builds)
-        assert kernels.obstacle("none", 60) is None
-        assert "No module named 'no_such_package'" in kernels.obstacle("lacks", 60)
-        assert kernels.obstacle("slow", 0.3) == "TimeoutExpired after 0.3 s"
+        assert kernels.unavailable_reason("none", 60) is None
+        assert "No module named 'no_such_package'" in kernels.unavailable_reason("lacks", 60)
+        assert kernels.unavailable_reason("slow", 0.3) == "TimeoutExpired after 0.3 s"
 
 
 def test_drafts_of_a_real_model(frame: Any, forked_python: str, tmp_path: Path) -> None:

@@ -164,9 +164,9 @@ def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreted: str) -> None:
 
 @pytest.mark.interpreted("tests/support/kernels/penalties.py")
 def test_the_gpu_kernels_change_logits_as_plain_torch_does(interpreted: str) -> None:
-    assert "adjusted and noted" in interpreted
+    assert "adjusted and recorded" in interpreted
 
 
 @pytest.mark.interpreted("tests/support/kernels/logprob_kernels.py")
 def test_the_gpu_kernels_find_log_probabilities_as_float64_does(interpreted: str) -> None:
-    assert "places found" in interpreted
+    assert "positions found" in interpreted

@@ -45,8 +45,8 @@ class Picture:
 
     def axes(self, first: int) -> list[int]:
         """Positions of each token in time, height and width, from `first` on."""
-        places = itertools.product(*map(range, self.merged))
-        return [first + at for place in places for at in place]
+        offsets = itertools.product(*map(range, self.merged))
+        return [first + at for offset in offsets for at in offset]
 
 
 class Span(NamedTuple):
@@ -105,7 +105,7 @@ class Story(Context):
             self.spans.append(Span(part, start + len(tokens)))
             tokens += [0] * part.tokens
             positions += range(self.next, self.next + part.tokens)
-            # Text goes on after the longest side.
+            # Text continues after the longest side.
             self.next += max(part.merged)
         self.append(tokens, positions=positions, drafts=drafts)
         if samplers is None:
@@ -233,10 +233,8 @@ def shared(
     options = {"page_size": PAGE, "chunked_prefill_size": CHUNK}
     folder, devices = tmp_path_factory.mktemp("images"), drivers.spread(request.param)
     config = drivers.write_config(folder, snapshot, options=options, **devices)
-    with drivers.fork(config) as driver:
+    with drivers.running(config) as driver:
         yield DriverHarness(driver, reference)
-    assert driver.stop() == 0
-    assert not driver.region.exists()
 
 
 @pytest.fixture

@@ -119,11 +119,11 @@ def imports(tree: ast.AST, *, lazy: bool) -> Iterator[str]:
 
 
 def test_no_two_modules_define_one_name() -> None:
-    places = defaultdict(list)
+    modules = defaultdict(list)
     for module, tree in TREES.items():
         for name in set(public_names(tree)):
-            places[name].append(module)
-    shared = {name: modules for name, modules in places.items() if len(modules) > 1}
+            modules[name].append(module)
+    shared = {name: modules for name, modules in modules.items() if len(modules) > 1}
     assert shared.keys() - SHARED_NAMES.keys() == set(), shared
     assert SHARED_NAMES.keys() <= shared.keys(), "allowed, but not needed"
 

@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 LEAST = torch.finfo(torch.float32).min
 STEPS = 4
 
-Place = tuple[float, list[tuple[float, int]], list[float]]
+PositionLogprobs = tuple[float, list[tuple[float, int]], list[float]]
 
 
 class Wanted(NamedTuple):
@@ -48,11 +48,11 @@ class Wanted(NamedTuple):
             **more,
         )
 
-    def check(self, place: Place, logits: torch.Tensor, token: int) -> None:
-        """Compares a place with those of `logits`, the vocabulary's."""
+    def check(self, position: PositionLogprobs, logits: torch.Tensor, token: int) -> None:
+        """Compares a position with those of `logits`, the vocabulary's."""
         divisor = self.temperature if self.scaled and self.temperature else 1.0
         expected = torch.log_softmax(logits.double() / divisor, dim=-1).clamp(min=LEAST)
-        own, top, given = place
+        own, top, given = position
         assert own == pytest.approx(float(expected[token]), abs=TOLERANCE)
         assert given == pytest.approx([float(expected[token]) for token in self.given], abs=1e-4)
         values, ids = [value for value, _ in top], [token for _, token in top]
@@ -82,11 +82,11 @@ def client(each_driver: drivers.Driver) -> _core.Client:
 
 @pytest.fixture(params=[False, True], ids=["graph_path", "python"])
 def samplers(request: pytest.FixtureRequest) -> list[Sampler]:
-    """With a probe batches go by way of Python."""
+    """With a probe batches go on the Python path."""
     return [Sampler.greedy(), *([Sampler.entropy()] if request.param else [])]
 
 
-def places_of(reply: Any) -> dict[int, tuple[list[Place], list[Place]]]:
+def logprobs_of(reply: Any) -> dict[int, tuple[list[PositionLogprobs], list[PositionLogprobs]]]:
     """Those of each request, of its prompt and of its tokens."""
     assert reply.status is None
     return {request: (prompt, tokens) for request, prompt, tokens in reply.places}
@@ -109,15 +109,15 @@ def test_each_token_has_the_requested_logprobs(
             for n, ask in ((n, wanted[n]) for n in order)
         ]
         reply = client.forward(requests)
-        places = places_of(reply)
-        assert sorted(places) == [at for at, n in enumerate(order) if wanted[n]]
+        positions = logprobs_of(reply)
+        assert sorted(positions) == [at for at, n in enumerate(order) if wanted[n]]
         for at, n in enumerate(order):
             context, ask = contexts[n], wanted[n]
             ((token,), logits) = (reply.tokens[at], reference.logits(context.tokens)[-1])
             if ask is not None:
-                (prompt, (place,)) = places[at]
+                (prompt, (position,)) = positions[at]
                 assert prompt == []
-                ask.check(place, ask.penalties.adjusted(logits, context.tokens[9:]), token)
+                ask.check(position, ask.penalties.adjusted(logits, context.tokens[9:]), token)
             context.take(token)
 
 
@@ -133,9 +133,9 @@ def test_a_token_that_cannot_come_is_least_probable(
     wanted = Wanted(top=5, given=(33, 34))
     context = rc.Context([4, 5, 6], [0], context_id=5)
     reply = client.forward([context.request(*samplers, extension=wanted.extension(3, mask=bits))])
-    ((_, (place,)),) = places_of(reply).values()
-    wanted.check(place, kept, reply.tokens[0][0])
-    assert place[2][1] == LEAST
+    ((_, (position,)),) = logprobs_of(reply).values()
+    wanted.check(position, kept, reply.tokens[0][0])
+    assert position[2][1] == LEAST
 
 
 @pytest.mark.parametrize("right", [0, 2, 3])
@@ -153,13 +153,13 @@ def test_each_accepted_draft_has_logprobs(
         ahead.append(drafts[-1])
     sent = [token if n < right else (token + 1) % 200 for n, token in enumerate(drafts)]
     reply = client.forward([context.request(extension=wanted.extension(9), drafts=sent, pages=[0])])
-    ((prompt_places, places),) = places_of(reply).values()
+    ((prompt_positions, positions),) = logprobs_of(reply).values()
     (tokens,) = reply.tokens
-    assert prompt_places == []
-    assert len(tokens) == len(places) == right + 1
-    for token, place in zip(tokens, places, strict=True):
+    assert prompt_positions == []
+    assert len(tokens) == len(positions) == right + 1
+    for token, position in zip(tokens, positions, strict=True):
         logits = reference.logits(context.tokens)[-1]
-        wanted.check(place, wanted.penalties.adjusted(logits, context.tokens[9:]), token)
+        wanted.check(position, wanted.penalties.adjusted(logits, context.tokens[9:]), token)
         context.take(token)
 
 
@@ -173,7 +173,7 @@ def test_tokens_of_a_prompt_have_those_of_the_logits_before_them(
     prompt = random_tokens(reference.vocab_size, 37, "prompt", first)
     logits = reference.logits(prompt)
     other = rc.Context([5, 6], [60], context_id=61)
-    found: list[Place] = []
+    found: list[PositionLogprobs] = []
     for start, end in itertools.pairwise(itertools.accumulate(parts, initial=0)):
         last = end == len(prompt)
         # The token after a part is not in it.
@@ -183,12 +183,12 @@ def test_tokens_of_a_prompt_have_those_of_the_logits_before_them(
         part = rc.Context(prompt[:end], [0, 1, 2], stored=start, context_id=60)
         request = part.request(extension=extension, **({} if last else {"samplers": []}))
         reply = client.forward([other.request(), request])
-        of_prompt, of_tokens = places_of(reply).get(1, ([], []))
+        of_prompt, of_tokens = logprobs_of(reply).get(1, ([], []))
         found += of_prompt
         assert len(of_tokens) == last
         if last:
-            ((token,), (place,)) = (reply.tokens[1], of_tokens)
-            wanted.check(place, wanted.penalties.adjusted(logits[-1], []), token)
+            ((token,), (position,)) = (reply.tokens[1], of_tokens)
+            wanted.check(position, wanted.penalties.adjusted(logits[-1], []), token)
     assert len(found) == len(prompt) - first
-    for row, place in enumerate(found, first - 1):
-        wanted._replace(scaled=False).check(place, logits[row], prompt[row + 1])
+    for row, position in enumerate(found, first - 1):
+        wanted._replace(scaled=False).check(position, logits[row], prompt[row + 1])

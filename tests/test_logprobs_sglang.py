@@ -61,7 +61,7 @@ ROWS = st.lists(
 
 
 class Found(NamedTuple):
-    """Of one place."""
+    """Of one position."""
 
     own: float
     top: list[float]
@@ -133,9 +133,9 @@ def outputs_of(sglang: SimpleNamespace, rows: list[Row], *, original: bool) -> l
 
 
 def inputs_of(sglang: SimpleNamespace, rows: list[Row], length: int, chunk: int) -> list[Found]:
-    """What SGLang answers for prompts of `length` places, whose logits come in chunks.
+    """What SGLang answers for prompts of `length` positions, whose logits come in chunks.
 
-    Every place of a prompt has the same logits and token.
+    Every position of a prompt has the same logits and token.
     """
     states = torch.cat([row.logits.expand(length, -1) for row in rows])
     metadata = SimpleNamespace(
@@ -161,11 +161,11 @@ def inputs_of(sglang: SimpleNamespace, rows: list[Row], length: int, chunk: int)
     )
     found = []
     for n, row in enumerate(rows):
-        for place in range(length):
-            top = result.top_logprobs_val[n][place] if metadata.extend_return_top_logprob else []
-            ids = result.top_logprobs_idx[n][place] if metadata.extend_return_top_logprob else []
-            named = result.token_ids_logprobs_val[n][place] if row.given else []
-            own = float(result.token_logprobs[n * length + place])
+        for position in range(length):
+            top = result.top_logprobs_val[n][position] if metadata.extend_return_top_logprob else []
+            ids = result.top_logprobs_idx[n][position] if metadata.extend_return_top_logprob else []
+            named = result.token_ids_logprobs_val[n][position] if row.given else []
+            own = float(result.token_logprobs[n * length + position])
             found.append(Found(own, top, ids, named))
     return found
 
@@ -178,7 +178,7 @@ def ours(rows: list[Row], divisors: list[float], *, drawn: bool) -> list[Found]:
     """The same of our words; `drawn` says where the tokens come from."""
     tokens = torch.tensor([row.token for row in rows])
     given = [(n, token) for n, row in enumerate(rows) for token in row.tokens]
-    places = LogprobRequests(
+    requests = LogprobRequests(
         torch.arange(len(rows)),
         torch.full_like(tokens, -1) if drawn else tokens,
         torch.tensor([row.top for row in rows]),
@@ -186,9 +186,9 @@ def ours(rows: list[Row], divisors: list[float], *, drawn: bool) -> list[Found]:
         torch.tensor(given, dtype=torch.int64).view(-1, 2),
     )
     logits = torch.stack([row.logits for row in rows])
-    words = logprob_words(logits, places, tokens if drawn else tokens[:0])
+    words = logprob_words(logits, requests, tokens if drawn else tokens[:0])
     floats, found = words.view(torch.float32).tolist(), []
-    starts = places.starts().tolist()
+    starts = requests.starts().tolist()
     assert starts[-1] == len(words)
     for row, first in zip(rows, starts, strict=False):
         middle, end = first + 1 + row.top, first + 1 + 2 * row.top

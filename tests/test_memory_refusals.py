@@ -83,10 +83,10 @@ def test_passes_that_are_too_long_name_a_length() -> None:
 
 def test_an_unsafe_memory_fraction_has_a_warning() -> None:
     settings = USUAL._replace(fraction=0.98)
-    doubt = find_warning(plan_memory(H200, QWEN, settings), QWEN, settings)
-    assert doubt is not None
+    warning = find_warning(plan_memory(H200, QWEN, settings), QWEN, settings)
+    assert warning is not None
     safe = plan_memory(H200, QWEN, USUAL).fraction
-    assert doubt.endswith(f"; up to {int(safe * 1000) / 1000} is safe")
+    assert warning.endswith(f"; up to {int(safe * 1000) / 1000} is safe")
     for fraction in (None, 0.5, int(safe * 1000) / 1000):
         settings = USUAL._replace(fraction=fraction)
         assert find_warning(plan_memory(H200, QWEN, settings), QWEN, settings) is None

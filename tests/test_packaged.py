@@ -239,7 +239,7 @@ def test_a_second_process_waits_and_a_killed_one_leaves_nothing(
             )
             assert len(left(tmp_path)) == 2
             first.kill()
-            # Its download goes on, and holds the lock as long.
+            # Its download continues, and holds the lock as long.
             os.write(slow_pip, b"x")
             assert "downloading" in second.stderr.readline()
             os.write(slow_pip, b"x")

@@ -299,15 +299,15 @@ class TestNumbers:
         words = torch.where(words >= 2**31, words - 2**32, words).int()
         logits = torch.randn(5, vocabulary, generator=generator)
         expected = logits.masked_fill(~allowed, -math.inf)
-        places = torch.tensor([[row * width, -1] for row in range(5)], dtype=torch.int32)
-        apply_masks(logits, places, words.flatten())
+        entries = torch.tensor([[row * width, -1] for row in range(5)], dtype=torch.int32)
+        apply_masks(logits, entries, words.flatten())
         assert torch.equal(logits, expected)
 
     @pytest.mark.parametrize("edges", [[0, 1], [0, 9], [8, 9], [2, 4, 5, 7], [0, 1, 8, 9]])
     def test_masks_by_their_edges(self, edges: list[int]) -> None:
         logits = torch.zeros(3, 9)
-        places = torch.tensor([[4, len(edges)], [0, 0], [4, 2]], dtype=torch.int32)
-        apply_masks(logits, places, torch.tensor([3, 3, 3, 3, *edges], dtype=torch.int32))
+        entries = torch.tensor([[4, len(edges)], [0, 0], [4, 2]], dtype=torch.int32)
+        apply_masks(logits, entries, torch.tensor([3, 3, 3, 3, *edges], dtype=torch.int32))
         pairs = list(zip(edges[::2], edges[1::2], strict=True))
         allowed = {token for start, end in pairs for token in range(start, end)}
         assert set(logits[0].isfinite().nonzero()[:, 0].tolist()) == allowed

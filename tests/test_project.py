@@ -274,9 +274,9 @@ def test_urls_are_those_of_one_repository() -> None:
     assert check[1] == '= "$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"'
     server, owner, name = source.rsplit("/", 2)
     for repository, status in ((f"{owner}/{name}", 0), (f"{owner}/fork", 1)):
-        place = {"GITHUB_SERVER_URL": server, "GITHUB_REPOSITORY": repository}
+        variables = {"GITHUB_SERVER_URL": server, "GITHUB_REPOSITORY": repository}
         command = ["bash", "-c", f'test "$({check[0]})" {check[1]}']
-        found = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **place}, timeout=60)
+        found = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **variables}, timeout=60)
         assert found.returncode == status
 
 
@@ -292,7 +292,7 @@ def test_the_page_of_the_package_has_no_relative_links() -> None:
 
 
 def test_versions_agree() -> None:
-    """In the places that `tools/set_version.py` knows, and the newest release of the changelog."""
+    """In the files that `tools/set_version.py` knows, and the newest release of the changelog."""
     version = PYPROJECT["project"]["version"]
     assert version == CARGO["workspace"]["package"]["version"] == pie_driver_sglang.__version__
     changes = (REPOSITORY / "CHANGELOG.md").read_text()
@@ -300,7 +300,7 @@ def test_versions_agree() -> None:
     newest, *_ = re.findall(heading, changes, re.MULTILINE)
     assert newest == version
     tool = load_tool("set_version")
-    for name, pattern in tool.PLACES.items():
+    for name, pattern in tool.VERSIONS.items():
         text = (REPOSITORY / name).read_text()
         assert tool.replace(text, pattern, version) == text, name
     locks = [(REPOSITORY / name).read_text() for name in tool.LOCKS]

@@ -49,15 +49,15 @@ def shared_memory(*family: int) -> set[str]:
 
 def listening_ports(pid: int) -> list[int]:
     """The ports that a process listens on."""
-    return [int(port, 16) for _, port in listening_places(pid)]
+    return [int(port, 16) for _, port in listening_sockets(pid)]
 
 
 def listening(pid: int) -> list[str]:
     """The addresses that a process listens on."""
-    return [address for address, _ in listening_places(pid)]
+    return [address for address, _ in listening_sockets(pid)]
 
 
-def listening_places(pid: int) -> list[tuple[str, str]]:
+def listening_sockets(pid: int) -> list[tuple[str, str]]:
     """Address and port of each socket that a process listens on, as `/proc/net` writes them."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():

@@ -79,25 +79,25 @@ def joined(events: list[dict[str, Any]]) -> Any:
     )
 
 
-def differences(ours: Any, theirs: Any, place: str = "") -> Iterator[str]:
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
     """Where two answers differ; times and names only by whether they are there."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         # Of a stream's last event SGLang's front end leaves out a time now and then.
         for name in sorted(filterfalse(is_of_time, ours.keys() ^ theirs.keys())):
-            yield f"{place}.{name}: {ours.get(name)!r} and {theirs.get(name)!r}"
+            yield f"{path}.{name}: {ours.get(name)!r} and {theirs.get(name)!r}"
         for name in sorted(ours.keys() & theirs.keys()):
             if name not in OF_A_RUN and not is_of_time(name):
-                yield from differences(ours[name], theirs[name], f"{place}.{name}")
+                yield from differences(ours[name], theirs[name], f"{path}.{name}")
     elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         if len(ours) != len(theirs):
-            yield f"{place}: {ours!r} and {theirs!r}"
+            yield f"{path}: {ours!r} and {theirs!r}"
         for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            yield from differences(one, other, f"{place}[{index}]")
+            yield from differences(one, other, f"{path}[{index}]")
     elif isinstance(ours, float) and isinstance(theirs, float):
         if ours != pytest.approx(theirs, abs=TOLERANCE):
-            yield f"{place}: {ours} and {theirs}"
+            yield f"{path}: {ours} and {theirs}"
     elif type(ours) is not type(theirs) or ours != theirs:
-        yield f"{place}: {ours!r} and {theirs!r}"
+        yield f"{path}: {ours!r} and {theirs!r}"
 
 
 def is_of_time(name: str) -> bool:
@@ -174,7 +174,7 @@ def sampled_request(seed: int) -> tuple[str, dict[str, Any]]:
         params.pop("frequency_penalty", None)
         params.pop("presence_penalty", None)
     if source.random() < 0.5:
-        # It is greedy, by another way.
+        # It is greedy, by another parameter.
         params |= {"temperature": source.choice([0.5, 2]), "top_k": 1}
     prompt = [source.randrange(4000) for _ in range(source.choice([1, 7, 40, 200]))]
     more: dict[str, Any] = {"stream": source.random() < 0.3}

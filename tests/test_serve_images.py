@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 TOKENS: Final = 8
 MOST_TOKENS: Final = 40
 """Tokens of an image that the driver takes; the processor allows more."""
-PLACE: Final = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE_PROMPT: Final = "<|vision_start|><|image_pad|><|vision_end|>"
 WORDS: Final = "What is in this picture, and what is not? Say it in a few words."
 
 
@@ -210,7 +210,10 @@ def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
 
     def send(at: int) -> None:
         options = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        requested = {"text": f"{PLACE}{at}", "image_data": [part(images[at])["image_url"]["url"]]}
+        requested = {
+            "text": f"{IMAGE_PROMPT}{at}",
+            "image_data": [part(images[at])["image_url"]["url"]],
+        }
         request = server.request(
             "/generate", {**requested, "sampling_params": options, "stream": True}
         )
@@ -229,7 +232,7 @@ def test_streams_and_many_at_once(server: Server, reference: Reference) -> None:
         thread.join()
     assert text == generate(server, "plain text in between")["output_ids"]
     for at, image in enumerate(images):
-        assert found[at] == reference.after(f"{PLACE}{at}", [image])
+        assert found[at] == reference.after(f"{IMAGE_PROMPT}{at}", [image])
 
 
 def test_an_abort_in_the_middle(server: Server) -> None:

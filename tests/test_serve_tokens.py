@@ -14,7 +14,7 @@ from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-#: The model goes on as they began.
+#: The model continues as they began.
 PROMPTS = [[40 + number, 7, 300, 11] * 8 for number in range(6)]
 TOKENS = 48
 

@@ -184,16 +184,16 @@ def test_a_lock_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
         link.unlink()
 
 
-@pytest.mark.parametrize("place", ["shm", "folder"])
+@pytest.mark.parametrize("target", ["shm", "folder"])
 def test_an_unusable_folder_is_named(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pie_driver_sglang import server_guard
     from pie_driver_sglang.errors import StartError
 
     # Of a folder with a long path the server would take another.
     monkeypatch.setattr(tempfile, "tempdir", "/proc/missing")
-    if place == "shm":
+    if target == "shm":
         monkeypatch.setattr(server_guard, "_SHARED_MEMORY", tmp_path / "no-shm")
     with pytest.raises(StartError, match="cannot make the server's files"):
         server_guard.guarded_server().__enter__()

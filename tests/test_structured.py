@@ -211,8 +211,8 @@ def generate_each(engine: Engine, stream: bool = False, **more: Any) -> list[lis
     requested = [{**CHARACTERS, "sampling_seed": seed, **more} for seed in SEEDS]
     answers = engine.generate(["Say:"] * len(requested), requested, stream=stream)
     found: list[list[dict[str, Any]]] = [[] for _ in requested]
-    for place, answer in enumerate(answers):
-        found[answer.get("index", place)].append(answer)
+    for index, answer in enumerate(answers):
+        found[answer.get("index", index)].append(answer)
     return found
 
 

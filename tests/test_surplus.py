@@ -14,7 +14,7 @@ READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model
 
 
 @pytest.mark.parametrize(
-    ("name", "facts"),
+    ("name", "properties"),
     [
         ("model.layers.0.self_attn.rotary_emb.inv_freq", {}),
         ("model.layers.0.self_attn.rotary_emb.cos_cached", {}),
@@ -41,12 +41,12 @@ READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model
         ("model.layers.61.x", {"ignored": [r"model\.layers\.61.*"]}),
     ],
 )
-def test_what_is_left_out_on_purpose(name: str, facts: dict[str, Any]) -> None:
-    assert required_tensors([name], READ, MODEL._replace(**facts)) == []
+def test_what_is_left_out_on_purpose(name: str, properties: dict[str, Any]) -> None:
+    assert required_tensors([name], READ, MODEL._replace(**properties)) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "facts"),
+    ("name", "properties"),
     [
         ("model.layers.2.mlp.up_proj.weight", {}),
         ("model.layers.3.mlp.up_proj.weight", {"next_layers": 1}),
@@ -61,5 +61,5 @@ def test_what_is_left_out_on_purpose(name: str, facts: dict[str, Any]) -> None:
         ("model.visual.b.weight", {}),
     ],
 )
-def test_what_a_model_is_wrong_without(name: str, facts: dict[str, Any]) -> None:
-    assert required_tensors([name], READ, MODEL._replace(**facts)) == [name]
+def test_what_a_model_is_wrong_without(name: str, properties: dict[str, Any]) -> None:
+    assert required_tensors([name], READ, MODEL._replace(**properties)) == [name]

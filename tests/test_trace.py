@@ -164,9 +164,9 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("room", [0, 1, 40])
+@pytest.mark.parametrize("limit", [0, 1, 40])
 def test_a_full_disk_ends_the_trace_and_nothing_else(
-    room: int,
+    limit: int,
     trace: Trace,
     path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -174,7 +174,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     """However much of the last step it takes."""
     trace.step(1, {"parse": 1}, requests=1, tokens=1)
     whole = events_of(path)
-    limited = largest_file(path.stat().st_size + room)
+    limited = largest_file(path.stat().st_size + limit)
     with caplog.at_level(logging.WARNING, logger="pie_driver_sglang"), limited:
         trace.step(2, {"parse": 1}, requests=1, tokens=1)
         trace.step(3, {"parse": 1}, requests=1, tokens=1)

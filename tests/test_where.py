@@ -12,7 +12,9 @@ from support import REPOSITORY
 DOCUMENT: Final = (REPOSITORY / "docs" / "where.md").read_text()
 ROWS: Final = [line for line in DOCUMENT.splitlines() if line.startswith("| ")][1:]
 QUESTIONS: Final = [row.split("|")[1].strip() for row in ROWS]
-RECIPES: Final = ("sampler", "option", "model family", "kernel", "staged array", "GPU check")
+RECIPES: Final = (
+    "sampling parameter", "sampler", "option", "model family", "kernel", "staged array", "GPU check"
+)  # fmt: skip
 
 
 def test_there_are_enough_rows() -> None:
@@ -21,10 +23,10 @@ def test_there_are_enough_rows() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=QUESTIONS)
 def test_what_a_row_names_exists(row: str) -> None:
-    _, _, places, tests, _ = row.split("|")
-    named = [found_in(places), found_in(tests)]
+    _, _, files, tests, _ = row.split("|")
+    named = [found_in(files), found_in(tests)]
     # A row may answer by a document's section, which has a test of its own.
-    assert named[0] or "](" in places
+    assert named[0] or "](" in files
     assert named[1]
 
 

@@ -54,8 +54,8 @@ class Sources:
         top, *parts = name.split(".")
         if top not in self._roots:
             spec = importlib.util.find_spec(top)
-            places = spec.submodule_search_locations if spec else None
-            self._roots[top] = Path(next(iter(places))) if places else Path("/nowhere")
+            folders = spec.submodule_search_locations if spec else None
+            self._roots[top] = Path(next(iter(folders))) if folders else Path("/nowhere")
         folder = self._roots[top].joinpath(*parts)
         for path in (folder / "__init__.py", folder.with_suffix(".py")):
             if path.is_file():
@@ -274,13 +274,13 @@ def _assigned(method: ast.FunctionDef) -> Iterator[tuple[str, ast.AST | None]]:
 
 def _signature(node: ast.FunctionDef, *, skip: bool) -> Signature:
     """Of a function, or of a method without its object."""
-    places = [*node.args.posonlyargs, *node.args.args]
-    given = places[: len(places) - len(node.args.defaults)]
+    parameters = [*node.args.posonlyargs, *node.args.args]
+    given = parameters[: len(parameters) - len(node.args.defaults)]
     needed = {x.arg for x in given[skip:]}
     named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     needed |= {x.arg for x, default in named if default is None}
     is_open = bool(node.args.vararg or node.args.kwarg)
-    names = [x.arg for x in places[skip:]] + [x.arg for x in node.args.kwonlyargs]
+    names = [x.arg for x in parameters[skip:]] + [x.arg for x in node.args.kwonlyargs]
     return Signature(names, needed, is_open)
 
 

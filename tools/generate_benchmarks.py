@@ -3,8 +3,8 @@
     python tools/generate_benchmarks.py
 
 `docs/benchmarks.md` answers four questions (`benchmark_summary.py`). `benches/RESULTS.md` has every
-record: its sections are made in `benchmark_gpu.py`, `benchmark_peers.py` and `benchmark_host.py`,
-of the parts in `benchmark_tables.py`.
+record: its sections are made in `benchmark_gpu.py`, `benchmark_servers.py`, `benchmark_peers.py`
+and `benchmark_host.py`, of the parts in `benchmark_tables.py`.
 
 Every table names device, date, commit and command of its record. A record that is not there has no
 table, so new files only have to be put into the folder: `shapes.json`, and any record of
@@ -22,6 +22,7 @@ import benchmark_accuracy
 import benchmark_gpu
 import benchmark_host
 import benchmark_peers
+import benchmark_servers
 import benchmark_summary
 from benchmark_tables import Results, bars, source
 
@@ -82,11 +83,11 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Sums over ranks": (("sums",), benchmark_peers.sums),
     "Adapters": (("h200", "adapters"), benchmark_gpu.adapters),
     "Memory": (("h200", "memory"), benchmark_gpu.memory),
-    "Offline engine": (("engine",), benchmark_gpu.engine),
-    "Servers": (("servers",), benchmark_gpu.servers),
-    "Servers and Mini-SGLang": (("servers-mini",), benchmark_gpu.servers_mini),
-    "Servers of an 8B": (("servers-8b",), benchmark_gpu.servers_8b),
-    "Gateway of an 8B": (("servers-8b-gateway",), benchmark_gpu.gateway_8b),
+    "Offline engine": (("engine",), benchmark_servers.engine),
+    "Servers": (("servers",), benchmark_servers.servers),
+    "Servers and Mini-SGLang": (("servers-mini",), benchmark_servers.servers_mini),
+    "Servers of an 8B": (("servers-8b",), benchmark_servers.servers_8b),
+    "Gateway of an 8B": (("servers-8b-gateway",), benchmark_servers.gateway_8b),
     "Prefix index": (("prefix-cache",), benchmark_gpu.prefix_cache),
     "Accuracy": (("accuracy",), benchmark_accuracy.paths),
     "Drafts on real text": (("drafts-real",), benchmark_accuracy.drafts),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PLACES: Final = {
+VERSIONS: Final = {
     "Cargo.toml": r'^(version = ")[^"]+(")',
     "pyproject.toml": r'^(version = ")[^"]+(")',
     "python/pie_driver_sglang/__init__.py": r'^(__version__ = ")[^"]+(")',
@@ -33,7 +33,7 @@ def replace(text: str, pattern: str, version: str) -> str:
     """
     text, count = re.subn(pattern, rf"\g<1>{version}\g<2>", text, flags=re.MULTILINE)
     if count != 1:
-        raise ValueError(f"{count} places of {pattern}, expected one")
+        raise ValueError(f"{count} matches of {pattern}, expected one")
     return text
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     """Replaces all."""
     [version] = sys.argv[1:]
     names = local_packages((ROOT / LOCKS[0]).read_text())
-    for name, pattern in PLACES.items():
+    for name, pattern in VERSIONS.items():
         path = ROOT / name
         path.write_text(replace(path.read_text(), pattern, version))
     for name in LOCKS:

@@ -43,7 +43,7 @@ trait Readers {
     fn broadcast(&mut self) -> &mut Broadcast;
 
     /// Waits until message `number` is taken.
-    fn settle(&mut self, number: u32);
+    fn await_readers(&mut self, number: u32);
 }
 
 fn race<R: Readers>(criterion: &mut Criterion, name: &str, size: usize, readers: fn(usize) -> R) {
@@ -58,7 +58,7 @@ fn race<R: Readers>(criterion: &mut Criterion, name: &str, size: usize, readers:
             let result = readers.broadcast().send(*number, &[&message]);
             let elapsed = start.elapsed();
             result.expect("the readers behave");
-            readers.settle(*number);
+            readers.await_readers(*number);
             samples.record(elapsed);
             elapsed
         };
@@ -116,7 +116,7 @@ impl Readers for Idle {
         &mut self.broadcast
     }
 
-    fn settle(&mut self, number: u32) {
+    fn await_readers(&mut self, number: u32) {
         for listener in &mut self.listeners {
             let kind = listener.receive_with(Wait::Spin, |kind, _| kind);
             assert_eq!(kind.expect("a message"), number);
@@ -158,7 +158,7 @@ impl Readers for Spinning {
         &mut self.broadcast
     }
 
-    fn settle(&mut self, number: u32) {
+    fn await_readers(&mut self, number: u32) {
         // SYNC: pairs with the release store in `read_all`.
         while self.read.load(Ordering::Acquire) != number {
             let thread = self.thread.as_ref();
@@ -191,7 +191,7 @@ fn read_all(mut listener: Listener, expected: &[u8], read: &AtomicU32) {
         };
         match listener.receive_with(Wait::Spin, look).expect("a message") {
             END => return,
-            // SYNC: pairs with the acquire load in `settle`.
+            // SYNC: pairs with the acquire load in `await_readers`.
             kind => read.store(kind, Ordering::Release),
         }
     }

@@ -86,7 +86,7 @@ fn step(context: usize, position: usize, tokens: &[u32], drafts: usize) -> Step<
     }
 }
 
-/// A token appended to a context that has so many, in stretches of [`CHUNK`].
+/// A token appended to a context that has so many, in chunks of [`CHUNK`].
 fn append(criterion: &mut Criterion) {
     let chunk = CHUNK as usize;
     for (name, held) in [("1k", 1000), ("64k", 64_000), ("1M", MILLION)] {

@@ -13,7 +13,7 @@ use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConf
 const CONTEXT: u32 = 2048;
 const REQUESTS: [u32; 2] = [256, 1024];
 
-/// A kind of call, timed while the other one goes on.
+/// A kind of call, timed while the other one continues.
 fn calls(criterion: &mut Criterion, name: &str, timed: fn(&mut Decodes) -> Duration) {
     for requests in REQUESTS {
         let mut decodes = None;

@@ -15,7 +15,7 @@ BUILDS: Final = {
 """What has each of them built, if it is not in the user's cache."""
 
 
-def obstacle(name: str, limit_s: float) -> str | None:
+def unavailable_reason(name: str, limit_s: float) -> str | None:
     """Why FlashInfer's kernels of a name cannot be had; None when they are built.
 
     Args:

@@ -270,22 +270,22 @@ def model_folder(shapes: Path, folder: Path) -> Path:
 
 
 def in_turns(
-    ways: Mapping[str, Callable[[], float]], rounds: int, *, settle: int = 0
+    ways: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 0
 ) -> dict[str, list[float]]:
     """Times ways to do the same that take turns, so that a drift of the machine meets all of them.
 
     Args:
         ways: Each returns what it took.
         rounds: Times of each that count.
-        settle: Rounds before those.
+        warmup: Rounds before those, not counted.
 
     Returns:
         For each way, what it took in each round.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(settle + rounds):
+    for number in range(warmup + rounds):
         for name, way in ways.items():
             took = way()
-            if number >= settle:
+            if number >= warmup:
                 times[name].append(took)
     return times

@@ -7,8 +7,8 @@ Without `--model` the weights are random, in a small shape with the head sizes o
 The reference runs in float32 on the CPU, eagerly. In float32 (only on the CPU) every logit must be
 near the reference's; in float16 and bfloat16 every best token must be the same where the two best
 logits are more than `MIN_GAP` apart. Prompts hold images of several sizes, are cut into passes
-within an image, share frames with text, and go on decoding. It also times the prefill of one image,
-as the client sees it.
+within an image, share frames with text, and continue decoding. It also times the prefill of one
+image, as the client sees it.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Story:
         values = 3 * vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.randn((height * width, values), generator=generator)
         merged = (height // vision.spatial_merge_size, width // vision.spatial_merge_size)
-        places = itertools.product((0,), *map(range, merged))
-        axes = [self.next + at for place in places for at in place]
+        offsets = itertools.product((0,), *map(range, merged))
+        axes = [self.next + at for offset in offsets for at in offset]
         grid = (1, height, width)
         self.images.append(Image(len(self.tokens), grid, pixels.numpy().tobytes(), axes))
         self.pixels.append(pixels)
@@ -177,7 +177,7 @@ def converse(client: Client, stories: list[Story]) -> list[torch.Tensor]:
         reply = client.forward(requests)
         for story, logits, parts in zip(stories, reply.logits, found, strict=True):
             if not logits:
-                raise SystemExit(f"request {story.number} was emptied")
+                raise SystemExit(f"request {story.number} was rejected")
             parts.append(torch.tensor(logits))
             story.text([int(parts[-1][-1, :7900].argmax())])
         rows = [[0]] * len(stories)

@@ -100,11 +100,11 @@ def mixed(axes: Axes, results: Results) -> None:
     sides = {"this driver": section["graph"], "SGLang, fa3": section["sglang_fa3"]}
     lengths = [length for length in section["graph"] if length.isdigit()]
     for number, (name, row) in enumerate(sides.items()):
-        places = [place + 0.4 * number for place in range(len(lengths))]
+        positions = [position + 0.4 * number for position in range(len(lengths))]
         values = [row[length] / 1000 for length in lengths]
-        bars = axes.bar(places, values, 0.38, label=name, color=PEER if number else OURS)
+        bars = axes.bar(positions, values, 0.38, label=name, color=PEER if number else OURS)
         axes.bar_label(bars, fmt="{:.1f}", padding=2, fontsize=8)
-    axes.set_xticks([place + 0.2 for place in range(len(lengths))], lengths)
+    axes.set_xticks([position + 0.2 for position in range(len(lengths))], lengths)
     axes.set(xlabel="tokens of the prompt", ylabel="ms more than a step without it")
     axes.set_title("A prompt that joins 64 decodes, Qwen3-0.6B shape")
     axes.legend(frameon=False)
@@ -115,12 +115,12 @@ def ranks(axes: Axes, results: Results) -> None:
     speedups = results["tp"]["speedup"]
     rows = list(speedups["2"])
     for number, (count, color) in enumerate({"2": PEER, "4": OURS}.items()):
-        known = [place for place, row in enumerate(rows) if row in speedups[count]]
-        places = [place + 0.4 * number for place in known]
-        values = [speedups[count][rows[place]] for place in known]
-        bars = axes.bar(places, values, 0.38, label=f"{count} GPUs", color=color)
+        known = [position for position, row in enumerate(rows) if row in speedups[count]]
+        positions = [position + 0.4 * number for position in known]
+        values = [speedups[count][rows[position]] for position in known]
+        bars = axes.bar(positions, values, 0.38, label=f"{count} GPUs", color=color)
         axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
-    axes.set_xticks([place + 0.2 for place in range(len(rows))], rows)
+    axes.set_xticks([position + 0.2 for position in range(len(rows))], rows)
     axes.set(xlabel="contexts x tokens", ylabel="speed-up over one GPU", ylim=(0, 4))
     axes.set_title("Tensor parallelism, Qwen3-14B shape")
     axes.legend(frameon=False)
@@ -136,13 +136,13 @@ def runner(axes: Axes, results: Results) -> None:
         "this driver, through the ring": (OURS, [section["ours_us"][row] for row in rows]),
     }
     for number, (name, (color, times)) in enumerate(sides.items()):
-        places = [place + 0.4 * number for place in range(len(rows))]
-        bars = axes.bar(places, [us / 1000 for us in times], 0.38, label=name, color=color)
+        positions = [position + 0.4 * number for position in range(len(rows))]
+        bars = axes.bar(positions, [us / 1000 for us in times], 0.38, label=name, color=color)
         axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=7)
     limits = [section["roofline_us"][row] / 1000 for row in rows]
-    places = [place + 0.2 for place in range(len(rows))]
-    axes.hlines(limits, [p - 0.4 for p in places], [p + 0.4 for p in places], color="black")
-    axes.set_xticks(places, [row.replace("x", " x ") for row in rows], fontsize=8)
+    positions = [position + 0.2 for position in range(len(rows))]
+    axes.hlines(limits, [p - 0.4 for p in positions], [p + 0.4 for p in positions], color="black")
+    axes.set_xticks(positions, [row.replace("x", " x ") for row in rows], fontsize=8)
     axes.set(xlabel="contexts x tokens; lines: time to move the bytes", ylabel="ms", yscale="log")
     axes.set_title("A decode step, Qwen3-0.6B shape")
     axes.legend(frameon=False, fontsize=8)
@@ -175,11 +175,13 @@ def servers(record: Results) -> Figure:
             values = [
                 statistics.median(row[key] for row in rows if row["load"] == load) for load in loads
             ]
-            places = [place + 0.4 * number for place in range(len(loads))]
-            bars = axes.bar(places, values, 0.38, label=name, color=color)
+            positions = [position + 0.4 * number for position in range(len(loads))]
+            bars = axes.bar(positions, values, 0.38, label=name, color=color)
             form = "{:,.0f}" if key == "output_throughput" else "{:.1f}"
             axes.bar_label(bars, fmt=form, padding=2, fontsize=7)
-        axes.set_xticks([place + 0.2 for place in range(len(loads))], loads.values(), fontsize=8)
+        axes.set_xticks(
+            [position + 0.2 for position in range(len(loads))], loads.values(), fontsize=8
+        )
         axes.set(xlabel="streams", yticks=[])
         axes.set_title(title, fontsize=10)
         for side in ("top", "right", "left"):

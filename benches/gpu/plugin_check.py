@@ -41,7 +41,7 @@ LEAST_SAME = 0.75
 """Of an engine's tokens, those before the first that differs in their text. Near ties part some
 texts somewhere; a verification that is wrong parts all of them near their start."""
 LEAST_A_STEP = 1.2
-"""Tokens that a step says, of an engine whose drafts come true."""
+"""Tokens of a step, of an engine whose drafts are accepted."""
 FLUSH_S = 10.0
 """Until when an engine that has answered must be idle."""
 

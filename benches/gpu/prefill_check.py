@@ -54,7 +54,7 @@ from pie_driver_sglang.memory.batch_sizes import (
 )
 from pie_driver_sglang.memory.graphs import GraphKind, plain_specs
 
-ROUNDS, SETTLE = 5, 2
+ROUNDS, WARMUP = 5, 2
 TOLERANCE: Final = 0.03
 """Of the hidden states' norm, by which bfloat16 may have the ways differ."""
 PEER: Final = frame.REPOSITORY / "benches" / "peers" / "sglang_prefill.py"
@@ -79,11 +79,11 @@ class Prefill:
             raise ValueError(f"{len(lengths)} prompts, and the table has {len(table)} rows")
         pages = [-(-length // PAGE) for length in lengths]
         free = torch.randperm(runner.max_total_num_tokens // PAGE - 1)[: sum(pages)] + 1
-        places = []
+        slots_by_request = []
         for row, (length, own) in enumerate(zip(lengths, free.split(pages), strict=True), 1):
             slots = (own[:, None] * PAGE + torch.arange(PAGE)).flatten()
             table[row, : len(slots)] = slots.to(table)
-            places.append(slots[:length])
+            slots_by_request.append(slots[:length])
         total, sizes = sum(lengths), torch.tensor(lengths)
         on_device = sizes.to(device)
         vocabulary = engine.model_info.vocab_size
@@ -92,7 +92,7 @@ class Prefill:
             input_ids=torch.randint(vocabulary, (total,), device=device),
             positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
             mrope_positions=None,
-            out_cache_loc=torch.cat(places).to(device),
+            out_cache_loc=torch.cat(slots_by_request).to(device),
             req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
             seq_lens=on_device,
             seq_lens_cpu=sizes,
@@ -238,7 +238,7 @@ def check(engine: Any, arguments: argparse.Namespace, report: Report, peers: Pee
         offs = {way: float((own - theirs).norm() / theirs.norm()) for way, own in states.items()}
         report.hold(f"{tokens} tokens in prompts of {each}", max(offs.values()), at_most=TOLERANCE)
         calls = {way: functools.partial(milliseconds, run) for way, run in ways.items()}
-        times = frame.in_turns(calls, ROUNDS, settle=SETTLE)
+        times = frame.in_turns(calls, ROUNDS, warmup=WARMUP)
         found = {way: statistics.median(took) for way, took in times.items()}
         others = peers.get((tokens, len(lengths)), {})
         found |= {kind: row["graph_ms"] for kind, row in others.items() if "graph_ms" in row}

@@ -4,10 +4,10 @@
 
 The engines are processes on one GPU, with random weights in the shape of CONFIG_DIR. They take
 turns: each answers the same requests while the others are idle. Groups of eight requests begin with
-a common prefix of 200 to 600 tokens; each goes on with 30 to 100 tokens of its own, and asks for 32
-tokens. `--at-once` says how many requests run at a time; a turn has four times as many, and new
+a common prefix of 200 to 600 tokens; each continues with 30 to 100 tokens of its own, and asks for
+32 tokens. `--at-once` says how many requests run at a time; a turn has four times as many, and new
 prefixes. One row with another backend: `--at-once 8 --attention-backend triton`. The engine
-`declines` is ours, and uses no prefix: what keeping the books costs by itself.
+`declines` is ours, and uses no prefix: the cost of the bookkeeping alone.
 
 The status is 1 if an engine failed or found no prefix, and if ours makes fewer tokens a second than
 SGLang's tree or none, by the medians over the turns.

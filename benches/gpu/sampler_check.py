@@ -177,7 +177,7 @@ def check_exact(device: str) -> int:
 def check_masks(device: str) -> int:
     """Masks as edges and as bits."""
     vocabulary, generator = 9001, torch.Generator().manual_seed(1)
-    places, words, allowed = [], [], []
+    entries, words, allowed = [], [], []
     for number in range(12):
         share = (0.5, 0.01, 0.9, 0.0002)[number % 4]
         edges = (torch.rand(vocabulary, generator=generator) < share).nonzero()[:, 0].tolist()
@@ -189,12 +189,14 @@ def check_masks(device: str) -> int:
         packed = (bits << torch.arange(32)).sum(-1)
         packed = torch.where(packed >= 2**31, packed - 2**32, packed).tolist()
         for kind, content in ((len(edges), edges), (-1, packed), (0, [])):
-            places.append([len(words), kind])
+            entries.append([len(words), kind])
             words += content
             allowed.append(inside if kind else torch.ones_like(inside))
-    logits = torch.randn(len(places), vocabulary, generator=generator)
+    logits = torch.randn(len(entries), vocabulary, generator=generator)
     expected = logits.masked_fill(~torch.stack(allowed), -math.inf)
-    spans, data = (torch.tensor(values, dtype=torch.int32).to(device) for values in (places, words))
+    spans, data = (
+        torch.tensor(values, dtype=torch.int32).to(device) for values in (entries, words)
+    )
     found = logits.clone().to(device)
     sampler.mask_logits(LogitRows(found), spans, data)
     reference.apply_masks(logits, *(part.cpu() for part in (spans, data)))
@@ -286,7 +288,7 @@ class Peers:
 
     def __init__(self, limit_s: float) -> None:
         """Has FlashInfer's kernels built, within so many seconds."""
-        missing = flashinfer_kernels.obstacle("sampling", limit_s)
+        missing = flashinfer_kernels.unavailable_reason("sampling", limit_s)
         if missing is not None:
             print(f"    without FlashInfer's kernels: {missing}", flush=True)
         self.names = [] if missing is not None else list(sampling_peers.PEERS)
@@ -324,13 +326,13 @@ def time_kinds(device: str, report: Report, peers: Peers) -> None:
         others = {f"{name}_ms": took for name, took in theirs.items()}
         report.add(kind=kind, kernel_ms=times[kind], sorting_ms=before, **others)
     words = torch.arange(SLOTS * 40, dtype=torch.int32, device=device) % 40 * 3000 + 500
-    places = torch.arange(SLOTS, dtype=torch.int32, device=device) * 40
-    places = torch.stack([places, torch.full_like(places, 40)], dim=1)
-    masks = milliseconds(lambda: reference.apply_masks(logits, places, words))
-    print(f"    a logit mask of 20 stretches each: {masks:.3f} ms")
+    entries = torch.arange(SLOTS, dtype=torch.int32, device=device) * 40
+    entries = torch.stack([entries, torch.full_like(entries, 40)], dim=1)
+    masks = milliseconds(lambda: reference.apply_masks(logits, entries, words))
+    print(f"    a logit mask of 20 ranges each: {masks:.3f} ms")
     read = milliseconds(lambda: logits.amax(dim=-1))
     print(f"    one read of the logits (amax): {read:.3f} ms")
-    report.add(kind="a logit mask of 20 stretches", kernel_ms=masks)
+    report.add(kind="a logit mask of 20 ranges", kernel_ms=masks)
     report.add(kind="one read of the logits", kernel_ms=read)
     dearest = max(times[kind] for kind in KINDS)
     print(

@@ -76,7 +76,7 @@ def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None
             for step in range(20):
                 place = (tokens[stored:], stored, page, number + 1)
                 asked = {**PENALTIES, "counted_from": len(prompt), "logit_bias": biases}
-                # Every other token by way of Python.
+                # Every other token on the Python path.
                 samplers = [Sampler.greedy(), *([Sampler.entropy()] if step % 2 else [])]
                 asked |= {"logprobs": 5, "logprobs_of": [prompt[0]]}
                 reply = client.forward([request(*place, samplers, **asked)])
@@ -165,7 +165,7 @@ def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None
         for row in range(ROWS):
             # Each token several times, as in text.
             prompt = [draw.randrange(300, 600) for _ in range(CONTEXT)]
-            # Noted as they are stored.
+            # Recorded as they are stored.
             more = asked["penalties"]
             client.forward([request(prompt, 0, row * stride, row + 1, [Sampler.greedy()], **more)])
         frames = {
@@ -181,7 +181,7 @@ def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None
             name: functools.partial(round_trip_us, client, bytes_)
             for name, bytes_ in frames.items()
         }
-        times = in_turns(ways, ROUNDS, settle=5)
+        times = in_turns(ways, ROUNDS, warmup=5)
     medians = {name: statistics.median(found) for name, found in times.items()}
     plain = medians["plain"]
     extra = sglang_sampling.extra_us(ROWS, vocab)

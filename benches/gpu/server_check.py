@@ -21,7 +21,7 @@ for a token.
 With `--peer-mini`, a clone of https://github.com/sgl-project/mini-sglang, its server is asked, too,
 as `mini` and by `/v1/chat/completions`: it has no other endpoint that bench_serving knows. Every
 prompt has the tokens of a chat's template more. No bar is on its figures. Its prefix index is never
-emptied, so that the request that warms up may be found there.
+flushed, so that the request that warms up may be found there.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def one_at_a_time(
 
 
 def answers(side: str, served: Served, until: float, report: Report) -> bool:
-    """Whether a server answers in time. That is a bar; of Mini-SGLang's it is only noted."""
+    """Whether a server answers in time. That is a bar; of Mini-SGLang's it is only recorded."""
     try:
         wait_ready(side, served, until)
         differ = differing(side, served.url)

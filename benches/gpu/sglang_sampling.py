@@ -87,7 +87,7 @@ def extra_us(rows: int, vocab: int) -> dict[str, float]:
             usable[name] = way
         except Exception as error:  # What one case needs may not be installed.
             print(f"    SGLang, {name}: {type(error).__name__}: {error}", flush=True)
-    times = in_turns(usable, ROUNDS, settle=5)
+    times = in_turns(usable, ROUNDS, warmup=5)
     medians = {name: statistics.median(found) for name, found in times.items()}
     plain = medians.pop("plain", None)
     return {} if plain is None else {name: took - plain for name, took in medians.items()}

@@ -166,7 +166,7 @@ class FlashInferSums:
             max_token_num=FLASHINFER_ROWS,
             hidden_dim=check.width,
             dtype=torch.bfloat16,
-            # By way of the host: objects go through it, and NCCL has its own buffers.
+            # Through the host: objects go through it, and NCCL has its own buffers.
             comm_backend=TorchDistBackend(group=check.group),
             group=check.group,
         )
@@ -269,7 +269,7 @@ class Check:
             raise AssertionError(f"more than {DRIFT}")
 
     def expect_equal(self, numbers: torch.Tensor, when: str) -> None:
-        """All ranks go on with the same numbers."""
+        """All ranks continue with the same numbers."""
         theirs = [torch.empty_like(numbers) for _ in range(self.count)]
         dist.all_gather(theirs, numbers)
         if not all(torch.equal(numbers, other) for other in theirs):
@@ -396,7 +396,7 @@ def run(count: int, arguments: argparse.Namespace, report: Report, part: str = "
 
 def run_flashinfer(arguments: argparse.Namespace, report: Report) -> None:
     """Times FlashInfer's sums for each number of ranks; what fails is one line."""
-    missing = flashinfer_kernels.obstacle("all-reduce", arguments.build_limit)
+    missing = flashinfer_kernels.unavailable_reason("all-reduce", arguments.build_limit)
     if missing is not None:
         print(f"without FlashInfer's all-reduce: {missing}", flush=True)
         return

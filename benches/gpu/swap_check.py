@@ -6,7 +6,7 @@
 Three parts; the first one that is wrong ends the script:
 
 1. `pocket` in bfloat16 in a driver process: contexts that are swapped out, overwritten and
-   swapped in elsewhere must go on with the tokens of undisturbed ones.
+   swapped in elsewhere must continue with the tokens of undisturbed ones.
 2. The copies after kernels that the device has not finished: a page holds what the kernels before
    the copy wrote, and nothing of what later ones write.
 3. Random pages in the shape of a model: bit-exact round trips, and GB/s by direction, number of

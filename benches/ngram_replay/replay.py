@@ -3,8 +3,8 @@
     python benches/ngram_replay/replay.py target/ngram_streams.json target/release/ngram_replay
 
 Each step drafts after what is known, is given as many drafts as are right and one token more, and
-goes on. All have the same number of drafts to try; a tree has as many nodes. The streams of a kind
-follow each other, so drafters that share a history may use it.
+continues. All have the same number of drafts to try; a tree has as many nodes. The streams of a
+kind follow each other, so drafters that share a history may use it.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python benches/ngram_replay/streams.py target/ngram_streams.json
 
-- `completion`, `edit`, `chat`: models/pocket goes on greedily with the start of a file, with a file
-  and the wish to document a function of it, and with questions,
+- `completion`, `edit`, `chat`: models/pocket continues greedily with the start of a file, with a
+  file and the wish to document a function of it, and with questions,
 - `source`: files of Python's standard library, of which the first quarter is given,
 - `rename`: such a file is given, and said again with its most frequent names replaced.
 

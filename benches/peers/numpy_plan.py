@@ -5,14 +5,14 @@ of them. All variants check the frame, fill the arrays that the engine needs and
 they differ in the block table and the reply:
 
 - `numpy_delta` keeps a mirror and stages what changed,
-- `numpy_full_table` stages the whole table in every step, and keeps the places of its entries,
+- `numpy_full_table` stages the whole table in every step, and keeps the indices of its entries,
 - `numpy_rebuilt` keeps nothing from one step to the next, and answers through Python lists.
 
 The last has two habits of Pie's own driver, and is no measurement of it. There, index tables also
 go to the host and back to the device, and a reply is tried with several sizes of buffers.
 
 All are spared what the planner also does: storage slots named twice, masks, drafts, adapters,
-media, seeds, contexts that change places.
+media, seeds, contexts that change rows.
 """
 
 import json

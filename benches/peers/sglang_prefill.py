@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from sglang_runner import boot
 
-ROUNDS, SETTLE = 5, 2
+ROUNDS, WARMUP = 5, 2
 
 
 def prefill_settings(arguments: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
@@ -66,12 +66,12 @@ class Prefill:
         pages = [-(-length // page_size) for length in lengths]
         # Page 0 is SGLang's padding.
         order = (1 + torch.randperm(sum(pages))).split(pages)
-        places = []
+        slots_by_request = []
         for row, (length, own) in enumerate(zip(lengths, order, strict=True)):
             slots = (own[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
             table[row, :length] = slots.to(table)
-            places.append(slots)
-        self._slots = torch.cat(places).to(device)
+            slots_by_request.append(slots)
+        self._slots = torch.cat(slots_by_request).to(device)
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         vocabulary = runner.model_config.vocab_size
         self._ids = torch.randint(vocabulary, (self.tokens,), device=device)
@@ -115,10 +115,10 @@ class Prefill:
 def medians(ways: dict[str, Any]) -> dict[str, float]:
     """Of ways that take turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(SETTLE + ROUNDS):
+    for turn in range(WARMUP + ROUNDS):
         for name, way in ways.items():
             took = way()
-            if turn >= SETTLE:
+            if turn >= WARMUP:
                 times[name].append(took)
     return {name: statistics.median(took) for name, took in times.items()}
 

@@ -23,7 +23,7 @@ fn switches_in(status: &str) -> u64 {
 /// What others took from the machine while it measured, as shares of the time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Disturbance {
-    /// The hypervisor gave the cores to other guests.
+    /// The hypervisor gave the cores to other virtual machines.
     pub stolen: f64,
     /// Some thread of the machine was ready and had no core.
     pub contended: f64,
@@ -79,7 +79,7 @@ impl Ticks {
             .skip(1)
             .map_while(|field| field.parse().ok())
             .collect();
-        // The guest's time is part of the user's.
+        // A virtual machine's time is part of the user's.
         let total = ticks.iter().take(8).sum();
         Self {
             total,

@@ -120,7 +120,7 @@ pub fn asking_frame(requests: u32, context: u32, step: u32, asked: Asked) -> Fra
     frame(&turns.collect::<Vec<_>>())
 }
 
-/// A tenth of the vocabulary, in ten stretches that depend on `number`.
+/// A tenth of the vocabulary, in ten ranges that depend on `number`.
 fn mask(number: u32) -> Brle {
     let (forbidden, allowed) = (13_500 + number % 100, 1_500 - number % 7);
     Brle {

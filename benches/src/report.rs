@@ -88,7 +88,7 @@ impl Summary {
     }
 
     /// Which percentiles are the scheduler's rather than the code's.
-    fn doubt(&self) -> Option<&'static str> {
+    fn unreliable(&self) -> Option<&'static str> {
         match self.involuntary_switches {
             0 => None,
             switches if switches * 100 >= self.samples => Some("p99 and p99.9"),
@@ -153,10 +153,10 @@ impl Row {
     /// Why not to believe the row, if anything disturbed it.
     #[must_use]
     pub fn warning(&self) -> Option<String> {
-        let doubts = self.sides().filter_map(|(side, summary)| {
-            let (doubt, switches) = (summary.doubt()?, summary.involuntary_switches);
+        let warnings = self.sides().filter_map(|(side, summary)| {
+            let (unreliable, switches) = (summary.unreliable()?, summary.involuntary_switches);
             Some(format!(
-                "{doubt} of {side} ({switches} in {})",
+                "{unreliable} of {side} ({switches} in {})",
                 summary.samples
             ))
         });
@@ -172,8 +172,8 @@ impl Row {
         let shares = shares.into_iter().filter(|(share, most, _)| share > most);
         let shares =
             shares.map(|(share, _, what)| format!("all of it ({:.0} % {what})", share * 100.0));
-        let doubts: Vec<_> = shares.chain(doubts).collect();
-        (!doubts.is_empty()).then(|| format!("{}: {}", self.bench, doubts.join(", ")))
+        let warnings: Vec<_> = shares.chain(warnings).collect();
+        (!warnings.is_empty()).then(|| format!("{}: {}", self.bench, warnings.join(", ")))
     }
 
     fn sides(&self) -> impl Iterator<Item = (&str, &Summary)> {

@@ -15,14 +15,14 @@ pub struct Decodes {
     requests: u64,
     prompt: u32,
     now: u64,
-    /// Rows of the steps that are out, those that draw and all.
+    /// Rows of the steps that are out, those that sample and all.
     out: Vec<(usize, usize)>,
     tokens: Vec<u32>,
     ends: Vec<u32>,
 }
 
 impl Decodes {
-    /// So many requests, of `context` tokens on average, at different places of their output, with one step out.
+    /// So many requests, of `context` tokens on average, at different positions of their output, with one step out.
     ///
     /// # Panics
     ///
@@ -85,14 +85,17 @@ impl Decodes {
     ///
     /// When there is none.
     pub fn step(&mut self) -> usize {
-        let step = self.scheduler.schedule(self.now).expect("right books");
+        let step = self
+            .scheduler
+            .schedule(self.now)
+            .expect("consistent bookkeeping");
         let step = step.expect("there is work");
-        let (mut draws, mut pages) = (0, 0);
+        let (mut samples, mut pages) = (0, 0);
         for row in step.rows() {
-            draws += usize::from(row.sampling.is_some());
+            samples += usize::from(row.sampling.is_some());
             pages += row.pages.len();
         }
-        self.out.push((draws, step.rows().len()));
+        self.out.push((samples, step.rows().len()));
         pages
     }
 
@@ -102,11 +105,11 @@ impl Decodes {
     ///
     /// When there is no step.
     pub fn answer(&mut self) -> usize {
-        let (draws, rows) = self.out.remove(0);
-        self.tokens.resize(draws, 7);
+        let (samples, rows) = self.out.remove(0);
+        self.tokens.resize(samples, 7);
         self.ends.clear();
         self.ends
-            .extend((0..=rows).map(|row| row.min(draws) as u32));
+            .extend((0..=rows).map(|row| row.min(samples) as u32));
         self.now += STEP_US;
         let answer = StepOutput {
             tokens: &self.tokens,
@@ -121,6 +124,6 @@ impl Decodes {
         for _ in 0..ended.count() {
             self.submit(OUTPUT);
         }
-        draws
+        samples
     }
 }

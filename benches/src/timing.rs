@@ -1,6 +1,6 @@
 //! Timing ours and its peers in turns, so that a drift of the machine hits all alike.
 //!
-//! Criterion sets the pace and judges ours. In each of its samples the sides run one after the other,
+//! Criterion sets the sample count and judges ours. In each of its samples the sides run one after the other,
 //! a slow peer fewer operations than ours, so that turns take about the same time. Every single
 //! operation goes into its side's histogram.
 
@@ -16,7 +16,7 @@ use crate::report::{self, Row, Summary, Unit};
 
 /// Before this much time has passed nothing is recorded.
 const WARM_UP: Duration = Duration::from_secs(3);
-/// Operations before each turn: the side before has emptied the caches.
+/// Operations before each turn: the side before has evicted the caches.
 const TURN_WARM_UP: u64 = 8;
 /// Fewest operations of a peer's turn, however slow it is.
 const SHORTEST_TURN: u64 = 32;

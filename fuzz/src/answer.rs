@@ -54,7 +54,7 @@ enum Reply {
     Right(u8, u8),
     /// The same, with an element of one of its arrays changed, added or removed.
     Edited(u8, u8, Vec<(u8, u8, u32)>),
-    /// The same, with words of its bytes changed, by their places from the end, or cut.
+    /// The same, with words of its bytes changed, by their offsets from the end, or cut.
     Damaged(u8, u8, Vec<(u16, u32)>, Option<u16>),
     /// The fast reply.
     Fast(Vec<u8>),
@@ -71,7 +71,7 @@ type Asked = Option<Arc<RequestExtension>>;
 /// What an answer has to fit of a row.
 #[derive(Debug)]
 struct Expected {
-    draws: bool,
+    samples: bool,
     scores: bool,
     drafts: Vec<u32>,
     wants_drafts: bool,
@@ -199,7 +199,7 @@ impl Harness {
         }
         self.scheduler
             .check_invariants()
-            .expect("the books are right");
+            .expect("the bookkeeping is consistent");
         self.read_outputs();
     }
 
@@ -208,7 +208,7 @@ impl Harness {
             return;
         };
         let rows = step.rows().map(|row| Expected {
-            draws: row.sampling.is_some(),
+            samples: row.sampling.is_some(),
             scores: row.params.is_some() && row.sampling.is_some(),
             drafts: row.drafts.to_vec(),
             wants_drafts: row.wants_drafts,
@@ -280,13 +280,13 @@ fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, Logp
     for (request, row) in rows.iter().enumerate() {
         let accepted = row.drafts.len().min(accepted.into());
         let before = response.tokens.len();
-        if row.draws {
+        if row.samples {
             response.tokens.extend(&row.drafts[..accepted]);
             response.tokens.push((row.end * 7 + 11) % VOCAB);
         }
         let tokens = (response.tokens.len() - before) as u32;
         response.tokens_indptr.push(response.tokens.len() as u32);
-        if row.wants_drafts && row.draws {
+        if row.wants_drafts && row.samples {
             let first = row.end + tokens;
             let drafts = (0..u32::from(drafted % 4)).map(|at| (first + at, (first + at) % VOCAB));
             for (position, token) in drafts {
@@ -296,8 +296,8 @@ fn right(rows: &[Expected], accepted: u8, drafted: u8) -> (ForwardResponse, Logp
         }
         response.spec_indptr.push(response.spec_tokens.len() as u32);
         if row.scores {
-            let place = [(-1.0_f32).to_bits(), 3, (-0.5_f32).to_bits()];
-            let words = (0..tokens).flat_map(|_| place);
+            let words = [(-1.0_f32).to_bits(), 3, (-0.5_f32).to_bits()];
+            let words = (0..tokens).flat_map(|_| words);
             scores.push(request as u32, SHAPE, (0, tokens), words);
         }
     }

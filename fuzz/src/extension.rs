@@ -65,12 +65,12 @@ fn answer(bytes: &[u8]) {
     };
     let mut rows = LogprobRows::default();
     for row in extension.rows() {
-        let places = row
+        let positions = row
             .shape()
             .positions(&row.words().collect::<Vec<_>>())
             .len();
         let (prompt, tokens) = row.position_counts();
-        assert_eq!(places as u64, u64::from(prompt) + u64::from(tokens));
+        assert_eq!(positions as u64, u64::from(prompt) + u64::from(tokens));
         rows.push(row.request(), row.shape(), (prompt, tokens), row.words());
     }
     if rows.bytes() == 0 {

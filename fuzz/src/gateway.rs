@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use arbitrary::{Arbitrary, Unstructured};
 use pie_engine::GrammarSetupError;
 use pie_frontends::grpc::contract::{sglang, vllm};
-use pie_frontends::grpc::{Contract, GatewaySettings, ImageFacts, ModelFacts, RequestReader};
+use pie_frontends::grpc::{Contract, GatewaySettings, RequestReader, ServedModel, VisionInfo};
 use prost::Message as _;
 use prost::encoding::{WireType, encode_key, encode_varint};
 
@@ -148,7 +148,7 @@ fn nested(depth: usize, numbers: [u32; 2]) -> Vec<u8> {
 /// Images one after the other, as a gateway makes tensors of them.
 #[derive(Default)]
 struct Media {
-    places: Vec<(u32, u32)>,
+    placeholders: Vec<(u32, u32)>,
     grids: Vec<u8>,
     patches: u32,
     pixels: Vec<u8>,
@@ -172,7 +172,7 @@ impl Media {
             let [rows, columns] = [image.rows, image.columns].map(|side| u32::from(side % 6));
             let start = end + u32::from(image.text % 8);
             end = start + rows * columns;
-            media.places.push((start, rows * columns));
+            media.placeholders.push((start, rows * columns));
             media.patches += rows * columns * MERGE * MERGE;
             let grid = [1, rows * MERGE, columns * MERGE];
             let sides = grid.map(|side| i64::from(side).to_le_bytes());
@@ -193,14 +193,14 @@ fn vllm_inputs(media: &Media) -> vllm::MultimodalInputs {
         dtype: dtype.to_owned(),
         payload: Some(Payload::Inline(bytes.to_vec())),
     };
-    let count = media.places.len() as u32;
+    let count = media.placeholders.len() as u32;
     let grids = tensor(&[count, 3], "int64", &media.grids);
     let shape = [media.patches, media.numbers];
-    let place = |&(offset, length): &(u32, u32)| vllm::PlaceholderRange { offset, length };
+    let range = |&(offset, length): &(u32, u32)| vllm::PlaceholderRange { offset, length };
     vllm::MultimodalInputs {
         pixel_values: Some(tensor(&shape, media.dtype, &media.pixels)),
         model_specific_tensors: [(GRIDS.to_owned(), grids)].into(),
-        mm_placeholders: media.places.iter().map(place).collect(),
+        mm_placeholders: media.placeholders.iter().map(range).collect(),
         ..vllm::MultimodalInputs::default()
     }
 }
@@ -211,14 +211,14 @@ fn sglang_inputs(media: &Media) -> sglang::MultimodalInputs {
         dtype: dtype.to_owned(),
         data: bytes.to_vec(),
     };
-    let count = media.places.len() as u32;
+    let count = media.placeholders.len() as u32;
     let grids = tensor(&[count, 3], "int64", &media.grids);
     let shape = [media.patches, media.numbers];
-    let place = |&(offset, length): &(u32, u32)| sglang::PlaceholderRange { offset, length };
+    let range = |&(offset, length): &(u32, u32)| sglang::PlaceholderRange { offset, length };
     sglang::MultimodalInputs {
         pixel_values: Some(tensor(&shape, media.dtype, &media.pixels)),
         model_specific_tensors: [(GRIDS.to_owned(), grids)].into(),
-        mm_placeholders: media.places.iter().map(place).collect(),
+        mm_placeholders: media.placeholders.iter().map(range).collect(),
         ..sglang::MultimodalInputs::default()
     }
 }
@@ -274,14 +274,14 @@ fn served_by_sglang(input_ids: Vec<u32>, media: Option<&Media>) -> sglang::Gener
 
 /// For a model without images, and for one with them.
 static READERS: LazyLock<[RequestReader; 2]> = LazyLock::new(|| {
-    let model = ModelFacts {
+    let model = ServedModel {
         eos_tokens: vec![2],
-        ..ModelFacts::default()
+        ..ServedModel::default()
     };
     // A server reads both alike.
     let mut settings = GatewaySettings::new(Contract::Vllm, model);
     let text = RequestReader::new(&settings, VOCABULARY);
-    settings.images = Some(ImageFacts { merge: MERGE });
+    settings.images = Some(VisionInfo { merge: MERGE });
     [text, RequestReader::new(&settings, VOCABULARY)]
 });
 

@@ -19,31 +19,19 @@ mod step;
 mod wire;
 
 #[path = "../../rust/planner/tests/common/mod.rs"]
-#[allow(
-    unreachable_pub,
-    clippy::pedantic,
-    reason = "checked where it is at home"
-)]
+#[allow(unreachable_pub, clippy::pedantic, reason = "checked in its own crate")]
 mod common;
 #[path = "../../rust/frontends/tests/sglang_zmq/support/mod.rs"]
-#[allow(clippy::pedantic, reason = "checked where it is at home")]
+#[allow(clippy::pedantic, reason = "checked in its own crate")]
 mod front_messages;
 #[path = "../../rust/wire/tests/wire/message.rs"]
 #[allow(dead_code, reason = "a part is used")]
 mod message;
 #[path = "../../rust/kv-cache/tests/pages/model/mod.rs"]
-#[allow(
-    unreachable_pub,
-    clippy::pedantic,
-    reason = "checked where it is at home"
-)]
+#[allow(unreachable_pub, clippy::pedantic, reason = "checked in its own crate")]
 mod pool_model;
 #[path = "../../rust/kv-cache/tests/radix/model/mod.rs"]
-#[allow(
-    unreachable_pub,
-    clippy::pedantic,
-    reason = "checked where it is at home"
-)]
+#[allow(unreachable_pub, clippy::pedantic, reason = "checked in its own crate")]
 mod radix_model;
 #[path = "../../rust/wire/tests/wire/samples.rs"]
 #[allow(dead_code, reason = "a part is used")]

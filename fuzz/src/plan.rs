@@ -27,7 +27,7 @@ const fn limits(pages: [u32; 3], pass: [u32; 3]) -> Limits {
         max_requests,
         chunk_tokens,
         max_slots,
-        reply_bytes: ROOM as u32,
+        reply_bytes: REPLY_BYTES as u32,
     }
 }
 
@@ -42,7 +42,7 @@ const LIMITS: [Limits; 6] = [
 ];
 
 /// Room for the reply to any frame that the targets bring.
-const ROOM: usize = 1 << 16;
+const REPLY_BYTES: usize = 1 << 16;
 
 /// The limits, by number; how much less room a reply has; then frames as they come, each after its length in 16 bits.
 pub(crate) fn bytes(data: &[u8]) {
@@ -162,8 +162,8 @@ impl Trial {
         let Some(mut computed) = self.plan(request) else {
             return;
         };
-        let room = self.limits.reply_bytes as usize;
-        let replied = self.reply(&mut computed, room).is_some();
+        let limit = self.limits.reply_bytes as usize;
+        let replied = self.reply(&mut computed, limit).is_some();
         if replied {
             self.reply(&mut computed, 0);
         }

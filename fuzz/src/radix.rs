@@ -70,7 +70,7 @@ fn step(input: &mut Unstructured) -> Result<Step> {
         9 => Step::Evict(small(input)?),
         10 | 11 => Step::EvictToHost {
             pages: small(input)?,
-            room: small(input)?,
+            host_pages: small(input)?,
         },
         12 => Step::EvictHost(small(input)?),
         13 => Step::Backup(text(input)?),
@@ -99,7 +99,7 @@ pub(crate) fn index(data: &[u8]) {
     let _ = play_index(&mut Unstructured::new(data));
 }
 
-fn places(input: &mut Unstructured) -> Result<Vec<usize>> {
+fn indices(input: &mut Unstructured) -> Result<Vec<usize>> {
     let count = u8::arbitrary(input)? % 6;
     (0..count)
         .map(|_| Ok(u8::arbitrary(input)?.into()))
@@ -110,13 +110,13 @@ fn pool_step(input: &mut Unstructured) -> Result<PoolStep> {
     let time = |input: &mut Unstructured| Ok(u64::from(u8::arbitrary(input)? % 32));
     Ok(match u8::arbitrary(input)? % 11 {
         0 | 1 => PoolStep::Allocate(usize::from(u8::arbitrary(input)? % 10)),
-        2 => PoolStep::Share(places(input)?),
-        3 => PoolStep::Free(places(input)?),
-        4 => PoolStep::FreeAfter(places(input)?, time(input)?),
+        2 => PoolStep::Share(indices(input)?),
+        3 => PoolStep::Free(indices(input)?),
+        4 => PoolStep::FreeAfter(indices(input)?, time(input)?),
         5 => PoolStep::Complete(time(input)?),
-        6 => PoolStep::Cache(places(input)?),
-        7 => PoolStep::Uncache(places(input)?),
-        8 => PoolStep::UncacheAfter(places(input)?, time(input)?),
+        6 => PoolStep::Cache(indices(input)?),
+        7 => PoolStep::Uncache(indices(input)?),
+        8 => PoolStep::UncacheAfter(indices(input)?, time(input)?),
         9 => PoolStep::MakeUnique(u8::arbitrary(input)?.into()),
         _ if u8::arbitrary(input)? > 240 => PoolStep::Reset,
         _ => PoolStep::Allocate(1),

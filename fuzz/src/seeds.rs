@@ -53,13 +53,13 @@ fn extensions() -> Vec<Vec<u8>> {
     };
     let mut answer = LogprobRows::default();
     let shape = LogprobShape { top: 1, given: 1 };
-    let place = [
+    let position = [
         (-1.0_f32).to_bits(),
         3,
         (-0.5_f32).to_bits(),
         (-2.0_f32).to_bits(),
     ];
-    answer.push(1, shape, (1, 2), [place; 3].into_iter().flatten());
+    answer.push(1, shape, (1, 2), [position; 3].into_iter().flatten());
     let rows = [(0, &row), (2, &row)];
     let mut request = vec![0; pie_wire::extension_len(rows)];
     let mut reply = vec![0; answer.bytes()];

@@ -15,12 +15,12 @@ pub(crate) struct Blank {
 }
 
 impl Blank {
-    /// For a group with so many labels, and these places with the tokens that are given for them.
+    /// For a group with so many labels, and these positions with the tokens that are given for them.
     pub(crate) fn of(
         staged: &Staged<'_>,
         group: &SlotGroup,
         labels: usize,
-        (places, given): (&[LogprobPosition], &[[i64; 2]]),
+        (positions, given): (&[LogprobPosition], &[[i64; 2]]),
     ) -> Self {
         let count = |class| group.count(class);
         let classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
@@ -36,7 +36,7 @@ impl Blank {
                 .collect(),
             dist_ids: vec![3; listed],
             values: lengths.map(|length| vec![0.25; length]),
-            logprob_words: vec![7; Self::check_places(staged, group, places, given)],
+            logprob_words: vec![7; Self::check_positions(staged, group, positions, given)],
         }
     }
 
@@ -53,25 +53,25 @@ impl Blank {
         })
     }
 
-    /// Checks all that an engine relies on, and counts the words of the places.
-    fn check_places(
+    /// Checks all that an engine relies on, and counts the words of the positions.
+    fn check_positions(
         staged: &Staged<'_>,
         group: &SlotGroup,
-        places: &[LogprobPosition],
+        positions: &[LogprobPosition],
         given: &[[i64; 2]],
     ) -> usize {
         let vocab = i64::from(staged.limits.vocab_size);
-        assert!(places.is_sorted_by(|place, next| place[0] < next[0]));
-        for &[slot, token, top, scaled] in places {
+        assert!(positions.is_sorted_by(|position, next| position[0] < next[0]));
+        for &[slot, token, top, scaled] in positions {
             assert!((0..group.len() as i64).contains(&slot));
             assert!((-1..vocab).contains(&token) && (0..=vocab).contains(&top));
             assert!((0..=1).contains(&scaled));
         }
         assert!(given.is_sorted_by_key(|given| given[0]));
-        for &[place, token] in given {
-            assert!((0..places.len() as i64).contains(&place) && (0..vocab).contains(&token));
+        for &[position, token] in given {
+            assert!((0..positions.len() as i64).contains(&position) && (0..vocab).contains(&token));
         }
-        let listed: i64 = places.iter().map(|place| 1 + 2 * place[2]).sum();
+        let listed: i64 = positions.iter().map(|position| 1 + 2 * position[2]).sum();
         listed as usize + given.len()
     }
 }

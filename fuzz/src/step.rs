@@ -1,4 +1,4 @@
-//! The graph path's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
+//! The graph path from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
 use pie_planner::{
@@ -30,7 +30,7 @@ impl Steps {
         }
     }
 
-    /// Plans a frame, runs it one way or the other, and answers.
+    /// Plans a frame, runs it on one path or the other, and answers.
     pub(crate) fn frame(&mut self, request: &ArchivedForwardRequest) {
         let Ok(plan) = self.planner.plan(DRIVER, request) else {
             return;
@@ -61,19 +61,19 @@ impl Steps {
         let rows = size.rows.next_power_of_two();
         // Every other graph gets the rows to sample.
         let told = self.number.is_multiple_of(2) && size.slots < rows;
-        let room = StepSize {
+        let size = StepSize {
             rows,
             slots: if told { size.slots.max(1) } else { rows },
         };
-        let layout = if room.slots == rows && self.number % 4 < 2 {
+        let layout = if size.slots == rows && self.number % 4 < 2 {
             self.planner.find_prefix_groups(&mut plan, 0);
             Layout::grouped_graph(rows)
         } else {
-            Layout::graph(room)
+            Layout::graph(size)
         };
         // Neither may be written past its end, nor hold what a former step left there.
         let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
-        let words = room.slots * self.limits.mask_words() + self.limits.extra_update_words();
+        let words = size.slots * self.limits.mask_words() + self.limits.extra_update_words();
         let mut mask_words = vec![-1; words];
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut block),
@@ -82,7 +82,7 @@ impl Steps {
         let staged = self.planner.stage_graph(plan, &layout, memory, self.number);
         let step = staged.expect("the memory fits");
         let results = step.results();
-        assert!((1..=room.slots).contains(&results));
+        assert!((1..=size.slots).contains(&results));
         let staged = Step {
             limits: &self.limits,
             layout: &layout,
@@ -165,8 +165,8 @@ impl Step<'_> {
             let group = starts[start as usize];
             assert!(start == group && start as usize <= entry);
         }
-        let places = self.all::<i32>("prefix_places");
-        let found = |(entry, &row): (usize, &i32)| places[row as usize] as usize == entry;
+        let positions = self.all::<i32>("prefix_places");
+        let found = |(entry, &row): (usize, &i32)| positions[row as usize] as usize == entry;
         assert!(members.iter().enumerate().all(found));
         members.sort_unstable();
         let grouped = (0..rows as i32).filter(|&row| lens[row as usize] > 0);

@@ -3,8 +3,8 @@
 Importing this package is instant: names are loaded on first use, and neither torch nor SGLang is
 imported before the engine starts.
 
-`__main__.py` starts the driver (`driver`) or a command (`cli`, `demo`). `frontends` are the ways
-in without Pie: the `Engine` class and two HTTP servers. `engine` is the interface to a loaded
+`__main__.py` starts the driver (`driver`) or a command (`cli`, `demo`). `frontends` take
+requests without Pie: the `Engine` class and two HTTP servers. `engine` is the interface to a loaded
 model, which `backends` implement and `ranks` spread over devices; `kernels` compute. `config`,
 `memory` and `checkpoint` are read before a model is loaded; `observability` has metrics, spans
 and log lines. `sglang_plugins` bring the drafter and the prefix index into stock SGLang.
@@ -56,7 +56,7 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
-    homes = {
+    modules = {
         "Capabilities": "driver.capabilities",
         "ConfigError": "errors",
         "Drafter": "_core",
@@ -72,9 +72,9 @@ def __getattr__(name: str) -> "Any":
         "StartError": "errors",
         "load_config": "config.config_file",
     }
-    if name not in homes:
+    if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{homes[name]}"), name)
+    return getattr(import_module(f"{__name__}.{modules[name]}"), name)
 
 
 def __dir__() -> "list[str]":

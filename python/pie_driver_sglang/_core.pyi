@@ -112,7 +112,7 @@ class Batch:
             logits: `[raw slots * vocabulary]` float32.
             logprobs: `[labels]` float32.
             entropies: `[entropy slots]` float32.
-            place_words: `[words]` int32: of each place the log-probability of its token, the most probable tokens, best first,
+            place_words: `[words]` int32: of each position the log-probability of its token, the most probable tokens, best first,
                 their log-probabilities, those of tokens that are given for it; floats as their bits.
 
         Raises:
@@ -343,7 +343,7 @@ class Counts:
     @property
     def accepted_drafts(self, /) -> int:
         """
-        Of these, drafts that came true.
+        Of these, drafts that were accepted.
         """
     def below(self, /, name: str) -> list[tuple[float, int]]:
         """
@@ -570,18 +570,18 @@ class Extension:
             top_k: Tokens kept; 0 for all.
             top_p: Mass kept, of the whole distribution.
             min_p: Share of the largest probability that a token must have.
-            seed: With the position it fixes what is drawn.
+            seed: With the position it fixes what is sampled.
             frequency_penalty: Taken from a token's logit for each time that it counts.
             presence_penalty: Taken from the logit of a token that counts.
             repetition_penalty: Divides the logit of a token that counts, or multiplies it if it is below 0.
             counted_from: KV index of the first token that counts.
             history: Tokens that count and lie right before the input, whose KV is there already.
             logit_bias: Tokens, and what is added to their logits.
-            suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
-            suppressed_until: KV index of the first place for which they may.
+            suppressed: Tokens that must not be sampled before `suppressed_until`.
+            suppressed_until: KV index of the first position for which they may.
             mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
             shares_mask: The mask is that of the nearest request before in the frame that has one; `mask` is empty.
-            logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
+            logprobs: Most probable tokens whose log-probabilities are wanted besides that of each sampled token; None for no
                 log-probabilities at all.
             logprobs_scaled: After the temperature.
             logprobs_of: Tokens whose log-probabilities are wanted.
@@ -835,7 +835,7 @@ class LayerPatterns:
 @final
 class Load:
     """
-    An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
+    An adapter to load, instead of the one that has its id already. Dropped without a commit it is answered by an
     abort, and requests find what they found before.
     """
     @property
@@ -896,7 +896,7 @@ class Match:
 @final
 class NodeInfo:
     """
-    Facts about a node.
+    A node's properties.
     """
     @property
     def children(self, /) -> int:
@@ -1419,7 +1419,7 @@ class RadixIndex:
         """
     def info(self, /, node: SupportsIndex) -> NodeInfo:
         """
-        Facts about a node.
+        A node's properties.
 
         Raises:
             RadixError: The node was evicted.
@@ -1527,7 +1527,7 @@ class RadixIndex:
         """
     def partial(self, /, tokens: Buffer | ndarray, found: Match, *, namespace: str | None = None) -> tuple[int, int, int, bool] | None:
         """
-        Looks, after a match of this key, for a page that begins as the key goes on.
+        Looks, after a match of this key, for a page that begins as the key continues.
 
         Returns:
             The page, how many of its tokens agree, its node, and whether it is on the device; None if there is none.
@@ -1624,7 +1624,7 @@ class Reply:
     def places(self, /) -> list[tuple[int, list[tuple[float, list[tuple[float, int]], list[float]]], list[tuple[float, list[tuple[float, int]], list[float]]]]]:
         """
         Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
-        its tokens. Each place has the log-probability of its token, the most probable tokens with theirs, best first, and those
+        its tokens. Each position has the log-probability of its token, the most probable tokens with theirs, best first, and those
         of tokens that were given.
         """
     @property
@@ -1688,7 +1688,7 @@ class Runtime:
     Drivers with a scheduler for each: requests in, tokens out.
 
     The constructor starts every driver process, one of each replica, and returns at once; `wait_ready` waits for them. All
-    work is done by threads that never take Python's lock. A driver that dies is started again, and its requests go on where
+    work is done by threads that never take Python's lock. A driver that dies is started again, and its requests continue where
     they were. Use it as a context manager, or call `shutdown`.
     """
     def __enter__(self, /) -> Runtime: ...
@@ -1734,7 +1734,7 @@ class Runtime:
         """
     def load_adapter(self, /, adapter_id: SupportsIndex, path: str) -> None:
         """
-        Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
+        Has every driver read a LoRA adapter, without Python's lock; requests of others continue meanwhile. A driver that is
         started again reads it again.
 
         Args:
@@ -1771,7 +1771,7 @@ class Runtime:
         """
     def resume(self, /) -> None:
         """
-        Goes on after `pause`.
+        Continues after `pause`.
         """
     @staticmethod
     def setting_names() -> list[str]:
@@ -1814,7 +1814,7 @@ class Runtime:
             top_k: Tokens kept; -1 for all.
             top_p: Probability mass kept.
             min_p: Fraction of the largest probability that a token must have.
-            seed: With the position it fixes what is drawn.
+            seed: With the position it fixes what is sampled.
             frequency_penalty: Taken from a token's logit for each time that it was produced.
             presence_penalty: Taken from the logit of a token that was produced.
             repetition_penalty: Divides the logit of a token that was produced, or multiplies it if it is below 0.
@@ -1823,7 +1823,7 @@ class Runtime:
             stop: Texts that end it.
             stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
             ignore_eos: The model's own do not end it.
-            n: Sequences that go on from the prompt.
+            n: Sequences that continue from the prompt.
             priority: Higher comes first.
             routing_key: Requests with one key go to one replica, and are one group for the policy of that name.
             session: A conversation whose pages are kept; it stays with one replica.
@@ -1832,15 +1832,15 @@ class Runtime:
             grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
                 while the request waits; a wrong one ends it with the reason `error`.
             grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
-            logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
-                log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+            logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each position, tokens whose
+                log-probabilities are wanted at each position, and the index of a token of the prompt, those after which are wanted,
                 too, or None.
             logprobs_original: They are those before the temperature.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
             streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
                 output, at its end.
-            into: Where the request is put instead, to be handed in with others by `submit_all`; then its place there is returned.
+            into: Where the request is put instead, to be handed in with others by `submit_all`; then its index there is returned.
 
         Raises:
             ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -1965,7 +1965,7 @@ class Server:
         Waits for the next job, without the GIL; ends when the server was stopped.
 
         Raises:
-            LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can go on.
+            LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can continue.
         """
     def counts(self, /) -> Counts:
         """
@@ -2069,7 +2069,7 @@ class SglangFrontend:
             original_logprobs: Log-probabilities are those before the temperature.
             probe_prefix: How the names of SGLang's health probes begin.
             dp_rank: Which of several replicas this is.
-            read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+            read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's index in the prompt, the
                 number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
                 the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
                 the answer to the client. None: images are refused.
@@ -2084,7 +2084,7 @@ class SglangFrontend:
         """
     def close_session(self, /, session_id: str) -> None:
         """
-        Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
+        Closes a session and lets its pages go. Its requests that run continue; one that is not open is ignored.
         """
     @property
     def open_requests(self, /) -> int:
@@ -2093,11 +2093,11 @@ class SglangFrontend:
         """
     def open_session(self, /, session_id: str, *, streaming: bool = False, timeout_s: SupportsFloat | SupportsIndex | None = None) -> bool:
         """
-        Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
+        Opens a session, whose requests continue from each other's tokens. False if there is one of that name.
 
         Args:
             session_id: Its name.
-            streaming: It has one request at a time, which goes on from the last that ended well.
+            streaming: It has one request at a time, which continues from the last that ended well.
             timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
         """
     @property
@@ -2179,7 +2179,7 @@ class SlotGroup:
     @property
     def given(self, /) -> bytes:
         """
-        Tokens that are given for places; `[tokens, 2]` int64: number of the place, and token.
+        Tokens that are given for positions; `[tokens, 2]` int64: number of the position, and token.
         """
     @property
     def greedy(self, /) -> int:
@@ -2211,7 +2211,7 @@ class SlotGroup:
     def places(self, /) -> bytes:
         """
         The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
-        in the group; its token, or -1 for the one that is drawn; most probable tokens that are wanted; 1 for log-probabilities
+        in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
         after the temperature.
         """
     @property
@@ -2336,7 +2336,7 @@ class TracedRequest:
     @property
     def priority(self, /) -> int | None:
         """
-        Its place in the queue, where it has one.
+        Its position in the queue, where it has one.
         """
     @property
     def prompt_tokens(self, /) -> int:
@@ -2362,7 +2362,7 @@ class Wake:
 
 def build_info() -> dict[str, str]:
     """
-    Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+    Information about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
     given by `PIE_DRIVER_COMMIT`, as `make` does it.
     """
 

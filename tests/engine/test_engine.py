@@ -35,7 +35,7 @@ WORDS = (POCKET / "README.md").read_text().split()
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """Texts of different lengths; some begin alike."""
+    """Texts of different lengths; some share a prefix."""
     draw = random.Random(seed)
     found = []
     for _ in range(count):
@@ -155,12 +155,12 @@ def test_texts_are_tokenized_and_handed_in_part_by_part(
     assert engine.tokenizer is not None
     encode, parts = engine.tokenizer.encode, []
 
-    def noted(part: Sequence[str]) -> list[list[int]]:
+    def recorded(part: Sequence[str]) -> list[list[int]]:
         parts.append((len(part), engine._runtime.stats()["running"]))
         return encode(part)
 
     monkeypatch.setattr(prompts_module, "BATCH_CHARACTERS", max(len(text) for text in texts))
-    monkeypatch.setattr(engine.tokenizer, "encode", noted)
+    monkeypatch.setattr(engine.tokenizer, "encode", recorded)
     check(reference, engine.generate(texts, GREEDY), texts)
     assert sum(count for count, _ in parts) == len(texts)
     assert len(parts) > 3

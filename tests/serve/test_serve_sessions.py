@@ -62,7 +62,7 @@ class TestSessions:
         again = generate_in(server, session, [300], rid=rid, replace=True)
         whole = [*FIRST, *first["output_ids"], 300]
         assert again["output_ids"] == server.generate(whole, 6)[0]
-        # What went on from there is gone.
+        # What continued from there is gone.
         body = server.body([1], 1, session_params={"id": session, "rid": cut["meta_info"]["id"]})
         status, text = refusal(server, body)
         assert (status, "has no request" in text) == (400, True)

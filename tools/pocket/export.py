@@ -36,8 +36,8 @@ def main() -> None:
     _write_json(out / "generation_config.json", _generation_config(tokenizer))
     _write_tokenizer(out, tokenizer)
     data = json.loads((options.data / "data.json").read_text("utf-8"))
-    facts = {"date": options.date, "hardware": options.hardware, "trials": options.trials}
-    card = _card(trained, data, out, facts)
+    info = {"date": options.date, "hardware": options.hardware, "trials": options.trials}
+    card = _card(trained, data, out, info)
     (out / "README.md").write_text(card, encoding="utf-8")
 
     size = sum(path.stat().st_size for path in out.iterdir())
@@ -94,10 +94,10 @@ def _write_tokenizer(out: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     _write_json(path, known | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def _card(trained: dict[str, Any], data: dict[str, Any], out: Path, facts: dict[str, str]) -> str:
+def _card(trained: dict[str, Any], data: dict[str, Any], out: Path, info: dict[str, str]) -> str:
     """Fill the card's template with the sizes, the measurements and three samples."""
     metrics, shape, options = trained["metrics"], trained["shape"], trained["options"]
-    values: dict[str, Any] = facts | shape | metrics
+    values: dict[str, Any] = info | shape | metrics
     values["python"] = data["python"]
     values["parameters"] = f"{sum(w.numel() for w in trained['weights'].values()):,}"
     values["weight_bytes"] = f"{(out / 'model.safetensors').stat().st_size:,}"

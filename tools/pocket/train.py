@@ -22,7 +22,7 @@ KINDS = ("code", "chat")
 
 @dataclass(frozen=True)
 class Text:
-    """A token array and the places where a training window may begin."""
+    """A token array and the offsets where a training window may begin."""
 
     tokens: Tensor
     starts: Tensor
@@ -47,10 +47,10 @@ class Text:
         device = self.tokens.device
         steps = torch.arange(length + 1, device=device)
         while True:
-            places = torch.arange(0, last, length, device=device)
-            places = places + torch.randint(length, (1,), device=device)
-            places = places[torch.randperm(len(places), device=device)]
-            nearest = torch.searchsorted(self.starts, places).clamp(max=len(self.starts) - 1)
+            starts = torch.arange(0, last, length, device=device)
+            starts = starts + torch.randint(length, (1,), device=device)
+            starts = starts[torch.randperm(len(starts), device=device)]
+            nearest = torch.searchsorted(self.starts, starts).clamp(max=len(self.starts) - 1)
             begins = self.starts[nearest].clamp(max=last)
             yield from self.tokens[begins[:, None] + steps]
 

@@ -62,7 +62,7 @@ impl Workload {
         let mut random = Random(1);
         let system = random.tokens(SYSTEM_PROMPT);
         let mut texts = vec![system; CONVERSATIONS];
-        // No two go on alike, not even for a token.
+        // No two continue alike, not even for a token.
         for (number, text) in texts.iter_mut().enumerate() {
             text.push(number as u32);
         }

@@ -1,6 +1,6 @@
 //! A request to another process and its answer back, over the ring and over what others would use.
 //!
-//! Two processes on two cores. In every way of transport the client brings the request to the server,
+//! Two processes on two cores. In every transport the client brings the request to the server,
 //! the server makes the response from it, and the client looks at the response. Where memory is
 //! shared, each reads in place what the other wrote.
 

@@ -81,7 +81,7 @@ impl Pair {
         Ok(pair)
     }
 
-    /// Every way of transport must bring the right bytes.
+    /// Every transport must bring the right bytes.
     fn check(&mut self) {
         for kind in Kind::ALL {
             self.order(kind, CHECKED);

@@ -1,4 +1,4 @@
-//! What all ways of transport have in common.
+//! What all transports have in common.
 
 use std::error::Error;
 use std::{env, process};
@@ -21,7 +21,7 @@ pub(crate) trait Server {
     fn answer(&mut self) -> Result<()>;
 }
 
-/// A way of transport. The number of a kind is its name between the two processes.
+/// A transport. The number of a kind is its name between the two processes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Ring,

@@ -221,7 +221,7 @@ async fn stream(
     number: u32,
 ) -> Result<(u32, u64), tonic::Status> {
     let name = format!("{repeat}-{number}");
-    // No two begin alike.
+    // No two share a prefix.
     let prompt: Vec<u32> = std::iter::once(repeat * 1000 + number)
         .chain(1..settings.prompt)
         .collect();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{DriverSettings, Service, ServiceSettings};
-use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ModelFacts};
+use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ServedModel};
 use serde_json::json;
 
 use crate::ROLE;
@@ -36,8 +36,8 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
         Ok("sglang") => Contract::Sglang,
         _ => Contract::Vllm,
     };
-    let door = GatewaySettings::new(contract, ModelFacts::default());
-    let gateway = Gateway::open(Arc::clone(&service), door)?;
+    let settings = GatewaySettings::new(contract, ServedModel::default());
+    let gateway = Gateway::open(Arc::clone(&service), settings)?;
     say(&gateway.address().to_string())?;
     for line in io::stdin().lock().lines() {
         if line? == "cpu" {

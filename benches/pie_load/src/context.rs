@@ -120,7 +120,7 @@ impl Context {
     }
 
     pub(crate) fn release(&mut self, pool: &mut PagePool) {
-        pool.give_back(&mut self.pages);
+        pool.release(&mut self.pages);
     }
 }
 

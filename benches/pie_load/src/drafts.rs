@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::error::LoadError;
 use crate::pages::PagePool;
 use crate::prompts::Prompts;
-use crate::steps::{Samples, obstacle, prefill};
+use crate::steps::{Samples, prefill, skip_reason};
 use crate::summary::{Summary, median};
 
 /// One batch size.
@@ -49,7 +49,7 @@ pub(crate) struct Side {
     pub(crate) p99_us: f64,
 }
 
-/// Prompts that were played in both ways.
+/// Prompts that were played both with and without drafts.
 #[derive(Debug, Serialize)]
 pub(crate) struct Pair {
     /// How many of the prompts were played before, so that a shared history may know their texts.
@@ -106,7 +106,7 @@ pub(crate) fn play(
     };
     for &batch in &args.draft_batch {
         let prompt = prompts.longest();
-        let skipped = obstacle(caps, batch, prompt, prompt + args.draft_output);
+        let skipped = skip_reason(caps, batch, prompt, prompt + args.draft_output);
         let count = if skipped.is_some() {
             0
         } else {
@@ -134,7 +134,7 @@ struct Player<'a, 'c> {
 }
 
 impl Player<'_, '_> {
-    /// Plays the next prompts in both ways; which comes first changes with every repeat.
+    /// Plays the next prompts both with and without drafts; which comes first changes with every repeat.
     fn pair(&mut self, prompts: &mut Prompts, batch: u32, repeat: u32) -> Result<Pair, LoadError> {
         let (prompts, again) = prompts.take(batch as usize);
         let drafts_first = repeat % 2 == 1;

@@ -1,5 +1,5 @@
 //! Plays the Pie runtime against a real driver process: spawns it as the runtime does, and sends the frames that the
-//! runtime would send. The process, the frames and the relay are those of `pie-engine`; here are workloads and reports.
+//! runtime would send. The process, the frames and the token feedback are those of `pie-engine`; here are workloads and reports.
 //!
 //! | module | what it is |
 //! |---|---|

@@ -29,7 +29,7 @@ impl PagePool {
     }
 
     /// Frees pages; the last of them is the next to be taken.
-    pub(crate) fn give_back(&mut self, pages: &mut Vec<u32>) {
+    pub(crate) fn release(&mut self, pages: &mut Vec<u32>) {
         self.free.append(pages);
     }
 }
@@ -43,7 +43,7 @@ mod tests {
         let mut pool = PagePool::new(4);
         let mut taken: Vec<u32> = (0..3).map(|_| pool.take().unwrap()).collect();
         assert_eq!((&taken[..], pool.free()), (&[3, 2, 1][..], 1));
-        pool.give_back(&mut taken);
+        pool.release(&mut taken);
         assert_eq!((taken.len(), pool.free()), (0, 4));
         assert_eq!(pool.take().unwrap(), 1);
         for _ in 0..3 {

@@ -224,7 +224,7 @@ fn the_schedulers_plan_is_as_short_as_the_load_generators() {
     // Steps of a pass each, as they were.
     let (passes, share) = play(0, false, 0);
     assert!(passes.with_prompts >= 9 && share < 0.97);
-    // Prompts come in parts next to streams, so that these go on.
+    // Prompts come in parts next to streams, so that these continue.
     let (limited, _) = play(2_000_000, true, 0);
     assert!(limited.with_prompts > 2 * passes.with_prompts);
 }

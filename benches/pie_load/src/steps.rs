@@ -75,7 +75,7 @@ impl Samples {
 }
 
 /// Why the driver cannot serve `batch` contexts together, whose prompts of `prompt` tokens grow to `length`.
-pub(crate) fn obstacle(
+pub(crate) fn skip_reason(
     caps: &Capabilities,
     batch: u32,
     prompt: u32,
@@ -112,7 +112,7 @@ pub(crate) fn play(
             let mut row = Row {
                 batch,
                 context,
-                skipped: obstacle(caps, batch, context, longest),
+                skipped: skip_reason(caps, batch, context, longest),
                 figures: None,
                 trace_us: BTreeMap::new(),
                 window: 0.0..0.0,

@@ -1,7 +1,7 @@
 //! Compiles many schemas, follows documents by each, and writes how long compiling and each mask took. Run by `benches/grammar_suite/run.py`.
 //!
 //! Usage: `grammar_suite VOCABULARY CASES RESULT`. A vocabulary is JSON with `tokens`, each in hexadecimal, and `ends`; a case has a
-//! `name`, a `schema` and `documents`, each a list of tokens. Where it has none, tokens are drawn.
+//! `name`, a `schema` and `documents`, each a list of tokens. Where it has none, tokens are sampled.
 
 use std::fs;
 use std::num::NonZeroUsize;
@@ -12,8 +12,8 @@ use pie_grammar::{Compiler, Grammar, GrammarError, Limits, Matcher, Vocabulary};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Tokens that are drawn where there is no document.
-const DRAWN: usize = 64;
+/// Tokens that are sampled where there is no document.
+const SAMPLED: usize = 64;
 
 #[derive(Deserialize)]
 struct Words {
@@ -174,11 +174,11 @@ fn follow(
     mask(matcher, &mut words, outcome)
 }
 
-/// Follows tokens that are drawn, each of those that the mask has.
+/// Follows tokens that are sampled, each of those that the mask has.
 fn draw(mut matcher: Matcher, outcome: &mut Outcome) -> Result<(), GrammarError> {
     let mut words = vec![0; matcher.vocabulary().mask_words()];
     let mut state = 7_u64;
-    for _ in 0..DRAWN {
+    for _ in 0..SAMPLED {
         mask(&mut matcher, &mut words, outcome)?;
         // Knuth's constants.
         state = state

@@ -73,7 +73,7 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
     """
     files = _checkpoint_files(folder)
     if files:
-        found = [(tensor, place) for path in files for tensor, place in _header(path)]
+        found = [(tensor, file_range) for path in files for tensor, file_range in _header(path)]
         _check_names(found)
         return [tensor for tensor, _ in found]
     others = [path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))]
@@ -112,11 +112,11 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
 def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
     """Reject different tensors of one name: which one is loaded depends on the order of files."""
     ranges: dict[str, FileRange] = {}
-    for tensor, place in found:
-        other = ranges.setdefault(tensor.name, place)
-        if other is not place and not have_equal_bytes(other, place):
+    for tensor, file_range in found:
+        other = ranges.setdefault(tensor.name, file_range)
+        if other is not file_range and not have_equal_bytes(other, file_range):
             raise DamagedError(
-                f"{other.path.name} and {place.path.name} have different tensors of the name "
+                f"{other.path.name} and {file_range.path.name} have different tensors of the name "
                 f"{tensor.name}"
             )
 
@@ -131,7 +131,9 @@ def have_equal_bytes(one: FileRange, other: FileRange) -> bool:
 def read_tensor_ranges(folder: Path) -> dict[str, FileRange]:
     """Ranges of the tensors in a snapshot's safetensors files, by name."""
     return {
-        tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
+        tensor.name: file_range
+        for path in _checkpoint_files(folder)
+        for tensor, file_range in _header(path)
     }
 
 
@@ -162,7 +164,9 @@ def _header(path: Path) -> list[tuple[Tensor, FileRange]]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DamagedError(f"{path.name} has a header that lists no tensors: {error}") from error
-    end = max((place.offset + place.length for _, place in found), default=8 + length)
+    end = max(
+        (file_range.offset + file_range.length for _, file_range in found), default=8 + length
+    )
     if size != end:
         raise DamagedError(f"{path.name} is {size} bytes long, but {end} by its header")
     return found

@@ -206,7 +206,7 @@ def record_spans(
         "Scheduler",
         context=trace.set_span_in_context(_parent(request)),
         start_time=request.received_ns,
-        attributes={**attributes, **_facts(request)},
+        attributes={**attributes, **_request_attributes(request)},
     )
     within = trace.set_span_in_context(whole)
     for name, start, end in stages(request):
@@ -228,8 +228,8 @@ def stages(request: TracedRequest) -> Iterator[tuple[str, int, int]]:
         yield "decode_forward", first, ended
 
 
-def _facts(request: TracedRequest) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+def _request_attributes(request: TracedRequest) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
         "gen_ai.request.id": request.name,
         "gen_ai.response.finish_reasons": request.finish_reasons,
         "gen_ai.usage.input_tokens": request.prompt_tokens,
@@ -240,10 +240,10 @@ def _facts(request: TracedRequest) -> dict[str, Any]:
         "pie.retractions": request.retractions,
     }
     if len(request.finish_reasons) > 1:
-        facts["gen_ai.request.choice.count"] = len(request.finish_reasons)
+        attributes["gen_ai.request.choice.count"] = len(request.finish_reasons)
     if request.priority is not None:
-        facts["pie.priority"] = request.priority
-    return facts
+        attributes["pie.priority"] = request.priority
+    return attributes
 
 
 def _parent(request: TracedRequest) -> Span:

@@ -155,7 +155,7 @@ class BeginLoad(NamedTuple):
 
 
 class FinishLoad(NamedTuple):
-    """Go on to make the adapter usable, once this rank has read it."""
+    """Continue to make the adapter usable, once this rank has read it."""
 
     number: int
 

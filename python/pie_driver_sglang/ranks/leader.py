@@ -46,7 +46,7 @@ class LeaderExecutor:
         self._engine = engine
         self._broadcast = broadcast
         self._continued: list[int] = []
-        """Images of the last pass that go on in the next one; workers have their pixels."""
+        """Images of the last pass that continue in the next one; workers have their pixels."""
 
     def find_loss(self) -> str | None:
         """Asks this rank's device; None if it may be waiting for the other ranks."""

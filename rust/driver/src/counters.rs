@@ -101,9 +101,9 @@ impl Counters {
 
     /// Counts pages, or slots of recurrent state, that were copied.
     pub(crate) fn copied(&self, direction: CopyDirection, states: bool, count: usize) {
-        let place = DIRECTIONS.iter().position(|&other| other == direction);
-        let counter = match place {
-            Some(place) if !states => &self.copied_pages[place],
+        let index = DIRECTIONS.iter().position(|&other| other == direction);
+        let counter = match index {
+            Some(index) if !states => &self.copied_pages[index],
             _ => &self.copied_states,
         };
         counter.fetch_add(count as u64, Ordering::Relaxed);
@@ -146,7 +146,7 @@ impl Counters {
             accepted_drafts: load(&steps.accepted_drafts),
             last_requests: load(&steps.last_requests),
             used_pages: load(&self.pages.used),
-            copied_pages: [0, 1, 2, 3].map(|place| load(&self.copied_pages[place])),
+            copied_pages: [0, 1, 2, 3].map(|index| load(&self.copied_pages[index])),
             copied_states: load(&self.copied_states),
             aborted_batches: load(&self.aborted_batches),
             abandoned: load(&self.abandoned),

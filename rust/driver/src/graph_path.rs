@@ -153,8 +153,8 @@ impl GraphPath {
     pub(crate) fn choose(&self, planner: &mut Planner, plan: &mut Plan) -> Option<usize> {
         let needed = plan.graph_size(self.max_rows)?;
         let smallest = |graphs: &[(StepSize, Layout)]| {
-            let fewest = graphs.partition_point(|(room, _)| room.rows < needed.rows);
-            let runs = |(room, _): &(StepSize, Layout)| room.runs(needed);
+            let fewest = graphs.partition_point(|(size, _)| size.rows < needed.rows);
+            let runs = |(size, _): &(StepSize, Layout)| size.runs(needed);
             Some(fewest + graphs[fewest..].iter().position(runs)?)
         };
         let (plain, others) = self.graphs.split_at(self.plain);
@@ -287,9 +287,9 @@ impl GraphPath {
             head.rows as usize,
             head.results as usize,
         );
-        let fits = |(room, layout): &(StepSize, Layout)| {
-            (1..=room.rows).contains(&rows)
-                && (1..=room.slots).contains(&results)
+        let fits = |(size, layout): &(StepSize, Layout)| {
+            (1..=size.rows).contains(&rows)
+                && (1..=size.slots).contains(&results)
                 && layout.bytes() == block.len()
         };
         let memory = self.memory.step();
@@ -414,10 +414,10 @@ impl<'l> RunningStep<'l> {
             return Ok(Polled::Running(self));
         }
         let memory = &self.graph_path.memory;
-        let (results, places) = (memory.results(), memory.logprobs());
+        let (results, logprobs) = (memory.results(), memory.logprobs());
         let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
         // Written before the results, which are all ready.
-        let logprob_word = |word: usize| places[word].load(Ordering::Relaxed);
+        let logprob_word = |word: usize| logprobs[word].load(Ordering::Relaxed);
         Ok(Polled::Computed(
             self.staged.put_tokens(token, logprob_word),
         ))

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use pie_planner::{Plan, Planner, WARM_UP_ADAPTER};
 use pie_ring::{Lease, LeaseError};
 use pie_wire::{
-    AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedPayload, CopyDirection,
-    CopyResource, NativeSlice, WireError,
+    AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedFrame, ArchivedPayload,
+    CopyDirection, CopyResource, Extension, NativeSlice, WireError,
 };
 
 use crate::copy::CopyPairs;
@@ -87,32 +87,11 @@ pub(crate) fn parse_request(
     let (driver_id, kind) = match frame {
         Err(action) => (0, RequestKind::Other(action)),
         Ok((bytes, extension, frame)) => {
-            let driver_id = frame.driver_id.to_native();
-            let kind = match &frame.payload {
-                ArchivedPayload::Health => RequestKind::Other(Action::Status(status::OK)),
-                ArchivedPayload::Adapter(request) => {
-                    RequestKind::Other(adapter(request, planner.supports_adapters()))
-                }
-                ArchivedPayload::Copy(request) => {
-                    let pools = Pools {
-                        device_pages: planner.limits().total_pages,
-                        host_pages,
-                        states: planner.states(),
-                    };
-                    RequestKind::Other(copy(request, pools))
-                }
-                ArchivedPayload::Forward(request) => {
-                    pixels = Media::pixel_range(bytes, request);
-                    match planner.plan_extended(driver_id, request, &extension) {
-                        Ok(plan) => {
-                            counters.sample_pages(request.kv_page_indices.native());
-                            RequestKind::Batch(plan)
-                        }
-                        Err(error) => RequestKind::Other(Action::malformed(error.to_string())),
-                    }
-                }
-            };
-            (driver_id, kind)
+            if let ArchivedPayload::Forward(request) = &frame.payload {
+                pixels = Media::pixel_range(bytes, request);
+            }
+            let kind = request_kind(frame, &extension, planner, host_pages, counters);
+            (frame.driver_id.to_native(), kind)
         }
     };
     let has_images =
@@ -124,6 +103,37 @@ pub(crate) fn parse_request(
         parse: parsed - started,
         plan: parsed.elapsed(),
     }
+}
+
+/// What a frame asks for: a batch is planned, anything else becomes an [`Action`].
+fn request_kind(
+    frame: &ArchivedFrame,
+    extension: &Extension<'_>,
+    planner: &mut Planner,
+    host_pages: u32,
+    counters: &Counters,
+) -> RequestKind {
+    RequestKind::Other(match &frame.payload {
+        ArchivedPayload::Health => Action::Status(status::OK),
+        ArchivedPayload::Adapter(request) => adapter(request, planner.supports_adapters()),
+        ArchivedPayload::Copy(request) => {
+            let pools = Pools {
+                device_pages: planner.limits().total_pages,
+                host_pages,
+                states: planner.states(),
+            };
+            copy(request, pools)
+        }
+        ArchivedPayload::Forward(request) => {
+            match planner.plan_extended(frame.driver_id.to_native(), request, extension) {
+                Ok(plan) => {
+                    counters.sample_pages(request.kv_page_indices.native());
+                    return RequestKind::Batch(plan);
+                }
+                Err(error) => Action::malformed(error.to_string()),
+            }
+        }
+    })
 }
 
 fn adapter(request: &ArchivedAdapterRequest, taken: bool) -> Action {

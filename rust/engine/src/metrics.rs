@@ -256,7 +256,6 @@ fn memory(list: &mut List<'_>, stats: &ReplicaStats) {
 }
 
 fn work(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
-    let counts = &stats.scheduler;
     list.gauge(
         "sglang:gen_throughput",
         "Tokens given out in a second.",
@@ -270,7 +269,7 @@ fn work(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
     list.gauge(
         "sglang:decode_sum_seq_lens",
         "Tokens of running sequences.",
-        counts.running_tokens as f64,
+        stats.scheduler.running_tokens as f64,
     );
     list.gauge(
         "sglang:spec_accept_length",
@@ -282,6 +281,11 @@ fn work(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
         "Share of drafts that were accepted.",
         rates.accepted_share,
     );
+    totals(list, stats);
+}
+
+fn totals(list: &mut List<'_>, stats: &ReplicaStats) {
+    let counts = &stats.scheduler;
     list.counts(
         ("sglang:realtime_tokens_total", "mode"),
         "Tokens of prompts that were computed, tokens of prompts whose KV was there, tokens given out.",
@@ -330,7 +334,7 @@ fn work(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
     );
     list.count(
         "pie_runtime:forced_tokens_total",
-        "Tokens that a grammar left no alternative to, and that were not drawn.",
+        "Tokens that a grammar left no alternative to, and that were not sampled.",
         counts.forced_tokens,
     );
 }

@@ -17,7 +17,7 @@ pub struct DriverSettings {
     pub devices: Vec<String>,
     /// Type of the activations. `None` for bfloat16, on the CPU float32, where half precision is emulated.
     pub dtype: Option<String>,
-    /// Seed of everything that is drawn.
+    /// Seed of all sampling.
     pub seed: i64,
     /// Microseconds that both sides of the ring spin before they park; [`u64::MAX`] never to park.
     pub spin_budget_us: u64,

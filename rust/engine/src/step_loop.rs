@@ -192,7 +192,7 @@ impl<'c, 'a> StepLoop<'c, 'a> {
 
 /// Why a step failed.
 enum StepFailure {
-    /// The replica stops, or the driver cannot go on.
+    /// The replica stops, or the driver cannot continue.
     Halt(Halt),
     /// The driver rejected the step, or it could not be sent.
     Step(EngineError),

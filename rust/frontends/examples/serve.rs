@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{DriverSettings, Service, ServiceSettings};
-use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ModelFacts};
+use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ServedModel};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = env::args().skip(1);
@@ -20,12 +20,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     settings.log = Arc::new(|_, line| eprintln!("{line}"));
     let service = Arc::new(Service::start(&settings)?);
     service.wait_ready(Duration::MAX)?;
-    let facts = ModelFacts {
+    let model = ServedModel {
         served_name: model.clone(),
         model_path: model,
-        ..ModelFacts::default()
+        ..ServedModel::default()
     };
-    let settings = GatewaySettings::new(Contract::Vllm, facts);
+    let settings = GatewaySettings::new(Contract::Vllm, model);
     let gateway = Gateway::open(service, settings)?;
     eprintln!("smg launch --worker-urls grpc://{}", gateway.address());
     loop {

@@ -224,9 +224,9 @@ impl Shared {
                 // The caller still holds it.
                 mask = Arc::default();
             }
-            let room = Arc::make_mut(&mut mask);
-            room.resize(matcher.vocabulary().mask_words(), 0);
-            matcher.jump_forward_tokens(most, room, &mut forced)
+            let mask = Arc::make_mut(&mut mask);
+            mask.resize(matcher.vocabulary().mask_words(), 0);
+            matcher.jump_forward_tokens(most, mask, &mut forced)
         };
         let result = panic::catch_unwind(AssertUnwindSafe(follow));
         let result = result.unwrap_or(Err(GrammarError::Broken));

@@ -24,7 +24,7 @@ impl MemoryBudget {
     }
 
     /// Whether less than half is used, so that matchers may be cached.
-    pub(crate) fn has_room(&self) -> bool {
+    pub(crate) fn has_space(&self) -> bool {
         self.used.load(Ordering::Relaxed) < self.limit / 2
     }
 }
@@ -78,14 +78,14 @@ mod tests {
     fn the_largest_gives_way() {
         let budget = MemoryBudget::new(256 * 10);
         let mut large = MemoryCharge::new(Arc::clone(&budget));
-        assert!(budget.has_room() && large.set(2550));
-        assert!(!budget.has_room());
+        assert!(budget.has_space() && large.set(2550));
+        assert!(!budget.has_space());
         let mut small = MemoryCharge::new(Arc::clone(&budget));
         assert!(small.set(10) && !small.set(11));
         assert!(!large.set(2551));
         let copy = small.clone();
         drop(large);
-        assert!(budget.has_room() && small.set(100));
+        assert!(budget.has_space() && small.set(100));
         drop((small, copy));
         assert_eq!(budget.used.load(Ordering::Relaxed), 0);
     }

@@ -79,7 +79,7 @@ impl Compiler {
         {
             return pending.clone();
         }
-        if !shared.budget.has_room() {
+        if !shared.budget.has_space() {
             // The matchers of sequences are theirs, those of grammars may go.
             kept.pop_lru();
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// Why a grammar cannot be used, or why a matcher cannot go on.
+/// Why a grammar cannot be used, or why a matcher cannot continue.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum GrammarError {
@@ -98,7 +98,7 @@ pub enum GrammarError {
         reason: String,
     },
     /// A token that the mask forbids.
-    #[error("token {token} is not allowed here: draw by the mask")]
+    #[error("token {token} is not allowed here: sample by the mask")]
     Forbidden {
         /// The token.
         token: u32,

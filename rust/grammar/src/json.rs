@@ -10,8 +10,8 @@ pub(crate) fn json_of(text: &str) -> Result<Value, String> {
     serde_json::from_str(text).map_err(|error| {
         let reason = error.to_string();
         match reason.strip_prefix("recursion limit exceeded") {
-            Some(place) => {
-                format!("it is nested deeper than {JSON_DEPTH} levels{place}: flatten it")
+            Some(at) => {
+                format!("it is nested deeper than {JSON_DEPTH} levels{at}: flatten it")
             }
             None => format!("it is not JSON: {reason}"),
         }

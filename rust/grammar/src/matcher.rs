@@ -84,7 +84,7 @@ impl Matcher {
     /// Accepts a token. After EOS every token is rejected.
     ///
     /// # Errors
-    /// [`GrammarError::Forbidden`], with nothing changed; [`GrammarError::Matcher`] if it cannot go on.
+    /// [`GrammarError::Forbidden`], with nothing changed; [`GrammarError::Matcher`] if it cannot continue.
     pub fn accept_token(&mut self, token: u32) -> Result<(), GrammarError> {
         let forbidden = GrammarError::Forbidden { token };
         if self.ended || token as usize >= self.vocabulary.size() {
@@ -147,7 +147,7 @@ impl Matcher {
     }
 
     /// Commits the tokens that have no alternative, until there is one, the text may end, or `most` are committed. They are added to
-    /// `tokens`. `mask` is used as room, and is afterwards the mask of the next token.
+    /// `tokens`. `mask` is scratch space, and is afterwards the mask of the next token.
     ///
     /// A token is taken when the mask has no other bit: so the text is the one that drawing by masks gives. With the
     /// [tokenizer](Vocabulary::with_tokenizer) text that the grammar forces is taken, too, as far as what follows cannot change its

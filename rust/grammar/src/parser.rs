@@ -122,6 +122,6 @@ impl Parser {
 
     /// Whether there is memory to keep it for another text.
     pub(crate) fn may_be_kept(&self) -> bool {
-        self.charge.budget().has_room()
+        self.charge.budget().has_space()
     }
 }

@@ -42,11 +42,11 @@ fn forced_text_is_written_as_the_model_writes_it() {
     let sentence = "The name of the function is parse_arguments, and it returns ";
     let grammar = || Grammar::Regex(format!("{sentence}(True|None)").into());
     let jump_forward_tokens = |mut matcher: Matcher| {
-        let (mut tokens, mut room) = (Vec::new(), mask(&mut matcher));
+        let (mut tokens, mut scratch) = (Vec::new(), mask(&mut matcher));
         matcher
-            .jump_forward_tokens(100, &mut room, &mut tokens)
+            .jump_forward_tokens(100, &mut scratch, &mut tokens)
             .unwrap();
-        assert_eq!(room, mask(&mut matcher));
+        assert_eq!(scratch, mask(&mut matcher));
         tokens
     };
     let tokens = jump_forward_tokens(start(Some(file()), &grammar()));
@@ -73,7 +73,7 @@ fn forced_text_is_written_as_the_model_writes_it() {
     }
 }
 
-/// Whatever is drawn, a jump goes where masks alone would have gone, and the text fits.
+/// Whatever is sampled, a jump goes where masks alone would have gone, and the text fits.
 #[test]
 fn jumps_go_where_masks_go() {
     let validator = jsonschema::validator_for(&serde_json::from_str(SCHEMA).unwrap()).unwrap();
@@ -81,32 +81,32 @@ fn jumps_go_where_masks_go() {
     let words = words();
     let mut random = fastrand::Rng::with_seed(3);
     for _ in 0..20 {
-        let (mut jumps, mut draws) = (first.clone(), first.clone());
-        let (mut text, mut drawn, mut forced) = (Vec::new(), 0, 0);
+        let (mut jumps, mut samples) = (first.clone(), first.clone());
+        let (mut text, mut sampled, mut forced) = (Vec::new(), 0, 0);
         loop {
-            let (mut tokens, mut room) = (Vec::new(), mask(&mut jumps));
+            let (mut tokens, mut scratch) = (Vec::new(), mask(&mut jumps));
             jumps
-                .jump_forward_tokens(random.usize(1..20), &mut room, &mut tokens)
+                .jump_forward_tokens(random.usize(1..20), &mut scratch, &mut tokens)
                 .unwrap();
             for &token in &tokens {
-                assert_eq!(allowed(&mask(&mut draws)), [token]);
-                draws.accept_token(token).unwrap();
+                assert_eq!(allowed(&mask(&mut samples)), [token]);
+                samples.accept_token(token).unwrap();
                 text.extend_from_slice(&words[token as usize]);
             }
             forced += tokens.len();
-            assert_eq!(room, mask(&mut draws));
-            let ways = allowed(&room);
-            let token = ways[random.usize(..ways.len())];
+            assert_eq!(scratch, mask(&mut samples));
+            let choices = allowed(&scratch);
+            let token = choices[random.usize(..choices.len())];
             jumps.accept_token(token).unwrap();
-            draws.accept_token(token).unwrap();
+            samples.accept_token(token).unwrap();
             if jumps.has_ended() {
                 break;
             }
-            drawn += 1;
+            sampled += 1;
             text.extend_from_slice(&words[token as usize]);
         }
         let value = serde_json::from_slice(&text).unwrap();
         assert!(validator.is_valid(&value), "{value}");
-        assert!(forced > drawn, "{forced} were forced, {drawn} drawn");
+        assert!(forced > sampled, "{forced} were forced, {sampled} sampled");
     }
 }

@@ -88,8 +88,8 @@ limits! {
     stop_regexes: 1 << 6, "expressions", "`stop_regex`: stop expressions.";
     stop_regex_bytes: 1 << 13, "bytes", "`stop_regex`: all stop expressions together. Their automaton has 256 KiB at most besides.";
     grammar_bytes: 1 << 20, "bytes", "The text of a grammar: `json_schema`, `regex`, `ebnf` or `structural_tag`.";
-    top_logprobs_num: 1 << 14, "tokens", "`top_logprobs_num`: most probable tokens of each place.";
-    token_ids_logprob: 1 << 14, "tokens", "`token_ids_logprob`: tokens whose log-probabilities are wanted at each place.";
+    top_logprobs_num: 1 << 14, "tokens", "`top_logprobs_num`: most probable tokens of each position.";
+    token_ids_logprob: 1 << 14, "tokens", "`token_ids_logprob`: tokens whose log-probabilities are wanted at each position.";
     images: 1 << 10, "images", "Images of a prompt.";
     image_bytes: 1 << 30, "bytes", "Pixels and positions of all images of a prompt together.";
     sessions: 1 << 14, "sessions", "Sessions that are open at once (HTTP sessions).";

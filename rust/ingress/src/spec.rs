@@ -263,10 +263,10 @@ impl Ingress {
         if min > max {
             return Err(ValidationError::MinTokens { min, max }.into());
         }
-        let room = self.model.context_length.map_or(MOST_TOKENS, |length| {
+        let remaining = self.model.context_length.map_or(MOST_TOKENS, |length| {
             length.saturating_sub(raw.prompt.len() as u32)
         });
-        Ok((min.min(room), max.min(room)))
+        Ok((min.min(remaining), max.min(remaining)))
     }
 
     fn stop_strings(&self, stop: Vec<String>) -> Result<StopStrings, Refusal> {

@@ -10,13 +10,13 @@ use proptest::prelude::*;
 const VOCAB: u32 = 1000;
 
 fn ingress() -> Ingress {
-    let facts = ModelInfo {
+    let model = ModelInfo {
         vocab_size: VOCAB,
         eos_token_ids: vec![2],
         max_prompt_tokens: Some(20),
         context_length: Some(26),
     };
-    Ingress::new(RequestLimits::default(), facts)
+    Ingress::new(RequestLimits::default(), model)
 }
 
 fn unbound(_: &Grammar, _: &[u32]) -> Result<Arc<dyn GrammarHandle>, GrammarSetupError> {
@@ -201,11 +201,11 @@ fn max_tokens_are_cut_to_the_context_length() {
 
 #[test]
 fn a_bias_of_every_token_of_a_large_vocabulary_is_served() {
-    let facts = ModelInfo {
+    let model = ModelInfo {
         vocab_size: 262_208,
         ..ingress().model().clone()
     };
-    let ingress = Ingress::new(RequestLimits::default(), facts);
+    let ingress = Ingress::new(RequestLimits::default(), model);
     let mut raw = raw();
     raw.logit_bias = (0..262_208).rev().map(|token| (token, -1.0)).collect();
     let (request, _) = ingress.validate(raw, unbound).unwrap().into_request();

@@ -26,11 +26,12 @@ impl Cache {
     fn allocate(&mut self, count: usize) -> Result<Vec<u32>, Box<dyn Error>> {
         let missing = count.saturating_sub(self.device.available());
         if missing > 0 {
-            let mut room = Vec::new();
+            let mut host_pages = Vec::new();
             self.host
-                .allocate_many(missing.min(self.host.available()), &mut room)?;
-            self.host.cache(&room)?;
-            self.index.evict_to_host(missing, &room, &mut self.evicted);
+                .allocate_many(missing.min(self.host.available()), &mut host_pages)?;
+            self.host.cache(&host_pages)?;
+            self.index
+                .evict_to_host(missing, &host_pages, &mut self.evicted);
             // Here the KV of `self.evicted.moves` would be copied.
             self.device.uncache(&self.evicted.device)?;
             self.host.uncache(&self.evicted.host)?;

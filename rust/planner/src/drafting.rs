@@ -375,9 +375,9 @@ impl Drafting {
         let last_position = frame.query_tokens.positions()[inputs.end - 1];
         let first_position = last_position.saturating_add(count as u32 + 1);
         let start = request.prefix() + inputs.len();
-        let room = (limits.max_positions.saturating_sub(first_position) as usize)
+        let remaining = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
-        let limit = self.policy.max_drafts().min(room);
+        let limit = self.policy.max_drafts().min(remaining);
         let offer = self.append(context, start, limit);
         // Image placeholders are not tokens.
         let found = self.found.tokens(0).iter();

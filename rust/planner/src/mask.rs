@@ -58,12 +58,12 @@ pub(crate) const fn attention_words(rows: usize, kv_end: usize) -> usize {
     rows.saturating_mul(kv_end.div_ceil(WORD_BITS))
 }
 
-/// How many of `rows` query tokens, the first with KV index `kv_start`, have a mask of at most `room` words.
-pub(crate) fn rows_within(room: usize, kv_start: usize, rows: usize) -> usize {
+/// How many of `rows` query tokens, the first with KV index `kv_start`, have a mask of at most `limit` words.
+pub(crate) fn rows_within(limit: usize, kv_start: usize, rows: usize) -> usize {
     let (mut fitting, mut excess) = (0, rows + 1);
     while excess - fitting > 1 {
         let middle = fitting.midpoint(excess);
-        if attention_words(middle, kv_start + middle) <= room {
+        if attention_words(middle, kv_start + middle) <= limit {
             fitting = middle;
         } else {
             excess = middle;
@@ -118,10 +118,10 @@ mod tests {
     proptest! {
         /// As counted row by row.
         #[test]
-        fn as_many_rows_as_fit(room in 0_usize..3000, kv_start in 0_usize..5000, rows in 0_usize..200) {
-            let fits = |count: &usize| attention_words(*count, kv_start + count) <= room;
+        fn as_many_rows_as_fit(limit in 0_usize..3000, kv_start in 0_usize..5000, rows in 0_usize..200) {
+            let fits = |count: &usize| attention_words(*count, kv_start + count) <= limit;
             let expected = (0..=rows).take_while(fits).last().unwrap_or(0);
-            prop_assert_eq!(rows_within(room, kv_start, rows), expected);
+            prop_assert_eq!(rows_within(limit, kv_start, rows), expected);
         }
 
         /// After those of another mask, whatever that one ends with.

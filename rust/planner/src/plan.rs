@@ -297,13 +297,13 @@ impl Plan {
         let (mut number, mut word) = (0, 0);
         for request in &inner.requests {
             for slot in request.slots().range() {
-                let place = if numbered {
+                let index = if numbered {
                     number
                 } else {
                     slots.all()[slot].row()
                 };
                 number += 1;
-                valid &= slots.put_token(slot, token(place), vocab_size);
+                valid &= slots.put_token(slot, token(index), vocab_size);
                 let words = slots.logprob_words(&slots.all()[slot]);
                 if words > 0 {
                     let own = (word..word + words).map(&logprob_word);

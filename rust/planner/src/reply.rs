@@ -68,7 +68,7 @@ impl TokenCounts {
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     response: ForwardResponse,
-    places: LogprobRows,
+    logprobs: LogprobRows,
     token_counts: TokenCounts,
 }
 
@@ -111,7 +111,7 @@ impl Reply {
         if slots.logprob_bytes() == 0 {
             return Ok(length);
         }
-        self.places.clear();
+        self.logprobs.clear();
         for (index, request) in plan.requests().iter().enumerate() {
             let own = slots.of(request.slots());
             let Some(shape) = own.iter().find_map(|slot| slots.shape(slot)) else {
@@ -119,7 +119,7 @@ impl Reply {
             };
             self.add_logprobs(plan, (index, request), shape);
         }
-        Ok(self.places.append(buffer, length)?)
+        Ok(self.logprobs.append(buffer, length)?)
     }
 
     fn add_logprobs(
@@ -132,11 +132,11 @@ impl Reply {
         let own = slots.of(request.slots());
         let prompt = || own.iter().filter(|slot| slot.class() == SlotClass::Prompt);
         let tokens = token_count(request, own, plan.query_tokens().token_ids());
-        let drawn = own.iter().filter(|slot| slot.class().is_token());
-        let places = prompt().chain(drawn.take(tokens));
-        let words = places.flat_map(|slot| slots.logprobs(slot).iter().copied());
+        let sampled = own.iter().filter(|slot| slot.class().is_token());
+        let positions = prompt().chain(sampled.take(tokens));
+        let words = positions.flat_map(|slot| slots.logprobs(slot).iter().copied());
         let counts = (prompt().count() as u32, tokens as u32);
-        self.places.push(index as u32, shape, counts, words);
+        self.logprobs.push(index as u32, shape, counts, words);
     }
 
     /// Collects one token per request; `false` when some request has more or fewer.

@@ -255,7 +255,8 @@ impl SamplingSlots {
     /// The computed log-probabilities of a slot.
     pub(crate) fn logprobs(&self, slot: &SamplingSlot) -> &[u32] {
         let start = slot.output as usize;
-        self.outputs.place(start..start + self.logprob_words(slot))
+        self.outputs
+            .position(start..start + self.logprob_words(slot))
     }
 
     /// The logit masks.

@@ -131,7 +131,7 @@ impl BlockTable {
         self.make_newest(row);
         self.set_context(row, context);
         match self.order.get_mut(self.taken) {
-            Some(place) => *place = row,
+            Some(entry) => *entry = row,
             None => self.order.push(row),
         }
         self.taken += 1;

@@ -3,7 +3,7 @@
 mod common;
 
 use allocation_counter::measure;
-use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use common::device::DRIVER;
 use common::engine::{Engine, memory};
 use pie_planner::{DraftOptions, ForwardTimings, Layout, Limits, NgramConfig, Planner, StepMemory};
@@ -192,13 +192,13 @@ fn the_steady_state_allocates_nothing() {
         max_requests: 3,
         chunk_tokens: 7,
         max_slots: 2,
-        ..ROOMY
+        ..LARGE
     };
     let encoded: Vec<_> = frames()
         .iter()
         .map(|frame| Encoded::new(DRIVER, frame))
         .collect();
-    for limits in [ROOMY, tight] {
+    for limits in [LARGE, tight] {
         let mut driver = Driver::new(limits);
         for encoded in encoded.iter().chain(&encoded) {
             assert!(driver.step(encoded, 1 << 15));
@@ -221,7 +221,7 @@ fn steps_for_graphs_allocate_nothing() {
         .iter()
         .map(|frame| Encoded::new(DRIVER, frame))
         .collect();
-    let mut driver = Driver::new(ROOMY);
+    let mut driver = Driver::new(LARGE);
     let taken = |driver: &mut Driver| {
         let taken = encoded.iter().filter(|encoded| {
             let taken = [0, 1].map(|graph| driver.graph_step(graph, encoded, None));
@@ -251,7 +251,7 @@ fn recurrent_state_is_planned_without_allocations() {
             ..frame(&requests)
         },
     );
-    let mut planner = Planner::new(ROOMY, 0).with_states(6);
+    let mut planner = Planner::new(LARGE, 0).with_states(6);
     let (mut engine, mut block) = (Engine::default(), memory(planner.layout()));
     let mut plan = || {
         let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
@@ -270,7 +270,7 @@ fn drafting_allocates_nothing_in_the_steady_state() {
     const REQUESTS: u32 = 8;
     let limits = Limits {
         reply_bytes: 1 << 15,
-        ..ROOMY
+        ..LARGE
     };
     let mut driver = Driver::new(limits);
     let options = DraftOptions {
@@ -283,7 +283,7 @@ fn drafting_allocates_nothing_in_the_steady_state() {
         .planner
         .enable_drafts(&options)
         .expect("the options are right");
-    // The answer of row `r` is `r`, which makes the text of request `r` go on.
+    // The answer of row `r` is `r`, which makes the text of request `r` continue.
     let prompt = |r: u32| Req::new(16, 0, &[r, 500, r, 500, r, 500, r], &[r]).sample(6, GREEDY);
     let next = |r: u32| Req::new(16, 7, &[500], &[r]).sample(0, GREEDY);
     let encoded = |requests: Vec<Req>, asks: bool| {
@@ -316,7 +316,7 @@ fn drafting_allocates_nothing_in_the_steady_state() {
 
 #[test]
 fn a_lost_block_table_costs_no_memory() {
-    let mut driver = Driver::new(ROOMY);
+    let mut driver = Driver::new(LARGE);
     let encoded = Encoded::new(DRIVER, &frames()[0]);
     assert!(driver.step(&encoded, 1 << 15));
     let count = allocations(|| {
@@ -338,7 +338,7 @@ fn peak(limits: Limits, request: &ForwardRequest) -> (u64, Driver) {
 fn outputs_that_do_not_fit_take_no_memory() {
     let limits = Limits {
         vocab_size: 150_000,
-        ..ROOMY
+        ..LARGE
     };
     let dist = Sampler::Dist {
         temperature: 1.0,
@@ -367,7 +367,7 @@ fn outputs_that_do_not_fit_take_no_memory() {
 fn requests_that_do_not_fit_do_not_accumulate() {
     let limits = Limits {
         reply_bytes: 5000,
-        ..ROOMY
+        ..LARGE
     };
     let mut driver = Driver::new(limits);
     let encoded = Encoded::new(DRIVER, &frames()[0]);
@@ -421,7 +421,7 @@ fn hostile_frames_do_not_accumulate() {
     let mut damage = Damage(1);
     let limits = Limits {
         vocab_size: 100,
-        ..ROOMY
+        ..LARGE
     };
     let mut driver = Driver::new(limits);
     let (mut planned, mut grown) = (0, 0);

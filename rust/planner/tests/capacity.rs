@@ -6,7 +6,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use crate::common::answer::Answer;
-use crate::common::builder::{GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::Device;
 use crate::common::naive::{Plan, Slot};
 use crate::reply::archive_len;
@@ -26,10 +26,10 @@ pub(crate) fn widths(counts: &[usize]) -> ForwardRequest {
 }
 
 /// A device with room for replies of so many bytes.
-pub(crate) fn room(reply_bytes: usize) -> Device {
+pub(crate) fn device_with(reply_bytes: usize) -> Device {
     Device::new(Limits {
         reply_bytes: reply_bytes as u32,
-        ..ROOMY
+        ..LARGE
     })
 }
 
@@ -66,7 +66,7 @@ fn too_many_tokens_empty_the_largest_requests() {
         (3, &[(1, 160), (3, 200)]),
         (2, &[(0, 8), (1, 160), (3, 200)]),
     ] {
-        let mut device = room(archive_len(5, tokens));
+        let mut device = device_with(archive_len(5, tokens));
         let answer = device.run(&widths(&[2, 40, 1, 50, 0]), counted());
         assert_eq!(rejected(&device), expected, "room for {tokens} tokens");
         let counts = answer.tokens().iter().map(Vec::len).collect::<Vec<_>>();
@@ -82,7 +82,7 @@ fn too_many_tokens_empty_the_largest_requests() {
 
 #[test]
 fn equal_requests_are_rejected_from_the_last_on() {
-    let mut device = room(archive_len(3, 4));
+    let mut device = device_with(archive_len(3, 4));
     device.run(&widths(&[2, 2, 2]), counted());
     assert_eq!(rejected(&device), [(2, 8)]);
 }
@@ -90,12 +90,12 @@ fn equal_requests_are_rejected_from_the_last_on() {
 #[test]
 fn room_for_less_than_the_empty_answer_is_an_error() {
     let enough = archive_len(2, 0);
-    let mut device = room(enough);
+    let mut device = device_with(enough);
     let answer = device.run(&widths(&[2, 3]), counted());
     assert_eq!(answer.tokens(), [[], []] as [[u32; 0]; 2]);
     assert_eq!(rejected(&device), [(0, 8), (1, 12)]);
     for reply_bytes in [1, 19, RESPONSE_ROOT_LEN, enough - 1] {
-        let mut device = room(reply_bytes);
+        let mut device = device_with(reply_bytes);
         device.compute(&widths(&[2, 3]), counted());
         let error = device
             .reply(ForwardTimings::default())
@@ -109,7 +109,7 @@ fn room_for_less_than_the_empty_answer_is_an_error() {
 
 #[test]
 fn a_reply_that_fails_costs_nothing_but_itself() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     device.compute(&widths(&[2, 3]), counted());
     for capacity in [0, 19, archive_len(2, 5) - 1] {
         let mut words = vec![0_u64; capacity.div_ceil(8)];
@@ -128,9 +128,9 @@ fn a_reply_that_fails_costs_nothing_but_itself() {
 
 #[test]
 fn a_fast_reply_needs_less_room_than_the_archive() {
-    let mut device = room(fast_tokens_len(12));
+    let mut device = device_with(fast_tokens_len(12));
     assert!(device.run(&widths(&[1; 12]), counted()).is_fast());
-    let mut device = room(fast_tokens_len(12) - 1);
+    let mut device = device_with(fast_tokens_len(12) - 1);
     assert!(device.try_run(&widths(&[1; 12]), counted()).is_none());
     assert_eq!(device.request_errors().len(), 12);
 }
@@ -166,7 +166,7 @@ fn the_limit_is_exact_for_every_kind() {
     for kind in 0..8 {
         let requests = [1, 3, 2].map(|size| sized(size, kind, size));
         let run = |reply_bytes| {
-            let mut device = room(reply_bytes);
+            let mut device = device_with(reply_bytes);
             // All drafts are accepted.
             device.run(&frame(&requests), |_, _| 7);
             device
@@ -186,7 +186,7 @@ fn the_limit_is_exact_for_every_kind() {
 fn drafts_count_as_accepted() {
     let requests = [decode(3, 1, &[0]).verify(&[7; 5]), decode(3, 1, &[1])];
     for (tokens, expected) in [(7, &[][..]), (6, &[(0, 24)])] {
-        let mut device = room(archive_len(2, tokens));
+        let mut device = device_with(archive_len(2, tokens));
         // None of them is.
         device.run(&frame(&requests), |_, _| 9);
         assert_eq!(rejected(&device), expected);
@@ -194,10 +194,10 @@ fn drafts_count_as_accepted() {
 }
 
 proptest! {
-    /// Whatever the room: requests are whole or rejected, and rejected only from the largest on.
+    /// Whatever the limit: requests are whole or rejected, and rejected only from the largest on.
     #[test]
     fn every_room_keeps_what_it_can(counts in vec(0_usize..9, 1..8), reply_bytes in 1_usize..500) {
-        let mut device = room(reply_bytes);
+        let mut device = device_with(reply_bytes);
         let answer = device.try_run(&widths(&counts), counted());
         let mut gone = rejected(&device);
         gone.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));

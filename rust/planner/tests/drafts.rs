@@ -3,219 +3,14 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-use crate::common::answer::{Answer, answer};
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, frame};
+use crate::common::draft_server::{Context, NUM_DRAFTS, Server, cycle, decode, noise};
 use crate::common::engine::{Engine, memory};
-use pie_planner::{
-    ComputedPlan, DraftCounters, DraftOptions, ForwardTimings, Layout, Limits, NgramConfig,
-    PagePool, Plan, Planner, StepMemory,
-};
-
-const NUM_DRAFTS: usize = 4;
-const ROWS: usize = 64;
-
-/// A planner that drafts, and a model that says `text[position]` at every position.
-struct Server<F> {
-    planner: Planner,
-    text: F,
-    /// How long a step takes by its rows.
-    cost: fn(usize) -> Duration,
-    /// Whether it prepares drafts before the tokens are known.
-    early: bool,
-    /// What it reported of drafts.
-    reports: Vec<DraftCounters>,
-}
-
-/// What a request was answered.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct TokenCounts {
-    tokens: Vec<u32>,
-    drafts: Vec<u32>,
-    positions: Vec<u32>,
-}
-
-impl<F: Fn(u32) -> u32> Server<F> {
-    fn new(limits: Limits, text: F) -> Self {
-        let mut planner = Planner::new(limits, 9);
-        let options = DraftOptions {
-            ngram: NgramConfig::default(),
-            num_drafts: NUM_DRAFTS,
-            graph_sizes: vec![1, 2, 4, 8, 16, 32, ROWS],
-            host_pages: 8,
-        };
-        planner
-            .enable_drafts(&options)
-            .expect("the options are right");
-        Self {
-            planner,
-            text,
-            cost: |_| Duration::from_millis(1),
-            early: true,
-            reports: Vec::new(),
-        }
-    }
-
-    /// Requests with their context, and whether they ask for drafts.
-    fn run(&mut self, requests: &[(Req, u64, bool)]) -> (Vec<TokenCounts>, bool) {
-        let parts: Vec<Req> = requests
-            .iter()
-            .map(|(request, ..)| request.clone())
-            .collect();
-        let mut frame = frame(&parts);
-        frame.context_ids = requests.iter().map(|&(_, context, _)| context).collect();
-        frame.output_spec_flags = requests.iter().map(|&(.., asks)| asks).collect();
-        let encoded = Encoded::new(crate::common::device::DRIVER, &frame);
-        let planned = self
-            .planner
-            .plan(crate::common::device::DRIVER, encoded.forward());
-        let plan = planned.expect("a right frame");
-        assert_eq!(plan.request_errors(), []);
-        let positions: Vec<u32> = parts
-            .iter()
-            .flat_map(|request| request.positions.iter().chain(&request.draft_positions))
-            .copied()
-            .collect();
-        let mut computed = self.compute(plan, &positions);
-        let capacity = self.planner.limits().reply_bytes as usize;
-        let mut words = vec![0_u64; capacity.div_ceil(8)];
-        let bytes = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
-        let length = self
-            .planner
-            .reply(&mut computed, ForwardTimings::default(), bytes);
-        let length = length.expect("the reply fits");
-        let time = (self.cost)(positions.len());
-        self.planner.record_step_time(&mut computed, time, time);
-        self.planner.recycle(computed);
-        self.reports.extend(self.planner.draft_report());
-        match answer(&bytes[..length]) {
-            Answer::Fast(tokens) => {
-                let alone = |token| TokenCounts {
-                    tokens: vec![token],
-                    drafts: Vec::new(),
-                    positions: Vec::new(),
-                };
-                (tokens.into_iter().map(alone).collect(), true)
-            }
-            Answer::Archive(response) => {
-                response.check().expect("a response that keeps the rules");
-                let part = |indptr: &[u32], values: &[u32], index: usize| match indptr {
-                    [] => Vec::new(),
-                    ends => values[ends[index] as usize..ends[index + 1] as usize].to_vec(),
-                };
-                let r = &response;
-                let answered = |index| TokenCounts {
-                    tokens: part(&r.tokens_indptr, &r.tokens, index),
-                    drafts: part(&r.spec_indptr, &r.spec_tokens, index),
-                    positions: part(&r.spec_indptr, &r.spec_positions, index),
-                };
-                ((0..requests.len()).map(answered).collect(), false)
-            }
-        }
-    }
-
-    fn compute(&mut self, plan: Plan, positions: &[u32]) -> ComputedPlan {
-        let size = plan.graph_size(ROWS);
-        let rows = size.expect("a graph takes it").rows;
-        let layout = Layout::graph(rows);
-        let mut block = vec![0_u64; layout.bytes().div_ceil(8)];
-        let mut masks = vec![0; rows * self.planner.limits().mask_words()];
-        let memory = StepMemory {
-            block: bytemuck::cast_slice_mut(&mut block),
-            mask_words: &mut masks,
-        };
-        let staged = self.planner.stage_graph(plan, &layout, memory, 1);
-        let mut staged = staged.expect("the memory fits");
-        if self.early {
-            self.planner.prepare_drafts(&mut staged);
-        }
-        let text = &self.text;
-        staged.put_tokens(|row| text(positions[row] + 1), |_| 0)
-    }
-}
-
-/// A context that is decoded as an inferlet does.
-struct Context {
-    id: u64,
-    pages: Vec<u32>,
-    stored: u32,
-    input: u32,
-    drafts: Vec<u32>,
-    drafted: usize,
-}
-
-impl Context {
-    fn new(id: u64, pages: std::ops::Range<u32>, input: u32) -> Self {
-        Self {
-            id,
-            pages: pages.collect(),
-            stored: 0,
-            input,
-            drafts: Vec::new(),
-            drafted: 0,
-        }
-    }
-
-    fn request(&self) -> Req {
-        let end = self.stored + 1 + self.drafts.len() as u32;
-        let pages = &self.pages[..end.div_ceil(16) as usize];
-        Req::new(16, self.stored, &[self.input], pages)
-            .sample(0, GREEDY)
-            .verify(&self.drafts)
-    }
-
-    fn take(&mut self, answered: &TokenCounts) {
-        let TokenCounts {
-            tokens,
-            drafts,
-            positions,
-        } = answered;
-        let first = self.stored + tokens.len() as u32 + 1;
-        assert_eq!(positions, &(first..).take(drafts.len()).collect::<Vec<_>>());
-        assert!(drafts.len() <= NUM_DRAFTS);
-        self.drafted += self.drafts.len();
-        self.stored += tokens.len() as u32;
-        self.input = tokens[tokens.len() - 1];
-        self.drafts.clone_from(drafts);
-    }
-}
-
-/// Decodes contexts together until the first one has stored `length` tokens; returns the steps.
-fn decode<F: Fn(u32) -> u32>(
-    server: &mut Server<F>,
-    contexts: &mut [Context],
-    asks: bool,
-    length: u32,
-) -> usize {
-    let mut steps = 0;
-    while contexts[0].stored < length {
-        let requests: Vec<_> = contexts.iter().map(|c| (c.request(), c.id, asks)).collect();
-        let (answers, _) = server.run(&requests);
-        for (context, answered) in contexts.iter_mut().zip(&answers) {
-            let from = context.stored + 1;
-            let expected: Vec<u32> = (from..)
-                .take(answered.tokens.len())
-                .map(&server.text)
-                .collect();
-            assert_eq!(answered.tokens, expected);
-            context.take(answered);
-        }
-        steps += 1;
-    }
-    steps
-}
-
-fn cycle(position: u32) -> u32 {
-    100 + position % 7
-}
-
-/// Short words in an order that nothing foretells.
-fn noise(position: u32) -> u32 {
-    (position.wrapping_mul(2_654_435_761) >> 13) % 5
-}
+use pie_planner::{Limits, PagePool};
 
 #[test]
 fn drafts_pay_where_text_repeats_itself() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts = [
         Context::new(1, 0..24, cycle(0)),
         Context::new(2, 24..48, cycle(0)),
@@ -229,7 +24,7 @@ fn drafts_pay_where_text_repeats_itself() {
 #[test]
 fn reports_come_soon_and_then_more_and_more_rarely() {
     // As much as a short conversation of eight programs.
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts: Vec<_> = (0..8)
         .map(|id| Context::new(u64::from(id) + 1, 8 * id..8 * id + 8, cycle(0)))
         .collect();
@@ -238,8 +33,8 @@ fn reports_come_soon_and_then_more_and_more_rarely() {
     assert!(first.drafted < 2 * 256, "{first}");
     let counters = server.planner.draft_counters().expect("it drafts");
     assert!(server.reports.len() <= 3, "{steps} steps, {counters}");
-    // Where nothing is drafted, because nothing comes true, steps count.
-    let mut server = Server::new(ROOMY, noise);
+    // Where nothing is drafted, because nothing is accepted, steps count.
+    let mut server = Server::new(LARGE, noise);
     server.cost = |rows| Duration::from_millis(rows as u64);
     let steps = decode(
         &mut server,
@@ -262,7 +57,7 @@ fn it_does_not_matter_when_drafts_are_prepared() {
         }
     };
     let [mut early, mut late] = [true, false].map(|early| {
-        let mut server = Server::new(ROOMY, text);
+        let mut server = Server::new(LARGE, text);
         server.early = early;
         (server, Context::new(1, 0..24, text(0)))
     });
@@ -281,7 +76,7 @@ fn it_does_not_matter_when_drafts_are_prepared() {
 
 #[test]
 fn drafts_that_fail_are_left() {
-    let mut server = Server::new(ROOMY, noise);
+    let mut server = Server::new(LARGE, noise);
     // A row more costs as much as a step.
     server.cost = |rows| Duration::from_millis(rows as u64);
     let mut contexts = [
@@ -296,7 +91,7 @@ fn drafts_that_fail_are_left() {
 #[test]
 fn batches_that_no_graph_runs_say_nothing_of_graphs() {
     let drafted = |eager: bool| {
-        let mut server = Server::new(ROOMY, noise);
+        let mut server = Server::new(LARGE, noise);
         server.cost = |rows| Duration::from_millis(rows as u64);
         let mut context = Context::new(1, 0..24, noise(0));
         while context.stored < 350 {
@@ -325,7 +120,7 @@ fn batches_that_no_graph_runs_say_nothing_of_graphs() {
 
 #[test]
 fn only_who_asks_and_is_somebody_gets_drafts() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts = [
         Context::new(1, 0..24, cycle(0)),
         Context::new(0, 24..48, cycle(0)),
@@ -338,7 +133,7 @@ fn only_who_asks_and_is_somebody_gets_drafts() {
 
 #[test]
 fn a_context_is_known_from_its_pages() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     decode(&mut server, &mut contexts, false, 40);
     let [parent] = contexts;
@@ -366,7 +161,7 @@ fn a_long_past_comes_by_and_by() {
         max_positions: 4096,
         row_pages: 256,
         total_pages: 256,
-        ..ROOMY
+        ..LARGE
     };
     for costs_are_known in [true, false] {
         let mut server = Server::new(limits, cycle);
@@ -401,7 +196,7 @@ fn going_far_back_is_spread_over_frames() {
         max_positions: 16_384,
         row_pages: 1024,
         total_pages: 1024,
-        ..ROOMY
+        ..LARGE
     };
     let first_drafts = |back: u32| {
         let mut server = Server::new(limits, cycle);
@@ -440,7 +235,7 @@ fn going_far_back_is_spread_over_frames() {
 
 #[test]
 fn of_a_context_that_stands_twice_the_last_request_counts() {
-    let mut server = Server::new(ROOMY, cycle);
+    let mut server = Server::new(LARGE, cycle);
     // What a step costs is known from here on.
     decode(&mut server, &mut [Context::new(0, 40..64, 0)], false, 2);
     let context = Context::new(1, 0..24, cycle(0));
@@ -467,11 +262,11 @@ fn an_id_that_changed_hands_is_noticed() {
             cycle(position)
         }
     };
-    let mut server = Server::new(ROOMY, text);
+    let mut server = Server::new(LARGE, text);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     decode(&mut server, &mut contexts, true, 30);
     let [former] = contexts;
-    // Another text, stored by a context that asks for nothing, goes on under the same id at the same length.
+    // Another text, stored by a context that asks for nothing, continues under the same id at the same length.
     other.set(true);
     let mut contexts = [Context::new(0, 24..48, 500)];
     decode(&mut server, &mut contexts, false, former.stored);
@@ -488,12 +283,12 @@ fn an_id_that_changed_hands_is_noticed() {
 fn drafts_are_left_out_of_a_reply_without_room_for_them() {
     let limits = Limits {
         reply_bytes: 180,
-        ..ROOMY
+        ..LARGE
     };
     let mut server = Server::new(limits, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     assert_eq!(decode(&mut server, &mut contexts, true, 60), 60);
-    let mut roomy = Server::new(ROOMY, cycle);
+    let mut roomy = Server::new(LARGE, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     assert!(decode(&mut roomy, &mut contexts, true, 60) < 60);
 }
@@ -502,7 +297,7 @@ fn drafts_are_left_out_of_a_reply_without_room_for_them() {
 fn drafts_end_with_the_positions() {
     let limits = Limits {
         max_positions: 64,
-        ..ROOMY
+        ..LARGE
     };
     let mut server = Server::new(limits, cycle);
     let mut contexts = [Context::new(1, 0..24, cycle(0))];

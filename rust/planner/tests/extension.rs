@@ -1,6 +1,6 @@
 //! What a frame's extension asks for, as it is staged for a pass and for a graph.
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine::{memory, next_group, next_pass};
 use pie_planner::{
@@ -8,20 +8,20 @@ use pie_planner::{
     StepMemory, StepSize,
 };
 use pie_wire::{
-    CombinedSampler, LogprobOptions, Params, ParamsRef, Penalties, PromptLogprobs,
-    RequestExtension, StepRow, append_extension, extension_len, split_request, write_extension,
+    CombinedSampler, LogprobOptions, Penalties, PromptLogprobs, RequestExtension, append_extension,
+    extension_len, split_request,
 };
 
-type Record = [i32; RECORD_WORDS];
+pub(crate) type Record = [i32; RECORD_WORDS];
 
-const NEVER: i32 = f32::NEG_INFINITY.to_bits().cast_signed();
+pub(crate) const NEVER: i32 = f32::NEG_INFINITY.to_bits().cast_signed();
 
-fn bits(value: f32) -> i32 {
+pub(crate) fn bits(value: f32) -> i32 {
     value.to_bits().cast_signed()
 }
 
 /// Penalties for what comes after a prompt of so many tokens.
-fn penalized(prompt: u32) -> RequestExtension {
+pub(crate) fn penalized(prompt: u32) -> RequestExtension {
     RequestExtension {
         penalties: Penalties {
             frequency: 0.5,
@@ -34,7 +34,11 @@ fn penalized(prompt: u32) -> RequestExtension {
 }
 
 /// Plans a frame with the rows of its extension.
-fn plan(planner: &mut Planner, requests: &[Req], rows: &[(u32, RequestExtension)]) -> Plan {
+pub(crate) fn plan(
+    planner: &mut Planner,
+    requests: &[Req],
+    rows: &[(u32, RequestExtension)],
+) -> Plan {
     let listed = rows.iter().map(|(request, row)| (*request, row));
     planned(planner, requests, |bytes, length| {
         bytes.resize(length + extension_len(listed.clone()), 0);
@@ -42,31 +46,7 @@ fn plan(planner: &mut Planner, requests: &[Req], rows: &[(u32, RequestExtension)
     })
 }
 
-/// Plans a frame that brings these parameters under handles, and whose requests name some.
-fn plan_kept(
-    planner: &mut Planner,
-    requests: &[Req],
-    params: &[(u32, &RequestExtension)],
-    rows: &[(u32, ParamsRef)],
-) -> Plan {
-    let params = params.iter().map(|&(handle, asked)| Params {
-        handle: Some(handle),
-        asked,
-    });
-    let rows = rows.iter().map(|&(request, params)| StepRow {
-        request,
-        params,
-        returns_logprobs: true,
-        ..StepRow::default()
-    });
-    planned(planner, requests, |bytes, length| {
-        bytes.resize(length + (1 << 16), 0);
-        let length = write_extension(params, rows, bytes, length).unwrap();
-        bytes.truncate(length);
-    })
-}
-
-fn planned(
+pub(crate) fn planned(
     planner: &mut Planner,
     requests: &[Req],
     extend: impl FnOnce(&mut Vec<u8>, usize),
@@ -80,91 +60,11 @@ fn planned(
     planned.expect("a consistent frame")
 }
 
-/// What later frames name stages the same as what a frame brings itself.
-#[test]
-fn kept_parameters_hold_until_they_are_replaced() {
-    let bias = |id| RequestExtension {
-        biases: vec![(id, 1.5)],
-        suppressed: vec![3],
-        suppressed_until: 40,
-        ..penalized(8)
-    };
-    let (first, second) = (bias(7), bias(9));
-    let requests = [decode(30, 5, &[1, 2]), decode(31, 6, &[3, 4])];
-    let kept = [(0, ParamsRef::Kept(5)), (1, ParamsRef::Kept(5))];
-    let stage = |planner: &mut Planner, plan: Plan| {
-        assert!(
-            plan.request_errors().is_empty(),
-            "{:?}",
-            plan.request_errors()
-        );
-        let (records, words, _) = staged(planner, plan);
-        planner.invalidate_block_table();
-        (records, words)
-    };
-    let mut planner = Planner::new(ROOMY, 1);
-    let rows = [(0, first.clone()), (1, first.clone())];
-    let plan = plan(&mut planner, &requests, &rows);
-    let brought = stage(&mut planner, plan);
-    for params in [&[(5, &first)][..], &[], &[(4, &second)]] {
-        let plan = plan_kept(&mut planner, &requests, params, &kept);
-        assert_eq!(stage(&mut planner, plan), brought);
-    }
-    // The last ones under a handle hold, whatever a row before in the same frame brought.
-    let both = [(5, &first), (5, &second)];
-    let plan = plan_kept(&mut planner, &requests, &both, &kept);
-    let (_, words) = stage(&mut planner, plan);
-    assert_eq!(words[..4], [9, bits(1.5), 3, NEVER]);
-    // By their number in the frame they are meant as they are there.
-    let rows = [(0, ParamsRef::InFrame(0)), (1, ParamsRef::None)];
-    let plan = plan_kept(&mut planner, &requests, &both, &rows);
-    let (records, words) = stage(&mut planner, plan);
-    assert_eq!(words, [7, bits(1.5), 3, NEVER]);
-    assert_eq!(records[1][6..], [4, 0]);
-}
-
-#[test]
-fn a_request_that_names_what_is_not_kept_fails_alone() {
-    let mut planner = Planner::new(ROOMY, 1);
-    let (wrong, none) = (
-        RequestExtension {
-            biases: vec![(1000, 1.0)],
-            ..RequestExtension::default()
-        },
-        RequestExtension::default(),
-    );
-    let requests = [31, 31, 31].map(|start| decode(start, 5, &[1, 2]));
-    let kept = |handle| ParamsRef::Kept(handle);
-    let rows = [(0, kept(1)), (1, kept(2)), (2, kept(3))];
-    let params = [(1, &wrong), (3, &none)];
-    let errors = |plan: Plan| {
-        let errors = plan.request_errors().iter();
-        errors
-            .map(|(request, error)| (*request, error.to_string()))
-            .collect::<Vec<_>>()
-    };
-    let plan = plan_kept(&mut planner, &requests, &params, &rows);
-    let found = errors(plan);
-    assert_eq!(found.len(), 2);
-    assert!(
-        found[0].0 == 0 && found[0].1.contains("logit_bias"),
-        "{found:?}"
-    );
-    assert!(
-        found[1].0 == 1 && found[1].1.contains("parameters"),
-        "{found:?}"
-    );
-    planner.invalidate_block_table();
-    // What was wrong stays so until it is replaced.
-    let plan = plan_kept(&mut planner, &requests[..1], &[], &rows[..1]);
-    assert_eq!(errors(plan).len(), 1);
-    planner.invalidate_block_table();
-    let plan = plan_kept(&mut planner, &requests[..1], &[(1, &none)], &rows[..1]);
-    assert!(errors(plan).is_empty());
-}
-
 /// Records and words of the one group of the one pass, and what the pass notes.
-fn staged(planner: &mut Planner, plan: Plan) -> (Vec<Record>, Vec<i32>, Option<Vec<[i64; 2]>>) {
+pub(crate) fn staged(
+    planner: &mut Planner,
+    plan: Plan,
+) -> (Vec<Record>, Vec<i32>, Option<Vec<[i64; 2]>>) {
     let mut block = memory(planner.layout());
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
     let Ok(pass) = next_pass(planner, plan, block) else {
@@ -180,14 +80,14 @@ fn staged(planner: &mut Planner, plan: Plan) -> (Vec<Record>, Vec<i32>, Option<V
 
 #[test]
 fn each_slot_has_the_record_of_its_request() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let bias = RequestExtension {
         biases: vec![(7, 1.5), (9, -2.0)],
         suppressed: vec![3],
         suppressed_until: 21,
         ..RequestExtension::default()
     };
-    // The second one verifies two drafts: of its places 20, 21 and 22 stop tokens are forbidden for the first.
+    // The second one verifies two drafts: of its positions 20, 21 and 22 stop tokens are forbidden for the first.
     let requests = [
         decode(30, 5, &[1, 2]),
         decode(19, 6, &[3, 4]).verify(&[8, 8]),
@@ -219,7 +119,7 @@ fn each_slot_has_the_record_of_its_request() {
 
 #[test]
 fn plain_frames_note_and_change_nothing() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let sampler = CombinedSampler {
         temperature: 0.5,
         top_k: 9,
@@ -273,7 +173,7 @@ fn requests_share_a_mask() {
         (2, mask(0)),
         (3, shared),
     ];
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let plan = plan(&mut planner, &requests, &rows);
     let layout = Layout::graph(8);
     let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
@@ -299,7 +199,7 @@ fn requests_share_a_mask() {
 
 #[test]
 fn a_graph_gets_records_and_history_beside_its_block() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let history = RequestExtension {
         history: vec![90, 91, 92],
         biases: vec![(7, 1.5)],
@@ -352,7 +252,7 @@ fn a_graph_gets_records_and_history_beside_its_block() {
 
 #[test]
 fn a_prompt_of_which_nothing_counts_is_plain() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let tokens: Vec<u32> = (0..12).collect();
     let prompt = |samples: bool| {
         let request = Req::new(16, 0, &tokens, &[1]);
@@ -381,13 +281,13 @@ fn a_prompt_of_which_nothing_counts_is_plain() {
 
 #[test]
 fn too_much_for_a_graph_goes_by_passes() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let biases = (0..1000).map(|id| (id, 1.0)).collect();
     let row = RequestExtension {
         biases,
         ..RequestExtension::default()
     };
-    // One place of a request with drafts has as many words as the next.
+    // One position of a request with drafts has as many words as the next.
     let request = |page: u32| {
         let drafts: Vec<u32> = vec![1; 11];
         decode(1, 5, &[page]).verify(&drafts)
@@ -404,7 +304,7 @@ fn too_much_for_a_graph_goes_by_passes() {
 fn parts_of_a_prompt_are_noted_and_history_once() {
     let limits = pie_planner::Limits {
         chunk_tokens: 4,
-        ..ROOMY
+        ..LARGE
     };
     let mut planner = Planner::new(limits, 1);
     let row = RequestExtension {
@@ -433,7 +333,7 @@ fn parts_of_a_prompt_are_noted_and_history_once() {
 #[test]
 fn what_has_no_meaning_is_refused_by_name() {
     let refused = |row: RequestExtension| {
-        let mut planner = Planner::new(ROOMY, 1);
+        let mut planner = Planner::new(LARGE, 1);
         let requests = [decode(31, 5, &[1, 2]), decode(31, 5, &[3, 4])];
         let plan = plan(&mut planner, &requests, &[(1, row)]);
         let [(1, error)] = plan.request_errors() else {
@@ -500,6 +400,6 @@ fn what_has_no_meaning_is_refused_by_name() {
             .request_errors()
             .to_vec()
     };
-    let errors = both(&mut Planner::new(ROOMY, 1));
+    let errors = both(&mut Planner::new(LARGE, 1));
     assert_eq!(errors, [(0, RequestError::LogitMasks { masks: 2 })]);
 }

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use crate::common::answer::answer;
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine::{self, Engine, put};
 use pie_planner::{
@@ -44,7 +44,7 @@ fn a_hundred_thousand_requests_without_tokens() {
     let idle = Req::new(16, 5, &[], &[0]);
     let mut requests = vec![idle; 100_000];
     requests[50_000] = decode(3, 1, &[0]);
-    let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
+    let (computed, tokens) = run(LARGE, &frame(&requests), 1 << 20);
     assert_eq!(
         (computed.request_count(), computed.token_count()),
         (100_000, 1)
@@ -57,7 +57,7 @@ fn a_hundred_thousand_requests_without_tokens() {
 fn a_hundred_thousand_faults() {
     let mut outside = decode(3, 1, &[64]);
     outside.masks = Vec::new();
-    let (computed, _) = run(ROOMY, &frame(&vec![outside; 100_000]), 1 << 20);
+    let (computed, _) = run(LARGE, &frame(&vec![outside; 100_000]), 1 << 20);
     assert_eq!(computed.request_errors().len(), 100_000);
     assert_eq!(computed.pass_count(), 0);
 }
@@ -66,12 +66,12 @@ fn a_hundred_thousand_faults() {
 fn a_hundred_thousand_samplers_on_one_row() {
     let mut request = decode(3, 1, &[0]);
     request.samplers = vec![(0, GREEDY); 100_000];
-    let (_, tokens) = run(ROOMY, &frame(&[request.clone()]), 1 << 20);
+    let (_, tokens) = run(LARGE, &frame(&[request.clone()]), 1 << 20);
     assert_eq!(tokens, [vec![1; 100_000]]);
     // All in one group, and in a reply that they do not fit.
     let limits = Limits {
         max_slots: 100_000,
-        ..ROOMY
+        ..LARGE
     };
     let (_, tokens) = run(limits, &frame(&[request]), 1 << 16);
     assert_eq!(tokens, [[]] as [[u32; 0]; 1]);
@@ -91,7 +91,7 @@ fn a_hundred_thousand_probes_of_every_kind() {
     request.samplers = (0..100_000).map(|n| (0, kinds[n % 5].clone())).collect();
     let limits = Limits {
         vocab_size: 50,
-        ..ROOMY
+        ..LARGE
     };
     let (computed, tokens) = run(limits, &frame(&[request]), 1 << 23);
     assert!(computed.request_errors().is_empty());
@@ -102,7 +102,7 @@ fn a_hundred_thousand_probes_of_every_kind() {
 fn a_hundred_thousand_requests_for_logits_that_do_not_fit() {
     let mut request = decode(3, 1, &[0]);
     request.samplers = vec![(0, Sampler::RawLogits)];
-    let (computed, _) = run(ROOMY, &frame(&vec![request; 100_000]), 1 << 20);
+    let (computed, _) = run(LARGE, &frame(&vec![request; 100_000]), 1 << 20);
     // Offsets of all requests twice, and what is left for rows of 1000.
     assert_eq!(computed.request_errors().len(), 100_000 - 62);
     assert!(
@@ -117,7 +117,7 @@ fn a_hundred_thousand_requests_for_logits_that_do_not_fit() {
 fn a_hundred_thousand_spoilt_requests() {
     let requests = vec![decode(3, 1, &[0]); 100_000];
     let encoded = Encoded::new(DRIVER, &frame(&requests));
-    let mut planner = Planner::new(ROOMY, 0);
+    let mut planner = Planner::new(LARGE, 0);
     let mut block = vec![0_u64; planner.layout().bytes() / 8];
     let block = bytemuck::cast_slice_mut(&mut block);
     let started = Instant::now();
@@ -142,7 +142,7 @@ fn a_logit_mask_for_each_of_a_hundred_thousand_requests() {
     let requests: Vec<_> = (0..100_000)
         .map(|r| decode(3, 1, &[0]).allow(&[r % 900, 1 + r % 7]))
         .collect();
-    let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
+    let (computed, tokens) = run(LARGE, &frame(&requests), 1 << 20);
     assert_eq!(
         (computed.request_errors().len(), tokens.len()),
         (0, 100_000)
@@ -154,7 +154,7 @@ fn a_long_logit_mask_is_packed() {
     let mut runs = vec![0; 1_000_000];
     runs[999_999] = 4;
     let requests = vec![decode(3, 1, &[0]).allow(&runs); 3];
-    let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 12);
+    let (computed, tokens) = run(LARGE, &frame(&requests), 1 << 12);
     assert_eq!(
         (computed.request_errors().len(), tokens),
         (0, vec![vec![1]; 3])
@@ -171,7 +171,7 @@ fn every_row_of_a_long_prompt_is_sampled() {
         total_pages: count,
         row_pages: count / 16,
         max_positions: count,
-        ..ROOMY
+        ..LARGE
     };
     let (computed, tokens) = run(limits, &frame(&[request]), 1 << 20);
     assert_eq!(computed.pass_count(), 391);
@@ -186,7 +186,7 @@ fn a_million_pages() {
         row_pages: 1 << 20,
         max_requests: 2,
         max_positions: u32::MAX,
-        ..ROOMY
+        ..LARGE
     };
     let pages: Vec<u32> = (0..1 << 20).rev().collect();
     let mut request = Req::new(1, (1 << 20) - 600, &[1; 600], &pages).sample(599, GREEDY);
@@ -203,7 +203,7 @@ fn many_drafts_are_counted_without_wrapping() {
         total_pages: 10_000,
         row_pages: 8000,
         max_positions: 1 << 20,
-        ..ROOMY
+        ..LARGE
     };
     for last_page_len in [1, 16] {
         let mut request = Req::new(16, 0, &[1], &[0])
@@ -235,7 +235,7 @@ fn many_drafts_are_counted_without_wrapping() {
 fn consecutive_draft_positions_do_not_wrap() {
     let limits = Limits {
         max_positions: u32::MAX,
-        ..ROOMY
+        ..LARGE
     };
     let mut request = decode(3, 1, &[0]).verify(&[1, 2, 3]);
     request.positions[0] = u32::MAX - 2;
@@ -261,7 +261,7 @@ fn a_long_mask_row_is_read_once() {
     request = request.masked([&runs]);
     let mut request = frame(&[request]);
     request.has_user_mask = true;
-    let (computed, tokens) = run(ROOMY, &request, 1 << 12);
+    let (computed, tokens) = run(LARGE, &request, 1 << 12);
     assert_eq!(
         (computed.request_errors().len(), tokens),
         (0, vec![vec![1]])
@@ -275,63 +275,63 @@ fn limits_of_zero_are_named() {
             "page_size",
             Limits {
                 page_size: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "total_pages",
             Limits {
                 total_pages: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "vocab_size",
             Limits {
                 vocab_size: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "max_positions",
             Limits {
                 max_positions: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "row_pages",
             Limits {
                 row_pages: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "max_requests",
             Limits {
                 max_requests: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "chunk_tokens",
             Limits {
                 chunk_tokens: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "max_slots",
             Limits {
                 max_slots: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
         (
             "reply_bytes",
             Limits {
                 reply_bytes: 0,
-                ..ROOMY
+                ..LARGE
             },
         ),
     ] {
@@ -345,37 +345,37 @@ fn limits_that_overflow_are_refused() {
         Limits {
             total_pages: u32::MAX,
             page_size: u32::MAX,
-            ..ROOMY
+            ..LARGE
         },
         Limits {
             total_pages: (1 << 27) - 1,
-            ..ROOMY
+            ..LARGE
         },
         Limits {
             row_pages: 1 << 27,
-            ..ROOMY
+            ..LARGE
         },
         Limits {
             max_requests: u32::MAX,
             row_pages: u32::MAX,
-            ..ROOMY
+            ..LARGE
         },
         Limits {
             vocab_size: 1 << 31,
-            ..ROOMY
+            ..LARGE
         },
         Limits {
             chunk_tokens: 1 << 31,
-            ..ROOMY
+            ..LARGE
         },
         // 32 words for each mask.
         Limits {
             max_slots: 1 << 26,
-            ..ROOMY
+            ..LARGE
         },
         Limits {
             reply_bytes: 1 << 31,
-            ..ROOMY
+            ..LARGE
         },
     ] {
         assert!(
@@ -385,7 +385,7 @@ fn limits_that_overflow_are_refused() {
     }
     let largest = Limits {
         total_pages: (1 << 27) - 2,
-        ..ROOMY
+        ..LARGE
     };
     largest.check().expect("2^31 - 16 storage slots");
     assert_eq!(

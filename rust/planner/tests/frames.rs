@@ -1,6 +1,6 @@
 //! Rules about a frame as a whole: array lengths, offsets, and what may be absent.
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, brle, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, brle, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::generate::elide_empty;
 use pie_planner::{FrameError, Planner};
@@ -19,7 +19,7 @@ fn rich() -> ForwardRequest {
 }
 
 fn plan(request: &ForwardRequest) -> Result<(), FrameError> {
-    let planned = Planner::new(ROOMY, 0).plan(DRIVER, Encoded::new(DRIVER, request).forward());
+    let planned = Planner::new(LARGE, 0).plan(DRIVER, Encoded::new(DRIVER, request).forward());
     planned.map(drop)
 }
 
@@ -166,7 +166,7 @@ fn samplers_and_their_rows_are_partitioned_alike() {
 
 #[test]
 fn a_refused_frame_leaves_nothing_behind() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     device.run(&frame(&[decode(3, 1, &[0])]), |_, _| 5);
     let mut broken = rich();
     broken.position_ids.clear();
@@ -182,6 +182,6 @@ fn optional_arrays_may_be_absent() {
     let mut request = frame(&[decode(3, 1, &[0]), decode(9, 2, &[1])]);
     elide_empty(&mut request);
     assert!(request.mask_indptr.is_empty() && request.audio_indptr.is_empty());
-    let answer = Device::new(ROOMY).run(&request, |_, slot| slot.request as u32);
+    let answer = Device::new(LARGE).run(&request, |_, slot| slot.request as u32);
     assert_eq!(answer.tokens(), [[0], [1]]);
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine::{self, Engine, memory};
 use crate::common::generate;
@@ -83,7 +83,7 @@ fn token(salt: u32, row: usize) -> u32 {
     }
 }
 
-/// Runs all passes in the general way. Returns the frame, the first pass, and each slot's row and class, group by group.
+/// Runs all passes on the general path. Returns the frame, the first pass, and each slot's row and class, group by group.
 fn run(
     planner: &mut Planner,
     plan: Plan,
@@ -130,8 +130,8 @@ fn run(
 }
 
 /// How many edges a slot's mask has, and its words; `None` without a mask.
-fn mask_of(limits: &Limits, place: &[i32], words: &[i32]) -> Option<(i32, Vec<i32>)> {
-    let (first, edges) = (place[0] as usize, place[1]);
+fn mask_of(limits: &Limits, entry: &[i32], words: &[i32]) -> Option<(i32, Vec<i32>)> {
+    let (first, edges) = (entry[0] as usize, entry[1]);
     let width = usize::try_from(edges).unwrap_or_else(|_| limits.mask_words());
     (edges != 0).then(|| (edges, words[first..][..width].to_vec()))
 }
@@ -146,7 +146,7 @@ struct Slot {
     mask: Option<(i32, Vec<i32>)>,
 }
 
-/// Compares a step with the pass that the general way staged.
+/// Compares a step with the pass that the general path staged.
 fn compare(
     graph_path: &GraphPath,
     layout: &Layout,
@@ -219,31 +219,31 @@ fn compare_slots(graph_path: &GraphPath, layout: &Layout, slots: &[Slot]) {
     for slot in slots {
         assert!(rows.contains(&Some(slot.row)), "no row for {slot:?}");
     }
-    for (place, own) in rows.into_iter().enumerate() {
+    for (index, own) in rows.into_iter().enumerate() {
         let Some(slot) = slots.iter().find(|slot| Some(slot.row) == own) else {
-            assert!(temperatures[place] < 0.0);
-            assert_eq!(masks[2 * place..][..2], [0; 2]);
+            assert!(temperatures[index] < 0.0);
+            assert_eq!(masks[2 * index..][..2], [0; 2]);
             continue;
         };
         let temperature = f32::from_bits(slot.params[0]);
         let expected = if slot.greedy { 0.0 } else { temperature };
-        assert_eq!(temperatures[place].to_bits(), expected.to_bits());
+        assert_eq!(temperatures[index].to_bits(), expected.to_bits());
         for (name, bits) in ["top_ps", "min_ps", "uniforms", "top_ks"]
             .iter()
             .zip(&slot.params[1..])
         {
-            assert_eq!(graph_path.get::<u32>(layout, name)[place], *bits, "{name}");
+            assert_eq!(graph_path.get::<u32>(layout, name)[index], *bits, "{name}");
         }
         let mask = mask_of(
             graph_path.planner.limits(),
-            &masks[2 * place..],
+            &masks[2 * index..],
             &graph_path.masks[..used],
         );
         assert_eq!(mask, slot.mask);
     }
 }
 
-/// One frame in both ways; `None` if the graph does not take it.
+/// One frame on both paths; `None` if the graph does not take it.
 fn differ(
     limits: Limits,
     general: &mut Planner,
@@ -268,7 +268,7 @@ fn differ(
         && sampled.len() == slots.len()
         && slots.iter().all(|slot| !slot.probe);
     let Some(size) = size else {
-        // Slots of one request in another order than its rows are left to the general way too.
+        // Slots of one request in another order than its rows are left to the general path too.
         let ordered = frame
             .sampling_indptr
             .windows(2)
@@ -287,12 +287,12 @@ fn differ(
         slots: slots.len(),
     };
     assert_eq!(size, needed);
-    let room = room(needed, salt);
-    assert!(room.runs(needed));
-    let (layout, step) = graph_path.stage(step, room);
+    let size = step_size(needed, salt);
+    assert!(size.runs(needed));
+    let (layout, step) = graph_path.stage(step, size);
     compare(graph_path, &layout, general, &block, &pass, &slots);
     let rows = rows_of(graph_path, &layout, slots.len());
-    let numbered = room.slots < room.rows;
+    let numbered = size.slots < size.rows;
     let awaited = if numbered {
         slots.len().max(1)
     } else {
@@ -318,7 +318,7 @@ fn differ(
 }
 
 /// A graph with more rows than needed, and with fewer slots than rows if there may be.
-fn room(needed: StepSize, salt: u32) -> StepSize {
+fn step_size(needed: StepSize, salt: u32) -> StepSize {
     let rows = needed.rows + PADDING;
     let slots = needed.slots.max(1) + salt as usize % 3;
     if salt.is_multiple_of(2) || slots >= rows {
@@ -363,8 +363,8 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
     let twice = decode(3, 6, &[5]).sample(0, GREEDY);
     let probed = decode(3, 6, &[5]).sample(0, Sampler::Entropy);
     let run = |requests: &[Req]| {
-        let (mut general, mut graph_path) = (Planner::new(ROOMY, 9), GraphPath::new(ROOMY));
-        differ(ROOMY, &mut general, &mut graph_path, &frame(requests), 3)
+        let (mut general, mut graph_path) = (Planner::new(LARGE, 9), GraphPath::new(LARGE));
+        differ(LARGE, &mut general, &mut graph_path, &frame(requests), 3)
     };
     assert_eq!(
         run(&[prompt.clone(), silent, drafted, constrained]),
@@ -373,7 +373,7 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
     assert_eq!(run(&[twice]), None);
     assert_eq!(run(&[probed]), None);
     assert_eq!(run(&[]), None);
-    let mut planner = Planner::new(ROOMY, 9);
+    let mut planner = Planner::new(LARGE, 9);
     let encoded = Encoded::new(DRIVER, &frame(&[prompt]));
     let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
     let size = StepSize { rows: 5, slots: 1 };
@@ -396,7 +396,7 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
         max_positions: CONTEXT,
         row_pages: pages,
         max_requests: 64,
-        ..ROOMY
+        ..LARGE
     };
     let (mut general, mut graph_path) = (Planner::new(limits, 9), GraphPath::new(limits));
     let own = |number: u32| (number * pages..(number + 1) * pages).collect::<Vec<u32>>();
@@ -415,7 +415,7 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
     assert_eq!(run(full), Some(41));
     let half = CONTEXT / 2;
     assert_eq!(run(vec![joiner(1, half), joiner(2, half)]), Some(2));
-    // Two whole contexts do not fit. Their changes are made the other way, once.
+    // Two whole contexts do not fit. Their changes are made on the other path, once.
     let two = vec![joiner(2, CONTEXT), joiner(0, CONTEXT)];
     assert_eq!(run(two.clone()), None);
     assert_eq!(run(two), Some(2));
@@ -423,7 +423,7 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
 
 #[test]
 fn a_step_with_an_adapter_runs_as_no_graph() {
-    let mut planner = Planner::new(ROOMY, 9).with_adapters(NonZeroUsize::new(2).unwrap());
+    let mut planner = Planner::new(LARGE, 9).with_adapters(NonZeroUsize::new(2).unwrap());
     planner.add_adapter(7);
     let mut size = |adapter| {
         let bound = Req {
@@ -452,7 +452,7 @@ fn a_graph_runs_steps_that_it_has_room_for() {
 
 #[test]
 fn memory_that_does_not_fit_is_an_error() {
-    let mut planner = Planner::new(ROOMY, 9);
+    let mut planner = Planner::new(LARGE, 9);
     let encoded = Encoded::new(DRIVER, &frame(&[decode(3, 6, &[5]).allow(&[4, 10])]));
     let layout = Layout::graph(1);
     let mut block = vec![0_u64; layout.bytes() / 8];
@@ -466,5 +466,5 @@ fn memory_that_does_not_fit_is_an_error() {
         assert!(matches!(staged, Err(StageError::BlockSize { .. })));
     }
     // The field exists in the staging block too, with a mask for each slot.
-    assert!(planner.layout().field(FieldId::MaskWords).capacity >= ROOMY.mask_words());
+    assert!(planner.layout().field(FieldId::MaskWords).capacity >= LARGE.mask_words());
 }

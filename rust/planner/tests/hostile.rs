@@ -1,7 +1,7 @@
 //! Arbitrary bytes go through access, plan, staging and reply without a panic, and leave no trace.
 
 use crate::common::answer::check_archive;
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::engine::Engine;
 use crate::common::generate;
@@ -138,7 +138,7 @@ proptest! {
 
     #[test]
     fn random_bytes(bytes in vec(any::<u8>(), 0..900)) {
-        feed(&mut Planner::new(ROOMY, 0), &Encoded::from_bytes(&bytes));
+        feed(&mut Planner::new(LARGE, 0), &Encoded::from_bytes(&bytes));
     }
 
     /// Arrays of plausible lengths and arbitrary contents.
@@ -165,7 +165,7 @@ proptest! {
             has_user_mask: user,
             ..ForwardRequest::default()
         };
-        feed(&mut Planner::new(ROOMY, 0), &Encoded::new(DRIVER, &request));
+        feed(&mut Planner::new(LARGE, 0), &Encoded::new(DRIVER, &request));
     }
 }
 
@@ -194,7 +194,7 @@ fn sample() -> ForwardRequest {
 fn every_bit_flip() {
     let mut device = Device::new(Limits {
         chunk_tokens: 2,
-        ..ROOMY
+        ..LARGE
     });
     let mut encoded = Encoded::new(DRIVER, &sample());
     assert!(feed(&mut device.planner, &encoded));
@@ -210,7 +210,7 @@ fn every_bit_flip() {
 
 #[test]
 fn every_truncation() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let encoded = Encoded::new(DRIVER, &sample());
     for length in 0..encoded.bytes().len() {
         feed(
@@ -241,7 +241,7 @@ fn refusal_time(requests: u32) -> Duration {
         .collect();
     let encoded = Encoded::new(DRIVER, &frame(&rows));
     let slots = NonZeroUsize::new(2).expect("two");
-    let mut planner = Planner::new(ROOMY, 0).with_adapters(slots);
+    let mut planner = Planner::new(LARGE, 0).with_adapters(slots);
     let once = |_| {
         let started = cpu_time();
         let plan = planner.plan(DRIVER, encoded.forward());

@@ -5,7 +5,7 @@ use pie_planner::{
 };
 use pie_wire::ForwardRequest;
 
-use crate::common::builder::{Encoded, ROOMY, Req};
+use crate::common::builder::{Encoded, LARGE, Req};
 use crate::common::device::DRIVER;
 use crate::images::{Image, VISION, computed, planner, request, with_images};
 
@@ -22,7 +22,7 @@ fn error(first: Req, images: Vec<Image>) -> Option<RequestError> {
         (request(4, std::slice::from_ref(&other), 30), vec![other]),
         (request(3, &[], 31), Vec::new()),
     ]);
-    let mut planner = planner(ROOMY);
+    let mut planner = planner(LARGE);
     let (passes, computed) = computed(&mut planner, &frame, 1);
     let images = passes[0].images.as_ref().expect("the second request's");
     let last = images.spans.last().expect("at least one");
@@ -129,7 +129,7 @@ fn an_image_of_the_rows_of_another_request_is_refused() {
         (request(2, std::slice::from_ref(&good), 1), vec![good]),
         (request(3, &[], 2), vec![before]),
     ]);
-    let mut planner = planner(ROOMY);
+    let mut planner = planner(LARGE);
     let found = errors(&mut planner, &frame);
     let error = |row, start, end| RequestError::Image {
         number: 0,
@@ -197,7 +197,7 @@ fn patch_positions_count_the_patches_of_the_frame() {
     for (count, refused) in [(0, false), (24, false), (23, true), (25, true), (2, true)] {
         let mut frame = with_images(&requests);
         frame.image_patch_positions = vec![u32::MAX; count];
-        let mut planner = planner(ROOMY);
+        let mut planner = planner(LARGE);
         let found = errors(&mut planner, &frame);
         let error = RequestError::Image {
             number: 0,
@@ -214,12 +214,12 @@ fn media_that_the_model_does_not_take_are_named() {
     let mut blind = with_images(&[(request(1, std::slice::from_ref(&image), 0), vec![image])]);
     let media = |medium| vec![(0, RequestError::Media { medium, spans: 1 })];
     assert_eq!(
-        errors(&mut Planner::new(ROOMY, 0), &blind),
+        errors(&mut Planner::new(LARGE, 0), &blind),
         media(Modality::Image)
     );
-    assert_eq!(errors(&mut planner(ROOMY), &blind), []);
+    assert_eq!(errors(&mut planner(LARGE), &blind), []);
     (blind.audio_indptr, blind.audio_anchor_rows) = (vec![0, 1], vec![0]);
-    assert_eq!(errors(&mut planner(ROOMY), &blind), media(Modality::Audio));
+    assert_eq!(errors(&mut planner(LARGE), &blind), media(Modality::Audio));
 }
 
 type Edit = fn(&mut ForwardRequest);
@@ -244,7 +244,7 @@ fn arrays_that_contradict_each_other_refuse_the_frame() {
         let images = [Image::new(0, 2, 2), Image::new(1, 2, 2)];
         let mut frame = with_images(&[(request(3, &images, 0), images.to_vec())]);
         edit(&mut frame);
-        let error = planner(ROOMY).plan(DRIVER, Encoded::new(DRIVER, &frame).forward());
+        let error = planner(LARGE).plan(DRIVER, Encoded::new(DRIVER, &frame).forward());
         let found = match error.expect_err(name) {
             FrameError::Length { array, .. }
             | FrameError::IndptrLength { array, .. }

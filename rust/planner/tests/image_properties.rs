@@ -7,7 +7,7 @@ use pie_wire::{ArchivedForwardRequest, ForwardRequest};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::common::builder::{Encoded, ROOMY, Req};
+use crate::common::builder::{Encoded, LARGE, Req};
 use crate::common::device::DRIVER;
 use crate::common::engine::{Engine, memory};
 use crate::images::{Image, PATCH_BYTES, planner, request, with_images};
@@ -148,7 +148,7 @@ proptest! {
             let at = 4 * (words - 1 - index.index(words.min(150)));
             encoded.bytes_mut()[at..at + 4].copy_from_slice(&value.to_le_bytes());
         }
-        let mut planner = planner(Limits { chunk_tokens, ..ROOMY });
+        let mut planner = planner(Limits { chunk_tokens, ..LARGE });
         if let Some(request) = encoded.try_forward()
             && let Ok(plan) = planner.plan(DRIVER, request)
         {
@@ -159,7 +159,7 @@ proptest! {
     /// A request is rejected exactly when one of its images is unsound.
     #[test]
     fn only_sound_images_are_served(frame in frames()) {
-        let mut planner = planner(ROOMY);
+        let mut planner = planner(LARGE);
         let encoded = Encoded::new(DRIVER, &frame);
         let planned = planner.plan(DRIVER, encoded.forward());
         let indptr = &frame.image_pixel_indptr;

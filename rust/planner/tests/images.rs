@@ -10,7 +10,7 @@ use pie_planner::{
 use pie_wire::ForwardRequest;
 
 use crate::common::answer::{Answer, answer};
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine;
 use crate::common::engine::{memory, put};
@@ -145,7 +145,7 @@ fn images_are_staged_with_their_rows() {
         ),
         (request(2, std::slice::from_ref(&third), 2), vec![third]),
     ]);
-    let mut planner = planner(ROOMY);
+    let mut planner = planner(LARGE);
     let [all] = &staged(&mut planner, &frame)[..] else {
         panic!("one pass");
     };
@@ -193,7 +193,7 @@ fn an_image_without_axes_has_its_rows_positions() {
     let mut image = Image::new(1, 2, 4);
     image.axes.clear();
     let frame = with_images(&[(request(4, std::slice::from_ref(&image), 0), vec![image])]);
-    let passes = staged(&mut planner(ROOMY), &frame);
+    let passes = staged(&mut planner(LARGE), &frame);
     let images = passes[0].images.as_ref().expect("an image");
     assert_eq!(images.positions, [0, 1, 2, 3].repeat(3));
 }
@@ -202,7 +202,7 @@ fn an_image_without_axes_has_its_rows_positions() {
 fn passes_cut_images() {
     let limits = Limits {
         chunk_tokens: 4,
-        ..ROOMY
+        ..LARGE
     };
     let (long, short) = (Image::new(2, 2, 14), Image::new(9, 2, 2));
     let mut first = request(10, &[long.clone(), short.clone()], 0);
@@ -247,7 +247,7 @@ fn passes_cut_images() {
 fn a_pass_without_image_rows_has_no_images() {
     let limits = Limits {
         chunk_tokens: 4,
-        ..ROOMY
+        ..LARGE
     };
     let image = Image::new(4, 2, 8);
     let frame = with_images(&[(request(12, std::slice::from_ref(&image), 0), vec![image])]);
@@ -264,7 +264,7 @@ fn a_row_of_an_image_is_no_decode() {
             (request(1, &[], 0), Vec::new()),
             (request(1, &images, 1), images),
         ]);
-        staged(&mut planner(ROOMY), &frame)[0].pass.decode
+        staged(&mut planner(LARGE), &frame)[0].pass.decode
     };
     assert!(alone(Vec::new()));
     assert!(!alone(vec![image]));
@@ -272,7 +272,7 @@ fn a_row_of_an_image_is_no_decode() {
 
 #[test]
 fn numbers_never_come_again() {
-    let mut planner = planner(ROOMY);
+    let mut planner = planner(LARGE);
     let mut numbers = Vec::new();
     for _ in 0..3 {
         let images = [Image::new(0, 2, 2), Image::new(1, 2, 2)];
@@ -310,7 +310,7 @@ fn drafts_behind(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> V
 
 #[test]
 fn images_are_no_tokens_to_draft() {
-    let mut planner = planner(ROOMY);
+    let mut planner = planner(LARGE);
     let options = DraftOptions {
         ngram: NgramConfig::default(),
         num_drafts: 4,
@@ -330,7 +330,7 @@ fn images_are_no_tokens_to_draft() {
             Vec::new()
         };
         drafts_behind(&mut planner, &with_images(&[(prompt, images)]), 7);
-        // Another context goes on in its pages, and asks.
+        // Another context continues in its pages, and asks.
         let mut again = frame(&[Req::new(16, 7, &[7], &[page]).sample(0, GREEDY)]);
         again.context_ids = vec![id + 10];
         again.output_spec_flags = vec![true];

@@ -1,13 +1,13 @@
-//! Log-probabilities: which places are staged for a pass and for a graph, and how they are answered.
+//! Log-probabilities: which positions are staged for a pass and for a graph, and how they are answered.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::common::answer::answer;
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::engine::{memory, next_group, next_pass};
 use crate::common::generate::{self, VOCAB};
-use crate::common::places::{self, TokenCounts};
+use crate::common::logprobs::{self, TokenCounts};
 use pie_planner::{
     ComputedPlan, ForwardTimings, Layout, Limits, Outputs, Plan, Planner, STEP_EXTRA_WORDS,
     STEP_TOP, StageError, StepMemory,
@@ -40,7 +40,7 @@ fn asked() -> impl Strategy<Value = LogprobOptions> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
 
-    /// Frames of any kind, some of whose requests ask for log-probabilities: places, groups, answers and what does not fit.
+    /// Frames of any kind, some of whose requests ask for log-probabilities: positions, groups, answers and what does not fit.
     #[test]
     fn a_planner_with_places_equals_the_naive_one(
         (limits, frames) in generate::sequence(),
@@ -50,7 +50,7 @@ proptest! {
         let mut device = Device::new(limits);
         for (number, (frame, asked)) in frames.iter().zip(asked).enumerate() {
             let requests = frame.qo_indptr.len() - 1;
-            device.places.asked = asked.into_iter().filter(|(at, _)| *at < requests).collect();
+            device.logprobs.asked = asked.into_iter().filter(|(at, _)| *at < requests).collect();
             let mut calls = salt.wrapping_add(number as u32);
             device.try_run(frame, |plan, slot| {
                 calls = calls.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -69,7 +69,7 @@ fn plan(
     frame: &ForwardRequest,
     asked: &HashMap<usize, LogprobOptions>,
 ) -> Plan {
-    let bytes = places::encode(frame, asked);
+    let bytes = logprobs::encode(frame, asked);
     let (archive, extension) = split_request(&bytes).unwrap();
     let encoded = Encoded::from_bytes(archive);
     planner
@@ -102,7 +102,7 @@ impl Step {
         }
     }
 
-    fn places(&self) -> &[[i32; 6]] {
+    fn positions(&self) -> &[[i32; 6]] {
         let field = self
             .layout
             .fields()
@@ -138,9 +138,9 @@ fn answered(
     let rows = extension.rows().map(|row| {
         let words: Vec<u32> = row.words().collect();
         let (prompt, tokens) = row.position_counts();
-        let mut places = words.chunks_exact(row.shape().words()).map(<[u32]>::to_vec);
-        let prompt = places.by_ref().take(prompt as usize).collect();
-        let tokens = places.take(tokens as usize).collect();
+        let mut positions = words.chunks_exact(row.shape().words()).map(<[u32]>::to_vec);
+        let prompt = positions.by_ref().take(prompt as usize).collect();
+        let tokens = positions.take(tokens as usize).collect();
         (row.request(), TokenCounts { prompt, tokens })
     });
     (answer(reply).tokens(), rows.collect())
@@ -148,12 +148,12 @@ fn answered(
 
 #[test]
 fn a_graph_writes_the_places_of_accepted_drafts() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let temperature = Sampler::Multinomial {
         temperature: 0.5,
         seed: 0,
     };
-    // Of two drafts the first one comes true.
+    // Of two drafts the first one is accepted.
     let requests = [
         decode(30, 5, &[1, 2]),
         decode(19, 6, &[3, 4]).verify(&[40, 8]),
@@ -173,25 +173,29 @@ fn a_graph_writes_the_places_of_accepted_drafts() {
     // A token, two or three others with their ids, and two that are given.
     assert_eq!(words, 3 * (1 + 4 + 2) + (1 + 6 + 2));
     let one = 1.0_f32.to_bits().cast_signed();
-    let places = step.places();
-    assert_eq!(places[0], [0; 6]);
+    let positions = step.positions();
+    assert_eq!(positions[0], [0; 6]);
     // Both requests have the tokens that are given after the words of masks, each its own.
     for row in 0..3 {
-        assert_eq!(places[1 + row], [1, 7 * row as i32, 2, 2, 0, one]);
+        assert_eq!(positions[1 + row], [1, 7 * row as i32, 2, 2, 0, one]);
     }
-    assert_eq!(places[4], [1, 21, 3, 2, 2, 0.5_f32.to_bits().cast_signed()]);
+    assert_eq!(
+        positions[4],
+        [1, 21, 3, 2, 2, 0.5_f32.to_bits().cast_signed()]
+    );
     assert_eq!(step.words[..4], [7, 8, 7, 8]);
     let (tokens, rows) = answered(&mut planner, &mut computed);
     assert_eq!(tokens, [vec![40], vec![40, 40], vec![40]]);
-    let place = |first: u32, words: u32| (100 + first..100 + first + words).collect::<Vec<u32>>();
+    let position =
+        |first: u32, words: u32| (100 + first..100 + first + words).collect::<Vec<u32>>();
     assert_eq!(rows.keys().copied().collect::<Vec<_>>(), [1, 2]);
-    assert_eq!(rows[&1].tokens, [place(0, 7), place(7, 7)]);
-    assert_eq!(rows[&2].tokens, [place(21, 9)]);
+    assert_eq!(rows[&1].tokens, [position(0, 7), position(7, 7)]);
+    assert_eq!(rows[&2].tokens, [position(21, 9)]);
 }
 
 #[test]
 fn fast_replies_have_places_too() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let requests = [decode(30, 5, &[1, 2]), decode(19, 6, &[3, 4])];
     let asked = HashMap::from([(1, LogprobOptions::default())]);
     let plan = plan(&mut planner, &frame(&requests), &asked);
@@ -214,7 +218,7 @@ fn fast_replies_have_places_too() {
 fn what_a_graph_cannot_find_goes_by_passes() {
     let limits = Limits {
         reply_bytes: 1 << 20,
-        ..ROOMY
+        ..LARGE
     };
     let size = |asked: LogprobOptions| {
         let mut planner = Planner::new(limits, 1);
@@ -244,14 +248,14 @@ fn what_a_graph_cannot_find_goes_by_passes() {
     assert_eq!(size(prompt), None, "prompts go by passes");
 }
 
-/// A prompt in parts: each part has the places of its rows, the token after the last one by its name.
+/// A prompt in parts: each part has the positions of its rows, the token after the last one by its name.
 #[test]
-fn parts_of_a_prompt_have_their_places() {
+fn parts_of_a_prompt_have_their_positions() {
     let prompt: Vec<u32> = (100..112).collect();
     let mut device = Device::new(Limits {
         chunk_tokens: 3,
         max_slots: 2,
-        ..ROOMY
+        ..LARGE
     });
     let mut run = |start: usize, end: usize, samples: bool| {
         let next = prompt.get(end).copied().unwrap_or(0);
@@ -263,7 +267,7 @@ fn parts_of_a_prompt_have_their_places() {
             }),
             ..LogprobOptions::default()
         };
-        device.places.asked = HashMap::from([(0, asked)]);
+        device.logprobs.asked = HashMap::from([(0, asked)]);
         let request = Req::new(16, start as u32, &prompt[start..end], &[1]);
         let request = if samples {
             request.sample((end - start) as u32 - 1, GREEDY)
@@ -271,10 +275,10 @@ fn parts_of_a_prompt_have_their_places() {
             request
         };
         device.run(&frame(&[request]), |_, _| 5);
-        let places = device.answered_places.remove(&0).unwrap_or_default();
-        (places.prompt.len(), places.tokens.len())
+        let positions = device.answered_logprobs.remove(&0).unwrap_or_default();
+        (positions.prompt.len(), positions.tokens.len())
     };
-    // Tokens 4 and 5, 6 to 10, and 11 with the one that is drawn.
+    // Tokens 4 and 5, 6 to 10, and 11 with the one that is sampled.
     assert_eq!(run(0, 5, false), (2, 0));
     assert_eq!(run(5, 10, false), (5, 0));
     assert_eq!(run(10, 12, true), (1, 1));
@@ -284,7 +288,7 @@ fn parts_of_a_prompt_have_their_places() {
 
 #[test]
 fn places_of_another_number_are_refused() {
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let asked = HashMap::from([(0, top(2))]);
     let plan = plan(&mut planner, &frame(&[decode(30, 5, &[1, 2])]), &asked);
     let mut block = memory(planner.layout());
@@ -316,7 +320,7 @@ fn places_of_another_number_are_refused() {
 }
 
 #[test]
-fn shapes_read_their_places() {
+fn shapes_read_their_positions() {
     let shape = LogprobShape { top: 2, given: 1 };
     let words = [
         1.0_f32.to_bits(),
@@ -327,8 +331,11 @@ fn shapes_read_their_places() {
         2.0_f32.to_bits(),
         9,
     ];
-    let places: Vec<_> = shape.positions(&words).collect();
-    assert_eq!(places.len(), 1);
-    assert_eq!(places[0].top, [(5, 0.5), (6, 0.25)]);
-    assert_eq!((places[0].token, &places[0].given[..]), (1.0, &[2.0][..]));
+    let positions: Vec<_> = shape.positions(&words).collect();
+    assert_eq!(positions.len(), 1);
+    assert_eq!(positions[0].top, [(5, 0.5), (6, 0.25)]);
+    assert_eq!(
+        (positions[0].token, &positions[0].given[..]),
+        (1.0, &[2.0][..])
+    );
 }

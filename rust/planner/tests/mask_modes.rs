@@ -4,7 +4,7 @@ use std::slice;
 
 use pie_planner::{Limits, Planner, RequestError};
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::Device;
 use crate::common::engine::{Engine, memory};
 use crate::requests::error;
@@ -24,7 +24,7 @@ fn mask_rows_are_one_per_token() {
         Some(RequestError::MaskRows { rows: 3, tokens: 2 })
     );
     // Without the frame's flag they are not looked at.
-    let answer = Device::new(ROOMY).run(&frame(&[three]), |_, _| 3);
+    let answer = Device::new(LARGE).run(&frame(&[three]), |_, _| 3);
     assert_eq!(answer.tokens(), [[3]]);
 }
 
@@ -56,7 +56,7 @@ const NOT_CAUSAL: [[&[u32]; 3]; 7] = [
 
 #[test]
 fn causal_masks_are_no_masks() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let mut masked = |rows: [&[u32]; 3]| {
         let mut request = frame(&[trimmed().masked(rows)]);
         request.has_user_mask = true;
@@ -76,7 +76,7 @@ fn causal_masks_are_no_masks() {
 
 #[test]
 fn an_engine_without_masks_serves_causal_ones() {
-    let mut planner = Planner::new(ROOMY, 1).without_masks();
+    let mut planner = Planner::new(LARGE, 1).without_masks();
     let mut errors = |rows: [&[u32]; 3]| {
         let mut request = frame(&[trimmed().masked(rows)]);
         request.has_user_mask = true;
@@ -99,7 +99,7 @@ fn an_engine_without_masks_serves_causal_ones() {
 fn masked_passes(requests: &[Req]) -> Vec<usize> {
     let limits = Limits {
         chunk_tokens: 8,
-        ..ROOMY
+        ..LARGE
     };
     let mut request = frame(requests);
     request.has_user_mask = true;
@@ -157,7 +157,7 @@ const LONG: Limits = Limits {
     max_positions: 1 << 21,
     row_pages: 64,
     chunk_tokens: 64,
-    ..ROOMY
+    ..LARGE
 };
 
 /// Rows of each pass, and what was refused.
@@ -235,7 +235,7 @@ fn a_pass_takes_the_mask_of_a_row_and_that_of_a_prompt() {
         let limits = Limits {
             chunk_tokens: chunk,
             row_pages: pages,
-            ..ROOMY
+            ..LARGE
         };
         assert_eq!(limits.attention_words(), words, "{chunk}, {pages}");
     }

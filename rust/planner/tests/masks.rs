@@ -1,6 +1,6 @@
 //! Packed logit masks: bit by bit those of the runs, for vocabularies that end anywhere in a word.
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::engine::{memory, next_group, next_pass};
 use crate::common::generate::logit_mask;
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 fn sized(vocab_size: u32) -> Limits {
     Limits {
         vocab_size,
-        ..ROOMY
+        ..LARGE
     }
 }
 
@@ -62,9 +62,9 @@ fn staged(requests: &[Req]) -> ([usize; SlotClass::COUNT], usize, Vec<i32>) {
     let group = next_group(&planner, pass, block).expect("a group");
     let group = group.group();
     let rows = planner.layout().field(pie_planner::FieldId::SlotMasks);
-    let places: &[[i32; 2]] = bytemuck::cast_slice(&block[rows.offset..][..8 * group.len()]);
+    let entries: &[[i32; 2]] = bytemuck::cast_slice(&block[rows.offset..][..8 * group.len()]);
     let mut firsts: Vec<i32> = Vec::new();
-    let rows = places.iter().map(|&[first, edges]| {
+    let rows = entries.iter().map(|&[first, edges]| {
         if edges == 0 {
             return -1;
         }

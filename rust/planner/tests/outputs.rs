@@ -9,14 +9,14 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use crate::capacity::{wide, widths};
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::engine::{memory, next_group, next_pass, put};
 use crate::reply::{archive_len, flush};
 
 /// A planner that has staged the first group of a frame, the group and the block.
 pub(crate) fn staged(requests: &[Req]) -> (Planner, StagedGroup, Vec<u64>) {
-    let mut planner = Planner::new(ROOMY, 0);
+    let mut planner = Planner::new(LARGE, 0);
     let encoded = Encoded::new(DRIVER, &frame(requests));
     let plan = planner.plan(DRIVER, encoded.forward());
     let plan = plan.expect("a sound frame");
@@ -185,7 +185,7 @@ fn a_request_is_spoilt_once_and_for_all() {
     let limits = Limits {
         chunk_tokens: 2,
         max_slots: 1,
-        ..ROOMY
+        ..LARGE
     };
     let long = flush(0)
         .sample(0, GREEDY)
@@ -228,7 +228,7 @@ fn a_spoilt_request_costs_others_where_only_the_fast_reply_fits() {
             max_slots,
             max_requests,
             reply_bytes: reply_bytes as u32,
-            ..ROOMY
+            ..LARGE
         };
         // The archive that now is the answer still has room for what is left.
         let (device, tokens) = first_of_three_is_spoilt(limits(archive_len(3, 2)));
@@ -256,7 +256,7 @@ proptest! {
             max_slots,
             max_requests,
             reply_bytes: (RESPONSE_ROOT_LEN + more) as u32,
-            ..ROOMY
+            ..LARGE
         };
         let tokens = spoilt.iter().zip(0..);
         let tokens: Vec<u32> = tokens.map(|(&spoilt, own)| if spoilt { 1000 } else { own }).collect();
@@ -267,7 +267,7 @@ proptest! {
 
 #[test]
 fn unfit_blocks_are_refused_and_change_nothing() {
-    let mut planner = Planner::new(ROOMY, 0);
+    let mut planner = Planner::new(LARGE, 0);
     let encoded = Encoded::new(DRIVER, &frame(&[wide(0, 2)]));
     let plan = planner.plan(DRIVER, encoded.forward());
     let plan = plan.expect("a sound frame");

@@ -5,6 +5,7 @@ mod common;
 mod capacity;
 mod drafts;
 mod extension;
+mod extension_params;
 mod extremes;
 mod frames;
 mod graph;

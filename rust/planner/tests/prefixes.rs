@@ -1,6 +1,6 @@
 //! Steps for graphs say which rows begin with the same KV.
 
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::DRIVER;
 use crate::common::engine::{Engine, memory};
 use pie_planner::{Layout, Limits, Plan, Planner, StepMemory};
@@ -10,7 +10,7 @@ const LIMITS: Limits = Limits {
     total_pages: 800,
     max_positions: 4096,
     row_pages: 256,
-    ..ROOMY
+    ..LARGE
 };
 
 /// What a step says of groups.
@@ -59,8 +59,8 @@ fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefix
     let header = array("header");
     assert_eq!(header[5..], [0; 3]);
     let used = |name| array(name)[..header[4] as usize].to_vec();
-    let (order, places) = (used("prefix_order"), array("prefix_places"));
-    let found: Vec<i32> = order.iter().map(|&row| places[row as usize]).collect();
+    let (order, positions) = (used("prefix_order"), array("prefix_places"));
+    let found: Vec<i32> = order.iter().map(|&row| positions[row as usize]).collect();
     assert_eq!(found, (0..header[4]).collect::<Vec<_>>());
     Prefixes {
         lens: array("prefix_lens"),

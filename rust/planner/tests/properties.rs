@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::HashSet;
 
 use crate::common::answer::Answer;
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::engine::memory;
 use crate::common::generate::{self, VOCAB};
@@ -124,7 +124,7 @@ fn planner_with_drafts_equals_the_naive_one() {
 #[test]
 fn only_a_token_behind_the_last_input_is_continued() {
     let drafts = |slots: &[(u32, Sampler)]| {
-        let mut device = Device::with_drafts(ROOMY);
+        let mut device = Device::with_drafts(LARGE);
         let tokens: Vec<u32> = (0..20).map(|position| 1 + position % 7).collect();
         let mut request = Req::new(16, 0, &tokens, &[1, 2]);
         request.samplers = slots.to_vec();
@@ -189,9 +189,9 @@ fn bits(device: &Device) -> Vec<u32> {
 
 #[test]
 fn seeded_uniforms_depend_on_seed_position_and_slot_alone() {
-    let mut first = Device::with_seed(ROOMY, 1);
+    let mut first = Device::with_seed(LARGE, 1);
     first.run(&frame(&[slots(5, 0, 3, &plain(42))]), |_, _| 0);
-    let mut second = Device::with_seed(ROOMY, 2);
+    let mut second = Device::with_seed(LARGE, 2);
     for _ in 0..3 {
         let greedy = slots(9, 2, 2, &GREEDY);
         second.run(
@@ -216,7 +216,7 @@ fn seeded_uniforms_depend_on_seed_position_and_slot_alone() {
 
 #[test]
 fn seeded_position_is_the_rotary_one() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     device.run(&frame(&[slots(5, 0, 1, &plain(9))]), |_, _| 0);
     let expected = bits(&device);
     let mut moved = slots(30, 3, 1, &plain(9));
@@ -245,7 +245,7 @@ fn fresh_uniforms_differ_between_slots_frames_and_planners() {
         .collect();
     let mut all = HashSet::new();
     for seed in [0, 1, u64::MAX] {
-        let mut device = Device::with_seed(ROOMY, seed);
+        let mut device = Device::with_seed(LARGE, seed);
         for _ in 0..3 {
             device.run(&frame(&requests), |_, _| 0);
             all.extend(bits(&device));
@@ -258,7 +258,7 @@ fn fresh_uniforms_differ_between_slots_frames_and_planners() {
 fn fresh_uniforms_do_not_meet_seeded_ones() {
     // Frame 1, slot 0 of a planner whose random seed ends like a caller's seed.
     for random_seed in [42, (1 << 63) + 42] {
-        let mut device = Device::with_seed(ROOMY, random_seed);
+        let mut device = Device::with_seed(LARGE, random_seed);
         device.run(&frame(&[slots(1, 0, 1, &plain(0))]), |_, _| 0);
         let fresh = bits(&device);
         device.run(&frame(&[slots(1, 0, 1, &plain(42))]), |_, _| 0);
@@ -272,7 +272,7 @@ fn verify_rows_share_the_first_samplers_seed_but_not_its_draw() {
         .sample(0, plain(8))
         .sample(0, GREEDY)
         .verify(&[2, 3]);
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let plan = device.compute(&frame(&[request]), |_, _| 0);
     let keys: Vec<_> = plan.requests[0].slots.iter().map(|slot| slot.key).collect();
     assert_eq!(keys, [Some((8, 4, 0)), Some((8, 5, 0)), Some((8, 6, 0))]);
@@ -283,7 +283,7 @@ fn verify_rows_share_the_first_samplers_seed_but_not_its_draw() {
 fn only_changed_table_entries_travel() {
     let limits = Limits {
         chunk_tokens: 4,
-        ..ROOMY
+        ..LARGE
     };
     let mut device = Device::new(limits);
     let updates = |device: &mut Device, requests: &[Req]| {
@@ -306,7 +306,7 @@ fn only_changed_table_entries_travel() {
 
 #[test]
 fn a_context_keeps_its_entries_when_its_place_changes() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let requests: Vec<_> = (0..8).map(|r| decode(40, 1, &[r, r + 8, r + 16])).collect();
     let run = |device: &mut Device, order: &[usize]| {
         let chosen: Vec<_> = order.iter().map(|&r| requests[r].clone()).collect();
@@ -327,7 +327,7 @@ fn a_context_keeps_its_entries_when_its_place_changes() {
 
 #[test]
 fn what_was_planned_but_not_staged_is_not_on_the_device() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let request = frame(&[decode(40, 1, &[5, 6, 7])]);
     let encoded = Encoded::new(DRIVER, &request);
     let planned = device.planner.plan(DRIVER, encoded.forward());
@@ -344,7 +344,7 @@ fn what_was_planned_but_not_staged_is_not_on_the_device() {
 
 #[test]
 fn a_plan_is_not_staged_against_a_table_that_was_forgotten() {
-    let mut planner = Planner::new(ROOMY, 0);
+    let mut planner = Planner::new(LARGE, 0);
     let encoded = Encoded::new(DRIVER, &frame(&[decode(40, 1, &[5, 6, 7])]));
     let mut memory = memory(planner.layout());
     let memory = bytemuck::cast_slice_mut(&mut memory);

@@ -6,7 +6,7 @@ use pie_planner::{ForwardTimings, Limits, Planner, SlotClass};
 use pie_wire::{ForwardRequest, RESPONSE_ROOT_LEN, Sampler};
 
 use crate::common::answer::Answer;
-use crate::common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
 use crate::common::naive::{Plan, Slot};
 
@@ -18,7 +18,7 @@ fn listed(tokens: &[&[u32]]) -> impl FnMut(&Plan, &Slot) -> u32 {
 
 /// The reply to a frame whose slots get the listed tokens.
 pub(crate) fn run(requests: &[Req], tokens: &[&[u32]]) -> Answer {
-    Device::new(ROOMY).run(&frame(requests), listed(tokens))
+    Device::new(LARGE).run(&frame(requests), listed(tokens))
 }
 
 /// A request of three inputs without samplers.
@@ -125,7 +125,7 @@ fn verification_spans_passes_and_groups() {
     let limits = Limits {
         chunk_tokens: 2,
         max_slots: 1,
-        ..ROOMY
+        ..LARGE
     };
     let requests = [
         Req::new(16, 0, &[1, 2, 3], &[0])
@@ -144,7 +144,7 @@ fn a_first_sampler_without_a_token_means_greedy_verification() {
             .sample(0, first)
             .sample(0, GREEDY)
             .verify(&[20]);
-        let mut device = Device::new(ROOMY);
+        let mut device = Device::new(LARGE);
         device.run(&frame(slice::from_ref(&request)), listed(&[&[20, 21]]));
         assert_eq!(device.expected_tokens(), [[20, 21]]);
         let plan = device.compute(&frame(&[request]), listed(&[&[20, 21]]));
@@ -184,7 +184,7 @@ fn a_probe_keeps_the_fast_reply_away() {
     assert_eq!(answer.archive().tokens, [5, 6]);
     assert_eq!(answer.archive().entropies_indptr, [0, 1, 1]);
     // Not in the next frame.
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let probed = decode(4, 1, &[0]).sample(0, Sampler::RawLogits);
     device.run(&frame(&[probed]), |_, _| 5);
     assert!(
@@ -221,7 +221,7 @@ fn rejected_requests_leave_the_others_right() {
 
 #[test]
 fn no_requests_get_an_empty_response() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     for request in [frame(&[]), ForwardRequest::default()] {
         let answer = device.run(&request, |_, _| 0);
         assert_eq!(answer.archive().num_requests, 0);
@@ -231,7 +231,7 @@ fn no_requests_get_an_empty_response() {
 
 #[test]
 fn timings_come_back() {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     device.compute(&frame(&[flush(0)]), |_, _| 0);
     let probes = ForwardTimings {
         wire_parse: 1,
@@ -264,7 +264,7 @@ pub(crate) const fn archive_len(requests: usize, tokens: usize) -> usize {
 
 #[test]
 fn only_a_frame_without_passes_is_computed_at_once() {
-    let mut planner = Planner::new(ROOMY, 0);
+    let mut planner = Planner::new(LARGE, 0);
     let encoded = Encoded::new(DRIVER, &frame(&[decode(3, 1, &[0])]));
     let plan = planner.plan(DRIVER, encoded.forward());
     let plan = plan.expect("a sound frame").computed();

@@ -5,12 +5,12 @@ use std::slice;
 use pie_planner::{Limits, Modality, RequestError};
 use pie_wire::Sampler;
 
-use crate::common::builder::{GREEDY, ROOMY, Req, decode, frame};
+use crate::common::builder::{GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::Device;
 
 /// The error of the first of two requests; the second must be served in any case.
 pub(crate) fn error(request: Req) -> Option<RequestError> {
-    let mut device = Device::new(ROOMY);
+    let mut device = Device::new(LARGE);
     let mut both = frame(&[request, decode(20, 8, &[40, 41])]);
     both.has_user_mask = true;
     let answer = device.run(&both, |_, slot| 100 + slot.request as u32);
@@ -155,7 +155,7 @@ fn positions_stay_in_the_models_table() {
         draft_positions: vec![400; 3],
         ..at(20).verify(&[1, 2])
     };
-    let plan = Device::new(ROOMY).compute(&frame(&[miscounted]), |_, _| 0);
+    let plan = Device::new(LARGE).compute(&frame(&[miscounted]), |_, _| 0);
     assert_eq!(
         plan.requests[0]
             .rows
@@ -246,7 +246,7 @@ fn every_probe_is_served_at_the_ends_of_its_parameters() {
         (Sampler::Entropy, 1),
     ] {
         let request = decode(3, 1, &[0]).sample(0, probe.clone());
-        let mut device = Device::new(ROOMY);
+        let mut device = Device::new(LARGE);
         let answer = device.run(&frame(&[request]), |_, _| 5);
         let outputs = answer.outputs().remove(0);
         let dists = outputs.dists.iter().map(|(ids, _)| ids.len());
@@ -327,7 +327,7 @@ fn sampler_parameters_are_brought_into_range() {
     }
     let limits = Limits {
         max_slots: 100,
-        ..ROOMY
+        ..LARGE
     };
     Device::new(limits).run(&frame(&[request]), |_, slot| slot.number as u32 % 1000);
 }

@@ -2,7 +2,7 @@
 
 use std::slice;
 
-use crate::common::builder::{Encoded, ROOMY, Req, decode, frame};
+use crate::common::builder::{Encoded, LARGE, Req, decode, frame};
 use crate::common::engine::{Engine, memory, next_pass};
 use pie_planner::{ComputedPlan, Limits, Planner, RequestError, StagedPass};
 use pie_wire::ForwardRequest;
@@ -14,7 +14,7 @@ const CHUNK: u32 = 8;
 fn planner() -> Planner {
     let limits = Limits {
         chunk_tokens: CHUNK,
-        ..ROOMY
+        ..LARGE
     };
     Planner::new(limits, 1).with_states(SLOTS)
 }
@@ -85,7 +85,7 @@ fn a_request_that_is_not_computed_keeps_nothing() {
 #[test]
 fn an_engine_without_states_ignores_them() {
     let request = with_states(&[decode(3, 1, &[9])], &[(1, 0)]);
-    let mut planner = Planner::new(ROOMY, 1);
+    let mut planner = Planner::new(LARGE, 1);
     let encoded = Encoded::new(0, &request);
     let plan = planner.plan(0, encoded.forward());
     let plan = plan.expect("the frame is consistent");

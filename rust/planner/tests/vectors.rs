@@ -169,7 +169,7 @@ fn check(folder: &Path, expected: &Expected) {
             request
                 .refused
                 .iter()
-                .chain(&request.muted)
+                .chain(&request.rejected)
                 .map(|&kind| (index, kind)),
         );
     }

@@ -127,7 +127,7 @@ impl Batch {
     ///     logits: `[raw slots * vocabulary]` float32.
     ///     logprobs: `[labels]` float32.
     ///     entropies: `[entropy slots]` float32.
-    ///     place_words: `[words]` int32: of each place the log-probability of its token, the most probable tokens, best first,
+    ///     place_words: `[words]` int32: of each position the log-probability of its token, the most probable tokens, best first,
     ///         their log-probabilities, those of tokens that are given for it; floats as their bits.
     ///
     /// Raises:

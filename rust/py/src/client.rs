@@ -46,7 +46,7 @@ pub(crate) struct Reply {
     /// Their positions.
     draft_positions: Vec<Vec<u32>>,
     /// Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
-    /// its tokens. Each place has the log-probability of its token, the most probable tokens with theirs, best first, and those
+    /// its tokens. Each position has the log-probability of its token, the most probable tokens with theirs, best first, and those
     /// of tokens that were given.
     places: Vec<(u32, Vec<Place>, Vec<Place>)>,
     /// Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.

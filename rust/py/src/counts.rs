@@ -81,7 +81,7 @@ impl Counts {
         self.inner.drafts
     }
 
-    /// Of these, drafts that came true.
+    /// Of these, drafts that were accepted.
     #[getter]
     const fn accepted_drafts(&self) -> u64 {
         self.inner.accepted_drafts

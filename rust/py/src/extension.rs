@@ -24,18 +24,18 @@ impl Extension {
     ///     top_k: Tokens kept; 0 for all.
     ///     top_p: Mass kept, of the whole distribution.
     ///     min_p: Share of the largest probability that a token must have.
-    ///     seed: With the position it fixes what is drawn.
+    ///     seed: With the position it fixes what is sampled.
     ///     frequency_penalty: Taken from a token's logit for each time that it counts.
     ///     presence_penalty: Taken from the logit of a token that counts.
     ///     repetition_penalty: Divides the logit of a token that counts, or multiplies it if it is below 0.
     ///     counted_from: KV index of the first token that counts.
     ///     history: Tokens that count and lie right before the input, whose KV is there already.
     ///     logit_bias: Tokens, and what is added to their logits.
-    ///     suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
-    ///     suppressed_until: KV index of the first place for which they may.
+    ///     suppressed: Tokens that must not be sampled before `suppressed_until`.
+    ///     suppressed_until: KV index of the first position for which they may.
     ///     mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
     ///     shares_mask: The mask is that of the nearest request before in the frame that has one; `mask` is empty.
-    ///     logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
+    ///     logprobs: Most probable tokens whose log-probabilities are wanted besides that of each sampled token; None for no
     ///         log-probabilities at all.
     ///     logprobs_scaled: After the temperature.
     ///     logprobs_of: Tokens whose log-probabilities are wanted.

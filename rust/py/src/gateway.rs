@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use pie_frontends::grpc::{Contract, GatewayError, GatewaySettings, ImageFacts, ModelFacts};
+use pie_frontends::grpc::{Contract, GatewayError, GatewaySettings, ServedModel, VisionInfo};
 use pyo3::exceptions::{PyOSError, PyRuntimeError};
 use pyo3::prelude::*;
 
@@ -103,7 +103,7 @@ impl Gateway {
             address: SocketAddr::from((address, port)),
             limits: runtime.get().limits().clone(),
             max_running: max_running_requests,
-            images: image_merge.map(|merge| ImageFacts {
+            images: image_merge.map(|merge| VisionInfo {
                 merge: merge.max(1),
             }),
             speculates: speculate,
@@ -111,7 +111,7 @@ impl Gateway {
             traces,
             ..GatewaySettings::new(
                 contract,
-                ModelFacts {
+                ServedModel {
                     model_path,
                     tokenizer_path,
                     served_name: served_model_name,

@@ -124,7 +124,7 @@ mod _core {
     use crate::traced::TracedRequest;
 }
 
-/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+/// Information about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
 /// given by `PIE_DRIVER_COMMIT`, as `make` does it.
 #[pyfunction]
 fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {

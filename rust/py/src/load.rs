@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::shared::Shared;
 
-/// An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
+/// An adapter to load, instead of the one that has its id already. Dropped without a commit it is answered by an
 /// abort, and requests find what they found before.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Load {

@@ -124,7 +124,7 @@ impl RadixIndex {
         Ok(self.inner.peek(key(&self.tokens, namespace)))
     }
 
-    /// Looks, after a match of this key, for a page that begins as the key goes on.
+    /// Looks, after a match of this key, for a page that begins as the key continues.
     ///
     /// Returns:
     ///     The page, how many of its tokens agree, its node, and whether it is on the device; None if there is none.
@@ -346,7 +346,7 @@ impl RadixIndex {
         self.inner.merge()
     }
 
-    /// Facts about a node.
+    /// A node's properties.
     ///
     /// Raises:
     ///     RadixError: The node was evicted.

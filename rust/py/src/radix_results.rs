@@ -194,7 +194,7 @@ impl Evicted {
     }
 }
 
-/// Facts about a node.
+/// A node's properties.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
 pub(crate) struct NodeInfo {
     /// The node above; 0 at the top.

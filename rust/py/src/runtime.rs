@@ -35,7 +35,7 @@ pub(crate) use self::wait::wait;
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
 /// The constructor starts every driver process, one of each replica, and returns at once; `wait_ready` waits for them. All
-/// work is done by threads that never take Python's lock. A driver that dies is started again, and its requests go on where
+/// work is done by threads that never take Python's lock. A driver that dies is started again, and its requests continue where
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
@@ -143,7 +143,7 @@ impl Runtime {
     ///     top_k: Tokens kept; -1 for all.
     ///     top_p: Probability mass kept.
     ///     min_p: Fraction of the largest probability that a token must have.
-    ///     seed: With the position it fixes what is drawn.
+    ///     seed: With the position it fixes what is sampled.
     ///     frequency_penalty: Taken from a token's logit for each time that it was produced.
     ///     presence_penalty: Taken from the logit of a token that was produced.
     ///     repetition_penalty: Divides the logit of a token that was produced, or multiplies it if it is below 0.
@@ -152,7 +152,7 @@ impl Runtime {
     ///     stop: Texts that end it.
     ///     stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
     ///     ignore_eos: The model's own do not end it.
-    ///     n: Sequences that go on from the prompt.
+    ///     n: Sequences that continue from the prompt.
     ///     priority: Higher comes first.
     ///     routing_key: Requests with one key go to one replica, and are one group for the policy of that name.
     ///     session: A conversation whose pages are kept; it stays with one replica.
@@ -161,15 +161,15 @@ impl Runtime {
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
     ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
-    ///     logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
-    ///         log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+    ///     logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each position, tokens whose
+    ///         log-probabilities are wanted at each position, and the index of a token of the prompt, those after which are wanted,
     ///         too, or None.
     ///     logprobs_original: They are those before the temperature.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
     ///         output, at its end.
-    ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its place there is returned.
+    ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its index there is returned.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -289,7 +289,7 @@ impl Runtime {
             .map_err(|rejected| from_rejected(&rejected))
     }
 
-    /// Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
+    /// Has every driver read a LoRA adapter, without Python's lock; requests of others continue meanwhile. A driver that is
     /// started again reads it again.
     ///
     /// Args:
@@ -348,7 +348,7 @@ impl Runtime {
         self.service.pause(Some(pause));
     }
 
-    /// Goes on after `pause`.
+    /// Continues after `pause`.
     fn resume(&self) {
         self.service.pause(None);
     }
@@ -443,7 +443,7 @@ impl Runtime {
                 Ok(_) => from_rejected(&SubmitError::NotReady),
             });
         };
-        let facts = ModelInfo {
+        let model = ModelInfo {
             vocab_size: caps.vocab_size,
             eos_token_ids: self.stop_tokens.clone(),
             // The scheduler knows its pool.
@@ -452,7 +452,7 @@ impl Runtime {
         };
         Ok(self
             .ingress
-            .get_or_init(|| Ingress::new(self.limits.clone(), facts)))
+            .get_or_init(|| Ingress::new(self.limits.clone(), model)))
     }
 }
 

@@ -158,7 +158,7 @@ impl Server {
     /// Waits for the next job, without the GIL; ends when the server was stopped.
     ///
     /// Raises:
-    ///     LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can go on.
+    ///     LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can continue.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Job>> {
         let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         loop {

@@ -16,7 +16,7 @@ use crate::traced::{Traced, traced};
 
 /// A field of a message class: its name, and its default as msgpack.
 type Field = (String, Option<Vec<u8>>);
-/// A clock, a pickle, and four places in it.
+/// A clock, a pickle, and four offsets in it.
 type Times = (f64, Vec<u8>, (usize, usize, usize, usize));
 /// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests; and what
 /// could not be read, a line each.
@@ -66,7 +66,7 @@ impl SglangFrontend {
     ///     original_logprobs: Log-probabilities are those before the temperature.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
-    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's place in the prompt, the
+    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's index in the prompt, the
     ///         number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
     ///         the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
     ///         the answer to the client. None: images are refused.
@@ -160,8 +160,8 @@ impl SglangFrontend {
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
         let outgoing = self.inner.receive(&backend, bytes);
         let mut messages = messages;
-        let mut place = 0..;
-        messages.retain(|_| place.next().is_some_and(|at| outgoing.others.contains(&at)));
+        let mut index = 0..;
+        messages.retain(|_| index.next().is_some_and(|at| outgoing.others.contains(&at)));
         let (to_detokenizer, to_tokenizer, _) = lists(py, &outgoing);
         (to_detokenizer, to_tokenizer, messages, outgoing.unreadable)
     }
@@ -191,11 +191,11 @@ impl SglangFrontend {
         self.inner.set_adapter(name, adapter_id);
     }
 
-    /// Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
+    /// Opens a session, whose requests continue from each other's tokens. False if there is one of that name.
     ///
     /// Args:
     ///     session_id: Its name.
-    ///     streaming: It has one request at a time, which goes on from the last that ended well.
+    ///     streaming: It has one request at a time, which continues from the last that ended well.
     ///     timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
     #[pyo3(signature = (session_id, *, streaming = false, timeout_s = None))]
     fn open_session(
@@ -210,7 +210,7 @@ impl SglangFrontend {
             .open_session(session_id, streaming, patience.transpose()?))
     }
 
-    /// Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
+    /// Closes a session and lets its pages go. Its requests that run continue; one that is not open is ignored.
     fn close_session(&self, session_id: &str) {
         self.inner
             .close_session(&*self.runtime.get().service, session_id);
@@ -251,8 +251,8 @@ impl SglangFrontend {
     }
 }
 
-fn time_stats((now_s, pickle, places): Times, began: Instant) -> PyResult<TimeStats> {
-    let (queued, admitted, computed, ahead) = places;
+fn time_stats((now_s, pickle, offsets): Times, began: Instant) -> PyResult<TimeStats> {
+    let (queued, admitted, computed, ahead) = offsets;
     let template = TimesTemplate {
         pickle,
         queued,
@@ -262,7 +262,7 @@ fn time_stats((now_s, pickle, places): Times, began: Instant) -> PyResult<TimeSt
     };
     if !template.is_whole() {
         return Err(PyValueError::new_err(format!(
-            "the places {places:?} are not all inside of the pickle, which has {} bytes",
+            "the offsets {offsets:?} are not all inside of the pickle, which has {} bytes",
             template.pickle.len()
         )));
     }

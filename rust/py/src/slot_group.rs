@@ -118,14 +118,14 @@ impl SlotGroup {
     }
 
     /// The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
-    /// in the group; its token, or -1 for the one that is drawn; most probable tokens that are wanted; 1 for log-probabilities
+    /// in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
     /// after the temperature.
     #[getter]
     fn places<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, bytemuck::cast_slice(&self.places))
     }
 
-    /// Tokens that are given for places; `[tokens, 2]` int64: number of the place, and token.
+    /// Tokens that are given for positions; `[tokens, 2]` int64: number of the position, and token.
     #[getter]
     fn given<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, bytemuck::cast_slice(&self.given))

@@ -10,7 +10,7 @@ pub(crate) struct TracedRequest {
     name: String,
     /// The trace and the span that it is part of; None if it begins a trace.
     parent: Option<(u128, u64)>,
-    /// Its place in the queue, where it has one.
+    /// Its position in the queue, where it has one.
     priority: Option<i32>,
     /// Tokens of its prompt.
     prompt_tokens: u32,

@@ -2,7 +2,7 @@
 //! broadcasts from a leader to its workers.
 //!
 //! A *region* is one POSIX shared-memory object: a 64-byte header, then a few *slots*. A slot is a
-//! mailbox for one request and its answer, so there is no queue to overflow and nothing to allocate
+//! buffer for one request and its answer, so there is no queue to overflow and nothing to allocate
 //! on the way. Two sequence numbers per slot carry the whole protocol: the client raises the request
 //! sequence to send, the server sets the response sequence to the same value to answer. A wake
 //! counter next to each of them lets the other side sleep in a futex.

@@ -173,9 +173,9 @@ fn receive_notices(
 /// Stores a notice, replacing an earlier one of the same name.
 fn record(notice: &Notice, regions: &mut [Notice; REGIONS], next: &mut usize) {
     let known = regions.iter().position(|region| region.path == notice.path);
-    let place = known.unwrap_or(*next % REGIONS);
+    let index = known.unwrap_or(*next % REGIONS);
     *next += usize::from(known.is_none());
-    regions[place] = *notice;
+    regions[index] = *notice;
 }
 
 /// Removes a region that its owner has left, if the name still leads to it.

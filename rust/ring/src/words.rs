@@ -65,7 +65,7 @@ pub(crate) struct FragmentWords {
     pub(crate) kind: AtomicU32,
     /// Bytes of this fragment.
     pub(crate) len: AtomicU32,
-    /// Whether the message goes on in the next slot.
+    /// Whether the message continues in the next slot.
     pub(crate) has_more: AtomicU32,
     pub(crate) rest: [AtomicU32; 13],
 }

@@ -2,7 +2,7 @@
 //!
 //! The scheduler owns the page pool (`pie_kv_cache::pages`) and the prefix index (`pie_kv_cache::radix`). What an engine adds is here: a device
 //! with its KV, and the loop between both. Tokens are bytes. The model is an induction head: it continues a text as it went
-//! on at the place that reads most like its end, and knows the text by KV alone. So a wrong page is a wrong answer.
+//! on at the index that reads most like its end, and knows the text by KV alone. So a wrong page is a wrong answer.
 //!
 //! ```text
 //! cargo run -p pie-scheduler --example engine
@@ -33,7 +33,7 @@ const LIMITS: Limits = Limits {
 struct Device(Vec<[u32; PAGE_SIZE]>);
 
 impl Device {
-    /// Stores the KV of a row's tokens. Returns the next token, if the row draws one.
+    /// Stores the KV of a row's tokens. Returns the next token, if the row samples one.
     fn forward(&mut self, row: &Row<'_, ()>) -> Option<u32> {
         let start = row.start as usize;
         for (at, &token) in (start..).zip(row.tokens) {
@@ -46,8 +46,8 @@ impl Device {
             let pairs = text[..*at].iter().rev().zip(text.iter().rev());
             pairs.take_while(|(one, other)| one == other).count()
         };
-        let place = (1..text.len()).max_by_key(alike);
-        row.sampling.and(place).map(|at| text[at])
+        let at = (1..text.len()).max_by_key(alike);
+        row.sampling.and(at).map(|at| text[at])
     }
 }
 
@@ -108,7 +108,7 @@ pub(crate) fn serve(prompts: &[String], out: &mut impl Write) -> Result<(), Box<
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let facts = "The cat sat on the mat. The dog lay on the rug. ";
-    let prompts = ["The cat", "The dog", "The"].map(|start| format!("{facts}{start}"));
+    let sentences = "The cat sat on the mat. The dog lay on the rug. ";
+    let prompts = ["The cat", "The dog", "The"].map(|start| format!("{sentences}{start}"));
     serve(&prompts, &mut stdout().lock())
 }

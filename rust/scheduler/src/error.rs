@@ -106,7 +106,7 @@ pub enum ValidationError {
     },
     /// Images that overlap, or lie outside of the prompt.
     #[error("image {index} is not in the prompt after the one before it, or has no tokens")]
-    ImagePlace {
+    ImageRange {
         /// Which one.
         index: usize,
     },

@@ -49,7 +49,7 @@ pub trait GrammarMatcher: Debug + Send {
     /// [`accept_token`](Self::accept_token).
     ///
     /// # Errors
-    /// Why it cannot go on; the sequence ends as [`Finish::Grammar`](crate::Finish::Grammar).
+    /// Why it cannot continue; the sequence ends as [`Finish::Grammar`](crate::Finish::Grammar).
     fn next_mask(&mut self, forced: &mut Vec<u32>) -> Result<Option<Mask>, Arc<str>>;
 }
 

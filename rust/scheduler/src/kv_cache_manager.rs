@@ -190,12 +190,12 @@ impl KvCacheManager {
         if missing == 0 {
             return true;
         }
-        let room = self.evict_until_free(missing);
-        if room {
+        let evicted = self.evict_until_free(missing);
+        if evicted {
             let taken = self.device.allocate_many(missing, &mut kv.pages);
             record_fault(&mut self.fault, taken);
         }
-        room
+        evicted
     }
 
     /// Inserts the full pages of a key into the index. Pages that the index has already replace those of the sequence; returns

@@ -59,12 +59,12 @@ impl LogprobBuffer {
     }
 
     /// The end of a row from `start` on that returns at most so many tokens' log-probabilities, a sampled token included.
-    pub(crate) fn end_of_row(&self, start: u32, places: u32) -> u32 {
+    pub(crate) fn end_of_row(&self, start: u32, positions: u32) -> u32 {
         let from = self.next.max(start + 1);
-        if self.prompt_len.saturating_sub(from) < places {
+        if self.prompt_len.saturating_sub(from) < positions {
             return u32::MAX;
         }
-        (from - 1).saturating_add(places)
+        (from - 1).saturating_add(positions)
     }
 
     /// Buffers the words of a row: those of `prompt` tokens, then of `sampled` output tokens, of which `kept` are kept. Returns

@@ -32,8 +32,8 @@ impl<S> Scheduler<S> {
         let overtaken = |slot: &usize| sequences[*slot].overtaken >= most;
         if order.iter().any(overtaken) {
             order.sort_by_key(|slot| {
-                let place = sequences[*slot].order;
-                if overtaken(slot) { place } else { u64::MAX }
+                let order = sequences[*slot].order;
+                if overtaken(slot) { order } else { u64::MAX }
             });
         }
         if self.config.priority {

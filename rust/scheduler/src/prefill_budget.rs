@@ -232,17 +232,17 @@ impl PrefillBudget {
         } else {
             self.decodes.latest.0.unwrap_or(0.0)
         };
-        let room = self.gap_us.max(2.0 * alone) - decode;
+        let budget_us = self.gap_us.max(2.0 * alone) - decode;
         // Larger chunks for waiting requests say little about the usual ones.
         if load.streams && tokens > 1.5 * self.budget {
             return;
         }
         if load.streams {
             self.is_tried = true;
-            self.adapt(tokens, (room / prompts).clamp(0.5, 1.25));
+            self.adapt(tokens, (budget_us / prompts).clamp(0.5, 1.25));
         } else if !self.is_tried && load.prompt_tokens >= MIN_PREFILL_TOKENS {
             // An estimate from prefills alone.
-            let budget = room * tokens / prompts;
+            let budget = budget_us * tokens / prompts;
             self.budget = budget.clamp(self.min_tokens() as f32, self.chunk);
         }
     }

@@ -17,8 +17,8 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// Makes room in the queue for a request of this rank, by ending waiting sequences of a worse one.
-    pub(crate) fn make_queue_room(
+    /// Makes space in the queue for a request of this rank, by ending waiting sequences of a worse one.
+    pub(crate) fn make_queue_space(
         &mut self,
         samples: u32,
         rank: i64,

@@ -155,7 +155,7 @@ impl<S> Scheduler<S> {
         request.stop.stop_tokens.dedup();
         let longest = self.check(&request)?;
         let rank = self.rank(request.priority);
-        self.make_queue_room(request.samples, rank)?;
+        self.make_queue_space(request.samples, rank)?;
         let shared = Arc::new(SharedRequest {
             prompt_len: request.prompt.len() as u32,
             max_tokens: request.stop.max_tokens.min(longest),
@@ -405,19 +405,19 @@ impl<S> Scheduler<S> {
         };
         self.kv_cache
             .check_invariants(self.sequences.iter().flat_map(own))?;
-        let in_place = |slots: &[usize], state| {
+        let are_in = |slots: &[usize], state| {
             slots.iter().all(|&slot| {
                 self.sequences
                     .get(slot)
                     .is_some_and(|sequence| sequence.state == state)
             })
         };
-        let places = self.waiting.len() + self.running.len();
+        let queued = self.waiting.len() + self.running.len();
         let live: u32 = self.requests.values().map(|request| request.live).sum();
-        let fits = in_place(&self.waiting, State::Waiting)
-            && in_place(&self.running, State::Running)
-            && places == self.sequences.len()
-            && places == live as usize
+        let fits = are_in(&self.waiting, State::Waiting)
+            && are_in(&self.running, State::Running)
+            && queued == self.sequences.len()
+            && queued == live as usize
             && self
                 .waiting
                 .is_sorted_by_key(|&slot| self.sequences[slot].order);

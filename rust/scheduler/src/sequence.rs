@@ -264,13 +264,16 @@ impl<S> Sequence<S> {
             return (0, (0, 0));
         };
         let prompt = kept.of_row(start, end);
-        let drawn = if self.samples_token(end) {
+        let sampled = if self.samples_token(end) {
             1 + drafts
         } else {
             0
         };
-        let places = prompt.len() as u64 + u64::from(drawn);
-        (places * u64::from(kept.words()), (prompt.start, prompt.end))
+        let positions = prompt.len() as u64 + u64::from(sampled);
+        (
+            positions * u64::from(kept.words()),
+            (prompt.start, prompt.end),
+        )
     }
 
     /// Output tokens with cached KV, reported by the first row after them.
@@ -319,8 +322,8 @@ impl<S> Sequence<S> {
     /// What a row of it has that ends with token `end`, besides tokens, pages and a mask of its own.
     pub(crate) fn row_extras(&self, start: u32, end: u32, registrations: u64) -> RowExtras {
         let request = &self.shared.request;
-        let draws = self.samples_token(end);
-        let forbids = draws && self.forbids(end) && self.grammar.mask().is_none();
+        let samples = self.samples_token(end);
+        let forbids = samples && self.forbids(end) && self.grammar.mask().is_none();
         RowExtras {
             own: self.new_bytes(registrations),
             listed: self.skipped(start).len() as u32,

@@ -162,18 +162,18 @@ impl<S> Scheduler<S> {
         let (start, size) = (sequence.scheduled, self.limits.page_size);
         let mut most = sequence.len();
         if let Some(logprobs) = &sequence.logprobs {
-            let places = plan.words / u64::from(logprobs.words());
-            let places = u32::try_from(places).unwrap_or(u32::MAX);
-            most = most.min(logprobs.end_of_row(start, places));
+            let positions = plan.words / u64::from(logprobs.words());
+            let positions = u32::try_from(positions).unwrap_or(u32::MAX);
+            most = most.min(logprobs.end_of_row(start, positions));
         }
         // As if it sampled a token.
         let more = sequence.row_extras(start, sequence.len(), self.registrations);
         let fixed = self.limits.frame.of_row((0, 0, 0), more);
-        let room = (
+        let budget = (
             plan.bytes_left(&self.limits),
             fixed + self.mask_bytes(plan, slot),
         );
-        let end = self.limits.frame.end_of_row(start, size, room);
+        let end = self.limits.frame.end_of_row(start, size, budget);
         most = most.min(end.max(start + 1));
         let wanted = most.min(start.saturating_add(plan.prefill_tokens));
         let kv = sequence.kv.pages.len();

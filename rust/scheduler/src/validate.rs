@@ -86,8 +86,8 @@ impl<S> Scheduler<S> {
             .map(|image| (image.start as usize, image.end() as usize));
         for (start, next) in ends.chain([(request.prompt.len(), 0)]) {
             let text = &request.prompt[from..start];
-            if let Some(place) = text.iter().position(|&token| token >= vocab) {
-                let (token, at) = (text[place], from + place);
+            if let Some(index) = text.iter().position(|&token| token >= vocab) {
+                let (token, at) = (text[index], from + index);
                 return Err(ValidationError::Token { token, at, vocab });
             }
             from = next;
@@ -106,7 +106,7 @@ impl<S> Scheduler<S> {
             } = image;
             let end = u64::from(start) + u64::from(tokens);
             if start < free || tokens == 0 || end > request.prompt.len() as u64 {
-                return Err(ValidationError::ImagePlace { index });
+                return Err(ValidationError::ImageRange { index });
             }
             if tokens > most_tokens || bytes > most_bytes {
                 return Err(ValidationError::Image {

@@ -6,7 +6,7 @@ mod engine;
 
 use std::error::Error;
 
-/// Two facts, three pages of 16 tokens, and the beginning of a sentence about one of them.
+/// Two sentences, three pages of 16 tokens, and the beginning of a sentence about one of them.
 fn prompt(start: &str) -> String {
     format!("The cat sat on the mat. The dog lay on the rug. {start}")
 }

@@ -23,7 +23,7 @@ const LIMITS: Limits = Limits {
 };
 
 /// Pages never lack.
-const ROOMY: Limits = Limits {
+const LARGE: Limits = Limits {
     total_pages: 100_000,
     max_page_refs: 100_000,
     ..LIMITS
@@ -125,7 +125,7 @@ fn inter_token_latency_is_limited() {
         prefix_cache: false,
         ..Config::default()
     };
-    let mut sim = sim(config, ROOMY);
+    let mut sim = sim(config, LARGE);
     for _ in 0..8 {
         sim.submit(&TestRequest::plain(0, 5, 255));
     }
@@ -161,7 +161,7 @@ fn larger_chunks_shorten_time_to_first_token_in_a_burst() {
             prefix_cache: false,
             ..Config::default()
         };
-        let mut sim = sim(config, ROOMY);
+        let mut sim = sim(config, LARGE);
         let mut found = (0, 0, 0);
         for burst in 0..2 {
             let begin = sim.now;
@@ -203,7 +203,7 @@ fn steps_without_streams_fill_their_target_time() {
         prefix_cache: false,
         ..Config::default()
     };
-    let mut sim = sim(config, ROOMY);
+    let mut sim = sim(config, LARGE);
     let whole = TestRequest {
         whole: true,
         ..TestRequest::plain(0, 200, 1)
@@ -252,8 +252,8 @@ fn overtakes_are_limited() {
         sim.submit(&TestRequest::plain(40, 4, 1));
         step(&mut sim);
     }
-    let place = sim.ended.iter().position(|ended| ended.id == victim);
-    assert_eq!(place, Some(6));
+    let index = sim.ended.iter().position(|ended| ended.id == victim);
+    assert_eq!(index, Some(6));
     sim.drain();
 }
 
@@ -264,7 +264,7 @@ fn a_request_with_many_parameters_does_not_starve() {
             params: 100,
             ..FrameBytes::UNLIMITED
         },
-        ..ROOMY
+        ..LARGE
     };
     let mut sim = sim(Config::default(), limits);
     let with = |params_bytes, length| TestRequest {
@@ -327,8 +327,8 @@ fn a_better_priority_preempts_others() {
             sim.ended,
         )
     };
-    let (place, ended) = play(config(Some(0)));
-    assert_eq!(place, Some(0));
+    let (index, ended) = play(config(Some(0)));
+    assert_eq!(index, Some(0));
     assert!(ended.iter().any(|ended| ended.retractions > 0));
     // By less than the threshold, or without preemption, it waits for its turn.
     for threshold in [Some(1), None] {

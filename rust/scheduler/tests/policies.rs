@@ -93,12 +93,12 @@ fn by_weight(waiting: &mut Vec<Waiting>, cache: &[Vec<u32>]) {
         let mut at = &mut root;
         at.weight += 1;
         for page in request.prompt[..matched(cache, &request.prompt)].chunks(SIZE) {
-            let place = at.children.iter().position(|(own, _)| own == page);
-            let place = place.unwrap_or_else(|| {
+            let index = at.children.iter().position(|(own, _)| own == page);
+            let index = index.unwrap_or_else(|| {
                 at.children.push((page.to_vec(), Node::default()));
                 at.children.len() - 1
             });
-            at = &mut at.children[place].1;
+            at = &mut at.children[index].1;
             at.weight += 1;
         }
         at.own.push(request);
@@ -164,10 +164,13 @@ impl Play {
         self.scheduler.submit(request).expect("it fits");
     }
 
-    /// Returns the requests of the step that draw.
+    /// Returns the requests of the step that sample.
     fn step(&mut self) -> Vec<u64> {
         self.now += 1;
-        let step = self.scheduler.schedule(self.now).expect("right books");
+        let step = self
+            .scheduler
+            .schedule(self.now)
+            .expect("consistent bookkeeping");
         let step = step.expect("there is something to do");
         let ids: Vec<u64> = step.rows().map(|row| row.id).collect();
         let tokens = vec![1; ids.len()];

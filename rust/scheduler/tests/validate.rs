@@ -91,7 +91,10 @@ fn stop_tokens_are_forbidden_until_any_min_tokens() {
     scheduler
         .submit(request)
         .expect("as many as there is room for");
-    let step = scheduler.schedule(0).expect("right books").expect("a step");
+    let step = scheduler
+        .schedule(0)
+        .expect("consistent bookkeeping")
+        .expect("a step");
     let row = step.rows().next().expect("a row");
     assert_eq!(row.forbidden, [7]);
 }
@@ -204,7 +207,7 @@ fn outputs_must_fit_their_step() {
         .expect("room");
     scheduler
         .schedule(1)
-        .expect("right books")
+        .expect("consistent bookkeeping")
         .expect("a prompt");
     let two = StepOutput {
         tokens: &[1, 2],
@@ -242,7 +245,7 @@ fn a_prompt_without_output_is_prefilled_and_cached() {
             .expect("room");
         let step = scheduler
             .schedule(1)
-            .expect("right books")
+            .expect("consistent bookkeeping")
             .expect("a prompt");
         assert!(step.rows().all(|row| row.sampling.is_none()));
         let answer = StepOutput {
@@ -275,7 +278,10 @@ fn decodes_allocate_nothing() {
     let mut pages = 0;
     let mut round = |scheduler: &mut Scheduler<()>, now| {
         let rows = scheduler.stats().rows;
-        let step = scheduler.schedule(now).expect("right books").expect("work");
+        let step = scheduler
+            .schedule(now)
+            .expect("consistent bookkeeping")
+            .expect("work");
         pages += step.rows().map(|row| row.pages.len()).sum::<usize>();
         let answer = StepOutput {
             tokens: &tokens[..rows],
@@ -287,7 +293,7 @@ fn decodes_allocate_nothing() {
     };
     scheduler
         .schedule(0)
-        .expect("right books")
+        .expect("consistent bookkeeping")
         .expect("prompts");
     for now in 1..50 {
         round(&mut scheduler, now);

@@ -129,7 +129,7 @@ impl Segment {
         }
     }
 
-    fn home(&self, hash: u64) -> usize {
+    fn home_slot(&self, hash: u64) -> usize {
         (((hash & 0xffff_ffff) * self.slots.len() as u64) >> 32) as usize
     }
 
@@ -143,7 +143,7 @@ impl Segment {
 
     /// The slot of a key, or the empty one where it belongs; there is always one.
     fn find(&self, node: u32, token: u32, hash: u64) -> usize {
-        let mut index = self.home(hash);
+        let mut index = self.home_slot(hash);
         loop {
             let slot = self.slots[index];
             if slot.is_empty() || (slot.node == node && slot.edge.token() == token) {
@@ -174,9 +174,9 @@ impl Segment {
                 break;
             }
             let length = self.slots.len();
-            let way = |from: usize| (index + length - from) % length;
-            // It may move if the hole is between its home and its slot.
-            if way(self.home(slot.hash())) >= way(hole) {
+            let distance = |from: usize| (index + length - from) % length;
+            // It may move if the hole is between its home slot and its slot.
+            if distance(self.home_slot(slot.hash())) >= distance(hole) {
                 self.slots[hole] = slot;
                 hole = index;
             }
@@ -255,7 +255,7 @@ impl EdgeTable {
         }
         let mut number = self.directory[prefix(hash, self.bits)] as usize;
         while self.segments[number].is_full() {
-            self.make_room(number, hash);
+            self.make_space(number, hash);
             number = self.directory[prefix(hash, self.bits)] as usize;
         }
         self.segments[number].put(Slot {
@@ -278,7 +278,7 @@ impl EdgeTable {
     }
 
     /// Grows or splits the segment of `hash`.
-    fn make_room(&mut self, number: usize, hash: u64) {
+    fn make_space(&mut self, number: usize, hash: u64) {
         let segment = &self.segments[number];
         let size = segment.slots.len();
         self.slots -= size;

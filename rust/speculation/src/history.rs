@@ -51,7 +51,7 @@ impl History {
         for at in KNOWN.min(text.len() - 1)..text.len() {
             let skipped = at - written;
             let (token, before) = (text[at], &text[..at]);
-            let has = |&place: &usize| self.young.text().get(place) == Some(&token);
+            let has = |&index: &usize| self.young.text().get(index) == Some(&token);
             let next = copied.map(|copied| copied + 1);
             copied = next
                 .filter(|next| at % FOLLOWED != 0 && has(next))

@@ -6,7 +6,7 @@
 use crate::growth;
 
 /// Words of each half for any text, however short.
-const ROOM: usize = if cfg!(test) { 4 } else { 512 };
+const SLACK: usize = if cfg!(test) { 4 } else { 512 };
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct UndoLog {
@@ -25,7 +25,7 @@ impl UndoLog {
 
     /// Starts a new half if the young one is full. Call before a token is appended to a text of `length`.
     pub(crate) fn start_generation(&mut self, length: usize) {
-        if self.young.len() > length / 2 + ROOM {
+        if self.young.len() > length / 2 + SLACK {
             std::mem::swap(&mut self.young, &mut self.old);
             self.young.clear();
             (self.old_from, self.young_from) = (self.young_from, length);
@@ -63,7 +63,7 @@ mod tests {
             undo.start_generation(length);
             (0..each).for_each(|at| undo.push((length * each + at) as u32));
             assert!(
-                undo.bytes() <= 6 * length + 40 * ROOM + 400,
+                undo.bytes() <= 6 * length + 40 * SLACK + 400,
                 "{} for {length}",
                 undo.bytes()
             );

@@ -7,7 +7,7 @@ use std::time::Duration;
 use pie_speculation::{DraftProposal, Policy};
 
 /// Rows that a step may be padded to, as those of the driver.
-const RUNGS: [usize; 22] = [
+const GRAPH_SIZES: [usize; 22] = [
     1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256,
 ];
 const NUM_DRAFTS: usize = 4;
@@ -111,10 +111,10 @@ impl World {
                 .iter()
                 .map(|&at| contexts[at].kv * (1 + contexts[at].drafts))
                 .sum();
-            let padded = RUNGS
+            let padded = GRAPH_SIZES
                 .into_iter()
-                .find(|&rung| rung >= rows)
-                .expect("a rung");
+                .find(|&size| size >= rows)
+                .expect("a graph size");
             let idle = now - answered;
             let busy = (self.device)(padded as f64, seen as f64, now);
             now += busy;
@@ -167,7 +167,7 @@ impl World {
 
     /// Throughput with drafts by that without.
     fn ratio(&self, seconds: f64) -> f64 {
-        let mut policy = Policy::new(NUM_DRAFTS, &RUNGS);
+        let mut policy = Policy::new(NUM_DRAFTS, &GRAPH_SIZES);
         let with = self.run(Some(&mut policy), seconds);
         with / self.run(None, seconds)
     }

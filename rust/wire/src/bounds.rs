@@ -22,7 +22,7 @@ use rkyv::validation::ArchiveContext;
 pub(crate) struct Bounds {
     range: Range<usize>,
     /// Bytes that may still be claimed.
-    room: usize,
+    remaining: usize,
 }
 
 impl Bounds {
@@ -31,7 +31,7 @@ impl Bounds {
         let range = bytes.as_ptr_range();
         Self {
             range: range.start.addr()..range.end.addr(),
-            room: bytes.len(),
+            remaining: bytes.len(),
         }
     }
 }
@@ -102,7 +102,7 @@ unsafe impl<E: Source> ArchiveContext<E> for Bounds {
                 align: layout.align(),
             });
         }
-        self.room = self.room.checked_sub(size).into_trace(Overlap)?;
+        self.remaining = self.remaining.checked_sub(size).into_trace(Overlap)?;
         Ok(())
     }
 

@@ -41,10 +41,10 @@ pub fn encode_response(response: &ResponseFrame, buffer: &mut [u8]) -> Result<us
         return Err(TOO_LARGE);
     }
     let capacity = buffer.len();
-    let Some(room) = buffer.get_mut(..needed) else {
+    let Some(out) = buffer.get_mut(..needed) else {
         return Err(WireError::BufferTooSmall { needed, capacity });
     };
-    let mut serializer = Serializer::new(Buffer::from(room), SubAllocator::empty(), ());
+    let mut serializer = Serializer::new(Buffer::from(out), SubAllocator::empty(), ());
     serialize_using::<_, Failure>(response, &mut serializer)
         .map_err(|Failure| WireError::BufferTooSmall { needed, capacity })?;
     Ok(serializer.pos())
@@ -130,8 +130,8 @@ pub fn encode_request_with(
     check_strings(frame)?;
     let capacity = buffer.len();
     // Positions beyond the limit would overflow the relative pointers.
-    let room = &mut buffer[..capacity.min(MAX_ENCODED_LEN)];
-    match serialize_request(frame, Buffer::from(room), &mut scratch.0) {
+    let out = &mut buffer[..capacity.min(MAX_ENCODED_LEN)];
+    match serialize_request(frame, Buffer::from(out), &mut scratch.0) {
         Ok(len) => {
             // What took several pieces takes one from now on.
             scratch.0.shrink();

@@ -5,7 +5,7 @@
 //!
 //! An extension lies after the archive that it belongs to, as tables of little-endian 32-bit words, and ends the payload
 //! with a magic number. The archive itself is the Pie protocol's, byte for byte. No forward archive of Pie ends so: its last
-//! 8 bytes are the place and length of its last array, which cannot lie after them, as the magic number would say.
+//! 8 bytes are the offset and length of its last array, which cannot lie after them, as the magic number would say.
 
 mod params;
 mod read;
@@ -262,7 +262,7 @@ pub enum ParamsRef {
     Kept(u32),
 }
 
-/// The word at this place, which the caller has checked to be there.
+/// The word at this offset, which the caller has checked to be there.
 fn word(words: &[[u8; WORD]], at: usize) -> u32 {
     u32::from_le_bytes(words[at])
 }

@@ -48,9 +48,9 @@ mod tests {
 
     /// Aligned, as a slot of the ring is.
     fn status_in(bytes: &[u8]) -> i32 {
-        let mut room = AlignedVec::<16>::new();
-        room.extend_from_slice(bytes);
-        let Ok(Reply::Frame(frame)) = decode_reply(&room) else {
+        let mut aligned = AlignedVec::<16>::new();
+        aligned.extend_from_slice(bytes);
+        let Ok(Reply::Frame(frame)) = decode_reply(&aligned) else {
             panic!("no archive");
         };
         match &frame.payload {

@@ -120,7 +120,7 @@ def penalties(address: Address) -> Any:
 
 
 def session(address: Address) -> Any:
-    """Two turns, of which the second goes on from the first."""
+    """Two turns, of which the second continues from the first."""
     name = whole(address, "/open_session", {"capacity_of_str_len": 1000})
     turns = []
     requested = {"id": name}

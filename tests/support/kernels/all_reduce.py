@@ -41,11 +41,11 @@ class Case(NamedTuple):
     shared: list[torch.Tensor]
     dtype: torch.dtype
     results: torch.Tensor
-    """``[ranks, STEPS, MOST_ROWS, WIDTH]``: what each rank goes on with."""
+    """``[ranks, STEPS, MOST_ROWS, WIDTH]``: what each rank continues with."""
 
 
 def be_late(draw: random.Random) -> None:
-    """Lets some programs sleep before they look, send or empty a place, some for a turn."""
+    """Lets some programs sleep before they look, send or clear a slot, some for a turn."""
     for name in ("create_masked_load", "create_masked_store"):
         touch = getattr(InterpreterBuilder, name)
 
@@ -78,7 +78,7 @@ def random_parts(common: torch.Generator, ranks: int, dtype: torch.dtype) -> tor
     if torch.rand(1, generator=common) < 0.2:
         parts[0, 0, 3] = torch.inf
         parts[-1, 0, 4] = torch.nan
-        # As places are before anything comes.
+        # As slots are before anything comes.
         parts[-1, -1, 8:12].view(torch.uint8).fill_(SENTINEL_BYTE)
     return parts
 
@@ -89,7 +89,7 @@ def play(case: Case, rank: int, leader: int) -> None:
     torch.set_num_threads(1)
     common, own = torch.Generator().manual_seed(3), random.Random(rank)
     be_late(own)
-    ways = [
+    variants = [
         LamportAllReduceNorm(PeerMemory(case.shared), rank, WIDTH, case.dtype, tuning)
         for tuning in TUNINGS
     ]
@@ -99,7 +99,7 @@ def play(case: Case, rank: int, leader: int) -> None:
         norm = Norm(torch.randn(WIDTH, generator=common).to(case.dtype), EPSILON)
         exact = residual.double() + parts.double().sum(0)
         time.sleep(own.choice((0.0, 0.0, 10 * LATE_S)))
-        sums = ways[int(torch.randint(len(ways), (1,), generator=common))]
+        sums = variants[int(torch.randint(len(variants), (1,), generator=common))]
         out, after = sums.add_rms_norm(step % NUM_BUFFERS, parts[rank], residual, norm)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
         assert off(after, exact) < TOLERANCES[case.dtype], (step, off(after, exact))
@@ -125,7 +125,7 @@ def end_all(children: list[BaseProcess]) -> None:
 
 
 def check(ranks: int, dtype: torch.dtype) -> None:
-    """Some ranks take turns; all go on with the same numbers."""
+    """Some ranks take turns; all continue with the same numbers."""
     size = LamportAllReduceNorm.size(ranks, MOST_ROWS, WIDTH, dtype)
     shared = [
         torch.full((size,), SENTINEL_BYTE).to(torch.uint8).share_memory_() for _ in range(ranks)

@@ -40,7 +40,7 @@ def check_choice(runner: Any) -> None:
     for owner, name, value, reason in (
         (runner, "token_to_kv_pool", latent, "its KV pool is a MLATokenToKVPool"),
         (runner.token_to_kv_pool, "dtype", torch.uint8, "its KV pool keeps torch.uint8"),
-        (layer, "use_irope", True, "some of its layers attend in a way of their own"),
+        (layer, "use_irope", True, "some of its layers have custom attention"),
         # These are left to SGLang, unless the user asks for the backend.
         (runner, "token_to_kv_pool", hybrid, ""),
         (layer, "v_head_dim", 512, ""),

@@ -63,14 +63,14 @@ def check_dense(dtype: torch.dtype) -> None:
     check_order(kernel, early=2)
     storage = zeros(64, 8, 128)
     heads = Heads(16, norm, norm, torch.zeros(512, 128), True, storage, storage)
-    places = torch.zeros(40, dtype=torch.int64)
+    slots = torch.zeros(40, dtype=torch.int64)
     for scale in (None, RmsScale(zeros(40, 1024), 1e-6)):
         prepare = functools.partial(
             norm_rope.norm_rope_store,
             zeros(40, width),
             heads,
-            places,
-            places,
+            slots,
+            slots,
             scale=scale,
         )
         [kernel] = recorded(prepare)
@@ -83,7 +83,7 @@ def check_dense(dtype: torch.dtype) -> None:
     # Products of FP8 weights, whose scales are applied here.
     once, outputs = RmsScale(torch.ones(40, 1), 0.0), torch.ones(width)
     prepare = functools.partial(
-        norm_rope.norm_rope_store, zeros(40, width), heads, places, places, scale=once,
+        norm_rope.norm_rope_store, zeros(40, width), heads, slots, slots, scale=once,
         output_scales=outputs,
     )  # fmt: skip
     [kernel] = recorded(prepare)

@@ -239,16 +239,16 @@ def main() -> None:
         assert (accepted, reason) == (False, FROZEN_SCALES)
         # By SGLang's products, by the driver's of one row or a batch, by those without scales, then
         # by tiles where rows are few.
-        ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.patched_decode)]
-        ways.append(alone(server, engine, layers, expected))
-        ways.append(by_rows(server, engine, layers, expected))
-        ways += by_batches(server, engine, layers)
+        variants = [decode(server, engine, Contexts(64, page_size, vocab), layers.patched_decode)]
+        variants.append(alone(server, engine, layers, expected))
+        variants.append(by_rows(server, engine, layers, expected))
+        variants += by_batches(server, engine, layers)
         unscaled = mock.Mock(wraps=fp8.unscaled_fp8_gemm)
         with (
             mock.patch.object(fp8, "_supports_cublas", lambda linear: kind != "block"),
             mock.patch.object(fp8, "unscaled_fp8_gemm", unscaled),
         ):
-            ways.append(
+            variants.append(
                 decode(server, engine, Contexts(192, page_size, vocab), layers.patched_decode)
             )
         matrices = 4 * len(runner.model.model.layers)
@@ -260,12 +260,12 @@ def main() -> None:
             mock.patch.object(layers, "_prefills", True),
         ):
             engine.fused = layers
-            ways.append(
+            variants.append(
                 decode(server, engine, Contexts(128, page_size, vocab), layers.patched_decode)
             )
             engine.fused = None
         assert product.call_count == STEPS * matrices
-    for found in ways:
+    for found in variants:
         error = float((found - expected).abs().max() / expected.abs().max())
         print(f"{kind}: off by {error:.1e}")
         assert error < TOLERANCE, error

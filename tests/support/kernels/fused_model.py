@@ -51,7 +51,7 @@ def found_layers(backend: Any) -> Any:
 
 
 def differences(config: DriverConfig) -> list[float]:
-    """The largest difference of a logit, of each way but SGLang's."""
+    """The largest difference of a logit, of each path but SGLang's."""
     from pie_driver_sglang.backends.sglang.attention import paged
     from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.engine.layers import dense as dense_module
@@ -138,7 +138,7 @@ def differences(config: DriverConfig) -> list[float]:
             # Prompts alone: decodes are SGLang's unless they are captured.
             expected_calls = stored and folds
             assert many.call_count == expected_calls, many.call_count
-        check_ways(engine, dense)
+        check_paths(engine, dense)
         check_weights(own)
         with (
             mock.patch.object(linear, "find_linear_config", small_tiling),
@@ -190,7 +190,7 @@ def check_ranks(backend: Any) -> None:
         assert not layers.supports(257)
 
 
-def check_ways(engine: Any, dense: Any) -> None:
+def check_paths(engine: Any, dense: Any) -> None:
     """Few kernels for prefills, unless a mask says who sees whom."""
     plain, step = (SimpleNamespace(mask=None, decode=decode) for decode in (False, True))
     with_mask = SimpleNamespace(mask=object(), decode=False)
@@ -217,7 +217,7 @@ def check_weights(backend: Any) -> None:
     own = linear.weight
 
     class Other(torch.Tensor):
-        """Computes in a way of its own."""
+        """Computes differently."""
 
     for weight in (own.data.to("meta"), own.data.as_subclass(Other)):
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -227,7 +227,7 @@ def check_weights(backend: Any) -> None:
 
 
 def check_experts(backend: Any) -> None:
-    """Experts that compute or are chosen in another way leave a model as it is."""
+    """Experts that compute or are chosen differently leave a model as it is."""
     import torch
 
     layer = backend.runner.model.model.layers[-1]

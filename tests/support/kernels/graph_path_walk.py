@@ -129,7 +129,7 @@ class Walk:
         }
         # Each stores the rows anew, and what follows reads those of the last.
         order = self._random.sample(list(frames), k=len(frames))
-        replies = {way: self._client.forward(frames[way]) for way in order}
+        replies = {path: self._client.forward(frames[path]) for path in order}
         eager = replies.pop("eager")
         for number, context in enumerate(batch):
             # The probe is of the last input's row, whose token comes first.

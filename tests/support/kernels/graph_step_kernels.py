@@ -115,7 +115,7 @@ def cases(generator: torch.Generator) -> Iterator[tuple[torch.Tensor, SlotParams
 def check_sampler(spans: int | None = None) -> int:
     """Returns how many tokens are wrong.
 
-    With few `spans` most rows are left to the search, and some rows lie in another place.
+    With few `spans` most rows are left to the search, and some rows lie at another offset.
     """
     with contextlib.ExitStack() as stack:
         for module in (sampler, small_filters) if spans else ():
@@ -124,7 +124,7 @@ def check_sampler(spans: int | None = None) -> int:
 
 
 def parted_rows(logits: torch.Tensor) -> LogitRows:
-    """Every other row in float32 in another place, and nonsense where it is not to be read."""
+    """Every other row in float32 at another offset, and nonsense where it is not to be read."""
     is_changed = torch.arange(len(logits), dtype=torch.int32) % 2
     there = is_changed[:, None] == 1
     changed = logits.float().masked_fill(~there, 50.0)
@@ -174,11 +174,11 @@ def check_masks() -> None:
         fetch(source, again, torch.tensor([len(source) - 1], dtype=torch.int32), expected)
         assert torch.equal(again, words), "not all words, or more, whatever the grid is sized for"
     logits = torch.randn(4, vocab)
-    places = [[len(packed), len(edges)], [0, 0], [0, -1], [len(packed), len(edges)]]
+    entries = [[len(packed), len(edges)], [0, 0], [0, -1], [len(packed), len(edges)]]
     expected = logits.clone()
     for row, mask in ((0, 1), (2, 0), (3, 1)):
         expected[row, ~allowed[mask]] = -torch.inf
-    slot_masks = torch.tensor(places, dtype=torch.int32)
+    slot_masks = torch.tensor(entries, dtype=torch.int32)
     parted = parted_rows(logits)
     mask_logits(LogitRows(logits), slot_masks, words)
     assert torch.equal(logits, expected)
@@ -212,15 +212,15 @@ def check_results() -> None:
 
 def check_table() -> None:
     """Only the announced entries change, those outside of the block, too."""
-    room, most = 40, 400
+    capacity, most = 40, 400
     # A block that is no multiple of what a program takes; words after the changes are masks.
-    for count in (0, 17, room, room + 1, 130, most):
+    for count in (0, 17, capacity, capacity + 1, 130, most):
         table = torch.zeros(most, 5, dtype=torch.int32)
         updates = torch.stack([torch.randperm(most), torch.randint(0, 1000, (most,))], dim=1)
-        further = updates[room:].flatten().int()
+        further = updates[capacity:].flatten().int()
         further = torch.cat([further, torch.full((9,), -1, dtype=torch.int32)])
-        further[2 * max(0, count - room) :] = -1
-        update_table(table, updates[:room], further, torch.tensor([count], dtype=torch.int32))
+        further[2 * max(0, count - capacity) :] = -1
+        update_table(table, updates[:capacity], further, torch.tensor([count], dtype=torch.int32))
         expected = torch.zeros_like(table)
         for entry, slot in updates[:count].tolist():
             expected[entry] = torch.arange(slot, slot + 5)

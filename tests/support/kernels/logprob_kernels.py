@@ -55,7 +55,7 @@ class Case(NamedTuple):
         return torch.log_softmax(scaled, dim=-1).clamp(min=MIN_LOGPROB)
 
     def check(self, slot: int, words: torch.Tensor, *, ties: bool) -> None:
-        """Compares the words of a place."""
+        """Compares the words of a position."""
         top, expected = self.tops[slot], self.expected(slot)
         token = int(self.tokens[slot]) & 0xFFFFFFFF
         ids = words[1 : 1 + top].long()
@@ -96,7 +96,7 @@ def cases() -> Iterator[Case]:
         yield Case(logits, tokens, tops, given, divisors, requested)
 
 
-def check_places() -> None:
+def check_positions() -> None:
     """The kernels write what is asked and nothing else; plain torch gives the same."""
     for case in cases():
         records, words, end = case.records()
@@ -132,6 +132,6 @@ def check_slots_that_draw_nothing() -> None:
 
 
 if __name__ == "__main__":
-    check_places()
+    check_positions()
     check_slots_that_draw_nothing()
-    print("places found")
+    print("positions found")

@@ -23,7 +23,7 @@ PAGE = 16
 STORED = (30, 1, 47, 0, 0, 16)
 """Tokens of each context before the step."""
 ADDED = (1, 3, 1, 8, 2, 7)
-"""Tokens of the step: decodes, drafts, new prompts, and one that goes on from what is stored."""
+"""Tokens of the step: decodes, drafts, new prompts, and one that continues from what is stored."""
 
 
 class Contexts:
@@ -38,7 +38,7 @@ class Contexts:
         self._first_page = first_page
 
     def before(self) -> list[bytes]:
-        """Frames that store what the step goes on from."""
+        """Frames that store what the step continues from."""
         return [
             _core.encode_forward([self._request(context, 0, end)])
             for context, end in enumerate(STORED)

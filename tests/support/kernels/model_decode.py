@@ -52,9 +52,9 @@ def decode(
     server: Any,
     engine: Any,
     contexts: Contexts,
-    way: Callable[[], AbstractContextManager[None]] = nullcontext,
+    patch: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
-    """``[steps, contexts, vocabulary]`` logits, decodes in some way."""
+    """``[steps, contexts, vocabulary]`` logits, decodes with some patch."""
     import torch
 
     found = []
@@ -62,7 +62,7 @@ def decode(
         batch = server.warm_up(contexts.frame(step))
         while (staged := batch.stage()) is not None:
             assert staged.decode == (step >= 0)
-            with way() if staged.decode else nullcontext():
+            with patch() if staged.decode else nullcontext():
                 engine.forward(staged)
             with torch.inference_mode():
                 logits = engine.logits(torch.arange(staged.tokens))

@@ -34,8 +34,8 @@ def main() -> None:
         gaps = [part[:, -1].clone() for part in wide]
         staging = 2 * page_bytes(fused)
         pools = [
-            PagePools(buffers, PAGES, staging_bytes=staging, fused=way)
-            for buffers, way in ((fused, True), (plain, False))
+            PagePools(buffers, PAGES, staging_bytes=staging, fused=flag)
+            for buffers, flag in ((fused, True), (plain, False))
         ]
         for pool in pools:
             pool.copy("D2H", list(range(PAGES)), list(range(PAGES)))

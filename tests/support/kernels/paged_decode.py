@@ -405,7 +405,7 @@ class Context(NamedTuple):
 
 
 def random_contexts(draw: random.Random) -> list[Context]:
-    """Decodes, prompts and what goes on from stored KV."""
+    """Decodes, prompts and what continues from stored KV."""
     owners = draw.sample(range(1, 30), draw.randint(1, 12))
     found = []
     for owner in owners:

@@ -68,13 +68,13 @@ def check_cast() -> None:
         logits = (20 * torch.randn(5, 8500, generator=generator)).to(dtype)[:, :8400]
         logits[1, ::3] = -torch.inf
         records = torch.zeros(5, 8, dtype=torch.int32)
-        places = torch.zeros(5, STEP_RECORD_WORDS, dtype=torch.int32)
-        # Tokens that count, none, a bias, a log-probability, an empty stretch.
+        logprobs = torch.zeros(5, STEP_RECORD_WORDS, dtype=torch.int32)
+        # Tokens that count, none, a bias, a log-probability, an empty range.
         records[0, 1:3] = torch.tensor([3, 4])
         records[2, 7] = 1
-        places[3, 0] = 1
+        logprobs[3, 0] = 1
         records[4, 1:3] = 7
-        rows = cast_modified_rows(logits, records, places)
+        rows = cast_modified_rows(logits, records, logprobs)
         assert rows.logits is logits
         assert rows.is_changed is not None
         assert rows.is_changed.tolist() == [1, 0, 1, 1, 0]
@@ -82,19 +82,19 @@ def check_cast() -> None:
             assert torch.equal(rows.latest()[row], logits[row].float())
         capped = 30 * torch.tanh(logits.float() / 30)
         capped[1, ::3] = -torch.inf
-        rows = cast_modified_rows(logits, records, places, 30.0)
+        rows = cast_modified_rows(logits, records, logprobs, 30.0)
         assert rows.is_changed is not None
         assert rows.is_changed.all()
         torch.testing.assert_close(rows.latest(), capped, rtol=1e-5, atol=1e-5)
 
 
-def check_noted() -> None:
+def check_recorded() -> None:
     """The rows of a step and further pairs, each where it belongs."""
     generator = torch.Generator().manual_seed(6)
     for rows, count in ((1, 0), (300, 5), (16, 2500)):
-        places = torch.randperm(4000, generator=generator)
+        slots = torch.randperm(4000, generator=generator)
         ids = torch.randint(0, 1000, (rows + count,), generator=generator)
-        own, further = places[:rows], places[rows : rows + count]
+        own, further = slots[:rows], slots[rows : rows + count]
         words = torch.stack([further, ids[rows:]], dim=1).int().flatten()
         words = torch.cat([torch.full((3,), -7, dtype=torch.int32), words, words[:2]])
         tokens = torch.full((4000,), -1, dtype=torch.int32)
@@ -109,5 +109,5 @@ def check_noted() -> None:
 if __name__ == "__main__":
     check_adjusted()
     check_cast()
-    check_noted()
-    print("adjusted and noted")
+    check_recorded()
+    print("adjusted and recorded")

@@ -250,6 +250,15 @@ def fork(config: Path, prepare: Callable[[], object] = int) -> Driver:
     return _await_ready(process, reader, stderr)
 
 
+@contextmanager
+def running(config: Path, prepare: Callable[[], object] = int) -> Iterator[Driver]:
+    """A forked driver, which must end well and leave no region."""
+    with fork(config, prepare) as driver:
+        yield driver
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
 def start_fork_server() -> None:
     """Lets the fork server begin to import SGLang; to be called before other slow imports."""
     # `pytest` is what a child imports as its main module.
@@ -261,6 +270,18 @@ def start_fork_server() -> None:
 def fork_call(function: Callable[..., None], arguments: tuple[Any, ...]) -> Process:
     """Runs a function of a module in a fork of the process that has imported SGLang."""
     return _Forked(function, arguments)
+
+
+def call(function: Callable[..., None], folder: Path, *arguments: Any) -> Any:
+    """What `function(*arguments, sender, stderr)` sends from a forked process, which then ends."""
+    receiver, sender = multiprocessing.Pipe()
+    process = fork_call(function, (*arguments, sender, str(folder / "stderr")))
+    sender.close()
+    with receiver:
+        assert receiver.poll(60.0)
+        sent = receiver.recv()
+    assert process.wait(30.0) == 0
+    return sent
 
 
 class _Forked:

@@ -56,7 +56,7 @@ def flood(server: Server, streams: int, share: float = 0.1, seed: int = 1) -> Co
     """Streams at once, of which a share is given up, and checks every one of them.
 
     Returns:
-        How many streams ended in which way.
+        How many streams ended with which outcome.
     """
     chance = random.Random(seed)
     prompts = [[chance.randrange(5, 4000) for _ in range(4 + 3 * number)] for number in range(12)]
@@ -87,7 +87,7 @@ def flood_completions(url: str, model: str, streams: int, share: float = 0.1) ->
     """Streams of texts at once by OpenAI's API, a share of whose clients go; checks every one.
 
     Returns:
-        How many streams ended in which way.
+        How many streams ended with which outcome.
     """
     chance = random.Random(2)
     prompts = [f"def f{number}(x):\n" * (1 + number % 3) for number in range(12)]
@@ -109,7 +109,7 @@ def _plan(chance: random.Random, prompts: int, share: float, by_name: bool = Fal
 def _check(
     plans: Sequence[Plan], outcomes: Sequence[Outcome], expected: Sequence[Sequence[int] | str]
 ) -> Counter[str]:
-    """Holds each stream to what its prompt's tokens are, and to a way in which it may end."""
+    """Holds each stream to what its prompt's tokens are, and to an outcome that it may have."""
     for plan, outcome in zip(plans, outcomes, strict=True):
         wanted, said = expected[plan.prompt], outcome.said
         assert outcome.end in plan.ends, (plan, outcome)

@@ -142,7 +142,7 @@ KITS: Final = (
             "test_preabort_recovery",
         ),
         long=("test_leak_logprob_concurrent", "test_stress_concurrent_sessions"),
-        # The KV of a turn's last token is computed by the turn that goes on from it.
+        # The KV of a turn's last token is computed by the turn that continues from it.
         settings={"kv_inherit_offsets": (-1,)},
     ),
     Kit(

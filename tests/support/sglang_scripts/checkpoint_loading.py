@@ -50,12 +50,12 @@ def load_all(check: load_check.LoadCheck, weights: Iterable[tuple[str, torch.Ten
     draw = random.Random(len(stored))
     changes = []
     for _ in range(int(sys.argv[3])):
-        place = draw.randrange(len(stored))
+        index = draw.randrange(len(stored))
         what = draw.choice(sys.argv[4:] or list(CHANGES))
-        name, tensor = stored[place]
+        name, tensor = stored[index]
         changed = CHANGES[what](name, tensor)
         again = load_check.LoadCheck(check._folder, check._model, check._config, check._unwritten)
-        refused = refusal(again, [*stored[:place], *changed, *stored[place + 1 :]])
+        refused = refusal(again, [*stored[:index], *changed, *stored[index + 1 :]])
         changes.append((what, name, refused))
     if RANK.number == 0:
         print(json.dumps((sound, changes)))
@@ -72,7 +72,7 @@ def refusal(check: load_check.LoadCheck, weights: Weights) -> str | None:
     own = check._load
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        """A rank that fails ends the others; here they must go on."""
+        """A rank that fails ends the others; here they must continue."""
         failure, result = None, None
         try:
             result = own(*args, **kwargs)

@@ -262,11 +262,11 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
 def _note_threads(module: Any, name: str, threads: set[str]) -> None:
     own = getattr(module, name)
 
-    def noted(weights: Any) -> Any:
+    def recorded(weights: Any) -> Any:
         threads.add(threading.current_thread().name)
         return own(weights)
 
-    setattr(module, name, noted)
+    setattr(module, name, recorded)
 
 
 class Load(NamedTuple):

@@ -1,7 +1,7 @@
 """Decodes by SGLang's NGRAM worker with the plugin's corpus.
 
 The forward pass and the CUDA kernels around it are left out: a text that is known beforehand says
-which drafts come true. What the worker does with batches, drafts and requests that leave is
+which drafts are accepted. What the worker does with batches, drafts and requests that leave is
 SGLang's. Prints what it found as JSON. Run it with ``SGLANG_PLUGINS`` as a user would.
 """
 

@@ -401,7 +401,7 @@ class DifferentError(AssertionError):
 
 
 def play(makes: list[Make], setting: Setting, seed: int, moves: int) -> Iterator[str]:
-    """Plays moves in worlds that are made in these ways, and yields each one's name.
+    """Plays moves in these kinds of worlds, and yields each one's name.
 
     Raises:
         DifferentError: Names the moves up to the first that showed a difference, and what it was.

@@ -22,7 +22,7 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     unpadded,
 )
 from pie_driver_sglang.backends.sglang.compat.pools import replace_block_table
-from pie_driver_sglang.backends.sglang.compat.ranks import Place, making_groups
+from pie_driver_sglang.backends.sglang.compat.ranks import TpRank, making_groups
 from pie_driver_sglang.backends.sglang.compat.settings import (
     Resolved,
     ServerArgs,
@@ -136,9 +136,9 @@ def _load_model(
         take_cpu_for_one()
     plan = _plan(config, model_config, args, gpu_id, rank)
     prepare_layers(args)
-    place = Place(rank.number, rank.size)
+    tp_rank = TpRank(rank.number, rank.size)
     with unpadded(), load_check.watched(config.model.snapshot_dir):
-        runner = make_runner(model_config, args, gpu_id, place, lora.fitting)
+        runner = make_runner(model_config, args, gpu_id, tp_rank, lora.fitting)
     support.check_model(runner)
     window = support.sliding_window(model_config.hf_text_config)
     if window is not None:
@@ -160,9 +160,9 @@ def _plan(
     settings = measure.settings_of(config, model_config, args, device)
     plan = require_fit(device, sizes, settings)
     logger.info("%s", table(plan))
-    doubt = find_warning(plan, sizes, settings)
-    if doubt is not None:
-        logger.warning("%s", doubt)
+    warning = find_warning(plan, sizes, settings)
+    if warning is not None:
+        logger.warning("%s", warning)
     share, limit = plan.fraction, plan.tokens if settings.kept_pages else None
     if device.is_host:
         # What is free there changes all the time: the plan decides, not what SGLang measures.

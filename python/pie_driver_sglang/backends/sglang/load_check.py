@@ -1,6 +1,6 @@
 """Refuses checkpoints that do not fit the model that SGLang makes of their configuration.
 
-SGLang leaves as it is what a checkpoint lacks, skips what it has no place for, and cuts or pads
+SGLang leaves as it is what a checkpoint lacks, skips what it has no parameter for, and cuts or pads
 what has another size, all without a word. So a load is watched (`load_trace.py`): every element of
 every parameter must have been written, and every element of every tensor read, by some rank.
 """
@@ -225,12 +225,12 @@ class LoadCheck:
         return f"{name}{f' in {file}' if file else ''} is {shape}"
 
     @functools.cached_property
-    def _places(self) -> dict[str, FileRange]:
+    def _file_ranges(self) -> dict[str, FileRange]:
         return read_tensor_ranges(self._folder)
 
     def _file(self, name: str) -> str | None:
-        place = self._places.get(name)
-        return place.path.name if place else torch_file(self._folder, name)
+        file_range = self._file_ranges.get(name)
+        return file_range.path.name if file_range else torch_file(self._folder, name)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [
@@ -299,30 +299,30 @@ class LoadCheck:
         """Of the tensors that no rank has read those that the model is wrong without."""
         whole, text = self._config.hf_config, self._config.hf_text_config
         read = self._trace.stored.keys() - set(unread)
-        facts = CheckpointModel(
+        model = CheckpointModel(
             layers=self._config.num_hidden_layers,
             next_layers=int(getattr(text, "num_nextn_predict_layers", None) or 0),
             tied=any(getattr(x, "tie_word_embeddings", False) for x in (whole, text)),
             quantization=self._method,
         )
-        found = required_tensors(unread, read, facts)
+        found = required_tensors(unread, read, model)
         if not found:
             return []
         # Importing transformers' class takes a second, so only now.
         made = getattr(transformers, whole.architectures[0], None)
         ignored = getattr(made, "_keys_to_ignore_on_load_unexpected", None) or ()
-        found = required_tensors(found, read, facts._replace(ignored=ignored))
+        found = required_tensors(found, read, model._replace(ignored=ignored))
         return [name for name in found if not is_other_file(self._file(name) or "")]
 
     def _other_table(self, head: str) -> str | None:
         """The embedding table that serves as an LM head that differs from it."""
-        place = self._places.get(head) if head.endswith("lm_head.weight") else None
-        if place is None:
+        file_range = self._file_ranges.get(head) if head.endswith("lm_head.weight") else None
+        if file_range is None:
             return None
         for name, source in self._trace.stored.items():
             if _EMBEDDINGS.search(name) and source.shape == self._trace.stored[head].shape:
-                table = self._places.get(name)
-                return name if table and not have_equal_bytes(table, place) else None
+                table = self._file_ranges.get(name)
+                return name if table and not have_equal_bytes(table, file_range) else None
         return None
 
     def _unfilled(self) -> Iterator[str]:

@@ -139,8 +139,8 @@ class LoadTrace:
         written = _written(func)
         tensors: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
-        for place, value in (*enumerate(args), *kwargs.items()):
-            (targets if place in written else tensors).extend(_tensors(value))
+        for key, value in (*enumerate(args), *kwargs.items()):
+            (targets if key in written else tensors).extend(_tensors(value))
         read = [(tensor, source) for tensor in tensors if (source := self._source(tensor))]
         for target in targets:
             self._note_write(target, read)
@@ -228,7 +228,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it is noted which memory is made without a value, and has got none yet."""
+    """Within it is recorded which memory is made without a value, and has got none yet."""
 
     def __init__(self) -> None:
         """Knows of none."""
@@ -282,18 +282,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @functools.cache
 def _makes_views(func: Any) -> bool:
-    """Whether all that an operation does is to look at memory in another way."""
+    """Whether all that an operation does is to view memory differently."""
     returned = [value.alias_info for value in func._schema.returns]
     return bool(returned) and all(info and not info.is_write for info in returned)
 
 
 @functools.cache
 def _written(func: Any) -> frozenset[int | str]:
-    """The arguments that an operation writes to, by place and by name."""
+    """The arguments that an operation writes to, by index and by name."""
     arguments = func._schema.arguments
     return frozenset(
         key
-        for place, argument in enumerate(arguments)
+        for index, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-        for key in (place, argument.name)
+        for key in (index, argument.name)
     )

@@ -76,7 +76,7 @@ def _targets(runner: ModelRunner, wanted: Iterable[str]) -> set[str]:
         )
     found = lora.detect_targets(runner.model) - set(EMBEDDINGS)
     if lora.has_experts(runner.model):
-        # SGLang would wrap the experts, which checkpoints spell in many ways.
+        # SGLang would wrap the experts, which checkpoints spell differently.
         found -= {"gate_up_proj", "down_proj"}
     if lora.has_tables(runner.model):
         found |= set(EMBEDDINGS)

@@ -244,8 +244,8 @@ def _info(booted: Booted) -> BackendInfo:
         is_multimodal=bool(model_config.is_multimodal),
         is_sparse=chosen_experts(model_config) > 0,
         vision=_find_vision(runner),
-        mask_refusal=support.mask_obstacle(runner),
-        graph_refusal=support.graph_path_obstacle(runner),
+        mask_refusal=support.mask_unsupported_reason(runner),
+        graph_refusal=support.graph_path_unsupported_reason(runner),
         paged_decode_refusal=booted.attention,
         graphs_take_prompts=support.takes_prompts(runner),
     )

@@ -25,7 +25,7 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
     lies_by_token,
     paged,
 )
-from pie_driver_sglang.backends.sglang.compat.ranks import place_of
+from pie_driver_sglang.backends.sglang.compat.ranks import rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
@@ -139,7 +139,7 @@ def _check_cpu(runner: ModelRunner) -> None:
         )
     if not all(is_plain(layer) for layer in layers):
         raise StartError(
-            "some of the model's layers attend in a way of their own, which the CPU backend lacks",
+            "some of the model's layers have custom attention, which the CPU backend lacks",
             hint=remedy,
         )
 
@@ -164,7 +164,7 @@ def check_pool(runner: ModelRunner) -> None:
         )
 
 
-def mask_obstacle(runner: ModelRunner) -> str | None:
+def mask_unsupported_reason(runner: ModelRunner) -> str | None:
     """Why the driver cannot apply attention masks to this model; None when it can."""
     pool = runner.token_to_kv_pool
     if not keeps_heads(pool):
@@ -172,7 +172,7 @@ def mask_obstacle(runner: ModelRunner) -> str | None:
     if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the model's KV pool keeps {pool.dtype}"
     if not all(is_plain(layer) for layer in attention_layers(runner)):
-        return "some of the model's layers attend in a way of their own"
+        return "some of the model's layers have custom attention"
     return None
 
 
@@ -188,16 +188,16 @@ def paged_decode_refusal(runner: ModelRunner, asked: bool | None) -> str | None:
     """
     if asked is False:
         return f"{PAGED_DECODE} needs a GPU" if runner.device == "cpu" else "another is set"
-    obstacle = paged_decode_obstacle(runner)
-    if asked and obstacle is not None:
+    reason = paged_decode_unsupported_reason(runner)
+    if asked and reason is not None:
         raise StartError(
             f"the attention backend {PAGED_DECODE} cannot decode "
-            f"{type(runner.model).__name__}: {obstacle}",
+            f"{type(runner.model).__name__}: {reason}",
             hint='set `attention_backend = "triton"`, or remove it',
         )
     if not asked:
-        obstacle = obstacle or _paged_decode_doubt(runner)
-    return f"not {PAGED_DECODE}: {obstacle}" if obstacle else None
+        reason = reason or _paged_decode_warning(runner)
+    return f"not {PAGED_DECODE}: {reason}" if reason else None
 
 
 def prefills_by_fa3(runner: ModelRunner) -> bool:
@@ -230,11 +230,11 @@ def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: i
         change_settings(args, mm_attention_backend="triton_attn")
 
 
-def paged_decode_obstacle(runner: ModelRunner) -> str | None:
+def paged_decode_unsupported_reason(runner: ModelRunner) -> str | None:
     """Why the backend `pie` cannot decode this model; None when it can."""
     pool = paged(runner.token_to_kv_pool)
     if resolved(runner).enable_deterministic_inference:
-        refusal = _batch_invariant_refusal(runner)
+        refusal = _batch_invariant_unsupported_reason(runner)
         if refusal is not None:
             return f"`enable_deterministic_inference` is set, and {refusal}"
     if not keeps_heads(pool):
@@ -244,11 +244,11 @@ def paged_decode_obstacle(runner: ModelRunner) -> str | None:
     if not lies_by_token(pool):
         return "its KV pool is laid out by heads"
     if not all(is_plain(layer) for layer in attention_layers(runner)):
-        return "some of its layers attend in a way of their own"
+        return "some of its layers have custom attention"
     return None
 
 
-def _batch_invariant_refusal(runner: ModelRunner) -> str | None:
+def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
     """Why the kernels whose rows do not depend on their batch do not run a model; None if they do.
 
     SGLang's deterministic mode serves the others.
@@ -256,7 +256,7 @@ def _batch_invariant_refusal(runner: ModelRunner) -> str | None:
     settings, layers = resolved(runner), attention_layers(runner)
     if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
         return "the batch-invariant kernels need a Hopper GPU"
-    if place_of(runner).size > 1:
+    if rank_of(runner).size > 1:
         return "sums of several ranks are not batch-invariant"
     if settings.enable_lora:
         return "LoRA is not batch-invariant"
@@ -279,7 +279,7 @@ def _batch_invariant_refusal(runner: ModelRunner) -> str | None:
     return None
 
 
-def _paged_decode_doubt(runner: ModelRunner) -> str | None:
+def _paged_decode_warning(runner: ModelRunner) -> str | None:
     """Why the backend `pie` is for this model only if asked for: what it was never tried with."""
     if keeps_state(runner.token_to_kv_pool):
         return "the model keeps recurrent state"
@@ -290,7 +290,7 @@ def _paged_decode_doubt(runner: ModelRunner) -> str | None:
     return None
 
 
-def graph_path_obstacle(runner: ModelRunner) -> str | None:
+def graph_path_unsupported_reason(runner: ModelRunner) -> str | None:
     """Why short batches cannot run as one captured step; None when they can."""
     settings = resolved(runner)
     backend = settings.decode_attention_backend or settings.attention_backend
@@ -309,7 +309,7 @@ def takes_prompts(runner: ModelRunner) -> bool:
     many rows have not been tried in a graph.
     """
     backend = resolved(runner).decode_attention_backend
-    return runner.device == "cpu" or (backend == PAGED_DECODE and place_of(runner).size == 1)
+    return runner.device == "cpu" or (backend == PAGED_DECODE and rank_of(runner).size == 1)
 
 
 def sliding_window(config: Any) -> int | None:

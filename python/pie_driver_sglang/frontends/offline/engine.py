@@ -47,7 +47,7 @@ class Engine:
             print(engine.generate("The capital of France is")["text"])
 
     Methods may be called from several threads and coroutines at once; requests of all calls run in
-    one batch. A driver that dies is started again, and its requests go on where they were. An
+    one batch. A driver that dies is started again, and its requests continue where they were. An
     engine that nobody refers to any more is shut down, and so is one at the end of the process. A
     fork of the process cannot use it.
 
@@ -213,7 +213,7 @@ class Engine:
     def load_lora_adapter(
         self, lora_name: str, lora_path: str, pinned: bool = False
     ) -> AdapterUpdate:
-        """Load an adapter, which requests then name as `lora_path`; they go on meanwhile.
+        """Load an adapter, which requests then name as `lora_path`; they continue meanwhile.
 
         Args:
             lora_name: What requests call it.

@@ -208,8 +208,8 @@ def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | No
         return None
     from pie_driver_sglang.frontends.sglang_server.compat import prometheus
 
-    pickle, places = prometheus.times_template()
-    return prometheus.clock_s(), pickle, places
+    pickle, offsets = prometheus.times_template()
+    return prometheus.clock_s(), pickle, offsets
 
 
 def _end_tokens(plan: EngineArguments, tokenizer: ModelTokenizer | None) -> set[int]:

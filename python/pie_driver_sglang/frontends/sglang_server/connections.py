@@ -20,7 +20,7 @@ from pie_driver_sglang.frontends.sglang_server.error_responses import error_body
 logger = logging.getLogger(__name__)
 
 _LINGER_S: Final = 5.0
-"""How long a rejected client may go on sending: a reset would discard its response."""
+"""How long a rejected client may continue sending: a reset would discard its response."""
 _BODY_STEP: Final = 64 << 10
 _RETRY_S: Final = 1
 

@@ -61,7 +61,7 @@ class ControlHandler:
         self,
         runtime: _core.Runtime,
         front: _core.SglangFrontend,
-        facts: Mapping[str, Any],
+        server_info: Mapping[str, Any],
         adapters: ServerAdapters,
         profiler: Profiler,
         window: SendWindow,
@@ -71,12 +71,12 @@ class ControlHandler:
         Args:
             runtime: The native runtime.
             front: Its requests and sessions.
-            facts: The constant part of `/server_info`.
+            server_info: The constant part of `/server_info`.
             adapters: LoRA adapters.
             profiler: Writes profiles.
             window: Counts the outputs in flight.
         """
-        self._runtime, self._front, self._facts = runtime, front, facts
+        self._runtime, self._front, self._server_info = runtime, front, server_info
         self._adapters, self._profiler, self._window = adapters, profiler, window
         self._working = 0
         self._done: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
@@ -124,7 +124,7 @@ class ControlHandler:
                 said = handler(message)
             except Exception as error:
                 # Clients send values of any type, such as a path with a zero byte. Our own faults
-                # look the same, so the traceback is logged; the process serves others, and goes on.
+                # look the same, so the traceback is logged; the process continues.
                 logger.warning("a %s is not taken", name, exc_info=error)
                 reason = f"not taken: {error}"
         if reason is not None:
@@ -160,7 +160,7 @@ class ControlHandler:
     def counts(self) -> dict[str, Any]:
         """The load, by the names of SGLang's load snapshots."""
         stats = self._runtime.stats()
-        size = int(self._facts["page_size"])
+        size = int(self._server_info["page_size"])
         used = stats["pages_total"] - stats["pages_free"] - stats["pages_cached"]
         total = stats["pages_total"] * size
         seen = stats["prompt_tokens"]
@@ -172,7 +172,7 @@ class ControlHandler:
             "num_total_tokens": used * size,
             "num_active_tokens": used * size,
             "max_total_num_tokens": total,
-            "max_running_requests": int(self._facts["max_running_requests"]),
+            "max_running_requests": int(self._server_info["max_running_requests"]),
             "token_usage": used * size / total if total else 0.0,
             "gen_throughput": throughput if stats["running"] else 0.0,
             "cache_hit_rate": stats["cached_tokens"] / seen if seen else 0.0,
@@ -198,7 +198,7 @@ class ControlHandler:
             "scheduler": "pie",
             "open_requests": self._front.open_requests,
             "outputs_in_flight": self._window.in_flight,
-            **self._facts,
+            **self._server_info,
             **self._runtime.stats(),
         }
         return {"internal_state": state}

@@ -158,7 +158,7 @@ pub(crate) fn converse_by(
     let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
     let stop = ring.stop_handle();
     let responder = Responder::new(planner, host_pages, Wait::Park);
-    let mut noted = Vec::new();
+    let mut logged = Vec::new();
     let answers = thread::scope(|scope| {
         let answers = scope.spawn(move || {
             let answers = requests
@@ -171,7 +171,7 @@ pub(crate) fn converse_by(
         loop {
             match responder.next(&mut ring).unwrap() {
                 Event::Stopped => break,
-                Event::LogLines(log_lines) => noted.extend(log_lines),
+                Event::LogLines(log_lines) => logged.extend(log_lines),
                 Event::Job(job) => serve(job),
                 Event::Woken => unreachable!("no thread calls"),
                 Event::Step(_) | Event::DeviceLost(_) => unreachable!("no graph path"),
@@ -179,7 +179,7 @@ pub(crate) fn converse_by(
         }
         answers.join().unwrap()
     });
-    (answers, noted)
+    (answers, logged)
 }
 
 /// [`converse_with`] a host pool; of the notes only the kinds.

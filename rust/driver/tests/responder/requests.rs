@@ -67,7 +67,7 @@ fn what_needs_no_model_is_answered_alone() {
     assert_eq!(kinds, expected);
 }
 
-/// Requests go on while a load is open, and a thread that has read an adapter calls.
+/// Requests continue while a load is open, and a thread that has read an adapter calls.
 #[test]
 fn a_call_comes_between_requests() {
     for wait in [Wait::Park, Wait::Spin] {
@@ -138,18 +138,18 @@ fn many_bad_requests_of_a_kind_are_one_note() {
         let bad = tokens..tokens + positions;
         request.position_ids[bad.clone()].fill(u32::MAX);
         let frame = encode(Payload::Forward(request));
-        let noted = Mutex::new(Vec::new());
+        let logged = Mutex::new(Vec::new());
         let (answers, unasked) = converse_with((0, 0), &[frame], |job| {
             let Job::Batch(mut batch) = job else {
                 panic!("a batch")
             };
             run(&mut batch);
-            noted
+            logged
                 .lock()
                 .unwrap()
                 .extend(batch.commit(DeviceTimes::default()));
         });
-        let log_lines = [noted.into_inner().unwrap(), unasked].concat();
+        let log_lines = [logged.into_inner().unwrap(), unasked].concat();
         let each = |index: usize| {
             let tokens = usize::from(index >= bad.end);
             vec![7; tokens]

@@ -259,15 +259,15 @@ mod tests {
     #[test]
     fn a_request_that_no_frame_has_room_for_is_refused() {
         let mut harness = Harness::new();
-        let mut draw = greedy();
+        let mut params = greedy();
         let ids = vec![5; CAPACITY / 4];
-        let extension = Arc::make_mut(draw.extension.get_or_insert_default());
+        let extension = Arc::make_mut(params.extension.get_or_insert_default());
         extension.logprobs = Some(LogprobOptions {
             token_ids: ids,
             ..LogprobOptions::default()
         });
         let refusal = harness
-            .submit(NewRequest::new(0, vec![1], draw, 4))
+            .submit(NewRequest::new(0, vec![1], params, 4))
             .unwrap_err();
         let text = refusal.to_string();
         assert!(

@@ -37,8 +37,8 @@ impl Naive {
                 Part::Image(height, width) => {
                     let start = naive.positions.len() as u32;
                     naive.images.push((start, [height, width]));
-                    for place in 0..height * width {
-                        let (row, column) = (place / width, place % width);
+                    for at in 0..height * width {
+                        let (row, column) = (at / width, at % width);
                         let first = naive.next;
                         naive.positions.push([first, first + row, first + column]);
                     }
@@ -61,10 +61,10 @@ impl Naive {
     }
 
     /// Whether a step may end before this token: no image is cut.
-    fn may_cut(&self, place: u32) -> bool {
+    fn may_cut(&self, at: u32) -> bool {
         self.images
             .iter()
-            .all(|&(start, [height, width])| place <= start || place >= start + height * width)
+            .all(|&(start, [height, width])| at <= start || at >= start + height * width)
     }
 }
 
@@ -137,15 +137,15 @@ proptest! {
             prop_assert_eq!(&body.image_indptr, &[0, 0, images.len() as u32]);
             prop_assert_eq!(&body.position_ids[..2], &[5, 6]);
             prop_assert_eq!(body.kv_last_page_lens[1], (end - 1) % 16 + 1);
-            let place = |row: usize| start as usize + row - 2;
-            let is_image = |row: usize| prompt[place(row)] >= FIRST_PAD_VALUE;
+            let at = |row: usize| start as usize + row - 2;
+            let is_image = |row: usize| prompt[at(row)] >= FIRST_PAD_VALUE;
             for row in 2..body.position_ids.len() {
-                let expected = naive.positions.get(place(row)).map_or(naive.next, |axes| axes[0]);
+                let expected = naive.positions.get(at(row)).map_or(naive.next, |axes| axes[0]);
                 if is_image(row) {
                     prop_assert_eq!(body.token_ids[row], 0);
                 } else {
                     prop_assert_eq!(body.position_ids[row], expected);
-                    prop_assert_eq!(body.token_ids[row], prompt[place(row)]);
+                    prop_assert_eq!(body.token_ids[row], prompt[at(row)]);
                 }
             }
             for (number, &&(at, [height, width])) in images.iter().enumerate() {

@@ -21,7 +21,7 @@ pub(crate) enum Command {
     SubmitAll(Vec<NewRequest<RowParams>>),
     Abort(u64),
     EndSession(u64),
-    /// Responds with whether the prefix index was emptied.
+    /// Responds with whether the prefix index was flushed.
     Flush(Sender<bool>),
     Pause(Option<Pause>),
     Trace(Box<StepTrace>),

@@ -175,10 +175,10 @@ fn what_finds_no_room_is_counted() {
 
 proptest! {
     #[test]
-    fn any_bytes_may_come_as_a_parent(bytes: Vec<u8>, place in 0..PARENT.len(), byte: u8) {
+    fn any_bytes_may_come_as_a_parent(bytes: Vec<u8>, index in 0..PARENT.len(), byte: u8) {
         let _ = TraceParent::parse(&bytes);
         let mut changed = PARENT.to_vec();
-        changed[place] = byte;
+        changed[index] = byte;
         if let Some(parent) = TraceParent::parse(&changed) {
             prop_assert!(parent.trace_id != 0 && parent.span_id != 0);
         }

@@ -1,6 +1,9 @@
 //! A driver without a model. It keeps account of every KV slot: a request must find its own positions in its pages, and its
 //! next token follows from all the tokens there.
 
+#[path = "behaviour.rs"]
+mod behaviour;
+
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -16,6 +19,8 @@ use pie_wire::{
     ResponsePayload,
 };
 use serde_json::json;
+
+use behaviour::{Behaviour, Shrink};
 
 pub(crate) const PAGE: u32 = 4;
 pub(crate) const TOTAL_PAGES: u32 = 48;
@@ -62,77 +67,12 @@ pub(crate) fn next_by(adapter: i64, text: &[u32]) -> u32 {
 
 /// The words of a token's log-probabilities after a text: its own, those of as many most probable ones with their ids, and those
 /// of given tokens.
-pub(crate) fn place(text: &[u32], token: u32, top: u32, given: &[u32]) -> Vec<u32> {
+pub(crate) fn position_words(text: &[u32], token: u32, top: u32, given: &[u32]) -> Vec<u32> {
     let word = |token: u32| next(text) * 1000 + token;
     let ids = (0..top).map(|rank| (next(text) + rank) % VOCABULARY);
     let others = given.iter().map(|&token| word(token));
     let values = ids.clone().map(word).chain(others);
     [word(token)].into_iter().chain(ids).chain(values).collect()
-}
-
-/// What a test has the driver do besides serving. Events happen once in the life of a test, unless they say otherwise.
-#[derive(Clone, Copy, Default)]
-struct Behaviour {
-    /// Ends before the handshake, from this start on, counted from 1.
-    die_early_from: Option<u32>,
-    /// Ends at this frame of its first start, or of every one.
-    die_at: Option<u32>,
-    die_always: bool,
-    /// Answers this frame of its first start never.
-    stuck_at: Option<u32>,
-    /// Answers this frame of its first start with a status.
-    refuse_at: Option<u32>,
-    /// Gives no token to requests whose text begins with this one.
-    empty: Option<u32>,
-    /// Ends at every frame that has a request whose text begins with this one, as often as that may be.
-    die_of: Option<u32>,
-    /// Answers such a frame with a status.
-    refuse: Option<u32>,
-    /// Milliseconds of each frame.
-    slow: u64,
-    shrink: Shrink,
-    /// Is not ready, from its second start on, before a file `ready` lies where its starts are counted.
-    waits: bool,
-    /// Bytes of a slot's request.
-    slot_bytes: Option<u32>,
-}
-
-/// Whether it has less pages from its second start on.
-#[derive(Clone, Copy, Default, PartialEq)]
-enum Shrink {
-    #[default]
-    Never,
-    Always,
-    /// Unless it is told how many there were.
-    Untold,
-}
-
-impl Behaviour {
-    fn parse(text: &str) -> Self {
-        let mut behaviour = Self::default();
-        for word in text.split_whitespace() {
-            let (name, value) = word.split_once('=').unwrap_or((word, "0"));
-            let value: u32 = value.parse().unwrap();
-            match name {
-                "die-early-from" => behaviour.die_early_from = Some(value),
-                "die-at" => behaviour.die_at = Some(value),
-                "die-always" => behaviour.die_always = true,
-                "stuck-at" => behaviour.stuck_at = Some(value),
-                "refuse-at" => behaviour.refuse_at = Some(value),
-                "empty" => behaviour.empty = Some(value),
-                "die-of" => behaviour.die_of = Some(value),
-                "refuse" => behaviour.refuse = Some(value),
-                "slow" => behaviour.slow = value.into(),
-                "shrink" => behaviour.shrink = Shrink::Always,
-                "short" => behaviour.shrink = Shrink::Untold,
-                "waits" => behaviour.waits = true,
-                "slot-bytes" => behaviour.slot_bytes = Some(value),
-                "serve" => {}
-                _ => panic!("{name}"),
-            }
-        }
-        behaviour
-    }
 }
 
 /// Serves until it is stopped, or fails as the test asks.
@@ -322,9 +262,9 @@ impl Account {
             let before = response.tokens.len();
             let adapter = body.adapter_bindings[request].adapter_id;
             let lost = adapter >= 0 && !self.adapters.contains(&adapter);
-            let emptied = lost || empty.is_some() && text.first().copied() == empty;
+            let rejected = lost || empty.is_some() && text.first().copied() == empty;
             let row = rows.of(request);
-            if !range(&body.sampler_indptr, request).is_empty() && !emptied {
+            if !range(&body.sampler_indptr, request).is_empty() && !rejected {
                 let bits = row.map(|row| row.mask.iter().collect()).unwrap_or_default();
                 answer(body, request, (text.clone(), bits), &mut response)?;
             }
@@ -334,7 +274,7 @@ impl Account {
                 ParamsRef::Kept(handle) => row.to_owned(self.params[&handle].clone()),
             });
             if let Some(asked) = asked.and_then(|asked| asked.logprobs)
-                && !emptied
+                && !rejected
             {
                 let tokens = &response.tokens[before..];
                 score(body, request, &asked, (&mut text, tokens), &mut scores);
@@ -400,19 +340,22 @@ fn score(
         top: asked.top,
         given: asked.token_ids.len() as u32,
     };
-    let place = |text: &[u32], token| place(text, token, asked.top, &asked.token_ids);
+    let words_of = |text: &[u32], token| position_words(text, token, asked.top, &asked.token_ids);
     let mut words = Vec::new();
     let (mut prompt, end) = (0, text.len());
     if let Some(wanted) = asked.prompt {
         let first = body.position_ids[rows.start] + 1;
         for index in wanted.from.max(first)..wanted.end.min(end as u32 + 1) {
             let (before, after) = text.split_at(index as usize);
-            words.extend(place(before, after.first().copied().unwrap_or(wanted.next)));
+            words.extend(words_of(
+                before,
+                after.first().copied().unwrap_or(wanted.next),
+            ));
             prompt += 1;
         }
     }
     for &token in tokens {
-        words.extend(place(text, token));
+        words.extend(words_of(text, token));
         text.push(token);
     }
     scores.push(request as u32, shape, (prompt, tokens.len() as u32), words);

@@ -355,7 +355,7 @@ impl Core {
         &self.capabilities
     }
 
-    pub(crate) fn model(&self) -> &settings::ModelFacts {
+    pub(crate) fn model(&self) -> &settings::ServedModel {
         &self.settings.model
     }
 

@@ -21,7 +21,7 @@ pub(crate) struct Loads {
     pub(crate) hit_rate: f64,
     /// Tokens of prompts without an output yet.
     pub(crate) pending_tokens: u64,
-    /// Tokens to a verified step, and the share of drafts that came true.
+    /// Tokens to a verified step, and the share of drafts that were accepted.
     pub(crate) drafts: Option<(f64, f64)>,
 }
 

@@ -5,7 +5,7 @@ use pie_ingress::{LogprobRows, Refusal};
 /// Which log-probabilities of a request are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LogprobSides {
-    /// Most probable tokens of a place of the prompt, and of one of the output, where these differ; at least one of them is what the
+    /// Most probable tokens of a position of the prompt, and of one of the output, where these differ; at least one of them is what the
     /// runtime is asked for.
     pub(crate) tops: Option<(u32, u32)>,
     /// Those of the output are not sent.
@@ -53,13 +53,13 @@ pub(crate) struct OutputLogprobs {
 pub(crate) struct Rows {
     pub(crate) ids: Vec<u32>,
     pub(crate) values: Vec<f32>,
-    /// The most probable tokens of each place; none where they are not wanted.
+    /// The most probable tokens of each position; none where they are not wanted.
     pub(crate) top: Vec<Row>,
-    /// The tokens that were given, of each place; none where they are not wanted.
+    /// The tokens that were given, of each position; none where they are not wanted.
     pub(crate) given: Vec<Row>,
 }
 
-/// Some tokens of one place.
+/// Some tokens of one position.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Row {
     pub(crate) ids: Vec<u32>,
@@ -95,15 +95,15 @@ impl Reader {
     fn rows(&self, tokens: &[u32], words: &[u32], top: u32) -> Rows {
         let params = self.rows.params();
         let mut rows = Rows::default();
-        for (place, &token) in params.shape().positions(words).zip(tokens) {
+        for (position, &token) in params.shape().positions(words).zip(tokens) {
             rows.ids.push(token);
-            rows.values.push(place.token);
+            rows.values.push(position.token);
             if top > 0 {
-                let (ids, values) = place.top.into_iter().take(top as usize).unzip();
+                let (ids, values) = position.top.into_iter().take(top as usize).unzip();
                 rows.top.push(Row { ids, values });
             }
-            if !place.given.is_empty() {
-                let (ids, values) = (params.token_ids_logprob.clone(), place.given);
+            if !position.given.is_empty() {
+                let (ids, values) = (params.token_ids_logprob.clone(), position.given);
                 rows.given.push(Row { ids, values });
             }
         }
@@ -135,14 +135,14 @@ mod tests {
         };
         let reader = Reader::new(LogprobRows::new(params, &[4, 5, 6]), sides);
         // Its own, the two best with theirs, the one that was given.
-        let place = |first: f32| {
-            let mut place = words(&[first, 0.0, 0.0, first + 1.0, first + 2.0, first + 3.0]);
-            place[1..3].copy_from_slice(&[7, 8]);
-            place
+        let position = |first: f32| {
+            let mut position = words(&[first, 0.0, 0.0, first + 1.0, first + 2.0, first + 3.0]);
+            position[1..3].copy_from_slice(&[7, 8]);
+            position
         };
         let part = Words {
-            prompt: Some(place(10.0)),
-            tokens: [place(20.0), place(30.0)].concat(),
+            prompt: Some(position(10.0)),
+            tokens: [position(20.0), position(30.0)].concat(),
             scored: None,
         };
         let row = |ids: &[u32], values: &[f32]| Row {

@@ -4,7 +4,7 @@ use pie_engine::{PromptImage, PromptImageError, PromptImages};
 use pie_ingress::shown;
 use tonic::Status;
 
-use crate::grpc::settings::ImageFacts;
+use crate::grpc::settings::VisionInfo;
 
 /// What says the size of each image.
 const GRIDS: &str = "image_grid_thw";
@@ -33,7 +33,7 @@ pub(crate) struct Media<'a> {
     /// `[images, 3]`: frames, rows and columns of patches.
     pub(crate) grids: Option<Tensor<'a>>,
     /// The first token and the number of tokens of each image.
-    pub(crate) places: Vec<(u32, u32)>,
+    pub(crate) placeholders: Vec<(u32, u32)>,
 }
 
 impl<'a> Media<'a> {
@@ -46,8 +46,8 @@ impl<'a> Media<'a> {
 }
 
 /// What is refused of a medium that is no image, or of a model that takes none.
-pub(crate) fn refusal(facts: Option<ImageFacts>) -> Status {
-    let why = match facts {
+pub(crate) fn refusal(vision: Option<VisionInfo>) -> Status {
+    let why = match vision {
         Some(_) => PICTURES,
         None => "this model takes text alone",
     };
@@ -57,17 +57,17 @@ pub(crate) fn refusal(facts: Option<ImageFacts>) -> Status {
 /// Images as the driver takes them, in a prompt of `prompt` tokens.
 pub(crate) fn images(
     media: &Media<'_>,
-    facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     prompt: usize,
 ) -> Result<PromptImages, Status> {
-    let (Some(facts), Some(pixels), Some(grids)) = (facts, media.pixels, media.grids) else {
-        return Err(refusal(facts));
+    let (Some(vision), Some(pixels), Some(grids)) = (vision, media.pixels, media.grids) else {
+        return Err(refusal(vision));
     };
     let grids = read_grids(grids)?;
-    if grids.len() != media.places.len() {
-        let places = media.places.len();
+    if grids.len() != media.placeholders.len() {
+        let placeholders = media.placeholders.len();
         return Err(wrong(format!(
-            "there are {} images, and places in the prompt for {places}",
+            "there are {} images, and placeholders in the prompt for {placeholders}",
             grids.len()
         )));
     }
@@ -78,12 +78,12 @@ pub(crate) fn images(
     let mut found: Vec<PromptImage> = Vec::with_capacity(grids.len());
     // Index minus position of the next text token.
     let mut mrope_delta = 0;
-    for (number, (&grid, &place)) in grids.iter().zip(&media.places).enumerate() {
+    for (number, (&grid, &placeholder)) in grids.iter().zip(&media.placeholders).enumerate() {
         let of_image = |why: String| wrong(format!("image {number}: {why}"));
-        let sides = merged(grid, facts.merge).map_err(of_image)?;
-        check_place(place, sides, prompt).map_err(of_image)?;
-        let (start, tokens) = place;
-        // Before its positions are made: images in one place could have any number of them.
+        let sides = merged(grid, vision.merge).map_err(of_image)?;
+        check_placeholder(placeholder, sides, prompt).map_err(of_image)?;
+        let (start, tokens) = placeholder;
+        // Before its positions are made: images at one start could have any number of them.
         let free = found.last().map_or(0, PromptImage::end);
         if start < free {
             return Err(of_image(
@@ -123,7 +123,7 @@ fn merged([frames, rows, columns]: [u32; 3], merge: u32) -> Result<(u32, u32), S
     Ok((rows / merge, columns / merge))
 }
 
-fn check_place(
+fn check_placeholder(
     (start, tokens): (u32, u32),
     (rows, columns): (u32, u32),
     prompt: usize,

@@ -7,7 +7,7 @@ use pie_ingress::{Ingress, ModelInfo, RawRequest, Refusal, RequestSpec};
 use tonic::Status;
 
 use crate::grpc::encoded::decode;
-use crate::grpc::settings::{Contract, GatewaySettings, ImageFacts};
+use crate::grpc::settings::{Contract, GatewaySettings, VisionInfo};
 use crate::grpc::sglang::request as sglang;
 use crate::grpc::status::refused;
 use crate::grpc::vllm::request as vllm;
@@ -17,7 +17,7 @@ use crate::grpc::vllm::request as vllm;
 pub struct RequestReader {
     pub(crate) ingress: Ingress,
     /// How the model takes images, if it takes any.
-    pub(crate) images: Option<ImageFacts>,
+    pub(crate) images: Option<VisionInfo>,
     speculates: bool,
 }
 
@@ -25,7 +25,7 @@ impl RequestReader {
     /// Reads requests for a server with these settings, whose model has token ids below `vocab_size`.
     #[must_use]
     pub fn new(settings: &GatewaySettings, vocab_size: u32) -> Self {
-        let facts = ModelInfo {
+        let model = ModelInfo {
             vocab_size,
             eos_token_ids: settings.model.eos_tokens.clone(),
             // The scheduler knows its pool.
@@ -33,7 +33,7 @@ impl RequestReader {
             context_length: None,
         };
         Self {
-            ingress: Ingress::new(settings.limits.clone(), facts),
+            ingress: Ingress::new(settings.limits.clone(), model),
             images: settings.images,
             speculates: settings.speculates,
         }

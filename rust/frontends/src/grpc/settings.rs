@@ -21,9 +21,9 @@ pub struct GatewaySettings {
     /// What it offers.
     pub contract: Contract,
     /// What it says of the model.
-    pub model: ModelFacts,
+    pub model: ServedModel,
     /// How the model takes images, if it takes any and the runtime has room for them.
-    pub images: Option<ImageFacts>,
+    pub images: Option<VisionInfo>,
     /// What a request may hold.
     pub limits: RequestLimits,
     /// Requests that run at once, where the scheduler has that limit; else as many as the driver takes.
@@ -39,7 +39,7 @@ pub struct GatewaySettings {
 
 impl GatewaySettings {
     /// A server on the loopback, on any port that is free.
-    pub fn new(contract: Contract, model: ModelFacts) -> Self {
+    pub fn new(contract: Contract, model: ServedModel) -> Self {
         Self {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             contract,
@@ -56,14 +56,14 @@ impl GatewaySettings {
 
 /// How a model takes images: as patches, squares of which are tokens, with a rotary position for frames, rows and columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ImageFacts {
+pub struct VisionInfo {
     /// Patches along a side of such a square; at least 1.
     pub merge: u32,
 }
 
 /// What the gateway learns of a model. Sizes come from the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ModelFacts {
+pub struct ServedModel {
     /// The folder, which the gateway reads the tokenizer and the template from, if it has it.
     pub model_path: String,
     /// The folder of the tokenizer, if it is another one.

@@ -32,6 +32,7 @@ use crate::grpc::events::Subscription;
 use crate::grpc::handle::{Answer, Answers, StreamHandle, Wording};
 use crate::grpc::loads::Loads;
 use crate::grpc::logprobs::{Row, Rows};
+use crate::grpc::messages::answer_messages;
 use crate::grpc::status::Matched;
 use crate::grpc::times;
 use crate::grpc::tokenizer::{self, Bundle};
@@ -48,92 +49,10 @@ pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> SglangSchedulerS
 #[derive(Debug)]
 pub(crate) struct Scheduler(Arc<Core>);
 
-#[derive(Debug)]
-pub(crate) struct Words;
-
-impl Wording for Words {
-    type Message = GenerateResponse;
-
-    fn say(answer: Answer, prompt_tokens: u32) -> GenerateResponse {
-        let response = match answer {
-            Answer::Tokens {
-                sample,
-                tokens,
-                counts,
-                scores,
-            } => Message::Chunk(GenerateStreamChunk {
-                token_ids: tokens,
-                prompt_tokens,
-                completion_tokens: counts.tokens,
-                cached_tokens: counts.cached,
-                index: sample,
-                output_logprobs: scores.output.map(output),
-                input_logprobs: scores.input.map(input),
-                ..GenerateStreamChunk::default()
-            }),
-            Answer::End {
-                sample,
-                tokens,
-                counts,
-                scores,
-                reason,
-                matched,
-            } => Message::Complete(GenerateComplete {
-                output_ids: tokens,
-                finish_reason: reason.to_owned(),
-                prompt_tokens,
-                completion_tokens: counts.tokens,
-                cached_tokens: counts.cached,
-                index: sample,
-                output_logprobs: scores.output.map(output),
-                input_logprobs: scores.input.map(input),
-                matched_stop: match matched {
-                    Matched::Nothing => None,
-                    Matched::Token(token) => Some(MatchedStop::MatchedTokenId(token)),
-                    Matched::Text(text) => Some(MatchedStop::MatchedStopStr(text)),
-                },
-                ..GenerateComplete::default()
-            }),
-        };
-        GenerateResponse {
-            // The stream says which request it is.
-            request_id: String::new(),
-            response: Some(response),
-        }
-    }
-}
-
-fn output(rows: Rows) -> OutputLogProbs {
-    OutputLogProbs {
-        token_logprobs: rows.values,
-        token_ids: rows.ids,
-        top_logprobs: rows.top.into_iter().map(tokens).collect(),
-        token_ids_logprobs: rows.given.into_iter().map(tokens).collect(),
-    }
-}
-
-/// Nothing comes before the first token of a prompt.
-fn input(rows: Rows) -> InputLogProbs {
-    let none = (!rows.top.is_empty()).then(TopLogProbs::default);
-    let values = rows.values.into_iter().map(Some);
-    InputLogProbs {
-        token_logprobs: once(None)
-            .chain(values)
-            .map(|value| InputTokenLogProb { value })
-            .collect(),
-        token_ids: rows.ids,
-        top_logprobs: none
-            .into_iter()
-            .chain(rows.top.into_iter().map(tokens))
-            .collect(),
-    }
-}
-
-fn tokens(row: Row) -> TopLogProbs {
-    TopLogProbs {
-        values: row.values,
-        token_ids: row.ids,
-    }
+answer_messages! {
+    // The stream says which request it is.
+    response { request_id: String::new() }
+    output { token_ids_logprobs }
 }
 
 fn load(rank: usize, loads: &Loads) -> SchedulerLoad {
@@ -288,13 +207,13 @@ impl SglangScheduler for Scheduler {
             ("page_size", capabilities.kv_page_size.into()),
             ("max_running_requests", self.0.max_running().into()),
         ];
-        let facts = [
+        let info = [
             ("max_total_num_tokens", tokens as f64),
             ("max_req_input_len", self.0.context_length().into()),
         ];
         Ok(Response::new(GetServerInfoResponse {
             server_args: Some(structure(&arguments)),
-            scheduler_info: Some(structure(&facts)),
+            scheduler_info: Some(structure(&info)),
             active_requests: self.0.open_requests() as i32,
             last_receive_timestamp: self.0.last_request(),
             uptime_seconds: self.0.uptime().as_secs_f64(),

@@ -14,7 +14,7 @@ use zip::ZipWriter;
 use zip::write::SimpleFileOptions;
 
 use crate::grpc::contract::common::GetTokenizerChunk;
-use crate::grpc::settings::ModelFacts;
+use crate::grpc::settings::ServedModel;
 
 /// Bytes of a message.
 const CHUNK: usize = 64 << 10;
@@ -50,7 +50,7 @@ impl Stream for Bundle {
 ///
 /// # Errors
 /// `NOT_FOUND` if there is no tokenizer, `INTERNAL` if a file cannot be read.
-pub(crate) async fn read(model: &ModelFacts) -> Result<Bundle, Status> {
+pub(crate) async fn read(model: &ServedModel) -> Result<Bundle, Status> {
     let folder = if model.tokenizer_path.is_empty() {
         &model.model_path
     } else {

@@ -25,6 +25,7 @@ use crate::grpc::events::Subscription;
 use crate::grpc::handle::{Answer, Answers, StreamHandle, Wording};
 use crate::grpc::loads::Loads;
 use crate::grpc::logprobs::{Row, Rows};
+use crate::grpc::messages::answer_messages;
 use crate::grpc::status::Matched;
 use crate::grpc::times;
 use crate::grpc::tokenizer::{self, Bundle};
@@ -40,89 +41,7 @@ pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> VllmEngineServer
 #[derive(Debug)]
 pub(crate) struct Engine(Arc<Core>);
 
-#[derive(Debug)]
-pub(crate) struct Words;
-
-impl Wording for Words {
-    type Message = GenerateResponse;
-
-    fn say(answer: Answer, prompt_tokens: u32) -> GenerateResponse {
-        let response = match answer {
-            Answer::Tokens {
-                sample,
-                tokens,
-                counts,
-                scores,
-            } => Message::Chunk(GenerateStreamChunk {
-                token_ids: tokens,
-                prompt_tokens,
-                completion_tokens: counts.tokens,
-                cached_tokens: counts.cached,
-                index: sample,
-                output_logprobs: scores.output.map(output),
-                input_logprobs: scores.input.map(input),
-            }),
-            Answer::End {
-                sample,
-                tokens,
-                counts,
-                scores,
-                reason,
-                matched,
-            } => Message::Complete(GenerateComplete {
-                output_ids: tokens,
-                finish_reason: reason.to_owned(),
-                prompt_tokens,
-                completion_tokens: counts.tokens,
-                cached_tokens: counts.cached,
-                index: sample,
-                output_logprobs: scores.output.map(output),
-                input_logprobs: scores.input.map(input),
-                matched_stop: match matched {
-                    Matched::Nothing => None,
-                    Matched::Token(token) => Some(MatchedStop::MatchedTokenId(token)),
-                    Matched::Text(text) => Some(MatchedStop::MatchedStopStr(text)),
-                },
-                ..GenerateComplete::default()
-            }),
-        };
-        GenerateResponse {
-            response: Some(response),
-        }
-    }
-}
-
-fn output(rows: Rows) -> OutputLogProbs {
-    OutputLogProbs {
-        token_logprobs: rows.values,
-        token_ids: rows.ids,
-        top_logprobs: rows.top.into_iter().map(tokens).collect(),
-    }
-}
-
-/// Nothing comes before the first token of a prompt.
-fn input(rows: Rows) -> InputLogProbs {
-    let none = (!rows.top.is_empty()).then(TopLogProbs::default);
-    let values = rows.values.into_iter().map(Some);
-    InputLogProbs {
-        token_logprobs: once(None)
-            .chain(values)
-            .map(|value| InputTokenLogProb { value })
-            .collect(),
-        token_ids: rows.ids,
-        top_logprobs: none
-            .into_iter()
-            .chain(rows.top.into_iter().map(tokens))
-            .collect(),
-    }
-}
-
-fn tokens(row: Row) -> TopLogProbs {
-    TopLogProbs {
-        values: row.values,
-        token_ids: row.ids,
-    }
-}
+answer_messages! {}
 
 fn load(rank: usize, loads: &Loads) -> SchedulerLoad {
     SchedulerLoad {

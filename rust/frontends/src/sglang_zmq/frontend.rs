@@ -70,7 +70,7 @@ pub struct Outgoing {
     pub to_detokenizer: Vec<Vec<u8>>,
     /// To the tokenizer manager.
     pub to_tokenizer: Vec<Vec<u8>>,
-    /// Of the messages that came, the places of those that are not about requests.
+    /// Of the messages that came, the indices of those that are not about requests.
     pub others: Vec<usize>,
     /// Sessions for the backend to end: closed ones whose last request has finished.
     pub ended_sessions: Vec<u64>,
@@ -124,13 +124,13 @@ impl SglangFrontend {
         classes: &[MessageClass],
         settings: SglangFrontendSettings,
     ) -> Result<Self, SglangFrontendError> {
-        let facts = ModelInfo {
+        let model = ModelInfo {
             vocab_size: settings.vocab_size,
             eos_token_ids: settings.eos_tokens.clone(),
             max_prompt_tokens: Some(settings.max_prompt_tokens),
             context_length: Some(settings.context_length),
         };
-        let ingress = Arc::new(Ingress::new(settings.limits.clone(), facts));
+        let ingress = Arc::new(Ingress::new(settings.limits.clone(), model));
         Ok(Self {
             decoder: Decoder::new(
                 classes,
@@ -288,10 +288,10 @@ impl SglangFrontend {
         };
     }
 
-    /// Opens a session, whose requests go on from each other's tokens; false if there is one of that name, or if the limits of
+    /// Opens a session, whose requests continue from each other's tokens; false if there is one of that name, or if the limits of
     /// requests allow no other one.
     ///
-    /// One that `streams` has one request at a time, which goes on from the last that ended well. One that is not used for
+    /// One that `streams` has one request at a time, which continues from the last that ended well. One that is not used for
     /// longer than `patience` is closed.
     pub fn open_session(&self, id: &str, streams: bool, patience: Option<Duration>) -> bool {
         let limits = self.ingress.limits();
@@ -302,7 +302,7 @@ impl SglangFrontend {
             && state.sessions.open(id, streams, patience, Instant::now())
     }
 
-    /// Closes a session. Its requests that run go on; one that is not open is ignored.
+    /// Closes a session. Its requests that run continue; one that is not open is ignored.
     pub fn close_session(&self, backend: &impl Backend, id: &str) {
         let closed = self.lock().sessions.close(id);
         if let Some(number) = closed {

@@ -16,7 +16,7 @@ const SURROUNDING: usize = 5;
 pub(crate) struct OpenRequest {
     pub(crate) rid: String,
     pub(crate) worker: Option<String>,
-    /// The session in which it goes on, and the backend's number of it.
+    /// The session in which it continues, and the backend's number of it.
     pub(crate) session: Option<(String, u64)>,
     /// Those that it wants.
     pub(crate) logprobs: Option<OpenLogprobs>,

@@ -25,7 +25,7 @@ pub struct GenerateRequest {
     pub stream_interval: Option<u32>,
     /// The tokenizer manager's name of the adapter.
     pub adapter: Option<String>,
-    /// The session in which it goes on.
+    /// The session in which it continues.
     pub session: Option<SessionParams>,
     /// Images, audio or video: a pickled `MultimodalProcessorOutput`.
     pub media: Option<Box<[u8]>>,

@@ -1,4 +1,4 @@
-//! Sessions: a client opens one, and each of its requests goes on from the tokens of an earlier one.
+//! Sessions: a client opens one, and each of its requests continues from the tokens of an earlier one.
 //!
 //! A session is a tree of turns, named by their requests. One that streams has a single turn: the last that ended well.
 
@@ -12,13 +12,13 @@ use pie_ingress::shown;
 pub struct SessionParams {
     /// The session's name.
     pub id: String,
-    /// The turn to go on from; without one the request begins anew, or goes on from the last turn of a session that streams.
+    /// The turn to continue from; without one the request begins anew, or continues from the last turn of a session that streams.
     pub rid: Option<String>,
     /// Where the request's own tokens begin, after so many of that turn's; counted from their end if it is below 0.
     pub offset: i64,
-    /// Turns that went on from there are dropped; without `rid` all turns.
+    /// Turns that continued from there are dropped; without `rid` all turns.
     pub replace: bool,
-    /// Go on from the turn's prompt, without its output.
+    /// Continue from the turn's prompt, without its output.
     pub drops_output: bool,
 }
 
@@ -54,7 +54,7 @@ struct Turn {
     request: Option<u64>,
 }
 
-/// A request that goes on in a session.
+/// A request that continues in a session.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SessionTurn {
     /// What the backend calls the session.
@@ -134,7 +134,7 @@ impl Sessions {
         self.open.len()
     }
 
-    /// The whole prompt of a request whose own tokens are `own`, or why it cannot go on.
+    /// The whole prompt of a request whose own tokens are `own`, or why it cannot continue.
     pub(crate) fn begin(
         &mut self,
         params: &SessionParams,
@@ -239,7 +239,7 @@ impl Sessions {
 }
 
 impl Session {
-    /// The turn that a request goes on from.
+    /// The turn that a request continues from.
     fn parent(&self, params: &SessionParams) -> Result<Option<String>, String> {
         if self.streams {
             return self.last_turn(params);
@@ -260,7 +260,7 @@ impl Session {
         }
     }
 
-    /// What a session that streams goes on from.
+    /// What a session that streams continues from.
     fn last_turn(&self, params: &SessionParams) -> Result<Option<String>, String> {
         let refused = [
             (params.replace, "replace"),
@@ -276,7 +276,7 @@ impl Session {
         }
     }
 
-    /// Drops what went on from a turn, or all turns. Returns the requests that are to be ended.
+    /// Drops what continued from a turn, or all turns. Returns the requests that are to be ended.
     fn replace(&mut self, parent: Option<&str>) -> Vec<u64> {
         let Some(parent) = parent else {
             return self
@@ -323,7 +323,7 @@ impl Turn {
     }
 }
 
-/// A turn that goes on does not begin a text.
+/// A turn that continues does not begin a text.
 fn without_bos(tokens: &[u32], bos: Option<u32>) -> &[u32] {
     match tokens.split_first() {
         Some((first, rest)) if bos == Some(*first) => rest,

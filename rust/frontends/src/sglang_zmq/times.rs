@@ -23,11 +23,11 @@ pub struct TimesTemplate {
 }
 
 impl TimesTemplate {
-    /// Whether all places are inside of it.
+    /// Whether all offsets are inside of it.
     pub fn is_whole(&self) -> bool {
-        let places = [self.queued, self.admitted, self.computed, self.ahead];
+        let offsets = [self.queued, self.admitted, self.computed, self.ahead];
         let end = self.pickle.len().saturating_sub(size_of::<f64>());
-        self.pickle.len() >= size_of::<f64>() && places.iter().all(|&index| index <= end)
+        self.pickle.len() >= size_of::<f64>() && offsets.iter().all(|&index| index <= end)
     }
 }
 

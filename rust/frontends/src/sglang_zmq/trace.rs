@@ -11,8 +11,8 @@ const VALUE: usize = 0x37;
 
 /// The span, if the front end records one.
 pub(crate) fn parent(pickle: &[u8]) -> Option<TraceParent> {
-    let mut places = pickle.windows(BEFORE.len());
-    let start = places.position(|bytes| bytes == BEFORE)? + BEFORE.len();
+    let mut found = pickle.windows(BEFORE.len());
+    let start = found.position(|bytes| bytes == BEFORE)? + BEFORE.len();
     let parent = TraceParent::parse(pickle.get(start..start + VALUE)?);
     parent.filter(|parent| parent.is_sampled)
 }

@@ -10,7 +10,7 @@ use pie_frontends::grpc::contract::vllm as proto;
 use pie_frontends::grpc::contract::vllm::generate_request::Input;
 use pie_frontends::grpc::contract::vllm::generate_response::Response;
 use pie_frontends::grpc::contract::vllm::vllm_engine_client::VllmEngineClient;
-use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ModelFacts};
+use pie_frontends::grpc::{Contract, Gateway, GatewaySettings, ServedModel};
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Status, Streaming};
@@ -51,14 +51,14 @@ impl Bench {
         };
         settings.scheduler.chunk_tokens = 24;
         settings.scheduler.kv_events = true;
-        let model = ModelFacts {
+        let model = ServedModel {
             model_path: folder.path().display().to_string(),
             served_name: "stand-in".to_owned(),
             model_type: "none".to_owned(),
             architectures: vec!["StandIn".to_owned()],
             weight_version: "first".to_owned(),
             version: "1.2.3".to_owned(),
-            ..ModelFacts::default()
+            ..ServedModel::default()
         };
         let mut server = GatewaySettings::new(contract, model);
         change(&mut settings, &mut server);

@@ -8,20 +8,21 @@ use pie_frontends::grpc::contract::sglang::generate_response::Response;
 use crate::bench::{self, Bench, collect_one, expected, prompt, run};
 use crate::{driver, sglang as by_sglang};
 
-/// What one place says: its own, the most probable tokens, those of the given ones.
-type Place = (f32, Vec<u32>, Vec<f32>, Vec<f32>);
+/// What one position has: its own, the most probable tokens, those of the given ones.
+type Position = (f32, Vec<u32>, Vec<f32>, Vec<f32>);
 
-/// The places of the tokens of `text` from `first` on.
-fn places(text: &[u32], first: usize, top: u32, given: &[u32]) -> Vec<Place> {
+/// The positions of the tokens of `text` from `first` on.
+fn positions(text: &[u32], first: usize, top: u32, given: &[u32]) -> Vec<Position> {
     let shape = LogprobShape {
         top,
         given: given.len() as u32,
     };
-    let words = (first..text.len()).flat_map(|at| driver::place(&text[..at], text[at], top, given));
+    let words = (first..text.len())
+        .flat_map(|at| driver::position_words(&text[..at], text[at], top, given));
     let words: Vec<u32> = words.collect();
-    let found = shape.positions(&words).map(|place| {
-        let (ids, values) = place.top.into_iter().unzip();
-        (place.token, ids, values, place.given)
+    let found = shape.positions(&words).map(|position| {
+        let (ids, values) = position.top.into_iter().unzip();
+        (position.token, ids, values, position.given)
     });
     found.collect()
 }
@@ -40,7 +41,7 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         let text = [&prompt[..], &expected(&prompt, 6)].concat();
         let end = story.end();
         let found = end.output_logprobs.as_ref().unwrap();
-        let wanted = places(&text, prompt.len(), 3, &[]);
+        let wanted = positions(&text, prompt.len(), 3, &[]);
         assert_eq!(found.token_ids, story.tokens);
         for (at, (own, ids, values, _)) in wanted.iter().enumerate() {
             assert_eq!(found.token_logprobs[at].to_bits(), own.to_bits());
@@ -51,8 +52,9 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         assert_eq!(found.token_ids, prompt);
         assert_eq!(found.token_logprobs[0].value, None);
         assert!(found.top_logprobs[0].token_ids.is_empty());
-        for (at, (own, ids, values, _)) in
-            places(&text[..prompt.len()], 1, 3, &[]).iter().enumerate()
+        for (at, (own, ids, values, _)) in positions(&text[..prompt.len()], 1, 3, &[])
+            .iter()
+            .enumerate()
         {
             assert_eq!(found.token_logprobs[at + 1].value, Some(*own));
             assert_eq!(found.top_logprobs[at + 1].token_ids, ids[..1]);
@@ -88,7 +90,7 @@ fn parts_of_a_stream_have_the_rows_of_their_tokens() {
         asked.token_ids_logprob = vec![4, 9];
         asked.logprob_start_len = prompt.len() as i32 - 2;
         let text = [&prompt[..], &expected(&prompt, 6)].concat();
-        let wanted = places(&text, prompt.len(), 2, &[4, 9]);
+        let wanted = positions(&text, prompt.len(), 2, &[4, 9]);
         let mut stream = client.generate(asked.clone()).await.unwrap().into_inner();
         let (mut rows, mut inputs, mut parts) = (Vec::new(), Vec::new(), 0);
         while let Some(message) = stream.message().await.unwrap() {
@@ -113,8 +115,9 @@ fn parts_of_a_stream_have_the_rows_of_their_tokens() {
         };
         assert_eq!(first, last);
         assert_eq!(first.token_ids, prompt[prompt.len() - 2..]);
-        let [(own, ..)] = &places(&text[..prompt.len()], prompt.len() - 1, 2, &[4, 9])[..] else {
-            panic!("one place")
+        let [(own, ..)] = &positions(&text[..prompt.len()], prompt.len() - 1, 2, &[4, 9])[..]
+        else {
+            panic!("one position")
         };
         let values: Vec<Option<f32>> = first.token_logprobs.iter().map(|one| one.value).collect();
         assert_eq!(values, [None, Some(*own)]);
@@ -140,7 +143,7 @@ fn parts_of_a_stream_have_the_rows_of_their_tokens() {
     });
 }
 
-fn rows_of(found: &sglang::OutputLogProbs) -> Vec<Place> {
+fn rows_of(found: &sglang::OutputLogProbs) -> Vec<Position> {
     let rows = found.token_logprobs.iter().enumerate();
     rows.map(|(at, &own)| {
         let (top, given) = (&found.top_logprobs[at], &found.token_ids_logprobs[at]);

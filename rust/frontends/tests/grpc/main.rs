@@ -6,9 +6,9 @@ mod crowd;
 #[path = "../../../engine/tests/service/driver.rs"]
 mod driver;
 mod events;
-mod facts;
 mod failures;
 mod logprobs;
+mod model_info;
 mod sglang;
 mod traces;
 mod vllm;

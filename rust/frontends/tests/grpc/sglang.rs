@@ -176,7 +176,7 @@ fn an_abort_says_whether_there_was_one() {
 }
 
 #[test]
-fn facts_and_loads_have_what_the_gateway_reads() {
+fn model_info_and_loads_have_what_the_gateway_reads() {
     run(async {
         let bench = Bench::with("serve", Contract::Sglang, &|_, server| {
             server.model.eos_tokens = vec![4, 9];

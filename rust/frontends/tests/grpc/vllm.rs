@@ -412,7 +412,7 @@ fn a_taken_port_is_named() {
         let bench = Bench::new("serve", Contract::Vllm);
         let mut settings = pie_frontends::grpc::GatewaySettings::new(
             Contract::Vllm,
-            pie_frontends::grpc::ModelFacts::default(),
+            pie_frontends::grpc::ServedModel::default(),
         );
         settings.address = bench.gateway.address();
         let error = Gateway::open(Arc::clone(&bench.service), settings).unwrap_err();

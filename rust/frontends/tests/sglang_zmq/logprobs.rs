@@ -8,8 +8,8 @@ use rmpv::Value;
 
 use support::{Kept, delta, encoded, field, front, generate};
 
-/// What a request asks of each place, and what a runtime brings: `width` words of a place, each different.
-fn places(count: usize, width: usize, first: u32) -> Vec<u32> {
+/// What a request asks of each position, and what a runtime brings: `width` words of a position, each different.
+fn positions(count: usize, width: usize, first: u32) -> Vec<u32> {
     let words = (count * width) as u32;
     (0..words)
         .map(|word| ((first + word) as f32).to_bits())
@@ -58,9 +58,9 @@ proptest! {
         for (number, &count) in parts.iter().enumerate() {
             let new: Vec<u32> = (0..count as u32).map(|at| 500 + next + at).collect();
             let mut own = delta(1, &new, None);
-            own.logprobs = places(count, width, next);
+            own.logprobs = positions(count, width, next);
             if number == 0 {
-                own.prompt_logprobs = places(of_prompt, width, 0);
+                own.prompt_logprobs = positions(of_prompt, width, 0);
             }
             let outgoing = front.outputs(&[delta(0, &[7], None), own]);
             let [message] = &outgoing.to_detokenizer[..] else { panic!("{outgoing:?}") };
@@ -117,7 +117,7 @@ fn a_request_for_no_token_has_one_log_probability() {
     );
     front.receive(&kept, [&encoded(&message)[..]]);
     let mut ended = delta(0, &[], Some(FinishReason::Length));
-    ended.logprobs = places(1, 2, 4);
+    ended.logprobs = positions(1, 2, 4);
     ended.scored = Some(77);
     let outgoing = front.outputs(&[ended]);
     let column = |name| field(&outgoing.to_detokenizer[0], name).remove(0);

@@ -91,8 +91,8 @@ impl ChildTable {
             if entry.node == NONE {
                 break;
             }
-            let way = at.wrapping_sub(entry.hash as usize) & mask;
-            if way >= at.wrapping_sub(hole) & mask {
+            let distance = at.wrapping_sub(entry.hash as usize) & mask;
+            if distance >= at.wrapping_sub(hole) & mask {
                 self.slots[hole] = entry;
                 hole = at;
             }
@@ -147,7 +147,7 @@ impl ChildTable {
         }
     }
 
-    /// Writes an entry to the first empty slot from its home on.
+    /// Writes an entry to the first empty slot from its home slot on.
     fn place(&mut self, entry: Entry) {
         let mask = self.mask();
         let mut at = entry.hash as usize & mask;

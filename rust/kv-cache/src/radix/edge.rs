@@ -343,8 +343,8 @@ mod tests {
                 prop_assert_eq!(edge.common_prefix(size, text), text.len());
                 if let Some(last) = text.last() {
                     prop_assert_eq!(edge.last_token(size), *last);
-                    let place = other.0.index(text.len());
-                    tokens[place] = other.1;
+                    let index = other.0.index(text.len());
+                    tokens[index] = other.1;
                     tokens.push(1);
                     let matched = text.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
                     prop_assert_eq!(edge.common_prefix(size, &tokens), matched);

@@ -107,8 +107,8 @@ impl RadixIndex {
 
     /// All nodes.
     pub(crate) fn live_nodes(&self) -> impl Iterator<Item = u32> + '_ {
-        let places = (0..).zip(&self.nodes);
-        places.filter_map(|(at, node)| {
+        let slots = (0..).zip(&self.nodes);
+        slots.filter_map(|(at, node)| {
             matches!(node.state, NodeState::Device | NodeState::Host).then_some(at)
         })
     }

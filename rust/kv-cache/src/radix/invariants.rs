@@ -50,7 +50,7 @@ impl RadixIndex {
                 let found = self.child_table.find(below.hash, |node| node == child);
                 assert!(found.is_some(), "{child} is not in the table");
                 assert_eq!(self.find_child(at, &page), Some((child, 1)));
-                assert!(pages.insert(page), "two children begin alike");
+                assert!(pages.insert(page), "two children share their first page");
             }
             assert_eq!(
                 node.device_children, device_children,

@@ -215,8 +215,8 @@ fn union(tokens: &[u32]) -> u32 {
 /// Writes a part of each token to a plane.
 #[inline(always)]
 fn put<T: Part, const SHIFT: u32>(plane: &mut [T], tokens: &[u32]) {
-    for (place, token) in plane.iter_mut().zip(tokens) {
-        *place = T::cut(token >> SHIFT);
+    for (part, token) in plane.iter_mut().zip(tokens) {
+        *part = T::cut(token >> SHIFT);
     }
 }
 
@@ -304,7 +304,7 @@ mod tests {
         fn all_widths_agree(
             text in prop::collection::vec(token(), 1..300),
             bits in prop::sample::select(vec![16, 24, 32]),
-            place in any::<prop::sample::Index>(),
+            index in any::<prop::sample::Index>(),
             bit in 0_u32..32,
             start in 0_usize..40,
         ) {
@@ -314,8 +314,8 @@ mod tests {
             let start = start.min(text.len() - 1);
             let rest = &text[start..];
             let mut other = rest.to_vec();
-            let place = place.index(rest.len());
-            other[place] ^= 1_u32 << bit;
+            let index = index.index(rest.len());
+            other[index] ^= 1_u32 << bit;
             for level in levels() {
                 let mut words = vec![0; low + above];
                 high.write_by(level, &text, &mut words);
@@ -325,7 +325,7 @@ mod tests {
                 planes.append_to(&mut read);
                 prop_assert_eq!(&read[..], rest);
                 prop_assert_eq!(planes.common_by(level, rest), rest.len());
-                prop_assert_eq!(planes.common_by(level, &other), place, "{:?}", level);
+                prop_assert_eq!(planes.common_by(level, &other), index, "{:?}", level);
             }
         }
     }

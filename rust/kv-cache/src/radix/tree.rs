@@ -56,10 +56,10 @@ impl RadixIndex {
             return self.nodes.len() as u32 - 1;
         }
         let at = self.free;
-        let place = &mut self.nodes[at as usize];
-        self.free = place.next;
-        node.generation = place.generation;
-        *place = node;
+        let slot = &mut self.nodes[at as usize];
+        self.free = slot.next;
+        node.generation = slot.generation;
+        *slot = node;
         at
     }
 

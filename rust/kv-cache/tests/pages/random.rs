@@ -12,16 +12,16 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
 fn step() -> impl Strategy<Value = Step> {
-    let places = || prop::collection::vec(any::<usize>(), 0..5);
+    let indices = || prop::collection::vec(any::<usize>(), 0..5);
     prop_oneof![
         4 => (0_usize..8).prop_map(Step::Allocate),
-        3 => places().prop_map(Step::Share),
-        4 => places().prop_map(Step::Free),
-        2 => (places(), 0_u64..20).prop_map(|(places, step)| Step::FreeAfter(places, step)),
+        3 => indices().prop_map(Step::Share),
+        4 => indices().prop_map(Step::Free),
+        2 => (indices(), 0_u64..20).prop_map(|(indices, step)| Step::FreeAfter(indices, step)),
         1 => (0_u64..20).prop_map(Step::Complete),
-        3 => places().prop_map(Step::Cache),
-        2 => places().prop_map(Step::Uncache),
-        1 => (places(), 0_u64..20).prop_map(|(places, step)| Step::UncacheAfter(places, step)),
+        3 => indices().prop_map(Step::Cache),
+        2 => indices().prop_map(Step::Uncache),
+        1 => (indices(), 0_u64..20).prop_map(|(indices, step)| Step::UncacheAfter(indices, step)),
         2 => any::<usize>().prop_map(Step::MakeUnique),
         1 => prop_oneof![20 => Just(Step::Allocate(1)), 1 => Just(Step::Reset)],
     ]

@@ -169,7 +169,7 @@ impl BatchArrays {
                     .add(frame, index, tokens.start(), geometry, positions)?;
             }
             Some(row) => {
-                let place = RequestKv {
+                let kv = RequestKv {
                     table_row: request.table_row().index() + 1,
                     pages,
                     prefix: geometry.prefix(),
@@ -180,7 +180,7 @@ impl BatchArrays {
                 let own = (&self.query_tokens, geometry);
                 let row = (&row, planner.params.of(row.params())?);
                 self.slots
-                    .add_extended((frame, index), row, own, limits, place)?;
+                    .add_extended((frame, index), row, own, limits, kv)?;
             }
         }
         request.set_slots(Range32::new(first_slot, self.slots.len()));

@@ -19,26 +19,26 @@ pub(crate) fn oversize_requests(
     let limit = limits.reply_bytes as usize;
     let empty = empty_bytes(requests.len(), slots);
     // Fast path: an upper bound fits.
-    let places = match slots.logprob_bytes() {
+    let logprob_bytes = match slots.logprob_bytes() {
         0 => 0,
         bytes => bytes + LogprobRows::END_BYTES,
     };
-    if empty + WORD * slots.all().len() + slots.probe_bytes() + places <= limit {
+    if empty + WORD * slots.all().len() + slots.probe_bytes() + logprob_bytes <= limit {
         return Vec::new();
     }
     let size = |request: &PlannedRequest| output_bytes(request, slots, limits.vocab_size);
     let outputs: usize = requests.iter().map(size).sum();
-    let end = if places > 0 {
+    let end = if logprob_bytes > 0 {
         LogprobRows::END_BYTES
     } else {
         0
     };
     let excess = (empty + outputs + end).saturating_sub(limit);
-    if excess == 0 || is_fast(requests, slots, limit.saturating_sub(places)) {
+    if excess == 0 || is_fast(requests, slots, limit.saturating_sub(logprob_bytes)) {
         return Vec::new();
     }
     let mut largest: Vec<_> = requests.iter().map(size).zip(0..).collect();
-    largest.sort_unstable_by_key(|&place| Reverse(place));
+    largest.sort_unstable_by_key(|&entry| Reverse(entry));
     let mut saved = 0;
     let needed = largest.iter().take_while(|&&(bytes, _)| {
         let needed = saved < excess && bytes > 0;
@@ -70,17 +70,17 @@ fn output_bytes(request: &PlannedRequest, slots: &SamplingSlots, vocab_size: u32
         drafts => WORD * tokens.min(drafts + 1),
     };
     let probes = own.iter().map(|slot| slot.probe_bytes(vocab_size));
-    let places = WORD
+    let logprob_bytes = WORD
         * own
             .iter()
             .map(|slot| slots.logprob_words(slot))
             .sum::<usize>();
-    let row = if places > 0 {
+    let row = if logprob_bytes > 0 {
         LogprobRows::ROW_BYTES
     } else {
         0
     };
-    tokens + probes.sum::<usize>() + places + row
+    tokens + probes.sum::<usize>() + logprob_bytes + row
 }
 
 /// Bytes of the response without any output.

@@ -115,13 +115,13 @@ impl LogitsProcessors {
         row: &ExtensionRow<'_>,
         params: &Arc<ContextParams>,
         limits: &Limits,
-        place: RequestKv<'_>,
+        kv: RequestKv<'_>,
     ) -> Result<u32, RequestError> {
-        check(row, limits, place.prefix)?;
-        let skipped = place.prefix - row.history.len() as u32;
+        check(row, limits, kv.prefix)?;
+        let skipped = kv.prefix - row.history.len() as u32;
         let page_size = limits.page_size;
         for (index, token) in (skipped..).zip(row.history.iter()) {
-            let page = place.pages[(index / page_size) as usize];
+            let page = kv.pages[(index / page_size) as usize];
             let slot = limits.first_slot(page) + index % page_size;
             self.history.push([i64::from(slot), i64::from(token)]);
         }
@@ -129,10 +129,10 @@ impl LogitsProcessors {
             penalties, biases, ..
         } = &**params;
         // Prompt tokens do not count.
-        let counts = penalties.any() && place.end > penalties.counted_from;
+        let counts = penalties.any() && kv.end > penalties.counted_from;
         self.counts |= counts;
-        let suppresses = !params.suppressed.is_empty() && place.prefix < params.suppressed_until;
-        self.adjusts |= place.samples && (counts || !biases.is_empty() || suppresses);
+        let suppresses = !params.suppressed.is_empty() && kv.prefix < params.suppressed_until;
+        self.adjusts |= kv.samples && (counts || !biases.is_empty() || suppresses);
         let scores = row.returns_logprobs();
         if let Some(logprobs) = params.logprobs.as_ref().filter(|_| scores) {
             self.given += logprobs.given.len();
@@ -140,9 +140,9 @@ impl LogitsProcessors {
         self.all.push(LogitsProcessor {
             params: Arc::clone(params),
             scores,
-            table_row: place.table_row as u32,
-            prefix: place.prefix,
-            first_row: place.first_row as u32,
+            table_row: kv.table_row as u32,
+            prefix: kv.prefix,
+            first_row: kv.first_row as u32,
         });
         Ok(self.all.len() as u32 - 1)
     }

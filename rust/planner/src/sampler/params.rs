@@ -91,7 +91,7 @@ impl ParamsStore {
                 None => params(),
                 Some(handle) => {
                     self.forget(handle);
-                    let entry = self.check_room(row.list_words()).and_then(|()| params());
+                    let entry = self.check_space(row.list_words()).and_then(|()| params());
                     self.words += words(&entry);
                     self.kept.insert(handle, entry.clone());
                     entry
@@ -118,7 +118,7 @@ impl ParamsStore {
         }
     }
 
-    fn check_room(&self, words: usize) -> Result<(), RequestError> {
+    fn check_space(&self, words: usize) -> Result<(), RequestError> {
         if self.words + words <= MAX_KEPT_WORDS {
             return Ok(());
         }

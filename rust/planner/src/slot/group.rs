@@ -59,7 +59,7 @@ pub(crate) struct PassSlots {
     group: Range<usize>,
     /// `[log-probability slot within the group, token]`.
     labels: Vec<[i64; 2]>,
-    places: Vec<LogprobPosition>,
+    positions: Vec<LogprobPosition>,
     /// `[logprob position, token]` of further requested tokens.
     given: Vec<[i64; 2]>,
     /// Entry of [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) of each mask in the staged group.
@@ -85,7 +85,7 @@ impl PassSlots {
 
     /// See [`StagedGroup::logprob_positions`](crate::StagedGroup::logprob_positions).
     pub(crate) fn logprob_positions(&self) -> (&[LogprobPosition], &[[i64; 2]]) {
-        (&self.places, &self.given)
+        (&self.positions, &self.given)
     }
 
     /// See [`StagedGroup::records`](crate::StagedGroup::records).
@@ -146,7 +146,7 @@ impl PassSlots {
         let start = self.group.end;
         self.group = start..self.slots.len().min(start + limits.max_slots as usize);
         self.labels.clear();
-        self.places.clear();
+        self.positions.clear();
         self.given.clear();
         let group = &self.slots[self.group.clone()];
         if group.is_empty() {
@@ -167,8 +167,8 @@ impl PassSlots {
                 None => UNMASKED,
                 Some(mask) if self.masks[mask] == UNMASKED => {
                     let first = staged.mask_words;
-                    let room = &mut arrays.mask_words[first..][..width];
-                    let (words, edges) = slots.masks().put(mask, room);
+                    let out = &mut arrays.mask_words[first..][..width];
+                    let (words, edges) = slots.masks().put(mask, out);
                     staged.masks += 1;
                     staged.mask_words += words;
                     self.masks[mask] = [first as i32, edges];
@@ -202,9 +202,9 @@ impl PassSlots {
         let mut used = 0;
         for &slot in group {
             let slot = &all[slot as usize];
-            let place = (&mut self.bias_words[..], used);
+            let dest = (&mut self.bias_words[..], used);
             let (record, end) = processors
-                .put(slot.adjusting_processor(), slot.row(), place)
+                .put(slot.adjusting_processor(), slot.row(), dest)
                 .unwrap_or((EMPTY_RECORD, used));
             self.records.push(record);
             used = end;
@@ -227,10 +227,10 @@ impl PassSlots {
             let is_prompt = slot.class() == SlotClass::Prompt;
             let token = slots.labels(slot).first().filter(|_| is_prompt);
             let given = logprobs.given.iter();
-            let number = self.places.len() as i64;
+            let number = self.positions.len() as i64;
             self.given
                 .extend(given.map(|&token| [number, i64::from(token)]));
-            self.places.push([
+            self.positions.push([
                 entry as i64,
                 token.map_or(-1, |&token| i64::from(token)),
                 i64::from(logprobs.shape.top),
@@ -265,19 +265,19 @@ impl PassSlots {
 /// Counting sort of a group by class; stable.
 fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[SamplingSlot]) {
     let class = |slot: u32| slots[slot as usize].class() as usize;
-    let mut places = [0; SlotClass::COUNT + 1];
+    let mut offsets = [0; SlotClass::COUNT + 1];
     for &slot in &*group {
-        places[class(slot) + 1] += 1;
+        offsets[class(slot) + 1] += 1;
     }
-    for class in 1..places.len() {
-        places[class] += places[class - 1];
+    for class in 1..offsets.len() {
+        offsets[class] += offsets[class - 1];
     }
     unordered.clear();
     unordered.extend_from_slice(group);
     for &slot in &*unordered {
-        let place = &mut places[class(slot)];
-        group[*place] = slot;
-        *place += 1;
+        let offset = &mut offsets[class(slot)];
+        group[*offset] = slot;
+        *offset += 1;
     }
 }
 

@@ -17,7 +17,7 @@ pub struct Outputs<'a> {
     pub logprobs: &'a [f32],
     /// One entropy of each entropy slot, in nats.
     pub entropies: &'a [f32],
-    /// The words of each [place](crate::LogprobPosition), whatever the class of its slot, as
+    /// The words of each [position](crate::LogprobPosition), whatever the class of its slot, as
     /// [`LogprobShape::words`](pie_wire::LogprobShape::words) says.
     pub logprob_words: &'a [i32],
 }
@@ -31,7 +31,7 @@ pub(crate) struct ProbeOutputs {
     logprobs: Vec<f32>,
     entropies: Vec<f32>,
     /// Log-probabilities; see [`LogprobShape::words`](pie_wire::LogprobShape::words).
-    places: Vec<u32>,
+    positions: Vec<u32>,
 }
 
 impl ProbeOutputs {
@@ -41,7 +41,7 @@ impl ProbeOutputs {
         self.logits.clear();
         self.logprobs.clear();
         self.entropies.clear();
-        self.places.clear();
+        self.positions.clear();
     }
 
     /// Values of each class: distributions, logits, log-probabilities, entropies.
@@ -56,17 +56,17 @@ impl ProbeOutputs {
 
     /// Words of log-probabilities.
     pub(crate) const fn logprob_words(&self) -> usize {
-        self.places.len()
+        self.positions.len()
     }
 
     /// Appends log-probabilities.
     pub(crate) fn push_words(&mut self, words: impl Iterator<Item = u32>) {
-        self.places.extend(words);
+        self.positions.extend(words);
     }
 
     /// Log-probabilities by their words.
-    pub(crate) fn place(&self, words: Range<usize>) -> &[u32] {
-        &self.places[words]
+    pub(crate) fn position(&self, words: Range<usize>) -> &[u32] {
+        &self.positions[words]
     }
 
     /// Appends the probes of a group.

@@ -79,9 +79,9 @@ impl SamplingSlots {
         (row, params): (&ExtensionRow<'_>, &Arc<ContextParams>),
         (rows, geometry): (&QueryTokens, Geometry),
         limits: &Limits,
-        place: RequestKv<'_>,
+        kv: RequestKv<'_>,
     ) -> Result<(), RequestError> {
-        let processor = self.processors.add(row, params, limits, place)?;
+        let processor = self.processors.add(row, params, limits, kv)?;
         let logprobs = self.processors.logprobs(processor);
         let options = SlotOptions {
             processor,
@@ -89,7 +89,7 @@ impl SamplingSlots {
             own: params.sampler,
             mask: Some(row.mask).filter(|mask| !mask.is_empty()),
         };
-        let first_row = place.first_row;
+        let first_row = kv.first_row;
         let own = (first_row, geometry, rows.positions());
         self.plan(frame, index, own, options)?;
         let tokens = &rows.token_ids()[first_row..first_row + geometry.inputs as usize];
@@ -128,8 +128,8 @@ impl SamplingSlots {
                 .unwrap_or((SlotClass::Greedy, SamplerParams::greedy(vocab_size)));
             let last_input = first_row + geometry.inputs as usize - 1;
             for row in last_input..first_row + geometry.tokens() as usize {
-                let place = (row, 0, positions);
-                self.add_slot(defaults, place, class, params, Range32::default());
+                let at = (row, 0, positions);
+                self.add_slot(defaults, at, class, params, Range32::default());
             }
         }
         for (number, (sampler, &row)) in samplers.iter().zip(indices).enumerate() {
@@ -146,8 +146,8 @@ impl SamplingSlots {
                 continue;
             }
             let labels = self.add_labels(view);
-            let place = (first_row + row as usize, number as u64, positions);
-            self.add_slot(defaults, place, class, params, labels);
+            let at = (first_row + row as usize, number as u64, positions);
+            self.add_slot(defaults, at, class, params, labels);
         }
         Ok(())
     }

@@ -195,8 +195,8 @@ fn write_extension(
     block.places.fill(NO_LOGPROBS);
     used = write_logprobs(plan, block, words, (used, written))?;
     for slot in plan.active_slots() {
-        let place = (&mut *words, used);
-        let put = processors.put(slot.processor(), slot.row(), place);
+        let dest = (&mut *words, used);
+        let put = processors.put(slot.processor(), slot.row(), dest);
         let (record, end) =
             put.ok_or_else(|| short(used + processors.words([slot.processor()].into_iter())))?;
         (block.records[slot.row()], used) = (record, end);
@@ -299,7 +299,7 @@ fn write_slots(
     block.slot_rows.fill(0);
     let numbered = !block.slot_rows.is_empty();
     let (mut used, mut last) = (first_mask, None);
-    let mut place = [0; 2];
+    let mut entry = [0; 2];
     let mut count = 0;
     let width = plan.limits().mask_words();
     for slot in plan.active_slots() {
@@ -322,10 +322,10 @@ fn write_slots(
             let out = mask_words.get_mut(used..used + width);
             let out = out.ok_or(StageError::BlockSize { found, needed })?;
             let (words, edges) = plan.slots().masks().put(mask, out);
-            place = [used as i32, edges];
+            entry = [used as i32, edges];
             (used, last) = (used + words, Some(mask));
         }
-        block.slot_masks[at] = place;
+        block.slot_masks[at] = entry;
     }
     block.header[3] = used as i32;
     let results = if numbered {

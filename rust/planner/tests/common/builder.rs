@@ -7,7 +7,7 @@ use pie_wire::{
 };
 
 /// Limits that leave ordinary requests alone: pages of 16 tokens, one pass, one slot group.
-pub(crate) const ROOMY: Limits = Limits {
+pub(crate) const LARGE: Limits = Limits {
     page_size: 16,
     total_pages: 64,
     vocab_size: 1000,

@@ -15,9 +15,9 @@ use pie_wire::{ForwardRequest, Sampler, split_request, split_response};
 use crate::common::answer::{Answer, Returned, answer, check_archive};
 use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::engine::{next_group, next_pass, put};
+use crate::common::logprobs::{Logprobs, TokenCounts};
 use crate::common::naive::{Adapters, Plan, Slot};
-use crate::common::places::{Places, TokenCounts};
-use crate::common::{naive, places};
+use crate::common::{logprobs, naive};
 
 /// The driver that all test frames address.
 pub(crate) const DRIVER: u32 = 7;
@@ -62,9 +62,9 @@ pub(crate) struct Device {
     given: BTreeMap<(usize, Option<SlotClass>, usize), Given>,
     noise: Noise,
     /// Log-probabilities that the next frame asks for, and what the last one was given.
-    pub(crate) places: Places,
+    pub(crate) logprobs: Logprobs,
     /// Those of the last reply, by request.
-    pub(crate) answered_places: BTreeMap<u32, TokenCounts>,
+    pub(crate) answered_logprobs: BTreeMap<u32, TokenCounts>,
     expected: Option<Plan>,
     /// The last frame.
     pub(crate) computed: Option<ComputedPlan>,
@@ -92,8 +92,8 @@ impl Device {
             last_updates: Vec::new(),
             given: BTreeMap::new(),
             noise: Noise(random_seed),
-            places: Places::default(),
-            answered_places: BTreeMap::new(),
+            logprobs: Logprobs::default(),
+            answered_logprobs: BTreeMap::new(),
             expected: None,
             computed: None,
             reply_len: 0,
@@ -145,19 +145,19 @@ impl Device {
         if let Some(last) = self.computed.take() {
             self.planner.recycle(last);
         }
-        let bytes = places::encode(frame, &self.places.asked);
+        let bytes = logprobs::encode(frame, &self.logprobs.asked);
         let (archive, extension) = split_request(&bytes).expect("it was just written");
         let encoded = Encoded::from_bytes(archive);
         let forward = encoded.forward();
         let planned = self.planner.plan_extended(DRIVER, forward, &extension);
         let mut planned = planned.expect("the frame's arrays agree");
         drop(encoded);
-        let mut plan = naive::plan(&self.limits, &self.adapters, frame, &self.places.asked);
+        let mut plan = naive::plan(&self.limits, &self.adapters, frame, &self.logprobs.asked);
         check_faults(&planned, &plan);
         self.uniforms.clear();
         self.last_updates.clear();
         self.given.clear();
-        self.places.clear();
+        self.logprobs.clear();
         for pass in 0..plan.passes.len() {
             self.lose_adapters(&mut planned, &mut plan, pass);
             let mut staged = self.stage(planned).expect("a pass is left");
@@ -166,7 +166,7 @@ impl Device {
                 let open = self.stage_group(staged).expect("a group is left");
                 self.check_group(&open, &plan, &group);
                 let mut spoilt = BTreeSet::new();
-                let logprob_words = self.places.give(&open, &plan, &group);
+                let logprob_words = self.logprobs.give(&open, &plan, &group);
                 for (_, slot) in &group {
                     let given = if slot.class.is_token() {
                         Given::Token(choose(&plan, slot))
@@ -225,7 +225,7 @@ impl Device {
         }
     }
 
-    /// Any bits in the place of a probe's floats.
+    /// Any bits in place of a probe's floats.
     fn invent(&mut self, slot: &Slot) -> Given {
         let vocab_size = self.limits.vocab_size;
         let count = slot.values(vocab_size);
@@ -275,7 +275,7 @@ impl Device {
         self.reply_len = self.planner.reply(computed, probes, buffer)?;
         let (reply, extension) = split_response(&buffer[..self.reply_len]).expect("it is whole");
         let plan = self.expected.as_ref().expect("a frame was computed");
-        self.answered_places = places::read(&extension, plan);
+        self.answered_logprobs = logprobs::read(&extension, plan);
         Ok(answer(reply))
     }
 
@@ -305,8 +305,8 @@ impl Device {
         let expected = self.expected();
         assert!(plan.fits);
         assert_eq!(answer.outputs(), expected);
-        let places = self.places.expected(&plan, &answer.tokens());
-        assert_eq!(self.answered_places, places);
+        let positions = self.logprobs.expected(&plan, &answer.tokens());
+        assert_eq!(self.answered_logprobs, positions);
         let fast = !expected.is_empty() && expected.iter().all(Returned::is_one_token);
         let drafts = answer.drafts();
         assert_eq!(answer.is_fast(), fast && drafts == 0, "{expected:?}");
@@ -377,7 +377,7 @@ fn check_faults(planned: &pie_planner::Plan, plan: &Plan) {
             .next_if(|(at, _)| *at == index)
             .map(|(_, error)| error);
         let kinds = if request.refused.is_empty() {
-            &request.muted
+            &request.rejected
         } else {
             &request.refused
         };

@@ -5,9 +5,10 @@
 pub(crate) mod answer;
 pub(crate) mod builder;
 pub(crate) mod device;
+pub(crate) mod draft_server;
 pub(crate) mod engine;
 pub(crate) mod generate;
+pub(crate) mod logprobs;
 pub(crate) mod naive;
 pub(crate) mod naive_request;
 pub(crate) mod naive_sampling;
-pub(crate) mod places;

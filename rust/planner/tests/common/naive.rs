@@ -39,7 +39,7 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    /// Whether log-probabilities are asked for of its place, by a request that asks for some.
+    /// Whether log-probabilities are asked for of its position, by a request that asks for some.
     pub(crate) fn returns_logprobs(&self) -> bool {
         self.class.is_token() || self.class == SlotClass::Prompt
     }
@@ -62,7 +62,7 @@ pub(crate) struct Request {
     /// Fault kinds that forbid computing.
     pub(crate) refused: BTreeSet<&'static str>,
     /// Fault kinds that only cost the outputs.
-    pub(crate) muted: BTreeSet<&'static str>,
+    pub(crate) rejected: BTreeSet<&'static str>,
     pub(crate) rows: Vec<Row>,
     pub(crate) pages: Vec<u32>,
     pub(crate) drafts: Vec<u32>,
@@ -113,7 +113,7 @@ pub(crate) struct Plan {
     /// Classes of the slots that the frame asks for.
     asked: BTreeSet<SlotClass>,
     /// Whether log-probabilities are asked for.
-    places: bool,
+    has_logprobs: bool,
     /// Whether the reply fits.
     pub(crate) fits: bool,
 }
@@ -131,14 +131,14 @@ pub(crate) fn plan(
         .collect();
     let slots = requests.iter().flat_map(|request| &request.slots);
     let asked = slots.map(|slot| slot.class).collect();
-    let places = requests.iter().any(|request| logprob_words(request) > 0);
-    let fits = empty_largest(limits, &mut requests, &asked, places);
+    let has_logprobs = requests.iter().any(|request| logprob_words(request) > 0);
+    let fits = empty_largest(limits, &mut requests, &asked, has_logprobs);
     let passes = cut(limits, adapters, &requests);
     Plan {
         requests,
         passes,
         asked,
-        places,
+        has_logprobs,
         fits,
     }
 }
@@ -148,18 +148,18 @@ fn empty_largest(
     limits: &Limits,
     requests: &mut [Request],
     asked: &BTreeSet<SlotClass>,
-    places: bool,
+    has_logprobs: bool,
 ) -> bool {
     // The end of the log-probabilities stays, whatever goes.
-    let limit = (limits.reply_bytes as usize).saturating_sub(if places { 16 } else { 0 });
+    let limit = (limits.reply_bytes as usize).saturating_sub(if has_logprobs { 16 } else { 0 });
     let one_token = |request: &Request| {
         request.drafts.is_empty()
             && request.adapter.is_none()
             && request.slots.len() == 1
             && request.slots[0].class.is_token()
     };
-    let places = 4 * requests.iter().map(logprob_words).sum::<usize>();
-    if requests.iter().all(one_token) && fast_tokens_len(requests.len()) + places <= limit {
+    let logprob_bytes = 4 * requests.iter().map(logprob_words).sum::<usize>();
+    if requests.iter().all(one_token) && fast_tokens_len(requests.len()) + logprob_bytes <= limit {
         return !requests.is_empty() || archive_bytes(limits, requests, asked) <= limit;
     }
     while archive_bytes(limits, requests, asked) > limit {
@@ -172,7 +172,7 @@ fn empty_largest(
             return archive_bytes(limits, requests, asked) <= limits.reply_bytes as usize;
         }
         requests[largest].slots.clear();
-        requests[largest].muted.insert("oversize");
+        requests[largest].rejected.insert("oversize");
     }
     true
 }
@@ -210,13 +210,13 @@ fn logprob_words(request: &Request) -> usize {
     let Some(asked) = &request.asked else {
         return 0;
     };
-    let places = request
+    let positions = request
         .slots
         .iter()
         .filter(|slot| slot.returns_logprobs())
         .count();
-    let words = places * (1 + 2 * asked.top as usize + asked.token_ids.len());
-    if places > 0 { words + 5 } else { 0 }
+    let words = positions * (1 + 2 * asked.top as usize + asked.token_ids.len());
+    if positions > 0 { words + 5 } else { 0 }
 }
 
 /// The elements of request `r`; absent offsets count as zeros.
@@ -293,7 +293,7 @@ fn cut(limits: &Limits, adapters: &Adapters, requests: &[Request]) -> Vec<Vec<Se
 }
 
 impl Plan {
-    /// The log-probabilities that are asked for of the place of a slot.
+    /// The log-probabilities that are asked for of the position of a slot.
     pub(crate) fn asked_of(&self, slot: &Slot) -> Option<&LogprobOptions> {
         let asked = self.requests[slot.request].asked.as_ref();
         asked.filter(|_| slot.returns_logprobs())
@@ -315,7 +315,7 @@ impl Plan {
                 request.adapter = None;
                 request.dropped = true;
                 request.slots.clear();
-                if request.muted.is_empty() {
+                if request.rejected.is_empty() {
                     request.refused.insert("adapter-lost");
                 }
             }
@@ -329,10 +329,10 @@ impl Plan {
         let spoilt: Vec<_> = spoilt.iter().filter(is_left).copied().collect();
         for &index in &spoilt {
             self.requests[index].slots.clear();
-            self.requests[index].muted.insert("logits");
+            self.requests[index].rejected.insert("logits");
         }
         if !spoilt.is_empty() {
-            self.fits = empty_largest(limits, &mut self.requests, &self.asked, self.places);
+            self.fits = empty_largest(limits, &mut self.requests, &self.asked, self.has_logprobs);
         }
     }
 

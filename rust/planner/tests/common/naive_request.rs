@@ -70,13 +70,13 @@ pub(crate) fn request(
         })
         .collect();
     outputs(limits, frame, r, &mut request);
-    if let Some(asked) = asked.filter(|_| request.muted.is_empty()) {
+    if let Some(asked) = asked.filter(|_| request.rejected.is_empty()) {
         ask(limits, asked, r, tokens, &mut request);
     }
     request
 }
 
-/// Adds a place for each token of the prompt whose log-probabilities are asked for, on the row before it.
+/// Adds a position for each token of the prompt whose log-probabilities are asked for, on the row before it.
 pub(crate) fn ask(
     limits: &Limits,
     asked: &LogprobOptions,

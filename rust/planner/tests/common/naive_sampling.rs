@@ -11,18 +11,18 @@ pub(crate) fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request
     let rows = part(&frame.sampling_indices, &frame.sampling_indptr, r);
     let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
     let logit_masks = part(&frame.logit_masks, &frame.logit_mask_indptr, r);
-    let muted = &mut request.muted;
+    let rejected = &mut request.rejected;
     refuse(
-        muted,
+        rejected,
         rows.iter().any(|&row| row as usize >= inputs),
         "sampling-index",
     );
     refuse(
-        muted,
+        rejected,
         !samplers.is_empty() && logit_masks.len() > 1,
         "logit-masks",
     );
-    if !muted.is_empty() || samplers.is_empty() {
+    if !rejected.is_empty() || samplers.is_empty() {
         return;
     }
     let runs = logit_masks.first().map_or(&[][..], |mask| &mask.buffer);
@@ -35,14 +35,14 @@ pub(crate) fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request
         let first = Some(&samplers[0]).filter(|sampler| is_token(sampler));
         wanted.extend((inputs - 1..request.rows.len()).map(|row| (row, first, 0)));
     }
-    for (place, (&row, sampler)) in rows.iter().zip(samplers).enumerate() {
+    for (number, (&row, sampler)) in rows.iter().zip(samplers).enumerate() {
         let verified = is_token(sampler) && !request.drafts.is_empty();
         if *sampler != Sampler::Embedding && !verified {
-            wanted.push((row as usize, Some(sampler), place));
+            wanted.push((row as usize, Some(sampler), number));
         }
     }
     let (mut tokens, mut probes) = (0.., 0..);
-    for (row, sampler, place) in wanted {
+    for (row, sampler, number) in wanted {
         let arg_max = forbidden && sampler.is_some_and(is_token);
         let sampler = sampler.filter(|_| !arg_max);
         let mut slot = sampled(limits, sampler);
@@ -53,7 +53,7 @@ pub(crate) fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request
         };
         slot.number = numbers.next().expect("numbers do not end");
         (slot.request, slot.row) = (r, row);
-        slot.key = seed(sampler).map(|seed| (seed, request.rows[row].position, place));
+        slot.key = seed(sampler).map(|seed| (seed, request.rows[row].position, number));
         request.slots.push(slot);
     }
 }

@@ -266,7 +266,7 @@ impl Counts {
     }
 }
 
-/// By way of JSON, whose reader Python has.
+/// Through JSON, whose reader Python has.
 pub(super) fn dict<'py>(py: Python<'py>, value: &impl Serialize) -> PyResult<Bound<'py, PyDict>> {
     let text = serde_json::to_string(value).map_err(value_error)?;
     let loads = py.import("json")?.getattr("loads")?;

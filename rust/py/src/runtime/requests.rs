@@ -27,7 +27,7 @@ impl Requests {
 }
 
 impl Requests {
-    /// Returns its place.
+    /// Returns its index.
     pub(super) fn add(&self, spec: RequestSpec) -> u64 {
         let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         pending.push(spec);

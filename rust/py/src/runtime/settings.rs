@@ -125,8 +125,8 @@ pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {
 pub(super) fn with_special(bytes: &[Box<[u8]>], special: &[(u32, String)]) -> Arc<Vec<Box<[u8]>>> {
     let mut bytes = bytes.to_vec();
     for (token, name) in special {
-        if let Some(place) = bytes.get_mut(*token as usize) {
-            *place = name.as_bytes().into();
+        if let Some(entry) = bytes.get_mut(*token as usize) {
+            *entry = name.as_bytes().into();
         }
     }
     Arc::new(bytes)

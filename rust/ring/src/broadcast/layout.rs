@@ -88,8 +88,8 @@ impl BroadcastLayout {
             self.readers,
         ];
         let mut bytes = [0; HEADER_BYTES];
-        for (place, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
-            *place = word.to_le_bytes();
+        for (part, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
+            *part = word.to_le_bytes();
         }
         bytes
     }

@@ -57,7 +57,7 @@ impl Broadcast {
     }
 
     /// Sends one message, the concatenation of all parts. `kind` is any number of the caller's, which is received with
-    /// it. Waits while a slow reader leaves no room.
+    /// it. Waits while a slow reader leaves no space.
     ///
     /// # Errors
     /// [`BroadcastError::ReaderCount`] if a reader's count makes no sense. When the message was longer than a
@@ -70,7 +70,7 @@ impl Broadcast {
         let mut left = parts.iter().map(|part| part.len()).sum();
         let mut source = Source { part: &[], parts };
         loop {
-            self.wait_for_room()?;
+            self.wait_for_space()?;
             let len = capacity.min(left);
             left -= len;
             self.fill(kind, &mut source, len, left > 0);
@@ -118,7 +118,7 @@ impl Broadcast {
     }
 
     /// Waits until the next slot is free: spins, then sleeps with backoff.
-    fn wait_for_room(&mut self) -> Result<(), BroadcastError> {
+    fn wait_for_space(&mut self) -> Result<(), BroadcastError> {
         let mut turns: u32 = 0;
         while self.free == 0 {
             let ready = || match self.count_free() {

@@ -1,5 +1,5 @@
 //! Client or server dies after each single step of a send or of an answer. The other side must not
-//! hang, must see whole messages only, and must go on.
+//! hang, must see whole messages only, and must continue.
 //!
 //! The child is executed instruction by instruction. All that its peer and its successor can see of
 //! it is the region and the effect of its system calls, so it is killed after each instruction that

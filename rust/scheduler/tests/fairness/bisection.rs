@@ -3,7 +3,7 @@
 use pie_scheduler::{Config, Finish};
 
 use super::sim::{Event, Poison, TestRequest};
-use super::{LIMITS, ROOMY, sim, step};
+use super::{LARGE, LIMITS, sim, step};
 
 #[test]
 fn a_request_alone_ends_after_three_failed_steps_in_a_row() {
@@ -25,7 +25,7 @@ fn a_request_alone_ends_after_three_failed_steps_in_a_row() {
 /// 64 requests, some of which make every step fail from their fourth output token on. Plays until all have ended; returns the
 /// failures that this took, and most of them without an answer in between.
 fn poisoned(guilty: &[u64], kills: bool) -> (u32, u32) {
-    let mut sim = sim(Config::default(), ROOMY);
+    let mut sim = sim(Config::default(), LARGE);
     let from = 6 + 4;
     let ids: Vec<u64> = (0..64)
         .map(|id| {

@@ -19,13 +19,13 @@ pub struct Frame {
     pub pages: Vec<u32>,
     pub drafts: Vec<u32>,
     pub wants_drafts: bool,
-    pub draws: bool,
+    pub samples: bool,
     pub forbidden: Vec<u32>,
     pub prompt: u32,
     pub history: Vec<u32>,
     pub prompt_logprobs: (u32, u32),
     pub next: Option<u32>,
-    /// Words of log-probabilities of a place; 0 for none.
+    /// Words of log-probabilities of a position; 0 for none.
     pub words: u32,
     /// Parameters that its sequence's first row brings.
     pub own_bytes: u32,
@@ -45,7 +45,7 @@ impl Frame {
             pages: row.pages.to_vec(),
             drafts: row.drafts.to_vec(),
             wants_drafts: row.wants_drafts,
-            draws: row.sampling.is_some(),
+            samples: row.sampling.is_some(),
             forbidden: row.forbidden.to_vec(),
             prompt: row.prompt,
             history: row.history.to_vec(),
@@ -73,8 +73,12 @@ impl Frame {
     /// Words of log-probabilities of its answer at most.
     fn logprob_words(&self) -> usize {
         let (from, end) = self.prompt_logprobs;
-        let drawn = if self.draws { 1 + self.drafts.len() } else { 0 };
-        self.words as usize * ((end - from) as usize + drawn)
+        let sampled = if self.samples {
+            1 + self.drafts.len()
+        } else {
+            0
+        };
+        self.words as usize * ((end - from) as usize + sampled)
     }
 
     fn end(&self) -> usize {
@@ -97,8 +101,8 @@ pub struct Driver {
     limits: Limits,
     device: Vec<Page>,
     host: Vec<Page>,
-    /// What each sequence has reported of tokens that it produced: its request and number, page, and place in the page.
-    noted: HashSet<(u64, u32, u32, usize)>,
+    /// What each sequence has reported of tokens that it produced: its request and number, page, and offset in the page.
+    recorded: HashSet<(u64, u32, u32, usize)>,
     /// Requests whose parameters it has.
     pub registered: HashSet<u64>,
     random: fastrand::Rng,
@@ -111,7 +115,7 @@ impl Driver {
             limits,
             device: vec![empty.clone(); limits.total_pages as usize],
             host: vec![empty; limits.host_pages as usize],
-            noted: HashSet::new(),
+            recorded: HashSet::new(),
             registered: HashSet::new(),
             random: fastrand::Rng::with_seed(seed),
         }
@@ -139,8 +143,8 @@ impl Driver {
         let pages: usize = frames.iter().map(|f| f.pages.len()).sum();
         assert!(pages <= limits.max_page_refs as usize, "{pages} pages");
         assert!(
-            frames.is_sorted_by_key(|f| !f.draws),
-            "rows that draw come first"
+            frames.is_sorted_by_key(|f| !f.samples),
+            "rows that sample come first"
         );
         let words: usize = frames.iter().map(Frame::logprob_words).sum();
         assert!(words <= limits.max_logprob_words as usize, "{words} words");
@@ -153,7 +157,7 @@ impl Driver {
         for frame in frames {
             assert!(!frame.tokens.is_empty());
             assert!(frame.context > 0 && contexts.insert(frame.context));
-            assert!(frame.draws || frame.drafts.is_empty() && !frame.wants_drafts);
+            assert!(frame.samples || frame.drafts.is_empty() && !frame.wants_drafts);
             assert!(frame.awaits.is_none() || frame.tokens.len() == 1 && frame.drafts.is_empty());
             let end = frame.end() + frame.drafts.len();
             assert!(end <= limits.max_model_len as usize);
@@ -181,14 +185,14 @@ impl Driver {
     /// Every token that a sequence has produced up to a row was in one of its rows, or in the history of one.
     fn note(&mut self, frame: &Frame) {
         let size = self.limits.page_size as usize;
-        let place = |at: usize| (frame.id, frame.sample, frame.pages[at / size], at % size);
+        let slot_of = |at: usize| (frame.id, frame.sample, frame.pages[at / size], at % size);
         let first = frame.start as usize - frame.history.len();
         assert!(frame.history.is_empty() || first == frame.prompt as usize);
         let end = frame.end() + frame.drafts.len();
-        self.noted.extend((first..end).map(place));
+        self.recorded.extend((first..end).map(slot_of));
         for at in frame.prompt as usize..frame.end() {
             assert!(
-                self.noted.contains(&place(at)),
+                self.recorded.contains(&slot_of(at)),
                 "{at} of {frame:?} was not reported"
             );
         }
@@ -213,7 +217,7 @@ impl Driver {
                 logprobs.extend(mind.score(next.expect("it is known"), frame.words));
             }
         }
-        if !frame.draws {
+        if !frame.samples {
             return Reply {
                 logprobs,
                 ..Reply::default()

@@ -1,12 +1,13 @@
-//! A scheduler with a simulated driver and a virtual clock. After every event all books are compared, and every token that comes
+//! A scheduler with a simulated driver and a virtual clock. After every event all bookkeeping is compared, and every token that comes
 //! out is the one that the rule of the simulated model gives.
 
+mod checks;
 pub mod driver;
 mod expected;
 pub mod request;
 pub mod rule;
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
@@ -87,7 +88,7 @@ pub struct Sim {
     /// Failures so far, and those of them since the last answer.
     pub failures: (u32, u32),
     salts: HashMap<u64, u64>,
-    /// Words of log-probabilities of each request's places, and the bytes that it brings to rows.
+    /// Words of log-probabilities of each request's positions, and the bytes that it brings to rows.
     words: HashMap<u64, (u32, u32)>,
     ids: u64,
     /// Sequences in the order of their ends.
@@ -260,46 +261,12 @@ impl Sim {
         id
     }
 
-    /// The driver keeps no more parameters of requests that have not ended than it may, or those of one.
-    fn check_params(&mut self) {
-        let open: HashSet<u64> = self.expected.keys().map(|key| key.0).collect();
-        let kept = open.intersection(&self.driver.registered);
-        let sizes: Vec<u64> = kept
-            .map(|id| self.words[id].1.into())
-            .filter(|&it| it > 0)
-            .collect();
-        let bytes: u64 = sizes.iter().sum();
-        assert!(
-            sizes.len() < 2 || bytes <= self.limits.frame.params,
-            "{sizes:?}"
-        );
-        self.tally.add("parameters kept", sizes.len() as u64);
-    }
-
-    /// A row has an image whole or nothing of it, and a step has no more of them than it may.
-    fn check_images(&mut self, frames: &[Frame]) {
-        let mut brought = Vec::new();
-        for frame in frames {
-            let request = &self.expected[&(frame.id, frame.sample)].request;
-            let (start, end) = (frame.start, frame.start + frame.tokens.len() as u32);
-            for image in &request.images {
-                let inside = image.start >= start && image.end() <= end;
-                assert!(
-                    inside || image.end() <= start || image.start >= end,
-                    "{image:?} in {frame:?}"
-                );
-                if inside {
-                    brought.push(image.bytes);
-                }
-            }
-        }
-        let bytes: u32 = brought.iter().sum();
-        assert!(bytes <= self.limits.max_image_bytes, "{brought:?}");
-        self.tally.add("images", brought.len() as u64);
-    }
-
     fn schedule(&mut self) {
-        let Some(step) = self.scheduler.schedule(self.now).expect("right books") else {
+        let Some(step) = self
+            .scheduler
+            .schedule(self.now)
+            .expect("consistent bookkeeping")
+        else {
             return;
         };
         assert!(self.in_flight.len() < 2);
@@ -322,7 +289,7 @@ impl Sim {
         self.tally.add("steps", 1);
         self.tally
             .add("rows scheduled ahead", count(&|f| f.awaits.is_some()));
-        self.tally.add("parts of prompts", count(&|f| !f.draws));
+        self.tally.add("parts of prompts", count(&|f| !f.samples));
         let scored = count(&|f| f.prompt_logprobs.0 < f.prompt_logprobs.1);
         self.tally
             .add("rows with log-probabilities of prompts", scored);
@@ -339,7 +306,7 @@ impl Sim {
                 if let Some(row) = frame.awaits {
                     let awaited = &before.frames[row as usize];
                     assert_eq!((awaited.id, awaited.sample), (frame.id, frame.sample));
-                    assert!(awaited.draws);
+                    assert!(awaited.samples);
                 }
             }
         } else {
@@ -377,7 +344,7 @@ impl Sim {
             if let Some(Some(token)) = known {
                 frame.tokens[0] = token;
             }
-            let refuses = refused == Some(at) && frame.draws;
+            let refuses = refused == Some(at) && frame.samples;
             if refuses && let Some(it) = self.expected.get_mut(&(frame.id, frame.sample)) {
                 it.hurt = true;
             }
@@ -462,88 +429,6 @@ impl Sim {
             let end = frame.start as usize + frame.tokens.len();
             (end >= poison.from.into()).then_some(*poison)
         })
-    }
-
-    fn read_outputs(&mut self) {
-        let mut outputs = std::mem::take(&mut self.outputs);
-        self.scheduler.outputs(&mut outputs);
-        for output in outputs.iter() {
-            let key = (output.id, output.sample);
-            let expected = self.expected.get_mut(&key);
-            let expected = expected.unwrap_or_else(|| panic!("{output:?} after its end"));
-            let (words, _) = self.words[&key.0];
-            let mut logprobs = Vec::new();
-            for &token in output.tokens {
-                logprobs.extend(expected.mind.score(token, words));
-                expected.say(token, key.1, &self.text);
-            }
-            let scored = expected.only_scores() && output.finish == Some(Finish::Length);
-            if scored {
-                let token = expected.mind.next(key.1, expected.forbidden());
-                logprobs.extend(expected.mind.score(token, words));
-                self.tally.add("prompts that are only scored", 1);
-            }
-            assert_eq!(output.logprobs, logprobs, "of {expected:?}");
-            expected.hear_prompt(output.prompt_logprobs);
-            let all = scored || !output.tokens.is_empty();
-            assert!(!all || expected.prompt_logprobs.is_empty(), "{expected:?}");
-            assert!(output.loaded_tokens <= output.cached_tokens, "{output:?}");
-            assert!(
-                output.tokens.is_empty() || output.admitted.is_some(),
-                "{output:?}"
-            );
-            if !output.tokens.is_empty() {
-                let first = output.first_token;
-                assert!(
-                    output.admitted <= first && first <= Some(self.now),
-                    "{output:?}"
-                );
-            }
-            if let Some(finish) = output.finish {
-                self.tally.add(name(finish), 1);
-                self.tally.add("retractions", output.retractions.into());
-                self.tally.add("cached tokens", output.cached_tokens.into());
-                if finish == Finish::Deadline {
-                    let limit = self.running_limit_us;
-                    let ran = output.admitted.map(|at| at + limit).filter(|_| limit > 0);
-                    let waited = expected
-                        .request
-                        .admit_by
-                        .filter(|_| output.admitted.is_none());
-                    let due = [expected.request.deadline, ran, waited];
-                    let due = due.into_iter().flatten().min();
-                    assert!(due.is_some_and(|due| due <= self.now), "{output:?}");
-                }
-                expected.end(finish);
-                self.expected.remove(&key);
-                self.ended.push(Ended {
-                    id: key.0,
-                    sample: key.1,
-                    finish,
-                    cached_tokens: output.cached_tokens,
-                    retractions: output.retractions,
-                });
-            } else {
-                assert!(!output.tokens.is_empty() && expected.request.streams);
-                assert!(!expected.has_ended(), "it should have ended: {expected:?}");
-                expected.check_held(output.held_bytes);
-            }
-        }
-        self.outputs = outputs;
-    }
-}
-
-fn name(finish: Finish) -> &'static str {
-    match finish {
-        Finish::Length => "ended by length",
-        Finish::StopToken(_) => "ended by a token",
-        Finish::StopString { .. } => "ended by text",
-        Finish::StopRegex { .. } => "ended by an expression",
-        Finish::Aborted | Finish::Unready => "aborted",
-        Finish::Deadline => "late",
-        Finish::Displaced => "displaced",
-        Finish::Grammar | Finish::Busy => "ended by its constraint",
-        Finish::Failed => "failed",
     }
 }
 

@@ -16,7 +16,7 @@ pub const REGEXES: [&str; 3] = ["b[ab]{2}c", "a+bb$", "bab"];
 )]
 #[derive(Debug, Clone, Default)]
 pub struct TestRequest {
-    /// Requests of a family begin alike.
+    /// Requests of a family share a prefix.
     pub family: u8,
     /// So many tokens.
     pub common: u8,
@@ -37,7 +37,7 @@ pub struct TestRequest {
     pub strings: bool,
     /// It does not stream.
     pub whole: bool,
-    /// What it brings to the frame with each row that draws.
+    /// What it brings to the frame with each row that samples.
     pub params_bytes: u8,
     /// Every step fails that computes so many tokens of it, or more.
     pub poison: Option<Poison>,

@@ -35,7 +35,7 @@ impl Mind {
         self.kv
     }
 
-    /// Goes on after a token whose KV is stored.
+    /// Continues after a token whose KV is stored.
     pub fn recall(&mut self, kv: u64) {
         self.kv = kv;
         self.sum = self.sum.wrapping_add(mix(kv ^ 0xA77E));
@@ -49,9 +49,9 @@ impl Mind {
 
     /// The next token of a sample, which is none of the forbidden ones.
     pub fn next(self, sample: u32, forbidden: &[u32]) -> u32 {
-        let drawn = (mix(self.sum ^ u64::from(sample) << 32) % u64::from(VOCAB)) as u32;
+        let sampled = (mix(self.sum ^ u64::from(sample) << 32) % u64::from(VOCAB)) as u32;
         (0..VOCAB)
-            .map(|step| (drawn + step) % VOCAB)
+            .map(|step| (sampled + step) % VOCAB)
             .find(|token| !forbidden.contains(token))
             .expect("not all are forbidden")
     }

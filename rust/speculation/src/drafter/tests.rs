@@ -165,7 +165,7 @@ fn check(drafter: &Drafter, model: &Model) {
 enum Event {
     /// Contexts with how far back their steps start, and what they add.
     Batch(Vec<(u64, i32, Vec<u32>)>),
-    /// A context goes on with tokens that another one has said.
+    /// A context continues with tokens that another one has said.
     Echo(u64, u64, usize, usize),
     Release(u64),
 }

@@ -36,7 +36,7 @@ impl Model {
         let context = self.depth.max(KNOWN);
         let (mut written, mut copied) = (0, None);
         for at in KNOWN.min(text.len() - 1)..text.len() {
-            let has = |&place: &usize| self.young.get(place) == Some(&text[at]);
+            let has = |&index: &usize| self.young.get(index) == Some(&text[at]);
             let next = copied.map(|copied| copied + 1).filter(has);
             copied = match next {
                 Some(_) if at % FOLLOWED != 0 => next,
@@ -80,17 +80,17 @@ impl Model {
         } else {
             naive.find(text, self.depth)
         };
-        let (_, places) = found.filter(|found| found.0 >= KNOWN)?;
-        let token = naive.most_frequent(&places);
-        let came = (0..places.len()).rev().find(|&at| {
-            let best = |seen: usize| naive.most_frequent(&places[..seen]);
-            let mut before = places[..at].iter().rev();
+        let (_, found) = found.filter(|found| found.0 >= KNOWN)?;
+        let token = naive.most_frequent(&found);
+        let came = (0..found.len()).rev().find(|&at| {
+            let best = |seen: usize| naive.most_frequent(&found[..seen]);
+            let mut before = found[..at].iter().rev();
             let before = before.find_map(|&at| naive.continuation(at));
-            naive.continuation(places[at]) == token
+            naive.continuation(found[at]) == token
                 && best(at + 1) == token
                 && (before != token || best(at) != token)
         });
-        came.map(|at| places[at] + 1)
+        came.map(|at| found[at] + 1)
     }
 }
 
@@ -195,7 +195,7 @@ fn repeated_text_takes_no_memory() {
     assert_eq!(held(&history), 1001);
     add(&mut history, &shared);
     assert_eq!(held(&history), 1001);
-    // Others go on differently, and match as far back as before.
+    // Others continue differently, and match as far back as before.
     for own in [2000, 3000] {
         let before = held(&history);
         let tokens: Vec<u32> = (0..500).chain(own..own + 100).collect();

@@ -8,7 +8,7 @@ use crate::edge_table::{Child, Inner};
 pub(crate) struct Match {
     /// Matching tokens.
     pub(crate) length: usize,
-    place: Child,
+    child: Child,
 }
 
 /// Buffers of a search.
@@ -36,7 +36,7 @@ impl Index {
 
     /// Position of a match's most frequent continuation.
     pub(crate) fn next(&self, found: Match) -> usize {
-        match found.place {
+        match found.child {
             Child::Leaf(leaf) => leaf as usize + 1,
             Child::Node(node) => self.node(node.id).best as usize,
         }
@@ -44,8 +44,8 @@ impl Index {
 
     fn node_match(&self, node: Inner, limit: usize) -> Option<Match> {
         let length = limit.min(node.depth());
-        let place = Child::Node(node);
-        (self.node(node.id).best_count > 0).then_some(Match { length, place })
+        let child = Child::Node(node);
+        (self.node(node.id).best_count > 0).then_some(Match { length, child })
     }
 
     /// The longest match of at most `limit` tokens of the end of `suffix` that has a continuation.
@@ -57,11 +57,11 @@ impl Index {
     ) -> Option<Match> {
         let limit = limit.min(self.depth);
         let reached = self.descend(suffix, limit, &mut scratch.path);
-        let below = reached.below.and_then(|place| match place {
+        let below = reached.below.and_then(|child| match child {
             Child::Node(node) => self.node_match(node, reached.matched),
             Child::Leaf(leaf) => {
                 let length = reached.matched;
-                (self.continuations(leaf) > 0).then_some(Match { length, place })
+                (self.continuations(leaf) > 0).then_some(Match { length, child })
             }
         });
         let above = || {
@@ -95,7 +95,7 @@ impl Index {
         let end = start + draft.count;
         let mut found = first;
         while suffix.len() < end {
-            match found.place {
+            match found.child {
                 Child::Leaf(leaf) => {
                     return self.copy(leaf as usize + 1, (start, end), draft.own, suffix);
                 }
@@ -133,7 +133,7 @@ impl Index {
             &self.path[..self.continued()]
         } else {
             let reached = self.descend(suffix, self.depth, &mut scratch.path);
-            below = reached.below.map(|place| (place, reached.matched));
+            below = reached.below.map(|child| (child, reached.matched));
             &scratch.path[..]
         };
         let above = path.iter().rev().map(|&node| {
@@ -141,11 +141,11 @@ impl Index {
             (Child::Node(node), length)
         });
         let drafted = if own { suffix.get(start) } else { None };
-        for (place, length) in below.into_iter().chain(above) {
+        for (child, length) in below.into_iter().chain(above) {
             if length < shortest {
                 break;
             }
-            let known = match place {
+            let known = match child {
                 Child::Leaf(leaf) => Node {
                     best: leaf + 1,
                     best_count: 1,

@@ -164,8 +164,8 @@ impl StepCost {
             let rows = |number: usize| self.sizes[number].rows as f64;
             let (start, low) = before.map_or((0.0, 0.0), |(start, low)| (rows(start), low));
             while self.curve.len() < number {
-                let way = (rows(self.curve.len()) - start) / (rows(number) - start);
-                self.curve.push(low + (cost - low) * way);
+                let fraction = (rows(self.curve.len()) - start) / (rows(number) - start);
+                self.curve.push(low + (cost - low) * fraction);
             }
             self.curve.push(cost);
             before = Some((number, cost));

@@ -5,9 +5,9 @@ use super::write::WordWriter;
 use super::{ExtensionError, RESPONSE_EXTENSION_MAGIC, WORD, word};
 use crate::error::WireError;
 
-/// Words of a row: request, places of the prompt, tokens, most probable ones of each, given ones of each.
+/// Words of a row: request, positions of the prompt, tokens, most probable ones of each, given ones of each.
 const ROW: usize = 5;
-/// Words at the end: rows, words of all places, magic number.
+/// Words at the end: rows, words of all positions, magic number.
 const TRAILER: usize = 4;
 
 /// Log-probabilities at each position besides those of its own token.
@@ -30,13 +30,13 @@ impl LogprobShape {
     /// Decodes consecutive positions; a partial one at the end is ignored.
     pub fn positions(self, words: &[u32]) -> impl ExactSizeIterator<Item = Logprobs> {
         let top = self.top as usize;
-        words.chunks_exact(self.words()).map(move |place| {
-            let (ids, values) = place[1..=2 * top].split_at(top);
+        words.chunks_exact(self.words()).map(move |position| {
+            let (ids, values) = position[1..=2 * top].split_at(top);
             let values = values.iter().map(|&value| f32::from_bits(value));
             Logprobs {
-                token: f32::from_bits(place[0]),
+                token: f32::from_bits(position[0]),
                 top: ids.iter().copied().zip(values).collect(),
-                given: place[1 + 2 * top..]
+                given: position[1 + 2 * top..]
                     .iter()
                     .map(|&value| f32::from_bits(value))
                     .collect(),
@@ -83,9 +83,9 @@ impl LogprobRows {
         (prompt, tokens): (u32, u32),
         words: impl IntoIterator<Item = u32>,
     ) {
-        let [start, places] = [self.words.len(), (prompt + tokens) as usize];
+        let [start, positions] = [self.words.len(), (prompt + tokens) as usize];
         self.words.extend(words);
-        debug_assert_eq!(self.words.len(), start + places * shape.words());
+        debug_assert_eq!(self.words.len(), start + positions * shape.words());
         self.rows
             .push([request, prompt, tokens, shape.top, shape.given]);
     }
@@ -153,8 +153,8 @@ impl<'a> ResponseExtension<'a> {
                 });
             }
             last = Some(request);
-            let places = u64::from(word(row, 1)) + u64::from(word(row, 2));
-            claimed = claimed.saturating_add(places.saturating_mul(shape(row).words() as u64));
+            let positions = u64::from(word(row, 1)) + u64::from(word(row, 2));
+            claimed = claimed.saturating_add(positions.saturating_mul(shape(row).words() as u64));
         }
         let words = self.words.len();
         if claimed != words as u64 {

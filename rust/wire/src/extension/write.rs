@@ -59,17 +59,17 @@ impl<'a> WordWriter<'a> {
     pub(super) fn new(buffer: &'a mut [u8], at: usize, needed: usize) -> Result<Self, WireError> {
         let capacity = buffer.len();
         let end = at.saturating_add(needed);
-        let room = buffer.get_mut(at..end).ok_or(WireError::BufferTooSmall {
+        let out = buffer.get_mut(at..end).ok_or(WireError::BufferTooSmall {
             needed: end,
             capacity,
         })?;
         Ok(Self {
-            out: room.as_chunks_mut().0.iter_mut(),
+            out: out.as_chunks_mut().0.iter_mut(),
         })
     }
 
     pub(super) fn put(&mut self, words: impl IntoIterator<Item = u32>) {
-        // The room was measured, so that none is left out.
+        // The length was measured, so that none is left out.
         for (word, out) in words.into_iter().zip(&mut self.out) {
             *out = word.to_le_bytes();
         }

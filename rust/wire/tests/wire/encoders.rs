@@ -13,16 +13,16 @@ use crate::samples;
 fn small_buffers_are_refused_by_size() {
     for (name, message) in samples::all() {
         let needed = message.encode().len();
-        for room in 0..needed {
-            let mut buffer = vec![0; room];
+        for size in 0..needed {
+            let mut buffer = vec![0; size];
             match message.encode_into(&mut buffer) {
                 Err(WireError::BufferTooSmall {
                     needed: told,
                     capacity,
                 }) => {
-                    assert_eq!((told, capacity), (needed, room), "{name}");
+                    assert_eq!((told, capacity), (needed, size), "{name}");
                 }
-                other => panic!("{name}: {room} of {needed} bytes gave {other:?}"),
+                other => panic!("{name}: {size} of {needed} bytes gave {other:?}"),
             }
         }
     }

@@ -1,23 +1,24 @@
 //! Extensions: round trips, hostile bytes, and Pie's payloads as they were.
 
 use pie_wire::{
-    CombinedSampler, EXTENSION_MAGIC, ExtensionError, LogprobOptions, LogprobRows, LogprobShape,
-    Logprobs, MAX_HANDLES, Params, ParamsRef, Penalties, PromptLogprobs, RequestExtension, StepRow,
-    append_extension, extension_len, params_len, split_request, split_response, write_extension,
+    CombinedSampler, EXTENSION_MAGIC, ExtensionError, LogprobOptions, MAX_HANDLES, Params,
+    ParamsRef, Penalties, PromptLogprobs, RequestExtension, StepRow, append_extension,
+    extension_len, params_len, split_request, split_response, write_extension,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
 
+use crate::extension_response::{answer_rows, read, written};
 use crate::message::{Message, aligned};
 use crate::samples;
 
 type Rows = Vec<(u32, RequestExtension)>;
 
-fn float() -> impl Strategy<Value = f32> {
+pub(crate) fn float() -> impl Strategy<Value = f32> {
     -1e6_f32..1e6
 }
 
-fn words() -> impl Strategy<Value = Vec<u32>> {
+pub(crate) fn words() -> impl Strategy<Value = Vec<u32>> {
     vec(any::<u32>(), 0..5)
 }
 
@@ -357,118 +358,6 @@ fn a_buffer_that_is_too_small_is_refused_before_it_is_written() {
         "{error}"
     );
     assert!(buffer.iter().all(|&byte| byte == 7));
-}
-
-/// A request's places, of its prompt and of its tokens, in owned values.
-#[derive(Debug, Clone, PartialEq)]
-struct Row {
-    request: u32,
-    shape: LogprobShape,
-    prompt: Vec<Logprobs>,
-    tokens: Vec<Logprobs>,
-}
-
-impl Row {
-    fn words(&self) -> Vec<u32> {
-        let places = self.prompt.iter().chain(&self.tokens);
-        let words = places.flat_map(|place| {
-            let ids = place.top.iter().map(|&(id, _)| id);
-            let values = place.top.iter().map(|&(_, value)| value);
-            let values = values.chain(place.given.iter().copied());
-            let bits = values.map(f32::to_bits);
-            [place.token.to_bits()].into_iter().chain(ids).chain(bits)
-        });
-        words.collect()
-    }
-}
-
-fn written(rows: &[Row]) -> LogprobRows {
-    let mut written = LogprobRows::default();
-    for row in rows {
-        let places = (row.prompt.len() as u32, row.tokens.len() as u32);
-        written.push(row.request, row.shape, places, row.words());
-    }
-    written
-}
-
-fn read(extension: &pie_wire::ResponseExtension<'_>) -> Vec<Row> {
-    let rows = extension.rows();
-    rows.map(|row| {
-        let words: Vec<u32> = row.words().collect();
-        let mut places = row.shape().positions(&words);
-        let (prompt, tokens) = row.position_counts();
-        let prompt = places.by_ref().take(prompt as usize).collect();
-        assert_eq!(places.len(), tokens as usize);
-        Row {
-            request: row.request(),
-            shape: row.shape(),
-            prompt,
-            tokens: places.collect(),
-        }
-    })
-    .collect()
-}
-
-fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
-    let place = |top, given| {
-        (
-            float(),
-            vec((any::<u32>(), float()), top),
-            vec(float(), given),
-        )
-            .prop_map(|(token, top, given)| Logprobs { token, top, given })
-    };
-    let row = (0..4_usize, 0..4_usize, 0..3_usize, 0..3_usize).prop_flat_map(
-        move |(top, given, prompt, tokens)| {
-            let shape = LogprobShape {
-                top: top as u32,
-                given: given as u32,
-            };
-            (
-                Just(shape),
-                vec(place(top, given), prompt),
-                vec(place(top, given), tokens),
-            )
-        },
-    );
-    vec((1..9_u32, row), 0..4).prop_map(|rows| {
-        let mut request = 0;
-        let row = |(more, (shape, prompt, tokens))| {
-            request += more;
-            Row {
-                request,
-                shape,
-                prompt,
-                tokens,
-            }
-        };
-        rows.into_iter().map(row).collect()
-    })
-}
-
-#[test]
-fn the_bytes_of_an_answer_are_as_documented() {
-    let row = Row {
-        request: 2,
-        shape: LogprobShape { top: 1, given: 2 },
-        prompt: Vec::new(),
-        tokens: vec![Logprobs {
-            token: -0.5,
-            top: vec![(9, -0.25)],
-            given: vec![-1.0, -2.0],
-        }],
-    };
-    let mut bytes = vec![0; written(std::slice::from_ref(&row)).bytes()];
-    let length = written(&[row]).append(&mut bytes, 0).unwrap();
-    let (words, _) = bytes[..length].as_chunks();
-    let words: Vec<u32> = words.iter().map(|&word| u32::from_le_bytes(word)).collect();
-    let values = [0xBF00_0000, 9, 0xBE80_0000, 0xBF80_0000, 0xC000_0000];
-    let expected = [
-        &[2, 0, 1, 1, 2],
-        &values[..],
-        &[1, 5, 0x5845_4950, 0x3150_5254],
-    ];
-    assert_eq!(words, expected.concat());
 }
 
 proptest! {

@@ -10,8 +10,8 @@ use proptest::prelude::*;
 use crate::message::{Bytes, Message, aligned};
 use crate::{random, samples, walk};
 
-/// Reads the bytes in every way there is.
-fn read_all_ways(bytes: &[u8]) {
+/// Reads the bytes by every decoder.
+fn read_all(bytes: &[u8]) {
     for kind in ["request", "response"] {
         if walk::payload(kind, bytes).is_ok() && !bytes.starts_with(b"PIETFWD1") {
             Message::decode(kind, bytes).expect("a valid archive can be owned");
@@ -34,7 +34,7 @@ fn every_bit_flip_of_the_samples() {
         let mut bytes = message.encode();
         for bit in 0..8 * bytes.len() {
             bytes[bit / 8] ^= 1 << (bit % 8);
-            read_all_ways(&bytes);
+            read_all(&bytes);
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
     }
@@ -45,8 +45,8 @@ fn every_truncation_of_the_samples() {
     for (_, message) in samples::all() {
         let bytes = message.encode();
         for len in 0..bytes.len() {
-            read_all_ways(&bytes[..len]);
-            read_all_ways(&bytes[len..]);
+            read_all(&bytes[..len]);
+            read_all(&bytes[len..]);
         }
     }
 }
@@ -54,7 +54,7 @@ fn every_truncation_of_the_samples() {
 proptest! {
     #[test]
     fn random_bytes(bytes in vec(any::<u8>(), 0..700)) {
-        read_all_ways(&aligned(&bytes));
+        read_all(&aligned(&bytes));
     }
 
     #[test]
@@ -64,7 +64,7 @@ proptest! {
         for (from_end, word) in words {
             set_word(&mut bytes, from_end, word.cast_unsigned());
         }
-        read_all_ways(&bytes);
+        read_all(&bytes);
     }
 
     #[test]
@@ -75,7 +75,7 @@ proptest! {
         let mut bytes = message.encode();
         for (from_end, word) in words {
             set_word(&mut bytes, from_end, word);
-            read_all_ways(&bytes);
+            read_all(&bytes);
         }
     }
 

@@ -3,6 +3,7 @@
 mod allocation;
 mod encoders;
 mod extension;
+mod extension_response;
 mod hostile;
 mod json;
 mod message;

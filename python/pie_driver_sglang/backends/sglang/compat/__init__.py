@@ -10,7 +10,7 @@ version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in 
 ``model``               configuration, runner, and what SGLang does to both on a CPU
 ``loading``             the loader's functions that are watched, and updates that are refused
 ``corrections``         what SGLang computes wrongly without an error
-``ranks``               a rank's place, groups, collective operations
+``ranks``               ranks, groups, collective operations
 ``pools``               KV pools, block tables, recurrent state
 ``attention``           attention layers and backends
 ``passes``              batches, images, the capture of a graph

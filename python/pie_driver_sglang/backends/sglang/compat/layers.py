@@ -200,8 +200,8 @@ def _read_experts(block: Any) -> Experts:
         or getattr(experts, "use_intel_amx_backend", False)
     )
     require(plain, f"it has experts with {type(method).__name__} in another order")
-    places = (block.tp_size, getattr(block, "ep_size", 1), experts.moe_ep_size)
-    require(set(places) == {1}, "its experts are on several devices")
+    sizes = (block.tp_size, getattr(block, "ep_size", 1), experts.moe_ep_size)
+    require(set(sizes) == {1}, "its experts are on several devices")
     plain_choice = (
         config.scoring_func == "softmax"
         and not config.use_grouped_topk
@@ -211,7 +211,7 @@ def _read_experts(block: Any) -> Experts:
         and config.routed_scaling_factor is None
         and config.fused_shared_experts_scaling_factor is None
     )
-    require(plain_choice, "its router chooses in another way")
+    require(plain_choice, "its router chooses differently")
     runs = experts.moe_runner_config
     changes = (runs.routed_scaling_factor, runs.gemm1_alpha, runs.gemm1_clamp_limit)
     usual_runs = (
@@ -219,7 +219,7 @@ def _read_experts(block: Any) -> Experts:
         == ("silu", True, False)
         and all(change is None for change in (*changes, runs.swiglu_limit))
     )  # fmt: skip
-    require(usual_runs, "its experts compute in another way")
+    require(usual_runs, "its experts compute differently")
     router = _read_matrix(block.gate, ReplicatedLinear)
     if isinstance(router, QuantizedLinear):
         raise UnsupportedLayer("its router is quantized")

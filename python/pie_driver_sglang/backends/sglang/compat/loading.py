@@ -85,8 +85,8 @@ def load_itself(model: torch.nn.Module) -> None:
 def refuse_updates(runner: ModelRunner, reason: str) -> None:
     """Has SGLang refuse every update of a loaded model's weights: `WeightUpdater.update_weights*`.
 
-    SGLang's own ways (from a disk, a tensor, a process group, by IPC) answer that they failed, as
-    they do for other reasons. What calls the model's loader itself gets an exception.
+    SGLang's own update methods (from a disk, a tensor, a process group, by IPC) answer that they
+    failed, as they do for other reasons. What calls the model's loader itself gets an exception.
 
     Args:
         runner: With its model.

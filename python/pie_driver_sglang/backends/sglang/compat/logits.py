@@ -38,8 +38,8 @@ class Keep(Protocol):
 def divert(model: torch.nn.Module, keep: Keep) -> None:
     """Has a model's passes end before the LM head, by a `forward` of its own for the processor.
 
-    Also takes `_logits_gatherer._state` away: its way to gather logits needs NVLink's multicast. A
-    version with another way to gather, or with work after the LM head, does not run that any more.
+    Also takes `_logits_gatherer._state` away: its gathering of logits needs NVLink's multicast. A
+    version with another gathering, or with work after the LM head, does not run that any more.
     """
 
     def stop_at(processor: LogitsProcessor) -> Callable[..., LogitsProcessorOutput]:

@@ -22,7 +22,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.utils import get_resolved_model_impl
 
 from pie_driver_sglang.backends.sglang.compat import settings
-from pie_driver_sglang.backends.sglang.compat.ranks import Place, parallel_state
+from pie_driver_sglang.backends.sglang.compat.ranks import TpRank, parallel_state
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, ServerArgs
 
 __all__ = ["ModelConfig", "ModelRunner"]
@@ -37,7 +37,7 @@ def load_model_config(args: ServerArgs) -> ModelConfig:
 
 
 def make_runner(
-    model_config: ModelConfig, args: ServerArgs, gpu_id: int, place: Place, fitting: Fitting
+    model_config: ModelConfig, args: ServerArgs, gpu_id: int, rank: TpRank, fitting: Fitting
 ) -> ModelRunner:
     """A `ModelRunner` with its weights; later versions take the rank from what is published."""
 
@@ -52,7 +52,7 @@ def make_runner(
         model_config=model_config,
         mem_fraction_static=Resolved(args).mem_fraction_static,
         gpu_id=gpu_id,
-        ps=parallel_state(place, gpu_id),
+        ps=parallel_state(rank, gpu_id),
         # The process groups are there already.
         nccl_port=0,
         server_args=args,

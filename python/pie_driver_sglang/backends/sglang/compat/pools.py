@@ -43,7 +43,7 @@ def keeps_state(pool: KVCache) -> bool:
 
 
 def keeps_heads(pool: KVCache) -> bool:
-    """Whether a pool keeps keys and values by heads, in the way that the driver's kernels read."""
+    """Whether a pool keeps keys and values by heads, in the layout that our kernels read."""
     return type(pool) is MHATokenToKVPool
 
 

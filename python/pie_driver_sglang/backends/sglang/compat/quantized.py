@@ -28,7 +28,7 @@ def read_quantized(module: Any) -> QuantizedLinear | None:
     """The FP8 weights of a linear layer; None if it has none.
 
     Raises:
-        UnknownQuantization: It has some that are quantized in a way that the kernels do not know.
+        UnknownQuantization: Some are quantized by a method that the kernels do not support.
     """
     method = module.quant_method
     if type(method) is Fp8LinearMethod:

@@ -1,4 +1,4 @@
-"""Ranks: their places, SGLang's groups, and collective operations between them.
+"""Ranks: SGLang's groups, and collective operations between them.
 
 Imports SGLang where a function needs it: its process groups are made before anything else of it.
 """
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-class Place(NamedTuple):
+class TpRank(NamedTuple):
     """Which rank a process is."""
 
     number: int
     size: int
 
 
-def parallel_state(place: Place, gpu_id: int) -> ParallelState:
-    """A rank's place as SGLang's runner wants it; later versions have no such class."""
+def parallel_state(rank: TpRank, gpu_id: int) -> ParallelState:
+    """A rank as SGLang's runner wants it; later versions have no such class."""
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 
     return ParallelState.trivial(
         gpu_id=gpu_id,
-        tp_rank=place.number,
-        tp_size=place.size,
-        attn_tp_rank=place.number,
-        attn_tp_size=place.size,
+        tp_rank=rank.number,
+        tp_size=rank.size,
+        attn_tp_rank=rank.number,
+        attn_tp_size=rank.size,
     )
 
 
-def place_of(runner: ModelRunner) -> Place:
+def rank_of(runner: ModelRunner) -> TpRank:
     """The rank of a runner, by its `ps`; later versions keep it in `get_parallel()`."""
-    return Place(runner.ps.tp_rank, runner.ps.tp_size)
+    return TpRank(runner.ps.tp_rank, runner.ps.tp_size)
 
 
 class TensorGroup:

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const FACTS: Option<ImageFacts> = Some(ImageFacts { merge: 2 });
+const VISION: Option<VisionInfo> = Some(VisionInfo { merge: 2 });
 /// Numbers of a patch.
 const NUMBERS: usize = 3;
 
@@ -11,16 +11,16 @@ const NUMBERS: usize = 3;
 #[derive(Clone, Debug)]
 struct Sent {
     grids: Vec<[u32; 3]>,
-    places: Vec<(u32, u32)>,
+    placeholders: Vec<(u32, u32)>,
     pixels: Vec<f32>,
     prompt: usize,
 }
 
 impl Sent {
     fn new(images: &[(u32, u32, u32)]) -> Self {
-        let (mut end, mut places, mut grids) = (0, Vec::new(), Vec::new());
+        let (mut end, mut placeholders, mut grids) = (0, Vec::new(), Vec::new());
         for &(text, rows, columns) in images {
-            places.push((end + text, rows * columns));
+            placeholders.push((end + text, rows * columns));
             end += text + rows * columns;
             grids.push([1, 2 * rows, 2 * columns]);
         }
@@ -28,7 +28,7 @@ impl Sent {
         let numbers = patches as usize * NUMBERS;
         Self {
             grids,
-            places,
+            placeholders,
             pixels: (0..numbers).map(|number| number as f32).collect(),
             prompt: end as usize + 1,
         }
@@ -55,9 +55,9 @@ impl Sent {
             &Media {
                 pixels: Some(tensor(&[patches, NUMBERS as u32], "float32", &pixels)),
                 grids: Some(tensor(&[self.grids.len() as u32, 3], "int64", &grids)),
-                places: self.places.clone(),
+                placeholders: self.placeholders.clone(),
             },
-            FACTS,
+            VISION,
             self.prompt,
         )
     }
@@ -71,11 +71,11 @@ fn tensor<'a>(shape: &'a [u32], dtype: &'a str, data: &'a [u8]) -> Tensor<'a> {
     Tensor { shape, dtype, data }
 }
 
-/// What the model's processor in Python does: axes by a grid, and text that goes on after the largest position.
+/// What the model's processor in Python does: axes by a grid, and text that continues after the largest position.
 fn expected(sent: &Sent) -> PromptImages {
     let (mut position, mut end, mut at) = (0, 0, 0);
     let mut found = Vec::new();
-    for (&grid, &(start, tokens)) in sent.grids.iter().zip(&sent.places) {
+    for (&grid, &(start, tokens)) in sent.grids.iter().zip(&sent.placeholders) {
         position += start - end;
         end = start + tokens;
         let (rows, columns) = (grid[1] / 2, grid[2] / 2);
@@ -113,15 +113,15 @@ proptest! {
         shapes in (vec(any::<u32>(), 0..4), vec(0_u32..9, 0..4)),
         dtypes in ("(float32|bfloat16|int64|x)", "(int64|int32|uint32|float32)"),
         data in (vec(any::<u8>(), 0..99), vec(prop_oneof![Just(0_u8), Just(2), Just(255)], 0..72)),
-        places in vec((any::<u32>(), any::<u32>()), 0..4),
+        placeholders in vec((any::<u32>(), any::<u32>()), 0..4),
         prompt in 0_usize..99,
     ) {
         let media = Media {
             pixels: Some(tensor(&shapes.0, &dtypes.0, &data.0)),
             grids: Some(tensor(&shapes.1, &dtypes.1, &data.1)),
-            places,
+            placeholders,
         };
-        if let Err(status) = images(&media, FACTS, prompt) {
+        if let Err(status) = images(&media, VISION, prompt) {
             prop_assert!(status.message().starts_with("`mm_inputs` cannot be served: "));
         }
     }
@@ -145,9 +145,9 @@ fn halves_are_widened() {
     let media = Media {
         pixels: Some(tensor(&[4, 3], "bfloat16", &halves)),
         grids: Some(tensor(&[1, 3], "uint32", &grids)),
-        places: sent.places.clone(),
+        placeholders: sent.placeholders.clone(),
     };
-    assert_eq!(images(&media, FACTS, 2).unwrap(), expected(&sent));
+    assert_eq!(images(&media, VISION, 2).unwrap(), expected(&sent));
     assert_eq!(
         images(&media, None, 2).unwrap_err().message(),
         "`mm_inputs` cannot be served: this model takes text alone"
@@ -177,7 +177,7 @@ fn what_is_wrong_is_named() {
             "image 0: its 3 x 8 patches are not whole squares of 2 x 2",
         ),
         (
-            &|sent| sent.places[1].1 = 2,
+            &|sent| sent.placeholders[1].1 = 2,
             "image 1: it has 2 tokens of the prompt, and its patches make 1",
         ),
         (
@@ -185,16 +185,16 @@ fn what_is_wrong_is_named() {
             "image 1: its tokens end at 9, and the prompt has 8",
         ),
         (
-            &|sent| sent.places[1].0 = 5,
+            &|sent| sent.placeholders[1].0 = 5,
             "image 1: it begins at token 5 of the prompt, and the image before it ends at 8",
         ),
         (
-            &|sent| sent.places[1].0 = 1,
+            &|sent| sent.placeholders[1].0 = 1,
             "image 1: it begins at token 1 of the prompt, and the image before it ends at 8",
         ),
         (
-            &|sent| sent.places.truncate(1),
-            "there are 2 images, and places in the prompt for 1",
+            &|sent| sent.placeholders.truncate(1),
+            "there are 2 images, and placeholders in the prompt for 1",
         ),
         (
             &|sent| sent.pixels.truncate(83),
@@ -210,9 +210,9 @@ fn what_is_wrong_is_named() {
         let media = Media {
             pixels: Some(tensor(shape, dtype, &pixels)),
             grids: Some(tensor(&[2, 3], "int64", &grids)),
-            places: sent.places.clone(),
+            placeholders: sent.placeholders.clone(),
         };
-        let refusal = images(&media, FACTS, sent.prompt).unwrap_err();
+        let refusal = images(&media, VISION, sent.prompt).unwrap_err();
         refusal.message().to_owned()
     };
     assert_eq!(

@@ -12,16 +12,57 @@ use crate::grpc::generate_params::GenerateParams;
 use crate::grpc::logprobs::LogprobSides;
 use crate::grpc::media::{self, Media, Tensor};
 use crate::grpc::queue::StreamInterval;
-use crate::grpc::settings::ImageFacts;
+use crate::grpc::settings::VisionInfo;
 use crate::grpc::status::refused;
 use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
 pub(crate) fn parse(
     mut request: GenerateRequest,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     ingress: &Ingress,
 ) -> Result<GenerateParams, Status> {
     let params = request.sampling_params.take().unwrap_or_default();
+    refuse_unsupported(&request, &params)?;
+    let interval = stream_interval(&params)?;
+    let bias = |(token, &bias): (&String, &f32)| {
+        let token = ingress.token_of_text("logit_bias", token)?;
+        Ok((token, bias))
+    };
+    let logit_bias: Result<Vec<_>, Refusal> = params.logit_bias.iter().map(bias).collect();
+    let logit_bias = logit_bias.map_err(|refusal| refused(&refusal))?;
+    let logprobs = logprobs(&request);
+    let prompt = request.tokenized.take().unwrap_or_default().input_ids;
+    let inputs = request.mm_inputs.as_ref();
+    let images = inputs.map(|inputs| read_images(inputs, vision, prompt.len()));
+    let raw = RawRequest {
+        sampling: sampling(&params),
+        logit_bias,
+        logprobs,
+        images: images.transpose()?,
+        max_new_tokens: params.max_new_tokens.map(i64::from),
+        min_new_tokens: params.min_new_tokens.into(),
+        n: params.n.max(1).into(),
+        stop_token_ids: params.stop_token_ids.into_iter().map(i64::from).collect(),
+        stop: params.stop,
+        ignore_eos: params.ignore_eos,
+        grammar: params.constraint.map(grammar),
+        streams: request.stream,
+        ..RawRequest::new(request.request_id, prompt)
+    };
+    let interval = StreamInterval {
+        streams: request.stream,
+        interval,
+    };
+    let sides = LogprobSides::default();
+    Ok(GenerateParams {
+        raw,
+        interval,
+        sides,
+    })
+}
+
+/// Refuses by name what the runtime does not serve.
+fn refuse_unsupported(request: &GenerateRequest, params: &SamplingParams) -> Result<(), Status> {
     refuse(&[
         (
             "input_embeds",
@@ -58,54 +99,21 @@ pub(crate) fn parse(
             request.return_hidden_states,
             "hidden states stay in the driver",
         ),
-    ])?;
-    let interval = params.stream_interval.unwrap_or(1);
-    let interval = u32::try_from(interval)
+    ])
+}
+
+fn stream_interval(params: &SamplingParams) -> Result<u32, Status> {
+    u32::try_from(params.stream_interval.unwrap_or(1))
         .ok()
-        .filter(|&interval| interval > 0);
-    let interval = interval.ok_or_else(|| {
-        Status::invalid_argument("`stream_interval` must be 1 or more: leave it out for 1")
-    })?;
-    let bias = |(token, &bias): (&String, &f32)| {
-        let token = ingress.token_of_text("logit_bias", token)?;
-        Ok((token, bias))
-    };
-    let logit_bias: Result<Vec<_>, Refusal> = params.logit_bias.iter().map(bias).collect();
-    let logit_bias = logit_bias.map_err(|refusal| refused(&refusal))?;
-    let logprobs = logprobs(&request);
-    let prompt = request.tokenized.take().unwrap_or_default().input_ids;
-    let inputs = request.mm_inputs.as_ref();
-    let images = inputs.map(|inputs| read_images(inputs, image_facts, prompt.len()));
-    let raw = RawRequest {
-        sampling: sampling(&params),
-        logit_bias,
-        logprobs,
-        images: images.transpose()?,
-        max_new_tokens: params.max_new_tokens.map(i64::from),
-        min_new_tokens: params.min_new_tokens.into(),
-        n: params.n.max(1).into(),
-        stop_token_ids: params.stop_token_ids.into_iter().map(i64::from).collect(),
-        stop: params.stop,
-        ignore_eos: params.ignore_eos,
-        grammar: params.constraint.map(grammar),
-        streams: request.stream,
-        ..RawRequest::new(request.request_id, prompt)
-    };
-    let interval = StreamInterval {
-        streams: request.stream,
-        interval,
-    };
-    let sides = LogprobSides::default();
-    Ok(GenerateParams {
-        raw,
-        interval,
-        sides,
-    })
+        .filter(|&interval| interval > 0)
+        .ok_or_else(|| {
+            Status::invalid_argument("`stream_interval` must be 1 or more: leave it out for 1")
+        })
 }
 
 fn read_images(
     inputs: &MultimodalInputs,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     prompt: usize,
 ) -> Result<PromptImages, Status> {
     // Media that no gateway has made tensors of.
@@ -114,16 +122,18 @@ fn read_images(
     let is_raw = urls.iter().any(|urls| !urls.is_empty());
     let has_others = [data[1], data[2]].iter().any(|data| !data.is_empty());
     if is_raw || has_others || inputs.pixel_values.is_none() {
-        return Err(media::refusal(image_facts));
+        return Err(media::refusal(vision));
     }
     let grids = Media::grids(inputs.model_specific_tensors.iter());
-    let places = inputs.mm_placeholders.iter();
+    let placeholders = inputs.mm_placeholders.iter();
     let media = Media {
         pixels: inputs.pixel_values.as_ref().map(tensor),
         grids: grids.map(tensor),
-        places: places.map(|place| (place.offset, place.length)).collect(),
+        placeholders: placeholders
+            .map(|range| (range.offset, range.length))
+            .collect(),
     };
-    media::images(&media, image_facts, prompt)
+    media::images(&media, vision, prompt)
 }
 
 fn tensor(data: &TensorData) -> Tensor<'_> {

@@ -14,42 +14,16 @@ use crate::grpc::grammars;
 use crate::grpc::logprobs::{self, LogprobSides};
 use crate::grpc::media::{self, Media, Tensor};
 use crate::grpc::queue::StreamInterval;
-use crate::grpc::settings::ImageFacts;
+use crate::grpc::settings::VisionInfo;
 use crate::grpc::status::refused;
 use crate::grpc::unsupported::{SPLIT, or_one, refuse};
 
 pub(crate) fn parse(
-    request: GenerateRequest,
-    image_facts: Option<ImageFacts>,
+    mut request: GenerateRequest,
+    vision: Option<VisionInfo>,
 ) -> Result<GenerateParams, Status> {
-    let params = request.sampling_params.unwrap_or_default();
-    refuse(&[
-        (
-            "extra_mm_inputs",
-            !request.extra_mm_inputs.is_empty(),
-            "it takes images, and no audio or video",
-        ),
-        (
-            "media_refs",
-            !request.media_refs.is_empty(),
-            "the gateway fetches images, and makes tensors of them",
-        ),
-        (
-            "kv_transfer_params",
-            request.kv_transfer_params.is_some(),
-            SPLIT,
-        ),
-        (
-            "kv_transfer_params_json",
-            request.kv_transfer_params_json.is_some(),
-            SPLIT,
-        ),
-        (
-            "data_parallel_rank",
-            request.data_parallel_rank.is_some_and(|rank| rank > 0),
-            "each replica has a port of its own",
-        ),
-    ])?;
+    let params = request.sampling_params.take().unwrap_or_default();
+    refuse_unsupported(&request)?;
     let mut prompt = match request.input {
         Some(Input::Tokenized(tokenized)) => tokenized.input_ids,
         Some(Input::Text(_)) => {
@@ -69,7 +43,7 @@ pub(crate) fn parse(
         truncate(&mut prompt, most)?;
     }
     let inputs = request.mm_inputs.as_ref();
-    let images = inputs.map(|inputs| read_images(inputs, image_facts, prompt.len()));
+    let images = inputs.map(|inputs| read_images(inputs, vision, prompt.len()));
     let images = images.transpose()?;
     let (logprobs, sides) = logprobs(&params).map_err(|refusal| refused(&refusal))?;
     let bias = |(&token, &bias): (&i32, &f32)| (token.into(), bias);
@@ -99,23 +73,56 @@ pub(crate) fn parse(
     })
 }
 
+/// Refuses by name what the runtime does not serve.
+fn refuse_unsupported(request: &GenerateRequest) -> Result<(), Status> {
+    refuse(&[
+        (
+            "extra_mm_inputs",
+            !request.extra_mm_inputs.is_empty(),
+            "it takes images, and no audio or video",
+        ),
+        (
+            "media_refs",
+            !request.media_refs.is_empty(),
+            "the gateway fetches images, and makes tensors of them",
+        ),
+        (
+            "kv_transfer_params",
+            request.kv_transfer_params.is_some(),
+            SPLIT,
+        ),
+        (
+            "kv_transfer_params_json",
+            request.kv_transfer_params_json.is_some(),
+            SPLIT,
+        ),
+        (
+            "data_parallel_rank",
+            request.data_parallel_rank.is_some_and(|rank| rank > 0),
+            "each replica has a port of its own",
+        ),
+    ])
+}
+
 fn read_images(
     inputs: &MultimodalInputs,
-    image_facts: Option<ImageFacts>,
+    vision: Option<VisionInfo>,
     prompt: usize,
 ) -> Result<PromptImages, Status> {
     let is_picture = matches!(inputs.modality(), Modality::Unspecified | Modality::Image);
     if !is_picture {
-        return Err(media::refusal(image_facts));
+        return Err(media::refusal(vision));
     }
     let grids = Media::grids(inputs.model_specific_tensors.iter());
-    let places = inputs.mm_placeholders.iter();
+    let placeholders = inputs.mm_placeholders.iter();
     let media = Media {
         pixels: inputs.pixel_values.as_ref().map(tensor).transpose()?,
         grids: grids.map(tensor).transpose()?,
-        places: places.map(|place| (place.offset, place.length)).collect(),
+        placeholders: placeholders
+            .map(|range| (range.offset, range.length))
+            .collect(),
     };
-    media::images(&media, image_facts, prompt)
+    media::images(&media, vision, prompt)
 }
 
 fn tensor(data: &TensorData) -> Result<Tensor<'_>, Status> {

@@ -4,7 +4,7 @@ use pie_kv_cache::pages::{Order, Pool, PoolError, Stats, Unique};
 
 const FIRST: u32 = 100;
 
-/// What is done to a pool. Pages are named by places, one of which is not of the pool.
+/// What is done to a pool. Pages are named by indices, one of which is not of the pool.
 #[derive(Debug, Clone)]
 pub enum Step {
     Allocate(usize),
@@ -31,8 +31,8 @@ struct Naive {
 }
 
 fn take(list: &mut Vec<u32>, page: u32) -> bool {
-    let place = list.iter().position(|other| *other == page);
-    place.map(|place| list.swap_remove(place)).is_some()
+    let index = list.iter().position(|other| *other == page);
+    index.map(|index| list.swap_remove(index)).is_some()
 }
 
 impl Naive {
@@ -182,25 +182,25 @@ impl Both {
 
     pub fn step(&mut self, step: &Step) {
         // One of the ids is not of the pool.
-        let ids = |places: &[usize]| -> Vec<u32> {
+        let ids = |indices: &[usize]| -> Vec<u32> {
             let pages = self.naive.pages as usize + 1;
-            places
+            indices
                 .iter()
-                .map(|place| FIRST + (place % pages) as u32)
+                .map(|index| FIRST + (index % pages) as u32)
                 .collect()
         };
         match step {
             Step::Allocate(count) => self.allocate(*count),
-            Step::Share(places) => {
-                let pages = ids(places);
+            Step::Share(indices) => {
+                let pages = ids(indices);
                 self.both(|pool| pool.share(&pages), |naive| naive.share(&pages));
             }
-            Step::Free(places) => {
-                let pages = ids(places);
+            Step::Free(indices) => {
+                let pages = ids(indices);
                 self.both(|pool| pool.free(&pages), |naive| naive.give_up(&pages));
             }
-            Step::FreeAfter(places, step) => {
-                let pages = ids(places);
+            Step::FreeAfter(indices, step) => {
+                let pages = ids(indices);
                 let naive =
                     |naive: &mut Naive| naive.give_up(&pages).map(|()| naive.leave(&pages, *step));
                 self.both(|pool| pool.free_after(&pages, *step), naive);
@@ -212,21 +212,21 @@ impl Both {
                 let freed = self.naive.free().len() - before;
                 assert_eq!(self.pool.complete(*step), freed);
             }
-            Step::Cache(places) => {
-                let pages = ids(places);
+            Step::Cache(indices) => {
+                let pages = ids(indices);
                 self.both(|pool| pool.cache(&pages), |naive| naive.cache(&pages));
             }
-            Step::Uncache(places) => {
-                let pages = ids(places);
+            Step::Uncache(indices) => {
+                let pages = ids(indices);
                 self.both(|pool| pool.uncache(&pages), |naive| naive.uncache(&pages));
             }
-            Step::UncacheAfter(places, step) => {
-                let pages = ids(places);
+            Step::UncacheAfter(indices, step) => {
+                let pages = ids(indices);
                 let naive =
                     |naive: &mut Naive| naive.uncache(&pages).map(|()| naive.leave(&pages, *step));
                 self.both(|pool| pool.uncache_after(&pages, *step), naive);
             }
-            Step::MakeUnique(place) => self.make_unique(ids(&[*place])[0]),
+            Step::MakeUnique(index) => self.make_unique(ids(&[*index])[0]),
             Step::Reset => {
                 self.pool.reset();
                 self.naive = Naive {

@@ -45,7 +45,7 @@ pub enum Step {
     Evict(usize),
     EvictToHost {
         pages: usize,
-        room: usize,
+        host_pages: usize,
     },
     EvictHost(usize),
     Backup(Text),
@@ -111,7 +111,7 @@ impl Model {
             Step::Lock(text) => self.lock(text),
             Step::Unlock(which) => self.unlock(*which),
             Step::Evict(pages) => self.evict(*pages),
-            Step::EvictToHost { pages, room } => self.evict_to_host(*pages, *room),
+            Step::EvictToHost { pages, host_pages } => self.evict_to_host(*pages, *host_pages),
             Step::EvictHost(pages) => self.evict_host(*pages),
             Step::Backup(text) => self.backup(text),
             Step::Load(text) => self.load(text),
@@ -318,12 +318,12 @@ impl Model {
         self.evicted = evicted;
     }
 
-    fn evict_to_host(&mut self, pages: usize, room: usize) {
+    fn evict_to_host(&mut self, pages: usize, host_pages: usize) {
         let before = self.locked_pages().1;
         let mut free = Vec::new();
-        let room = room.min(self.host.available());
+        let host_pages = host_pages.min(self.host.available());
         self.host
-            .allocate_many(room, &mut free)
+            .allocate_many(host_pages, &mut free)
             .expect("there is room");
         self.host.cache(&free).expect("they are new");
         let mut evicted = std::mem::take(&mut self.evicted);

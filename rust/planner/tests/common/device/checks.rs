@@ -179,14 +179,14 @@ impl Device {
         let slot_masks = self.array::<i32>(FieldId::SlotMasks, 2 * group.len());
         let mut of_request = HashMap::new();
         let mut used = HashSet::new();
-        for ((_, slot), place) in group.iter().zip(slot_masks.as_chunks().0) {
-            // What comes next in a prompt is known, whatever may be drawn.
+        for ((_, slot), entry) in group.iter().zip(slot_masks.as_chunks().0) {
+            // What comes next in a prompt is known, whatever may be sampled.
             let mask = plan.requests[slot.request].mask.as_ref();
             let Some(mask) = mask.filter(|_| slot.class != SlotClass::Prompt) else {
-                assert_eq!(*place, [0, 0], "{slot:?}");
+                assert_eq!(*entry, [0, 0], "{slot:?}");
                 continue;
             };
-            let [first, edges] = *place;
+            let [first, edges] = *entry;
             used.insert(first);
             assert_eq!(*of_request.entry(slot.request).or_insert(first), first);
             let words = &words[usize::try_from(first).expect("a word")..];

@@ -13,7 +13,7 @@ pub(super) fn before(drafter: &Drafter, id: u64) -> Before {
     Some((context.copying(), start, text))
 }
 
-/// How many tokens before two places of a text are the same, none of them a boundary.
+/// How many tokens before two positions of a text are the same, none of them a boundary.
 fn matching(text: &[u32], a: usize, b: usize, depth: usize) -> usize {
     let pairs = text[..a].iter().rev().zip(text[..b].iter().rev());
     let same = pairs.take_while(|&(a, b)| a == b && *a != BOUNDARY);
@@ -37,19 +37,12 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
     let mut wanted = known.filter(|known| known.end == end);
     if let Some(known) = known.filter(|known| known.end < end) {
         let expected = known.source + end - known.end;
-        let places = (known.source..end)
-            .filter(|place| (expected.saturating_sub(16)..=expected + 8).contains(place));
-        let places =
-            places.map(|place| (place, matching(&text, place - start, end - start, depth)));
-        let mut places: Vec<_> = places.filter(|place| place.1 > 0).collect();
-        places.sort_by_key(|place| {
-            (
-                place.1,
-                usize::MAX - place.0.abs_diff(expected),
-                end - place.0,
-            )
-        });
-        wanted = match (places.last(), own) {
+        let found = (known.source..end)
+            .filter(|at| (expected.saturating_sub(16)..=expected + 8).contains(at));
+        let found = found.map(|at| (at, matching(&text, at - start, end - start, depth)));
+        let mut found: Vec<_> = found.filter(|at| at.1 > 0).collect();
+        found.sort_by_key(|at| (at.1, usize::MAX - at.0.abs_diff(expected), end - at.0));
+        wanted = match (found.last(), own) {
             (_, Some((length, next))) if next == expected => Some((next, length)),
             (last, _) => last.copied(),
         }
@@ -89,7 +82,7 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
     }
 }
 
-/// The draft of a copy that goes on, if none of the context's own matches is longer, and the length that it counts for.
+/// The draft of a copy that continues, if none of the context's own matches is longer, and the length that it counts for.
 pub(super) fn resumed(
     drafter: &Drafter,
     id: u64,
@@ -116,7 +109,7 @@ pub(super) fn resumed(
     (!draft.is_empty()).then_some((draft, length))
 }
 
-/// The candidate after `path` in a tree if the copy goes on: length, token and share.
+/// The candidate after `path` in a tree if the copy continues: length, token and share.
 pub(super) fn candidate(
     resumed: Option<&(Vec<u32>, usize)>,
     path: &[u32],
@@ -130,7 +123,7 @@ pub(super) fn candidate(
 #[test]
 fn a_copy_is_resumed_after_an_edit() {
     let mut run = super::new(0, usize::MAX);
-    // 1 and 2 occur in many places.
+    // 1 and 2 occur at many positions.
     let text: Vec<u32> = (10..40).chain([1, 70, 1, 71, 1]).chain(40..60).collect();
     let noise = [2, 80, 1, 81, 1, 81, 2, 80, 1, 81, 1, 81];
     run.say(1, 0, &[&text[..], &noise].concat());
@@ -141,11 +134,11 @@ fn a_copy_is_resumed_after_an_edit() {
         (drafts.to_vec(), length)
     };
     assert_eq!(say(&[10, 11, 12]), (vec![13, 14, 15, 16], 3));
-    // One token is replaced by two. The last that follows is known from one place only.
+    // One token is replaced by two. The last that follows is known from one position only.
     assert_eq!(say(&[90, 91]), (vec![], 0));
     assert_eq!(say(&[15]), (vec![16, 17, 18, 19], 3));
     assert_eq!(say(&[16, 17, 18]), (vec![19, 20, 21, 22], 4));
-    // A token is put in. The next occurs in many places, and the newest is a wrong one.
+    // A token is put in. The next occurs at many positions, and the newest is a wrong one.
     assert_eq!(say(&(19..40).collect::<Vec<_>>()).1, 18);
     assert_eq!(say(&[92, 1]), (vec![70, 1, 71, 1], 3));
 }

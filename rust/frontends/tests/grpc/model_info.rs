@@ -14,7 +14,7 @@ use zip::ZipArchive;
 use crate::bench::{Bench, prompt, request, run};
 
 #[test]
-fn facts_and_loads_have_what_the_gateway_reads() {
+fn model_info_and_loads_have_what_the_gateway_reads() {
     run(async {
         let bench = Bench::with("serve slow=5", Contract::Vllm, &|service, server| {
             server.model.eos_tokens = vec![4];

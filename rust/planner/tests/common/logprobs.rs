@@ -12,19 +12,19 @@ use crate::common::builder::Encoded;
 use crate::common::device::{DRIVER, Noise};
 use crate::common::naive::{Plan, Slot};
 
-/// The log-probabilities of one request: places of the prompt, and of tokens, each as its words.
+/// The log-probabilities of one request: positions of the prompt, and of tokens, each as its words.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct TokenCounts {
     pub(crate) prompt: Vec<Vec<u32>>,
     pub(crate) tokens: Vec<Vec<u32>>,
 }
 
-/// What a device knows of places.
+/// What a device knows of positions.
 #[derive(Debug, Default)]
-pub(crate) struct Places {
+pub(crate) struct Logprobs {
     /// What the requests of the next frame ask for.
     pub(crate) asked: HashMap<usize, LogprobOptions>,
-    /// The words that places were given.
+    /// The words that positions were given.
     given: HashMap<(usize, bool, usize), Vec<u32>>,
     noise: Noise,
 }
@@ -50,20 +50,20 @@ pub(crate) fn encode(frame: &ForwardRequest, asked: &HashMap<usize, LogprobOptio
     bytes
 }
 
-impl Places {
+impl Logprobs {
     /// Begins a frame.
     pub(crate) fn clear(&mut self) {
         self.given.clear();
     }
 
-    /// Compares what is staged of a group, and gives each of its places any words.
+    /// Compares what is staged of a group, and gives each of its positions any words.
     pub(crate) fn give(
         &mut self,
         open: &StagedGroup,
         plan: &Plan,
         group: &[(usize, Slot)],
     ) -> Vec<i32> {
-        let (mut places, mut tokens) = (Vec::<LogprobPosition>::new(), Vec::new());
+        let (mut positions, mut tokens) = (Vec::<LogprobPosition>::new(), Vec::new());
         let mut all = Vec::new();
         for (entry, (_, slot)) in group.iter().enumerate() {
             let Some(asked) = plan.asked_of(slot) else {
@@ -71,8 +71,8 @@ impl Places {
             };
             let is_prompt = slot.class == SlotClass::Prompt;
             let given = asked.token_ids.iter();
-            tokens.extend(given.map(|&token| [places.len() as i64, i64::from(token)]));
-            places.push([
+            tokens.extend(given.map(|&token| [positions.len() as i64, i64::from(token)]));
+            positions.push([
                 entry as i64,
                 if is_prompt {
                     i64::from(slot.labels[0])
@@ -87,7 +87,7 @@ impl Places {
             all.extend(words.iter().map(|word| word.cast_signed()));
             self.given.insert(key(slot), words);
         }
-        assert_eq!(open.logprob_positions(), (&places[..], &tokens[..]));
+        assert_eq!(open.logprob_positions(), (&positions[..], &tokens[..]));
         all
     }
 
@@ -113,7 +113,7 @@ impl Places {
     }
 }
 
-/// What an answer has, by request; and that all of its places are of the shape that was asked for.
+/// What an answer has, by request; and that all of its positions are of the shape that was asked for.
 pub(crate) fn read(extension: &ResponseExtension<'_>, plan: &Plan) -> BTreeMap<u32, TokenCounts> {
     let rows = extension.rows();
     rows.map(|row| {
@@ -125,13 +125,13 @@ pub(crate) fn read(extension: &ResponseExtension<'_>, plan: &Plan) -> BTreeMap<u
         };
         assert_eq!(row.shape(), shape);
         let words: Vec<u32> = row.words().collect();
-        let places = words.chunks_exact(shape.words()).map(<[u32]>::to_vec);
+        let positions = words.chunks_exact(shape.words()).map(<[u32]>::to_vec);
         let (prompt, tokens) = row.position_counts();
-        let prompt_places = places.clone().take(prompt as usize).collect();
-        let others: Vec<_> = places.skip(prompt as usize).collect();
+        let prompt_positions = positions.clone().take(prompt as usize).collect();
+        let others: Vec<_> = positions.skip(prompt as usize).collect();
         assert_eq!(others.len(), tokens as usize);
         let answered = TokenCounts {
-            prompt: prompt_places,
+            prompt: prompt_positions,
             tokens: others,
         };
         (row.request(), answered)
@@ -139,7 +139,7 @@ pub(crate) fn read(extension: &ResponseExtension<'_>, plan: &Plan) -> BTreeMap<u
     .collect()
 }
 
-/// Places of a prompt are numbered apart from those of tokens.
+/// Logprobs of a prompt are numbered apart from those of tokens.
 fn key(slot: &Slot) -> (usize, bool, usize) {
     (slot.request, slot.class == SlotClass::Prompt, slot.number)
 }
