@@ -360,14 +360,13 @@ class TestWgmmaGemm:
     def products(self) -> WgmmaGemm:
         return WgmmaGemm(torch.bfloat16, torch.device("cpu"))
 
-    def test_too_many_tokens_are_refused(self, products: WgmmaGemm) -> None:
+    def test_more_rows_are_further_tiles(self, products: WgmmaGemm, made: mock.Mock) -> None:
         rows, matrix = torch.zeros(17, 256), LinearWeights(torch.zeros(128, 256))
-        with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
-            products.multiply(rows, matrix, WgmmaConfig(16, 1, 4), STORE)
         quantized = QuantizedRows(rows.to(FP8), torch.ones(17, 1))
         weights = QuantizedWeights(matrix.weight.to(FP8), torch.ones(128))
-        with pytest.raises(ValueError, match="17 rows are more than the 16 of the kernel"):
-            products.multiply(quantized, weights, WgmmaConfig(16, 1, 4), STORE)
+        assert products.multiply(rows, matrix, WgmmaConfig(16, 1, 4), STORE).shape == (17, 128)
+        products.multiply(quantized, weights, WgmmaConfig(16, 1, 4), STORE)
+        assert [call.args[0] for call in made.return_value.launch.call_args_list] == [(2, 2)] * 2
 
     def test_other_sums_of_squares_are_refused(self, products: WgmmaGemm) -> None:
         rows, matrix = torch.zeros(16, 256), LinearWeights(torch.zeros(128, 256))
@@ -393,7 +392,7 @@ class TestWgmmaGemm:
         grid, threads, weights, given, _, sum_squares, out, left, *numbers = (
             made.return_value.launch.call_args.args
         )
-        assert (grid, threads) == ((4,), 2 * 128 + 64)
+        assert (grid, threads) == ((4, 1), 2 * 128 + 64)
         # Eights of rows of both halves, of which a CTA has eight of each.
         assert weights == ((32, 2, 8, 256), (8, 2, 8, 64))
         assert given == ((3, 256), (8, 64))
@@ -411,7 +410,7 @@ class TestWgmmaGemm:
         assert products.multiply(rows, matrix, config, ADD_RESIDUAL, residual=residual) is residual
         launched = made.return_value.launch.call_args.args
         grid, threads, weights, given, output_scales, of_rows, out, left, *numbers = launched
-        assert (grid, threads) == ((6,), 128 + 64)
+        assert (grid, threads) == ((6, 1), 128 + 64)
         assert (weights, given) == (((192, 512), (64, 128)), ((9, 512), (16, 128)))
         assert (output_scales is matrix.scales, of_rows is rows.scales) == (True, True)
         assert (out is residual, left) == (True, 0)

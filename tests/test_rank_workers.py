@@ -142,7 +142,7 @@ class TestCommands:
             "adapters": None,
             "images": images,
             "states": bytearray(16),
-            "noted": bytes(16),
+            "token_history": bytes(16),
         }
         heard: Any = unpack(b"".join(pack(Forward.of(SimpleNamespace(**told)))))  # type: ignore[arg-type]
         for name in told.keys() - {"mask", "images"}:

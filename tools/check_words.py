@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -184,7 +184,7 @@ def _strings(value: object) -> frozenset[str]:
     """All text in a module's collections, however deep."""
     if isinstance(value, str):
         return frozenset({value})
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return _strings(tuple(value)) | _strings(tuple(value.values()))
     if isinstance(value, tuple | list | set | frozenset):
         return frozenset(text for each in value for text in _strings(each))

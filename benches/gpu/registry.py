@@ -87,11 +87,15 @@ CHECKS: Final[Mapping[str, Check]] = {
         "batch_check.py", "products of 2 to 224 rows are right, and the same each time; their "
         "times compared with cuBLAS", "2e-2 of the largest output", 5, "--json {record}",
     ),
+    "batch invariance": Check(
+        "batch_invariant_check.py", "rows have the same bits in every company, and so have answers "
+        "with `enable_deterministic_inference`",
+        "all bits are equal", 6, "--shapes {small} --requests 64 --json {record}",
+    ),
     "accuracy": Check(
-        "accuracy_check.py", "a checkpoint's perplexity and best tokens are those of transformers, "
-        "by few kernels, by SGLang's layers and attention, and in FP8",
-        "1 % of the perplexity, 5 % in FP8; 999 of 1,000 decided tokens", 5,
-        "--ways fused,unfused,sglang,fp8,fp8-unfused --json {record}",
+        "accuracy_check.py", "log-probabilities by every path, against transformers and SGLang's "
+        "engine", "mean and p99.9 1.05 of SGLang's; 1 % of the perplexity, 5 % in FP8", 8,
+        "--ways fused,unfused,drafts,lora,sglang,fp8,fp8-unfused --json {record}",
     ),
     "prefill": Check(
         "prefill_check.py", "long passes by the driver's layers, against SGLang's, and its graphs",

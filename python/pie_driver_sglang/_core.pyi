@@ -1181,10 +1181,10 @@ class Pass:
         What the rows may attend to; None when each sees all KV up to itself.
         """
     @property
-    def noted(self, /) -> bytes | None:
+    def token_history(self, /) -> bytes | None:
         """
-        `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be noted with those of the pass; None when
-        no tokens need be noted.
+        `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be recorded with those of the pass; None when
+        no tokens need be recorded.
         """
     @property
     def requests(self, /) -> int:
@@ -1272,7 +1272,7 @@ class Planner:
         """
         Size of the staging block in bytes.
         """
-    def draft(self, /, *, num_drafts: SupportsIndex, max_depth: SupportsIndex, min_n: SupportsIndex, max_n: SupportsIndex | None, capacity: SupportsIndex, context_bytes: SupportsIndex, host_pages: SupportsIndex, rungs: SupportsGetItem[int, SupportsIndex]) -> None:
+    def draft(self, /, *, num_drafts: SupportsIndex, max_depth: SupportsIndex, min_n: SupportsIndex, max_n: SupportsIndex | None, capacity: SupportsIndex, context_bytes: SupportsIndex, host_pages: SupportsIndex, graph_sizes: SupportsGetItem[int, SupportsIndex]) -> None:
         """
         Drafts for requests that ask for them, from what contexts have said.
 
@@ -1284,7 +1284,7 @@ class Planner:
             capacity: Tokens of the history that contexts share.
             context_bytes: Memory of contexts, above which the one that was not used for longest is released.
             host_pages: Size of the engine's host pool.
-            rungs: Rows of the graphs that a step may run as, rising.
+            graph_sizes: Rows of the graphs that a step may run as, rising.
 
         Raises:
             ValueError: A limit is out of range, or the planner was given away.

@@ -118,8 +118,8 @@ class BackendExecutor:
         """Runs the staged pass; see `ModelExecutor.forward`."""
         self._upload_bytes(self.pass_bytes(batch))
         self.block_table.update(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
-        if batch.noted is not None:
-            self._note_tokens(batch.noted, batch.tokens)
+        if batch.token_history is not None:
+            self._note_tokens(batch.token_history, batch.tokens)
         self._hidden = None
         if self.steps is not None and batch.decode and batch.mask is None and batch.images is None:
             self._run_step(self.steps, batch)

@@ -140,7 +140,7 @@ def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
         capacity=options.spec_ngram_capacity,
         context_bytes=DRAFT_CONTEXT_BYTES,
         host_pages=info.host_pages,
-        rungs=decode_batch_sizes(options.max_forward_requests),
+        graph_sizes=decode_batch_sizes(options.max_forward_requests),
     )
 
 

@@ -242,7 +242,7 @@ class CudaGraphRunner(GraphRunner):
         fields: Mapping[str, torch.Tensor],
         own: slice,
     ) -> LogitRows:
-        """The logits as requests ask for them, after the tokens of the step are noted."""
+        """The logits as requests ask for them, after the tokens of the step are recorded."""
         from pie_driver_sglang.kernels.sampling.penalties import cast_modified_rows, record_tokens
 
         history, words = self._engine.history, self._device_mask_words

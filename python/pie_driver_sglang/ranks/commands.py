@@ -74,7 +74,7 @@ class Forward(NamedTuple):
     adapters: bytes | None
     images: Images | None
     states: bytearray | None
-    noted: bytes | None = None
+    token_history: bytes | None = None
 
     @staticmethod
     def of(batch: Pass, known: Container[int] = ()) -> Forward:
@@ -96,7 +96,7 @@ class Forward(NamedTuple):
             adapters=batch.adapters,
             images=None if batch.images is None else _copied(batch.images, known),
             states=batch.states,
-            noted=batch.noted,
+            token_history=batch.token_history,
         )
 
     @property

@@ -30,9 +30,9 @@ pub(crate) struct Pass {
     /// `[requests, 2]` int64: slot of the state pool, 0 for the padding slot, and 1 where it starts from zeros; None for a
     /// model without recurrent state.
     states: Option<Py<PyByteArray>>,
-    /// `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be noted with those of the pass; None when
-    /// no tokens need be noted.
-    noted: Option<Py<PyBytes>>,
+    /// `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be recorded with those of the pass; None when
+    /// no tokens need be recorded.
+    token_history: Option<Py<PyBytes>>,
 }
 
 impl Pass {
@@ -51,8 +51,9 @@ impl Pass {
         let states = batch.pass_states();
         let states =
             states.map(|states| PyByteArray::new(py, bytemuck::cast_slice(&states)).unbind());
-        let noted = batch.pass_token_history();
-        let noted = noted.map(|pairs| PyBytes::new(py, bytemuck::cast_slice(pairs)).unbind());
+        let token_history = batch.pass_token_history();
+        let token_history =
+            token_history.map(|pairs| PyBytes::new(py, bytemuck::cast_slice(pairs)).unbind());
         Ok(Self {
             tokens: pass.tokens,
             requests: pass.requests,
@@ -64,7 +65,7 @@ impl Pass {
             adapters,
             images: images.transpose()?,
             states,
-            noted,
+            token_history,
         })
     }
 }

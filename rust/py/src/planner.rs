@@ -105,11 +105,11 @@ impl Planner {
     ///     capacity: Tokens of the history that contexts share.
     ///     context_bytes: Memory of contexts, above which the one that was not used for longest is released.
     ///     host_pages: Size of the engine's host pool.
-    ///     rungs: Rows of the graphs that a step may run as, rising.
+    ///     graph_sizes: Rows of the graphs that a step may run as, rising.
     ///
     /// Raises:
     ///     ValueError: A limit is out of range, or the planner was given away.
-    #[pyo3(signature = (*, num_drafts, max_depth, min_n, max_n, capacity, context_bytes, host_pages, rungs))]
+    #[pyo3(signature = (*, num_drafts, max_depth, min_n, max_n, capacity, context_bytes, host_pages, graph_sizes))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -123,7 +123,7 @@ impl Planner {
         capacity: usize,
         context_bytes: usize,
         host_pages: u32,
-        rungs: Vec<usize>,
+        graph_sizes: Vec<usize>,
     ) -> PyResult<()> {
         let options = DraftOptions {
             ngram: NgramConfig {
@@ -134,7 +134,7 @@ impl Planner {
                 context_bytes,
             },
             num_drafts,
-            graph_sizes: rungs,
+            graph_sizes,
             host_pages,
         };
         let given_away = || PyValueError::new_err("the planner already serves");
