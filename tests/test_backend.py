@@ -125,7 +125,7 @@ def test_pages_are_copied_with_their_kv(served: Served) -> None:
 
 def test_no_library_is_imported() -> None:
     code = (
-        "import sys, fake_backend, pie_driver_sglang.engine.build, "
+        "import sys, support.models.fake_backend, pie_driver_sglang.engine.build, "
         "pie_driver_sglang.driver.serving_loop; print(*sys.modules)"
     )
     command = [sys.executable, "-c", code]

@@ -75,5 +75,4 @@ def test_splits_depend_on_the_length_only() -> None:
 
 
 def test_partial_results_are_planned() -> None:
-    """A row has a result for each split, and one that padding may have."""
-    assert PARTIAL_SPLITS == batch_invariant.MAX_SPLITS + 1
+    assert PARTIAL_SPLITS == batch_invariant.MAX_SPLITS

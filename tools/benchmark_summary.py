@@ -102,7 +102,7 @@ def servers(results: Results) -> list[str]:
             rows,
         ),
         record["note"],
-        "Each run by itself, the first one first. Samples are small, most of all with one stream, "
+        "The two runs, in order. Samples are small, most of all with one stream, "
         "and TTFT and p99 inter-token latency vary widely between runs. With "
         "shared prefixes SGLang's prefix cache hit rate differs between its runs, which is a part "
         "of the ratio.",

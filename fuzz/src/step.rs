@@ -61,19 +61,19 @@ impl Steps {
         let rows = size.rows.next_power_of_two();
         // Every other graph gets the rows to sample.
         let told = self.number.is_multiple_of(2) && size.slots < rows;
-        let size = StepSize {
+        let graph = StepSize {
             rows,
             slots: if told { size.slots.max(1) } else { rows },
         };
-        let layout = if size.slots == rows && self.number % 4 < 2 {
+        let layout = if graph.slots == rows && self.number % 4 < 2 {
             self.planner.find_prefix_groups(&mut plan, 0);
             Layout::grouped_graph(rows)
         } else {
-            Layout::graph(size)
+            Layout::graph(graph)
         };
         // Neither may be written past its end, nor hold what a former step left there.
         let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
-        let words = size.slots * self.limits.mask_words() + self.limits.extra_update_words();
+        let words = graph.slots * self.limits.mask_words() + self.limits.extra_update_words();
         let mut mask_words = vec![-1; words];
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut block),
@@ -82,7 +82,7 @@ impl Steps {
         let staged = self.planner.stage_graph(plan, &layout, memory, self.number);
         let step = staged.expect("the memory fits");
         let results = step.results();
-        assert!((1..=size.slots).contains(&results));
+        assert!((1..=graph.slots).contains(&results));
         let staged = Step {
             limits: &self.limits,
             layout: &layout,

@@ -9,6 +9,7 @@ from pie_driver_sglang.config.arch import arch_name
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
@@ -34,6 +35,8 @@ from pie_driver_sglang.observability.active import Active
 
 logger = logging.getLogger(__name__)
 
+BATCH_INVARIANT = "pie, batch-invariant"
+"""The attention of all passes with `enable_deterministic_inference`, as the log names it."""
 NEEDS_GPU = "the fused layers need a GPU"
 """Why layers that could be fused are not."""
 DRAFT_CONTEXT_BYTES = 2**30
@@ -77,7 +80,9 @@ def build_executor(
     planner = _planner(found, info, block_table, chunk, config)
     executor = BackendExecutor(backend, block_table, plan, planner, info, pools, adapters, states)
     active = Active()
-    active.choose("attention", info.attention_backend, found.paged_decode_refusal)
+    invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
+    attention = BATCH_INVARIANT if invariant else info.attention_backend
+    active.choose("attention", attention, found.paged_decode_refusal)
     executor.fused = _fuse(backend, options, active)
     executor.steps = _steps(executor, chunk, options, adapters, active)
     active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
@@ -153,6 +158,11 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
             raise UnsupportedLayer(NEEDS_GPU)
         fused = fuse_layers(backend)
     except UnsupportedLayer as reason:
+        if isinstance(backend.decode_attention, BatchInvariantAttention):
+            raise StartError(
+                f"the batch-invariant layers do not support the model: {reason}",
+                'set `attention_backend = "fa3"`, by which SGLang\'s deterministic mode runs it',
+            ) from reason
         active.choose("layers", backend.info.name, f"not fused: {reason}")
         return None
     active.choose("layers", "fused")

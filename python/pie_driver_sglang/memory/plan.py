@@ -257,9 +257,12 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     # The logits, and the float32 copy of those that an extended step changes.
     logits = settings.requests * model.vocabulary * (model.itemsize + FLOAT32_BYTES)
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
-    # Vectors of a head, and their maxima and sums.
-    partials = settings.requests * settings.partial_splits * model.heads * (model.head_dim + 2)
-    return nodes + pool + hidden + logits + tables + partials * FLOAT32_BYTES
+    partials = 0
+    if settings.partial_splits:
+        # Vectors of a head with their maxima and sums; rows with one split have none in use.
+        results = settings.requests * settings.partial_splits + max(spec.rows for spec in specs)
+        partials = results * model.heads * (model.head_dim + 2) * FLOAT32_BYTES
+    return nodes + pool + hidden + logits + tables + partials
 
 
 def _layer_bytes(spec: GraphSpec) -> int:

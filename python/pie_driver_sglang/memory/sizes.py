@@ -25,8 +25,8 @@ FLASHINFER_BYTES: Final = 512 << 20
 """SGLang's workspace for flashinfer: some models take less."""
 DETERMINISTIC_BYTES: Final = 2 << 30
 """The same with `enable_deterministic_inference`."""
-PARTIAL_SPLITS: Final = 17
-"""Results of a row that `kernels/attention/batch_invariant.py` keeps, its padding included."""
+PARTIAL_SPLITS: Final = 16
+"""Most splits of a row in `kernels/attention/batch_invariant.py`."""
 ROTARY_ROOM: Final = 256
 """Rows of SGLang's rotary tables beyond the context."""
 RECURRENT_COPIES: Final = 12

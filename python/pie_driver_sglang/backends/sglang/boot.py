@@ -86,7 +86,9 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
             block_table = _allocate(runner, plan, options.max_forward_requests)
-            refusal = support.paged_decode_refusal(runner, options.paged_decode)
+            refusal = support.paged_decode_refusal(
+                runner, options.paged_decode, fuse_layers=options.fuse_layers
+            )
             if refusal is None:
                 chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
                 paged.install(runner, block_table, "fa3" if chosen else None)

@@ -176,19 +176,22 @@ def mask_unsupported_reason(runner: ModelRunner) -> str | None:
     return None
 
 
-def paged_decode_refusal(runner: ModelRunner, asked: bool | None) -> str | None:
+def paged_decode_refusal(
+    runner: ModelRunner, asked: bool | None, *, fuse_layers: bool = True
+) -> str | None:
     """Why the backend `pie` does not compute a model's decodes; None where it does.
 
     Args:
         runner: with its pools.
         asked: as `DriverOptions.paged_decode`.
+        fuse_layers: as in `DriverOptions`.
 
     Raises:
         StartError: It is asked for and cannot.
     """
     if asked is False:
         return f"{PAGED_DECODE} needs a GPU" if runner.device == "cpu" else "another is set"
-    reason = paged_decode_unsupported_reason(runner)
+    reason = paged_decode_unsupported_reason(runner, fuse_layers=fuse_layers)
     if asked and reason is not None:
         raise StartError(
             f"the attention backend {PAGED_DECODE} cannot decode "
@@ -230,13 +233,14 @@ def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: i
         change_settings(args, mm_attention_backend="triton_attn")
 
 
-def paged_decode_unsupported_reason(runner: ModelRunner) -> str | None:
-    """Why the backend `pie` cannot decode this model; None when it can."""
+def paged_decode_unsupported_reason(runner: ModelRunner, *, fuse_layers: bool = True) -> str | None:
+    """Why the backend `pie` cannot decode this model; None when it can.
+
+    Args:
+        runner: With its pools.
+        fuse_layers: As in `DriverOptions`.
+    """
     pool = paged(runner.token_to_kv_pool)
-    if resolved(runner).enable_deterministic_inference:
-        refusal = _batch_invariant_unsupported_reason(runner)
-        if refusal is not None:
-            return f"`enable_deterministic_inference` is set, and {refusal}"
     if not keeps_heads(pool):
         return f"its KV pool is a {type(pool).__name__}"
     if pool.dtype not in PAGED_DTYPES:
@@ -245,30 +249,41 @@ def paged_decode_unsupported_reason(runner: ModelRunner) -> str | None:
         return "its KV pool is laid out by heads"
     if not all(is_plain(layer) for layer in attention_layers(runner)):
         return "some of its layers have custom attention"
+    if resolved(runner).enable_deterministic_inference:
+        reason = _batch_invariant_unsupported_reason(runner)
+        reason = reason if fuse_layers else "`fuse_layers` is false"
+        if reason is not None:
+            return f"`enable_deterministic_inference` is set, and {reason}"
     return None
 
 
 def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
-    """Why the kernels whose rows do not depend on their batch do not run a model; None if they do.
+    """Why the batch-invariant kernels do not run a model; None if they do.
 
     SGLang's deterministic mode serves the others.
     """
     settings, layers = resolved(runner), attention_layers(runner)
+    kv_dtype = paged(runner.token_to_kv_pool).dtype
     if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
         return "the batch-invariant kernels need a Hopper GPU"
     if rank_of(runner).size > 1:
         return "sums of several ranks are not batch-invariant"
     if settings.enable_lora:
         return "LoRA is not batch-invariant"
-    if runner.dtype != torch.bfloat16:
-        return f"the batch-invariant kernels do not run {runner.dtype}"
+    if settings.enable_fp32_lm_head:
+        return "`enable_fp32_lm_head` is set, too"
+    for dtype in (runner.dtype, kv_dtype):
+        if dtype != torch.bfloat16:
+            return f"the batch-invariant kernels do not run {dtype}"
     for layer in layers:
         plain = is_plain(layer) and layer.sliding_window_size < 0 and not layer.logit_cap
         sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
         if not plain or layer.qk_head_dim != layer.v_head_dim:
-            return "some of its layers attend in a way of their own"
+            return "some of its layers have windows, soft caps or custom attention"
         if not supports_batch_invariant(*sizes, runner.dtype):
-            return f"its heads are {layer.qk_head_dim} wide"
+            return "its attention has {} query heads, {} KV heads and a head size of {}".format(
+                *sizes
+            )
     try:
         found = read_layers(find_decoder(runner.model), runner.token_to_kv_pool)
         dense = [layer for layer in found if isinstance(layer, Layer)]

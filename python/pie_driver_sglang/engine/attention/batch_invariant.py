@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.block_table import BlockTable
 
 
-class _Step(NamedTuple):
+class _PassRows(NamedTuple):
     """The rows of a pass, by the kernel that attends with them."""
 
     split: tuple[DecodeRows, FixedSplits] | None
@@ -41,9 +41,9 @@ class BatchInvariantAttention(PagedDecode):
             multiprocessors: Of the GPU.
         """
         super().__init__(table, layers, multiprocessors, None)
-        # A row of a group would be the sum of two halves.
+        # A shared prefix is read for all its rows at once, which would split their KV elsewhere.
         self.shares_prefixes = False
-        self._rows_of: _Step | None = None
+        self._pass_rows: _PassRows | None = None
 
     def plan(self, table_rows: torch.Tensor, kv_lens: torch.Tensor) -> None:
         """See `PagedDecode.plan`."""
@@ -59,7 +59,7 @@ class BatchInvariantAttention(PagedDecode):
         splits = batch_invariant.plan_fixed_splits(
             rows, self._layers[0].kv_heads, self._table.requests
         )
-        self._rows_of = _Step((rows, splits), tiled)
+        self._pass_rows = _PassRows((rows, splits), tiled)
 
     def plan_extend(self, table_rows: torch.Tensor, extends: Extends, tokens: int) -> None:
         """Plans a prefill.
@@ -76,7 +76,7 @@ class BatchInvariantAttention(PagedDecode):
         first = (extends.prefix_lens - extends.start_loc).long()
         kv_lens = first[owners] + torch.arange(1, tokens + 1, device=device)
         rows = DecodeRows(self._table.slots, table_rows[owners].long(), kv_lens)
-        self._rows_of = _Step(None, rows)
+        self._pass_rows = _PassRows(None, rows)
 
     def attend(
         self, layer: AttentionLayer, queries: torch.Tensor, sinks: torch.Tensor | None = None
@@ -88,12 +88,12 @@ class BatchInvariantAttention(PagedDecode):
         """
         if sinks is not None:
             raise ValueError("batch-invariant attention has no sinks")
-        if self._rows_of is None:
+        if self._pass_rows is None:
             raise RuntimeError("a pass whose attention was not planned")
         queries = queries.reshape(-1, layer.heads, layer.head_dim)
         out = queries.new_empty(len(queries), layer.heads, layer.value_dim)
         scale, page_size = layer.scale, self._table.page_size
-        split, tiled = self._rows_of
+        split, tiled = self._pass_rows
         if tiled is not None:
             batch_invariant.attend_row_tiles(
                 queries, layer.keys, layer.values, out, tiled, scale, page_size

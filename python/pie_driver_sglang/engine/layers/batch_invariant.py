@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import Decoder, PassContext
 
 _ROWS = (*wgmma.BLOCK_MS, 256, *(1 << power for power in range(9, 18)))
-"""Of passes, all kinds of configs among them."""
+"""Numbers of rows that `check_weights` tries: every tile size, and long prefills."""
 
 
 def check_weights(layers: Sequence[Layer], lm_head: torch.Tensor) -> None:

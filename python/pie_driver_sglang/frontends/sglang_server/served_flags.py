@@ -13,8 +13,8 @@ from pie_driver_sglang.errors import ConfigError, nearest
 from pie_driver_sglang.frontends.common.argument_names import READ, SCHEDULER, other_engines_flag
 
 OWN_FLAGS: Final = """\
-  --scheduler NAME     pie, sglang, or auto (default): ours, and SGLang's own for what ours does not
-                       serve, which one line at the start says
+  --scheduler NAME     pie, sglang, or auto (default): ours, or SGLang's if a flag or the model
+                       requires it, which is logged
   --option KEY=VALUE   an option of the driver (docs/options.md) or an argument of the engine
                        (docs/engine.md); may be given several times
 """

@@ -35,7 +35,7 @@ MAX_WGMMA_ROWS = 224
 _TILE_TIMES = {(256, 2): 512, (256, 1): 341, (128, 2): 320, (128, 1): 213}
 """Relative times of a tile by rows and warpgroups, measured on an H200."""
 _MAX_BLOCK_M = 256
-"""Rows of a tile of more rows than that."""
+"""Most rows of a tile; more rows are further tiles."""
 BLOCK_MS = (8, 16, *range(32, MAX_WGMMA_ROWS + 1, 32))
 """Supported numbers of padded rows."""
 _HOPPER = 9

@@ -156,6 +156,11 @@ class Resolved:
         return name
 
     @property
+    def enable_fp32_lm_head(self) -> bool:
+        """Whether logits are computed in float32."""
+        return bool(self._args.enable_fp32_lm_head)
+
+    @property
     def enable_deterministic_inference(self) -> bool:
         """Whether sums do not depend on the batch."""
         return bool(self._args.enable_deterministic_inference)
