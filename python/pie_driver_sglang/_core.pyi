@@ -1181,12 +1181,6 @@ class Pass:
         What the rows may attend to; None when each sees all KV up to itself.
         """
     @property
-    def token_history(self, /) -> bytes | None:
-        """
-        `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be recorded with those of the pass; None when
-        no tokens need be recorded.
-        """
-    @property
     def requests(self, /) -> int:
         """
         Requests.
@@ -1206,6 +1200,12 @@ class Pass:
         """
         `[requests, 2]` int64: slot of the state pool, 0 for the padding slot, and 1 where it starts from zeros; None for a
         model without recurrent state.
+        """
+    @property
+    def token_history(self, /) -> bytes | None:
+        """
+        `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be recorded with those of the pass; None when
+        no tokens need be recorded.
         """
     @property
     def tokens(self, /) -> int:
