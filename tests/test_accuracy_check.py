@@ -113,4 +113,4 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     assert "no way other; there are sglang, fused" in log
     (tmp_path / "config.json").write_text("{}")
     log = scripts.fail(script, "--device", "cpu", "--model", str(tmp_path))
-    assert "tokenizer.json'; download the model again" in log
+    assert f"there is no '{tmp_path}/tokenizer.json'; download" in log

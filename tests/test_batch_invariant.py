@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pie_driver_sglang.kernels.attention import batch_invariant
@@ -23,6 +23,7 @@ def test_rows_attend_alike_in_any_company(interpreted: str) -> None:
     assert "checked" in interpreted
 
 
+@example(64 * 68, 256, ADD_RESIDUAL)
 @given(
     st.integers(1, 600).map(lambda units: 64 * units),
     st.integers(1, 200).map(lambda pairs: 128 * pairs),

@@ -119,7 +119,7 @@ def test_all_reduce_norm_needs_enough_multiprocessors(multiprocessors: int, fits
     for tuning in TUNINGS.values():
         assert (residency_error(multiprocessors, tuning) == "") == fits
     if not fits:
-        message = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
+        message = f"{multiprocessors} SMs hold {2 * multiprocessors} of 256 rows at once"
         assert residency_error(multiprocessors, TUNINGS[2]) == message
 
 

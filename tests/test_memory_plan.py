@@ -269,7 +269,7 @@ def test_the_graphs_of_the_measured_shape() -> None:
 def test_all_graphs_that_are_captured_are_planned(
     backend: str | None, ranks: int, lora: bool
 ) -> None:
-    """Before a model is loaded, nobody knows whether the backend `pie` decodes it."""
+    """Whether the backend `pie` decodes a model is unknown until it is loaded."""
     given_options = {} if backend is None else {"attention_backend": backend}
     options = parse_options({**given_options, "enable_lora": lora}, "cuda")
     settings = memory_settings(

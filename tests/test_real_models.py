@@ -268,10 +268,9 @@ def test_frontends_draw_several_samples(client: Any, turns: list[Turn]) -> None:
     assert len({choice.message.content for choice in found.choices}) > 1
 
 
+@pytest.mark.parametrize("frontend", ["sglang"], indirect=True)
 def test_a_session_of_the_server(frontend: Frontend, turns: list[Turn]) -> None:
     """The second turn of a conversation sends only what is new."""
-    if frontend.name == "gateway":
-        pytest.skip("the gateway has no sessions")
     server, turn, follow = frontend.server, turns[0], turns[len(CHATS)]
     said = [*turn.prompt, *turn.answer["output_ids"]]
     assert follow.prompt[: len(said)] == said

@@ -70,12 +70,12 @@ class TestPrograms:
         @language.function
         def program(s: Any) -> None:
             s += PROMPT
-            s += language.gen("text", max_tokens=8, temperature=0, ignore_eos=True)
+            # On a busy machine tokens arrive together, but not so many.
+            s += language.gen("text", max_tokens=64, temperature=0, ignore_eos=True)
 
         parts = list(program.run(stream=True).text_iter())
         assert "".join(parts) == program.run().text()
-        # The prompt, and the answer: on a busy machine tokens arrive together.
-        assert len(parts) >= 2
+        assert len(parts) > 2
 
     def test_choices_by_likelihood(self, language: Any) -> None:
         """SGLang's two other methods count with the first log-probability, which is None."""

@@ -115,4 +115,4 @@ class FakeBackend:
         raise NotImplementedError("it has no vision encoder")
 
     def freeze_weights(self, reason: str) -> None:
-        """Nobody updates them."""
+        """Its weights are never updated."""

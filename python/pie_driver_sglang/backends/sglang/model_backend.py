@@ -147,7 +147,7 @@ class SglangBackend:
     def plan_decode(self, context: PassContext) -> Iterator[None]:
         """See `ModelBackend.plan_decode`."""
         backend = self.runner.attn_backend
-        # SGLang's runner has room for a row of each request, and a step may have more.
+        # SGLang's runner allocates a row per request, and a step may have more rows.
         with attending(backend):
             backend.init_forward_metadata(context.native)
             yield

@@ -1,4 +1,4 @@
-"""Attention of all passes whose rows have the same bits in any company."""
+"""Batch-invariant attention of decodes, drafts and prefills."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from pie_driver_sglang.engine.attention.paged import AttentionLayer, PagedDecode
 from pie_driver_sglang.kernels.attention import batch_invariant
 from pie_driver_sglang.kernels.attention.batch_invariant import FixedSplits
+from pie_driver_sglang.kernels.attention.prompt_rows import find_runs
 from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ class BatchInvariantAttention(PagedDecode):
         rows = DecodeRows(self._table.slots, table_rows, kv_lens)
         tiled = None
         if self._has_prompts(len(kv_lens)):
-            follows = torch.zeros(len(kv_lens) + 1, dtype=torch.bool, device=kv_lens.device)
-            follows[1:-1] = table_rows[1:] == table_rows[:-1]
-            follows[1:-1] &= (kv_lens[1:] == kv_lens[:-1] + 1) & (table_rows[1:] > 0)
-            inside = follows[:-1] | follows[1:]
+            follows, leads = find_runs(table_rows, kv_lens)
+            inside = follows | leads
             tiled = rows._replace(table_rows=torch.where(inside, table_rows, SKIP_ROW))
             rows = rows._replace(table_rows=torch.where(inside, SKIP_ROW, table_rows))
         splits = batch_invariant.plan_fixed_splits(

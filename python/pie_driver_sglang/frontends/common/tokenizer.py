@@ -38,11 +38,11 @@ class ModelTokenizer:
         package: Any = import_module("tokenizers")
         self.file = path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"there is no {quoted(str(path))}", _DOWNLOAD)
+            raise ConfigError(f"there is no {quoted(path)}", _DOWNLOAD)
         try:
             self._inner = package.Tokenizer.from_file(str(path))
         except Exception as error:  # The package raises plain exceptions.
-            raise ConfigError(f"cannot read {quoted(str(path))}: {error}", _DOWNLOAD) from error
+            raise ConfigError(f"cannot read {quoted(path)}: {error}", _DOWNLOAD) from error
         self._inner.no_truncation()
         self._inner.no_padding()
         self._config = read_json(folder / "tokenizer_config.json")
@@ -294,7 +294,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {quoted(str(path))}: {reason(error)}", _DOWNLOAD) from error
+        raise ConfigError(f"cannot read {quoted(path)}: {reason(error)}", _DOWNLOAD) from error
     return value if isinstance(value, dict) else {}
 
 

@@ -25,6 +25,23 @@ class Prompts(NamedTuple):
     """``[segments, pages]`` int32: the pages of a prompt; any for rows between prompts."""
 
 
+def find_runs(table_rows: torch.Tensor, kv_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds consecutive rows of one context, each of which sees one token more. Can be captured.
+
+    Args:
+        table_rows: ``[rows]`` int64; 0 is padding.
+        kv_lens: ``[rows]`` int64.
+
+    Returns:
+        ``[rows]`` bool: whether a row continues the one before it, and whether the next one
+        continues it.
+    """
+    follows = torch.zeros(len(kv_lens) + 1, dtype=torch.bool, device=kv_lens.device)
+    follows[1:-1] = (table_rows[1:] == table_rows[:-1]) & (kv_lens[1:] == kv_lens[:-1] + 1)
+    follows[:-1] &= table_rows > 0
+    return follows[:-1], follows[1:]
+
+
 def find_prompts(rows: DecodeRows, most: int, page_size: int) -> tuple[Prompts, DecodeRows]:
     """The prefills of a step, and its rows with those of prefills set to `SKIP_ROW`.
 
@@ -34,10 +51,7 @@ def find_prompts(rows: DecodeRows, most: int, page_size: int) -> tuple[Prompts, 
         page_size: Tokens of a page.
     """
     owners, kv_lens, count = rows.table_rows, rows.kv_lens, len(rows.kv_lens)
-    follows = torch.zeros(count + 1, dtype=torch.bool, device=owners.device)
-    follows[1:-1] = (owners[1:] == owners[:-1]) & (kv_lens[1:] == kv_lens[:-1] + 1)
-    follows[:-1] &= owners > 0
-    follows, leads = follows[:-1], follows[1:]
+    follows, leads = find_runs(owners, kv_lens)
     inside = follows | leads
     # A prompt, or rows that follow one; before the first prompt there may be some, too.
     begins = torch.where(inside, ~follows, torch.nn.functional.pad(inside[:-1], (1, 0)))

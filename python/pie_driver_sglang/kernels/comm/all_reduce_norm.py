@@ -62,7 +62,7 @@ def residency_error(multiprocessors: int, tuning: AllReduceTuning) -> str:
     resident = PROGRAMS_PER_SM * multiprocessors
     if resident >= tuning.max_rows:
         return ""
-    return f"{multiprocessors} SMs have room for {resident} rows of {tuning.max_rows} at once"
+    return f"{multiprocessors} SMs hold {resident} of {tuning.max_rows} rows at once"
 
 
 class PeerMemory(NamedTuple):

@@ -12,7 +12,7 @@ of rows gives each row the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy
@@ -128,7 +128,6 @@ def find_wgmma_config(
     two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
     k_atoms = 2 if block_m <= 64 and not two else 1
     steps = inputs * itemsize // (k_atoms * _ATOM_BYTES)
-    split_k = min(split_k, steps)
     stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
     fitting = stages_bytes // _stage_bytes(block_m, groups, k_atoms)
     stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
@@ -174,6 +173,9 @@ def find_batch_invariant_config(
     shares_rows = units % 4 == 0 and groups == 2 and 64 <= block_m <= 128
     multicast = 2 if shares_rows and (two or rows > block_m) else 1
     config = WgmmaConfig(block_m, groups, stages, k_atoms, multicast, split_k, sequential, 1)
+    # Few inputs fill few stages, and split-K sums need the memory of more.
+    while not _fits_split_sums(config) and config.num_stages < fitting:
+        config = replace(config, num_stages=config.num_stages + 1)
     return config if _fits_split_sums(config) else None
 
 

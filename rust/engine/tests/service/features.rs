@@ -7,7 +7,7 @@ use pie_engine::{
     StopCriteria,
 };
 
-/// Rows wait for a step with room for them; no frame is larger than a slot.
+/// Rows that do not fit a frame wait for a later step; no frame is larger than a ring slot.
 #[test]
 fn frames_of_small_slots_have_few_rows() {
     let bench = Bench::ready("slot-bytes=2048");

@@ -195,7 +195,7 @@ impl World {
         Self::with_masks(pages, u32::MAX / MASK)
     }
 
-    /// A frame has room for so many masks.
+    /// Maximum masks of a frame.
     pub(crate) fn with_masks(pages: u32, most: u32) -> Self {
         let limits = Limits {
             total_pages: pages,

@@ -122,7 +122,7 @@ def read_norm(norm: RMSNorm) -> Norm:
         and not norm.fp32_residual
         and norm.override_orig_dtype is None
     )
-    require(plain, "it has a norm of its own kind")
+    require(plain, "its norm is not a plain RMSNorm")
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
