@@ -8,28 +8,39 @@ gemm: matrices of the 0.6B and the 8B with every epilogue; rows of steps of 1 to
     default config of few rows, and beside cuBLAS.
 attention: rows of random contexts have the same bits by both kernels and in any company. With
     `--times` microseconds beside `attend_paged`.
-engine: an `Engine` of `--shapes` (random weights, or a checkpoint) with
+engine: an `Engine` of `--shapes` (a checkpoint, or random weights without one) with
     `enable_deterministic_inference`: answers and log-probabilities of requests that run together,
     again with their prompts cached, in other company, alone, and with other chunks and drafts are
-    equal bit for bit.
+    equal bit for bit; without log-probabilities and where requests are retracted, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import frame
 import torch
 from frame import Report
 from graph_times import time_graph
+from real_texts import KINDS, documentation, encode_chats, make_requests
 
-LAYERS = {"0.6b": (1024, 4096, 2048, 3072), "8b": (4096, 6144, 4096, 14336)}
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+
+LAYERS = {
+    "smollm2-135m": (576, 960, 576, 1536),
+    "0.6b": (1024, 4096, 2048, 3072),
+    "8b": (4096, 6144, 4096, 14336),
+}
 """By model: width, outputs of the QKV projection, attention heads' width, intermediate size."""
+VOCABULARIES = {"smollm2-135m": 49152, "0.6b": 151936, "8b": 128256}
 ROWS = (2, 7, 16, 33, 64, 130, 224, 256, 300, 1000, 4096)
 TIMED = (1, 2, 16, 64, 256, 1024, 4096)
 EPSILON, TOLERANCE = 1e-6, 0.02
@@ -106,7 +117,7 @@ def check_gemm(report: Report, *, times: bool) -> None:
             (ADD_RESIDUAL, width, heads),
             (SWIGLU, 2 * intermediate, width),
             (ADD_RESIDUAL, width, intermediate),
-            (STORE, 151936 if model == "0.6b" else 128256, width),
+            (STORE, VOCABULARIES[model], width),
         ):
             product = Product(epilogue, height, inputs, ROWS[-1])
             own = product.config(1)
@@ -184,8 +195,10 @@ def _cublas(rows: torch.Tensor, weights: list[torch.Tensor]) -> None:
 class Attention:
     """KV of random contexts in pages at random places."""
 
-    def __init__(self, lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
-        self.page, self.lengths = 16, lengths
+    def __init__(
+        self, lengths: list[int], heads: int, kv_heads: int, dim: int, window: int = -1
+    ) -> None:
+        self.page, self.lengths, self.window = 16, lengths, window
         self.sizes = (heads, kv_heads, dim)
         pages = [-(-length // self.page) for length in lengths]
         order = torch.randperm(sum(pages), device="cuda") + 1
@@ -218,24 +231,32 @@ class Attention:
         args = (queries, self.keys, self.values, out, rows)
         scale = 1 / math.sqrt(self.sizes[2])
         if tiles:
-            batch_invariant.attend_row_tiles(*args, scale, self.page)
+            batch_invariant.attend_row_tiles(*args, scale, self.page, self.window)
         else:
             splits = batch_invariant.plan_fixed_splits(rows, self.sizes[1], len(queries))
-            batch_invariant.attend_split_rows(*args, splits, scale, self.page, 132)
+            batch_invariant.attend_split_rows(*args, splits, scale, self.page, 132, self.window)
         return out
 
 
 def check_attention(report: Report, *, times: bool) -> None:
     """Bits and times of attention."""
-    for heads, kv_heads, dim in ((16, 8, 128), (32, 8, 128), (9, 3, 64), (28, 4, 128), (8, 1, 256)):
-        case = Attention([9000, 4200, 700, 300, 40], heads, kv_heads, dim)
+    for heads, kv_heads, dim, window in (
+        (16, 8, 128, -1),
+        (32, 8, 128, -1),
+        (9, 3, 64, -1),
+        (28, 4, 128, 4095),
+        (4, 1, 256, -1),
+        (4, 1, 256, 511),
+        (8, 1, 256, 100),
+    ):
+        case = Attention([9000, 4200, 700, 300, 40], heads, kv_heads, dim, window)
         rows = [(1, 9000), (2, 4097), (2, 4096), (4, 1), (4, 256), (4, 257), (3, 700)]
         rows += [(1, length) for length in range(3900, 4200)] + [(5, n) for n in range(1, 41)]
         queries = torch.randn(len(rows), heads, dim, device="cuda").bfloat16()
         split = case.attend(queries, case.rows(rows), tiles=False)
         tiled = case.attend(queries, case.rows(rows), tiles=True)
         differing = (split != tiled).flatten(1).any(1).sum()
-        name = f"heads {heads}/{kv_heads} x {dim}"
+        name = f"heads {heads}/{kv_heads} x {dim}, window {window}"
         report.hold(f"{name}: rows that differ between kernels", float(differing), at_most=0)
         wrong = 0
         for seed in range(4):
@@ -257,7 +278,8 @@ def _attention_error(
     worst = 0.0
     for index in range(0, len(rows), 37):
         context, length = rows[index]
-        slots = case.table[context, :length].long()
+        begin = max(0, length - 1 - case.window) if case.window >= 0 else 0
+        slots = case.table[context, begin:length].long()
         keys, values = (
             stored[slots].double().repeat_interleave(heads // kv_heads, 1)
             for stored in (case.keys, case.values)
@@ -319,72 +341,108 @@ def _repeat(run: Callable[[], None]) -> Callable[[], None]:
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
-def answers(
-    engine: Any, prompts: list[list[int]], tokens: int, chosen: Sequence[int] | None = None
-) -> list[Answer]:
-    """Tokens of answers and their log-probabilities, of all prompts or of chosen ones."""
-    chosen = range(len(prompts)) if chosen is None else chosen
-    params = [
-        {
-            "max_new_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0.8 * (i % 2),
-            "sampling_seed": i,
-        }
-        for i in chosen
-    ]
-    found = engine.generate(
-        input_ids=[prompts[i] for i in chosen], sampling_params=params, return_logprob=True
+def make_prompts(model: Path, count: int, rng: random.Random) -> list[list[int]]:
+    """Chats, a third of them behind long passages; random tokens if there is no tokenizer."""
+    try:
+        tokenizer = ModelTokenizer(model)
+    except ConfigError:
+        return [
+            [rng.randrange(1000, 30000) for _ in range(rng.randint(3, 1200))] for _ in range(count)
+        ]
+    requests = [request for kind in KINDS for request in make_requests(kind, -(-count // 4))]
+    prompts = encode_chats(tokenizer, requests)[:count]
+    passages = itertools.cycle(documentation())
+    for i in range(0, count, 3):
+        passage = tokenizer.encode_plain(next(passages)[:8000])
+        prompts[i] = passage[: rng.randint(1, 1500)] + prompts[i]
+    return prompts
+
+
+def sampling_params(number: int, tokens: int) -> dict[str, Any]:
+    """Greedy, or sampled with a seed: plainly, from the most probable tokens, with penalties."""
+    kinds: tuple[dict[str, float], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+        {"temperature": 0.7, "min_p": 0.02, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
     )
-    return [
-        (
-            tuple(one["output_ids"]),
-            tuple(entry[0] for entry in one["meta_info"]["output_token_logprobs"]),
+    return {
+        "max_new_tokens": tokens,
+        "ignore_eos": True,
+        "sampling_seed": number,
+        **kinds[number % 4],
+    }
+
+
+class Asked:
+    """Requests, of which an engine may answer some."""
+
+    def __init__(self, prompts: list[list[int]], tokens: int) -> None:
+        self.prompts, self.tokens = prompts, tokens
+
+    def answer(
+        self, engine: Any, chosen: Sequence[int] | None = None, *, logprobs: bool = True
+    ) -> dict[int, Answer]:
+        """Tokens of answers, and their log-probabilities, in the order of `chosen`."""
+        chosen = range(len(self.prompts)) if chosen is None else chosen
+        found = engine.generate(
+            input_ids=[self.prompts[i] for i in chosen],
+            sampling_params=[sampling_params(i, self.tokens) for i in chosen],
+            return_logprob=logprobs,
         )
-        for one in found
-    ]
+        return {
+            i: (
+                tuple(one["output_ids"]),
+                tuple(entry[0] for entry in one["meta_info"].get("output_token_logprobs", ())),
+            )
+            for i, one in zip(chosen, found, strict=True)
+        }
 
 
 def check_engine(report: Report, arguments: argparse.Namespace) -> None:
     """The same answers in every company."""
     from pie_driver_sglang import Engine
 
-    rng = random.Random(0)
-    prompts = [
-        [rng.randrange(1000, 30000) for _ in range(rng.randint(3, 1200))]
-        for _ in range(arguments.requests)
-    ]
+    rng, model = random.Random(0), Path(arguments.shapes)
+    asked = Asked(make_prompts(model, arguments.requests, rng), arguments.tokens)
     common: dict[str, Any] = {
-        "model_path": arguments.shapes,
+        "model_path": str(model),
         "skip_tokenizer_init": True,
-        "load_format": "dummy",
         "enable_deterministic_inference": True,
     }
-    tokens = arguments.tokens
+    if not any(model.glob("*.safetensors")):
+        common["load_format"] = "dummy"
+    order = rng.sample(range(arguments.requests), arguments.requests)
     with Engine(**common) as engine:
-        first = answers(engine, prompts, tokens)
-        runs = {"again, prompts cached": answers(engine, prompts, tokens)}
+        first = asked.answer(engine)
+        runs = {"again, prompts cached": asked.answer(engine)}
         engine.flush_cache()
-        order = list(range(len(prompts)))
-        rng.shuffle(order)
-        runs["after a flush"] = answers(engine, prompts, tokens)
+        runs["after a flush, in another order"] = asked.answer(engine, order)
         engine.flush_cache()
-        some = dict(zip(order[:40], answers(engine, prompts, tokens, order[:40]), strict=True))
-        runs["in other company"] = [some.get(i, first[i]) for i in range(len(prompts))]
+        runs["in other company"] = asked.answer(engine, order[:40])
         engine.flush_cache()
-        single = {i: answers(engine, prompts, tokens, [i])[0] for i in order[:16]}
-        runs["alone"] = [single.get(i, first[i]) for i in range(len(prompts))]
+        runs["alone"] = {}
+        for i in order[:16]:
+            runs["alone"] |= asked.answer(engine, [i])
+        engine.flush_cache()
+        plain = asked.answer(engine, order, logprobs=False)
+        runs["without log-probabilities"] = {i: (plain[i][0], first[i][1]) for i in plain}
     changed: dict[str, Any] = {
         "chunked_prefill_size": 512,
         "max_running_requests": 48,
+        "max_total_tokens": 16_384,
         "speculative_algorithm": "NGRAM",
     }
     with Engine(**common, **changed) as engine:
-        runs["small chunks, fewer at once, drafts"] = answers(engine, prompts, tokens)
+        name = "chunks of 512, 48 at once in 16,384 tokens, drafts"
+        runs[name] = asked.answer(engine)
     for name, run in runs.items():
-        other = [i for i, (one, two) in enumerate(zip(first, run, strict=True)) if one != two]
-        print(f"{name}: {len(prompts) - len(other)} of {len(prompts)} equal", flush=True)
-        report.hold(f"{name}: answers that differ", len(other), at_most=0)
+        differing = [i for i, answer in run.items() if answer != first[i]]
+        tokens = [i for i in differing if run[i][0] != first[i][0]]
+        print(f"{name}: {len(run) - len(differing)} of {len(run)} equal", flush=True)
+        if differing:
+            print(f"  other tokens: {tokens}; other log-probabilities: {differing}", flush=True)
+        report.hold(f"{name}: answers that differ", len(differing), at_most=0)
 
 
 def main() -> None:

@@ -122,8 +122,6 @@ class PassContext(NamedTuple):
 
     out_cache_loc: torch.Tensor
     """``[tokens]`` int64, as in `PassInputs`."""
-    table_rows: torch.Tensor
-    """``[requests]`` int64: rows of the block table."""
     extends: Extends | None
     """Of an extend; None for a decode."""
     native: Any
@@ -417,11 +415,16 @@ class ModelBackend(Protocol):
             states: ``[rows, hidden]`` of its states.
         """
 
-    def replace_lm_head(self, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        """Has the LM head, also that of :meth:`logits`, multiply by this from now on.
+    def replace_gemms(
+        self,
+        gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        supports: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Has linear layers and the LM head, also that of :meth:`logits`, multiply by this.
 
         Args:
-            gemm: ``[rows, hidden]`` and ``[vocabulary, hidden]`` -> ``[rows, vocabulary]``.
+            gemm: ``[rows, inputs]`` and ``[outputs, inputs]`` -> ``[rows, outputs]``.
+            supports: Whether it does so by a weight; others are left as they are.
         """
 
     def logits(self, hidden: Hidden, states: torch.Tensor) -> torch.Tensor:

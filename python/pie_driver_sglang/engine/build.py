@@ -17,6 +17,7 @@ from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
 from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.graph_runner import GraphRunner
+from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantGemm, supports_weight
 from pie_driver_sglang.engine.layers.selection import (
     FusedLayers,
     fuse_layers,
@@ -83,6 +84,9 @@ def build_executor(
     invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
     attention = BATCH_INVARIANT if invariant else info.attention_backend
     active.choose("attention", attention, found.paged_decode_refusal)
+    if invariant:
+        gemm = BatchInvariantGemm(found.dtype, backend.device)
+        backend.replace_gemms(gemm, supports_weight)
     executor.fused = _fuse(backend, options, active)
     executor.steps = _steps(executor, chunk, options, adapters, active)
     active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
@@ -158,11 +162,6 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
             raise UnsupportedLayer(NEEDS_GPU)
         fused = fuse_layers(backend)
     except UnsupportedLayer as reason:
-        if isinstance(backend.decode_attention, BatchInvariantAttention):
-            raise StartError(
-                f"the batch-invariant layers do not support the model: {reason}",
-                'set `attention_backend = "fa3"`, by which SGLang\'s deterministic mode runs it',
-            ) from reason
         active.choose("layers", backend.info.name, f"not fused: {reason}")
         return None
     active.choose("layers", "fused")

@@ -6,6 +6,7 @@ Storage that no row may see holds what is NaN.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -24,6 +25,8 @@ PAGE, TABLE_TOKENS = 16, 640
 MAX_SPLITS, MIN_SPLIT_LEN = 4, 128
 TOLERANCE = 4e-3
 """Of float16, for values of size 1."""
+WINDOWS = (-1, 0, 66, 200)
+"""Tokens that a row sees before its own; those of 200 begin in an earlier split than they end."""
 HEADS, KV_HEADS, DIM = 6, 2, 64
 """A group of three heads, which is no power of two."""
 
@@ -49,7 +52,7 @@ class Model:
                 stored[slots] = torch.randn(length, KV_HEADS, DIM).half()
         self.queries = [torch.randn(length + 1, HEADS, DIM).half() for length in [8, *lengths]]
 
-    def attend(self, rows: list[tuple[int, int]], *, tiles: bool) -> torch.Tensor:
+    def attend(self, rows: list[tuple[int, int]], window: int = -1, *, tiles: bool) -> torch.Tensor:
         """Attends with rows of (context, KV length); rows of context -1 are skipped."""
         queries = torch.stack([self.queries[max(context, 0)][length] for context, length in rows])
         out = torch.full_like(queries, 7.0)
@@ -57,16 +60,17 @@ class Model:
         step = DecodeRows(self.table, contexts.contiguous(), lengths.contiguous())
         stored, scale = (self.keys, self.values), 1 / math.sqrt(DIM)
         if tiles:
-            attend_row_tiles(queries, *stored, out, step, scale, PAGE)
+            attend_row_tiles(queries, *stored, out, step, scale, PAGE, window)
         else:
             splits = plan_fixed_splits(step, KV_HEADS, len(rows))
-            attend_split_rows(queries, *stored, out, step, splits, scale, PAGE, 3)
+            attend_split_rows(queries, *stored, out, step, splits, scale, PAGE, 3, window)
             assert not splits.semaphores.any()
         return out
 
-    def expected(self, context: int, length: int) -> torch.Tensor:
+    def expected(self, context: int, length: int, window: int) -> torch.Tensor:
         """``[heads, dim]`` in float64."""
-        slots = self.table[context, :length].long()
+        first = 0 if window < 0 else max(0, length - 1 - window)
+        slots = self.table[context, first:length].long()
         keys, values = (
             stored[slots].double().repeat_interleave(HEADS // KV_HEADS, 1)
             for stored in (self.keys, self.values)
@@ -81,27 +85,28 @@ def check_values(model: Model) -> None:
     longest = model.lengths
     rows = [(1, longest[0]), (-1, 1), (2, 1), *((3, length) for length in range(57, 75)), (2, 300)]
     rows += [(1, 127), (1, 128), (1, 129), (1, 512), (1, 513), (3, 70), (3, 71)]
-    for tiles in (False, True):
-        out = model.attend(rows, tiles=tiles)
+    for tiles, window in itertools.product((False, True), WINDOWS):
+        out = model.attend(rows, window, tiles=tiles)
         for (context, length), found in zip(rows, out, strict=True):
             if context == SKIP_ROW:
                 assert bool((found == 7.0).all())
                 continue
-            error = (found.double() - model.expected(context, length)).abs().max()
-            assert error < TOLERANCE, (tiles, context, length, float(error))
+            error = (found.double() - model.expected(context, length, window)).abs().max()
+            assert error < TOLERANCE, (tiles, window, context, length, float(error))
 
 
 def check_company(model: Model) -> None:
     """A row has the same bits alone and in any company, by each kernel."""
     rows = [(1, 513), (2, 300), *((3, length) for length in range(60, 70)), (1, 500)]
-    for tiles in (False, True):
-        alone = {row: model.attend([row], tiles=tiles)[0] for row in rows}
+    for tiles, window in itertools.product((False, True), (-1, 66)):
+        alone = {row: model.attend([row], window, tiles=tiles)[0] for row in rows}
         for seed in range(3):
             company = random.Random(seed).sample(rows, len(rows) - seed)
             if seed == 2:
                 company = rows
-            for row, found in zip(company, model.attend(company, tiles=tiles), strict=True):
-                assert torch.equal(found, alone[row]), (tiles, seed, row)
+            attended = model.attend(company, window, tiles=tiles)
+            for row, found in zip(company, attended, strict=True):
+                assert torch.equal(found, alone[row]), (tiles, window, seed, row)
 
 
 def main() -> None:

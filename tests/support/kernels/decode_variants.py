@@ -211,7 +211,7 @@ def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any
         mock.patch.object(backend, "attention", attention),
     ):
         layers = dense._layers
-        batch_invariant.check_weights(layers, layers[0].qkv.weight)
+        batch_invariant.check_weights(layers)
         gemm = batch_invariant.BatchInvariantGemm(layers[0].qkv.weight.dtype, engine.backend.device)
         fused = batch_invariant.BatchInvariantLayers(
             dense._decoder, layers, dense._norms[-1], attention, gemm

@@ -67,9 +67,7 @@ class FakeBackend:
         images: Sequence[EncodedImage] | None = None,
     ) -> PassContext:
         assert images is None
-        return PassContext(
-            inputs.out_cache_loc, inputs.req_pool_indices, extends, (inputs, extends)
-        )
+        return PassContext(inputs.out_cache_loc, extends, (inputs, extends))
 
     def forward(self, context: PassContext, mask: Any = None) -> Hidden:
         assert mask is None

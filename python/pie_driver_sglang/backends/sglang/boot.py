@@ -86,13 +86,12 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
             block_table = _allocate(runner, plan, options.max_forward_requests)
-            refusal = support.paged_decode_refusal(
-                runner, options.paged_decode, fuse_layers=options.fuse_layers
-            )
+            refusal = support.paged_decode_refusal(runner, options.paged_decode)
             if refusal is None:
                 chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
                 paged.install(runner, block_table, "fa3" if chosen else None)
             runner.init_attention_backends()
+            paged.replace_prefill_attention(runner)
             corrections.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)
     return Booted(runner, block_table, plan, refusal)

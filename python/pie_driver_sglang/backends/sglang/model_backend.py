@@ -17,6 +17,7 @@ from pie_driver_sglang.backends.sglang.compat.layers import (
     find_decoder,
     read_layers,
     read_norm,
+    replace_linear_gemms,
 )
 from pie_driver_sglang.backends.sglang.compat.loading import refuse_updates
 from pie_driver_sglang.backends.sglang.compat.logits import (
@@ -184,11 +185,16 @@ class SglangBackend:
         of_pass = (head.input_ids, _lm_head(hidden), head.metadata)
         return compute_logits(head.processor, states, *of_pass)
 
-    def replace_lm_head(self, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        """See `ModelBackend.replace_lm_head`."""
+    def replace_gemms(
+        self,
+        gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        supports: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """See `ModelBackend.replace_gemms`."""
+        replace_linear_gemms(self.runner.model, gemm, supports)
         for module in self.runner.model.modules():
             if isinstance(module, LogitsProcessor):
-                replace_gemm(module, gemm)
+                replace_gemm(module, gemm, supports)
 
     def encode_images(
         self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]

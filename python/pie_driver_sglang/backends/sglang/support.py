@@ -11,8 +11,7 @@ from pie_driver_sglang.backends.sglang.compat.attention import (
     has_fa3,
     is_plain,
 )
-from pie_driver_sglang.backends.sglang.compat.layers import find_decoder, read_layers
-from pie_driver_sglang.backends.sglang.compat.logits import plain_head
+from pie_driver_sglang.backends.sglang.compat.layers import has_plain_gemms
 from pie_driver_sglang.backends.sglang.compat.model import (
     is_from_transformers,
     resolved,
@@ -29,8 +28,6 @@ from pie_driver_sglang.backends.sglang.compat.ranks import rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.engine.layers.batch_invariant import check_weights
-from pie_driver_sglang.engine.layers.weights import Layer, UnsupportedLayer, require
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
@@ -176,22 +173,19 @@ def mask_unsupported_reason(runner: ModelRunner) -> str | None:
     return None
 
 
-def paged_decode_refusal(
-    runner: ModelRunner, asked: bool | None, *, fuse_layers: bool = True
-) -> str | None:
+def paged_decode_refusal(runner: ModelRunner, asked: bool | None) -> str | None:
     """Why the backend `pie` does not compute a model's decodes; None where it does.
 
     Args:
         runner: with its pools.
         asked: as `DriverOptions.paged_decode`.
-        fuse_layers: as in `DriverOptions`.
 
     Raises:
         StartError: It is asked for and cannot.
     """
     if asked is False:
         return f"{PAGED_DECODE} needs a GPU" if runner.device == "cpu" else "another is set"
-    reason = paged_decode_unsupported_reason(runner, fuse_layers=fuse_layers)
+    reason = paged_decode_unsupported_reason(runner)
     if asked and reason is not None:
         raise StartError(
             f"the attention backend {PAGED_DECODE} cannot decode "
@@ -233,13 +227,8 @@ def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: i
         change_settings(args, mm_attention_backend="triton_attn")
 
 
-def paged_decode_unsupported_reason(runner: ModelRunner, *, fuse_layers: bool = True) -> str | None:
-    """Why the backend `pie` cannot decode this model; None when it can.
-
-    Args:
-        runner: With its pools.
-        fuse_layers: As in `DriverOptions`.
-    """
+def paged_decode_unsupported_reason(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` cannot decode this model, whose pools are there; None when it can."""
     pool = paged(runner.token_to_kv_pool)
     if not keeps_heads(pool):
         return f"its KV pool is a {type(pool).__name__}"
@@ -251,16 +240,17 @@ def paged_decode_unsupported_reason(runner: ModelRunner, *, fuse_layers: bool = 
         return "some of its layers have custom attention"
     if resolved(runner).enable_deterministic_inference:
         reason = _batch_invariant_unsupported_reason(runner)
-        reason = reason if fuse_layers else "`fuse_layers` is false"
         if reason is not None:
             return f"`enable_deterministic_inference` is set, and {reason}"
     return None
 
 
 def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
-    """Why the batch-invariant kernels do not run a model; None if they do.
+    """Why a model's answers would depend on their batch with the backend `pie`; None if not.
 
-    SGLang's deterministic mode serves the others.
+    Attention is `BatchInvariantAttention`. GEMMs are those of `BatchInvariantLayers`, or SGLang's
+    batch-invariant ones, which cover ``aten::mm`` only. SGLang's deterministic mode with another
+    attention backend serves what is refused here.
     """
     settings, layers = resolved(runner), attention_layers(runner)
     kv_dtype = paged(runner.token_to_kv_pool).dtype
@@ -275,22 +265,18 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
     for dtype in (runner.dtype, kv_dtype):
         if dtype != torch.bfloat16:
             return f"the batch-invariant kernels do not run {dtype}"
+    if not has_plain_gemms(runner.model) or keeps_state(runner.token_to_kv_pool):
+        return "its weights are quantized or a mixture of experts, or it keeps recurrent state"
     for layer in layers:
-        plain = is_plain(layer) and layer.sliding_window_size < 0 and not layer.logit_cap
+        if not is_plain(layer) or layer.logit_cap or layer.qk_head_dim != layer.v_head_dim:
+            return "some of its layers have soft caps or custom attention"
         sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
-        if not plain or layer.qk_head_dim != layer.v_head_dim:
-            return "some of its layers have windows, soft caps or custom attention"
         if not supports_batch_invariant(*sizes, runner.dtype):
             return "its attention has {} query heads, {} KV heads and a head size of {}".format(
                 *sizes
             )
-    try:
-        found = read_layers(find_decoder(runner.model), runner.token_to_kv_pool)
-        dense = [layer for layer in found if isinstance(layer, Layer)]
-        require(len(dense) == len(found), "its layers are not dense")
-        check_weights(dense, plain_head(runner.model.lm_head).weight)
-    except UnsupportedLayer as reason:
-        return str(reason)
+    if len({layer.tp_k_head_num for layer in layers}) > 1:
+        return "its layers have different numbers of KV heads"
     return None
 
 

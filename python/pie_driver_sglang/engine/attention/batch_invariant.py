@@ -38,7 +38,7 @@ class BatchInvariantAttention(PagedDecode):
 
         Args:
             table: The block table.
-            layers: All layers with KV, of equal heads, without windows, caps and sinks.
+            layers: All layers with KV, of equal KV heads, without caps and sinks.
             multiprocessors: Of the GPU.
         """
         super().__init__(table, layers, multiprocessors, None)
@@ -91,16 +91,16 @@ class BatchInvariantAttention(PagedDecode):
             raise RuntimeError("a pass whose attention was not planned")
         queries = queries.reshape(-1, layer.heads, layer.head_dim)
         out = queries.new_empty(len(queries), layer.heads, layer.value_dim)
-        scale, page_size = layer.scale, self._table.page_size
+        page_size = self._table.page_size
         split, tiled = self._pass_rows
         if tiled is not None:
             batch_invariant.attend_row_tiles(
-                queries, layer.keys, layer.values, out, tiled, scale, page_size
+                queries, layer.keys, layer.values, out, tiled, layer.scale, page_size, layer.window
             )
         if split is not None:
             batch_invariant.attend_split_rows(
-                queries, layer.keys, layer.values, out, *split, scale, page_size,
-                self._multiprocessors,
+                queries, layer.keys, layer.values, out, *split, layer.scale, page_size,
+                self._multiprocessors, layer.window,
             )  # fmt: skip
         return out.flatten(1)
 

@@ -37,32 +37,31 @@ _ROWS = (*wgmma.BLOCK_MS, 256, *(1 << power for power in range(9, 18)))
 """Numbers of rows that `check_weights` tries: every tile size, and long prefills."""
 
 
-def check_weights(layers: Sequence[Layer], lm_head: torch.Tensor) -> None:
-    """Refuses weights that the kernels do not support.
-
-    Args:
-        layers: The model's.
-        lm_head: ``[vocabulary, hidden]``.
+def check_weights(layers: Sequence[Layer]) -> None:
+    """Refuses layers that the kernels do not support.
 
     Raises:
         UnsupportedLayer: One of them, with the reason.
     """
-    weights = [(lm_head, STORE)]
     for layer in layers:
         require(layer.qkv.bias is None, "its projections have biases")
-        weights += [(layer.qkv.weight, STORE), (layer.out.weight, ADD_RESIDUAL)]
+        weights = [(layer.qkv.weight, STORE), (layer.out.weight, ADD_RESIDUAL)]
         weights += [(layer.gate_up.weight, SWIGLU), (layer.down.weight, ADD_RESIDUAL)]
-    for weight, epilogue in weights:
-        for rows in _ROWS:
-            _config(rows, weight, epilogue)
+        for weight, epilogue in weights:
+            height, inputs = weight.shape
+            require(
+                supports_weight(weight, epilogue),
+                f"a matrix of {height} x {inputs} has no batch-invariant kernel",
+            )
 
 
-def _config(rows: int, weight: torch.Tensor, epilogue: Epilogue) -> WgmmaConfig:
-    height, inputs = weight.shape
-    config = wgmma.find_batch_invariant_config(rows, height, inputs, weight.itemsize, epilogue)
-    if config is None:
-        raise UnsupportedLayer(f"a matrix of {height} x {inputs} has no batch-invariant kernel")
-    return config
+def supports_weight(weight: torch.Tensor, epilogue: Epilogue = STORE) -> bool:
+    """Whether `BatchInvariantGemm` supports a weight, ``[outputs, inputs]``, for any rows."""
+    return all(_config(rows, weight, epilogue) is not None for rows in _ROWS)
+
+
+def _config(rows: int, weight: torch.Tensor, epilogue: Epilogue) -> WgmmaConfig | None:
+    return wgmma.find_batch_invariant_config(rows, *weight.shape, weight.itemsize, epilogue)
 
 
 class BatchInvariantGemm:
@@ -95,8 +94,11 @@ class BatchInvariantGemm:
         Raises:
             UnsupportedLayer: The kernel does not support the weight.
         """
+        config = _config(len(rows), weight, epilogue)
+        if config is None:
+            raise UnsupportedLayer(f"a matrix of {list(weight.shape)} is not supported")
         return self._gemm.multiply(
-            rows, LinearWeights(weight), _config(len(rows), weight, epilogue), epilogue,
+            rows, LinearWeights(weight), config, epilogue,
             sum_squares=None if normed is None else normed.sum_squares, epsilon=epsilon,
             residual=residual,
         )  # fmt: skip
@@ -143,8 +145,6 @@ class BatchInvariantLayers:
     def _run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
-        if context.extends is not None:
-            self._attention.plan_extend(context.table_rows, context.extends, len(input_ids))
         embedded = self._decoder.embed(input_ids)
         # As many partial sums of squares as `ADD_RESIDUAL` leaves.
         parts = embedded.shape[1] // wgmma.SQUARE_OUTPUTS

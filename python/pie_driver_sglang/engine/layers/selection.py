@@ -13,7 +13,11 @@ import torch
 
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
-from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantGemm, BatchInvariantLayers
+from pie_driver_sglang.engine.layers.batch_invariant import (
+    BatchInvariantGemm,
+    BatchInvariantLayers,
+    check_weights,
+)
 from pie_driver_sglang.engine.layers.dense import DenseLayers
 from pie_driver_sglang.engine.layers.fp8 import Fp8Layers
 from pie_driver_sglang.engine.layers.small_batch import MoeLayers, SmallBatchLayers
@@ -65,9 +69,9 @@ def fuse_layers(backend: ModelBackend) -> FusedLayers:
         dense = [layer for layer in layers if isinstance(layer, Layer)]
         require(len(dense) == len(layers), "its layers are not dense")
         _require_plain_weights(dense)
+        check_weights(dense)
         require(_fold(backend, dense), "its norms cannot be folded")
         gemm = BatchInvariantGemm(norm.weight.dtype, norm.weight.device)
-        backend.replace_lm_head(gemm)
         return BatchInvariantLayers(decoder, dense, norm, attention, gemm)
     ranks = backend.group.world_size
     if isinstance(layers[0], QuantizedLayer):

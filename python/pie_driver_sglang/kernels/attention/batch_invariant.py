@@ -7,7 +7,9 @@ kernels ran. For that
 - KV is split at fixed multiples of :func:`split_len`, which depends on the row's KV length only;
 - a split is an online softmax over blocks of :data:`BLOCK_KV` tokens in ascending order; row sums
   are kept by lane, and lanes are added in fixed point, whose order does not matter;
-- the results of splits are merged in ascending order, in float32, by explicit FMAs.
+- the results of splits are merged in ascending order, in float32, by explicit FMAs;
+- with a sliding window, blocks and splits before it are skipped: those without a visible token
+  would change nothing.
 
 :func:`attend_split_rows` divides a row's splits among programs (flash-decoding), whose last one
 merges. :func:`attend_row_tiles` computes consecutive rows of a context as one tile of M, and merges
@@ -111,6 +113,7 @@ def attend_split_rows(
     scale: float,
     page_size: int,
     multiprocessors: int,
+    window: int = -1,
 ) -> None:
     """Attention by flash-decoding; rows of `SKIP_ROW` are left as they are. Can be captured.
 
@@ -126,6 +129,7 @@ def attend_split_rows(
         scale: Of the softmax.
         page_size: Tokens of a page.
         multiprocessors: Of the GPU.
+        window: Tokens that a row sees before its own; -1 for all.
     """
     (_, heads, dim), kv_heads, most = queries.shape, keys.shape[1], len(splits.items)
     group = heads // kv_heads
@@ -140,7 +144,8 @@ def attend_split_rows(
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         rows.table.stride(0),
         GROUP=group, DIM=dim, PAGE=page_size, PAGES=slot_pages(block, page_size), BLOCK_KV=block,
-        BLOCK_M=max(_MMA_M, group_block), num_warps=_SPLIT_WARPS, num_stages=_SPLIT_STAGES,
+        BLOCK_M=max(_MMA_M, group_block), WINDOW=window, num_warps=_SPLIT_WARPS,
+        num_stages=_SPLIT_STAGES,
         **pdl_options(queries.device),
     )  # fmt: skip
 
@@ -153,6 +158,7 @@ def attend_row_tiles(
     rows: DecodeRows,
     scale: float,
     page_size: int,
+    window: int = -1,
 ) -> None:
     """Attention of rows of which many follow one another in a context, as those of prompts do.
 
@@ -171,7 +177,8 @@ def attend_row_tiles(
         rows.table.stride(0),
         GROUP=group, GROUP_BLOCK=group_block, TILE_ROWS=tile_rows, DIM=dim,
         PAGE=page_size, PAGES=slot_pages(block, page_size), BLOCK_KV=block,
-        BLOCK_M=tile_rows * group_block, num_warps=_TILE_WARPS, num_stages=_TILE_STAGES,
+        BLOCK_M=tile_rows * group_block, WINDOW=window, num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
         **pdl_options(queries.device),
     )  # fmt: skip
 
@@ -193,6 +200,15 @@ def _split_len(kv_len):
     for _ in tl.static_range(20):
         length = tl.where(kv_len > length * _MAX_SPLITS, length * 2, length)
     return length
+
+
+@triton.jit
+def _first_visible(kv_len, WINDOW: tl.constexpr):
+    """The first token that the last row of so many sees."""
+    first = kv_len * 0
+    if WINDOW >= 0:
+        first = tl.maximum(kv_len - 1 - WINDOW, 0)
+    return first
 
 
 @triton.jit(do_not_specialize=["row_count"])
@@ -261,13 +277,14 @@ def _add_lanes(sums):
 def _attend_split(
     q, head_keys, head_values, slots_row, first, stop, kv_lens, scale,
     key_stride, value_stride, DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Softmax state of a split: accumulator, row maxima and row sums.
 
     `kv_lens`, ``[BLOCK_M]``, is the KV length of each row of `q`; `stop` may be that of a longer
-    row.
+    row, and `first` the first block in the window of a shorter one.
     """
+    first_visible = _first_visible(kv_lens, WINDOW)
     lanes = tl.arange(0, BLOCK_KV)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_KV], tl.float32)
@@ -277,10 +294,12 @@ def _attend_split(
         slots = token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
         # One iteration ahead, so that loads of KV do not wait for those of slots.
         block_slots = load_slots(slots_row, token + BLOCK_KV, stop, PAGE, PAGES, BLOCK_KV)
+        own = token + lanes[None, :] < kv_lens[:, None]
+        if WINDOW >= 0:
+            own &= token + lanes[None, :] >= first_visible[:, None]
         acc, row_max, sums = _attend_block(
-            q, head_keys, head_values, slots, token + lanes < stop,
-            token + lanes[None, :] < kv_lens[:, None], scale, key_stride, value_stride,
-            acc, row_max, sums, DIM,
+            q, head_keys, head_values, slots, token + lanes < stop, own, scale, key_stride,
+            value_stride, acc, row_max, sums, DIM,
         )  # fmt: skip
     return acc, row_max, _add_lanes(sums)
 
@@ -303,7 +322,7 @@ def _attend_split_rows(
     partial_out, partial_state, scale,
     query_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes consecutive splits, for the query heads of one KV head.
 
@@ -323,7 +342,9 @@ def _attend_split_rows(
     offsets = heads[:, None] * DIM + tl.arange(0, DIM)[None, :]
     splits = _load_splits(items, number, end, table, table_rows, kv_lens, table_stride)
     row, kv_len, slots_row, first, stop = splits
-    block_slots = load_slots(slots_row, first, stop, PAGE, PAGES, BLOCK_KV)
+    first_visible = _first_visible(kv_len, WINDOW)
+    begin = tl.maximum(first, first_visible // BLOCK_KV * BLOCK_KV)
+    block_slots = load_slots(slots_row, begin, stop, PAGE, PAGES, BLOCK_KV)
     if PDL:
         # No kernel since the last one without PDL writes what is loaded above.
         slots = token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
@@ -340,16 +361,20 @@ def _attend_split_rows(
         number += own_splits
         # Software pipelining: loads for the next row overlap with this one's attention.
         following = _load_splits(items, number, end, table, table_rows, kv_lens, table_stride)
-        next_slots = load_slots(following[2], following[3], following[4], PAGE, PAGES, BLOCK_KV)
+        next_visible = _first_visible(following[1], WINDOW)
+        next_begin = tl.maximum(following[3], next_visible // BLOCK_KV * BLOCK_KV)
+        next_slots = load_slots(following[2], next_begin, following[4], PAGE, PAGES, BLOCK_KV)
         q = tl.load(queries + row * query_stride + offsets, mask=member_mask[:, None], other=0.0)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_KV], tl.float32)
         acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-        for token in tl.range(first, stop, BLOCK_KV):
+        for token in tl.range(begin, stop, BLOCK_KV):
             slots = token_slots(block_slots, PAGE, PAGES, BLOCK_KV)
             # One iteration ahead, so that loads of KV do not wait for those of slots.
             block_slots = load_slots(slots_row, token + BLOCK_KV, stop, PAGE, PAGES, BLOCK_KV)
             visible = token + lanes < stop
+            if WINDOW >= 0:
+                visible &= token + lanes >= first_visible
             acc, row_max, sums = _attend_block(
                 q, head_keys, head_values, slots, visible, visible[None, :], scale, key_stride,
                 value_stride, acc, row_max, sums, DIM,
@@ -375,13 +400,13 @@ def _attend_split_rows(
                 tl.store(semaphore, 0)
                 acc, row_max, row_sum = _merge_splits(
                     partial_out + row_at * DIM + offsets, partial_state + (row_at + heads) * 2,
-                    split_count, head_count, member_mask, DIM, BLOCK_M,
+                    first_visible // length, split_count, head_count, member_mask, DIM, BLOCK_M,
                 )  # fmt: skip
         if split_is_row:
             result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
             tl.store(out + row * head_count * DIM + offsets, result, mask=member_mask[:, None])
         row, kv_len, slots_row, first, stop = following
-        block_slots = next_slots
+        first_visible, begin, block_slots = next_visible, next_begin, next_slots
 
 
 @triton.jit
@@ -401,14 +426,14 @@ def _load_splits(items, number, end, table, table_rows, kv_lens, table_stride):
 
 @triton.jit
 def _merge_splits(
-    partial_out, partial_state, count, head_count, member_mask, DIM: tl.constexpr,
+    partial_out, partial_state, first, end, head_count, member_mask, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merges the stored results of a row's splits, in their order."""
+    """Merges the stored results of a row's splits from `first` on, in their order."""
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    for split in range(count):
+    for split in range(first, end):
         before = (split * head_count).to(tl.int64)
         # Bypasses L1, which is not coherent with other SMs.
         next_acc = tl.load(
@@ -427,7 +452,7 @@ def _attend_row_tiles(
     query_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the tile that begins at a row, for the query heads of one KV head.
 
@@ -471,16 +496,20 @@ def _attend_row_tiles(
         )  # fmt: skip
         row_lens = tl.where(row_mask, kv_len + tile_row, 0)
         length = _split_len(last_len)
-        stop = tl.minimum(length, last_len)
+        # The first row's window begins first.
+        first_visible = _first_visible(kv_len, WINDOW)
+        begin = first_visible // BLOCK_KV * BLOCK_KV
+        first_split = first_visible // length * length
+        stop = tl.minimum(first_split + length, last_len)
         acc, row_max, row_sum = _attend_split(
-            q, head_keys, head_values, slots_row, 0, stop, row_lens, scale,
-            key_stride, value_stride, DIM, PAGE, PAGES, BLOCK_KV, BLOCK_M,
+            q, head_keys, head_values, slots_row, begin, stop, row_lens, scale,
+            key_stride, value_stride, DIM, PAGE, PAGES, BLOCK_KV, BLOCK_M, WINDOW,
         )  # fmt: skip
-        for first in range(length, last_len, length):
+        for first in range(first_split + length, last_len, length):
             stop = tl.minimum(first + length, last_len)
             next_acc, next_max, next_sum = _attend_split(
                 q, head_keys, head_values, slots_row, first, stop, row_lens, scale,
-                key_stride, value_stride, DIM, PAGE, PAGES, BLOCK_KV, BLOCK_M,
+                key_stride, value_stride, DIM, PAGE, PAGES, BLOCK_KV, BLOCK_M, WINDOW,
             )  # fmt: skip
             acc, row_max, row_sum = _merge(acc, row_max, row_sum, next_acc, next_max, next_sum)
         result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

@@ -20,7 +20,8 @@
 // 16 or a multiple of 32, at most 256), WARPGROUPS (consumers), MULTICAST, SPLIT_K, K_ATOMS (swizzle atoms
 // of 128 bytes of K in a stage), STAGES, EPILOGUE (0 store, 1 SwiGLU, 2 residual add), RMS_NORM (deferred
 // RMSNorm from partial sums of squares), SQUARE_WARPGROUPS (whose outputs' squares are one partial sum),
-// SEQUENTIAL_SPLITS (in place of SPLIT_K, which is 1 then).
+// SEQUENTIAL_SPLITS (in place of SPLIT_K, which is 1 then), SPLIT_ATOMS (splits begin at multiples of so many
+// atoms of K: 2, or 1 for an odd number of atoms).
 
 typedef unsigned long long u64;
 
@@ -43,6 +44,7 @@ static_assert(BLOCK_M % (MULTICAST * 8) == 0, "MULTICAST does not divide BLOCK_M
 // Blocks of 8 rows whose residual is loaded at a time.
 constexpr int RESIDUAL_BLOCKS = SPLIT_K > 1 || BLOCKS < 8 ? BLOCKS_PER_SPLIT : 8;
 static_assert(SPLIT_K == 1 || SEQUENTIAL_SPLITS == 1, "splits of two kinds");
+static_assert(SPLIT_ATOMS % K_ATOMS == 0, "a stage reaches over the end of a split");
 static_assert(SPLIT_K == 1 || SPLIT_K * BLOCKS_PER_SPLIT * CONSUMERS * 16 <= STAGES * STAGE_BYTES,
               "split-K sums exceed the stages");
 
@@ -457,7 +459,7 @@ __device__ inline void multiply_stages(Shared& shared, u32 stages, int first, in
 }
 
 // Multiplies all stages of the CTA.
-__device__ inline void consume(Shared& shared, u32 stages, KRange k_range, int atom_pairs, u32 split,
+__device__ inline void consume(Shared& shared, u32 stages, KRange k_range, int split_units, u32 split,
                                float (&acc)[BLOCK_M / 2]) {
     if (SEQUENTIAL_SPLITS == 1) {
         multiply_stages(shared, stages, 0, k_range.steps, k_range.steps, split, acc);
@@ -467,7 +469,7 @@ __device__ inline void consume(Shared& shared, u32 stages, KRange k_range, int a
     int first = 0;
 #pragma unroll 1
     for (int part = 0; part < SEQUENTIAL_SPLITS; part++) {
-        int end = (part + 1) * atom_pairs / SEQUENTIAL_SPLITS * (2 / K_ATOMS);
+        int end = (part + 1) * split_units / SEQUENTIAL_SPLITS * (SPLIT_ATOMS / K_ATOMS);
         multiply_stages(shared, stages, first, end, k_range.steps, split, acc);
         first = end;
 #pragma unroll
@@ -580,10 +582,10 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
     out += (long long)first_row * outputs;
     row_scales += (long long)first_row * (FP8 ? 1 : square_tiles);
     u32 stages = (address(dynamic) + 1023) & ~1023u;
-    // Splits begin at multiples of two atoms, whatever a stage has.
-    int atom_pairs = inputs / (2 * ATOM_INPUTS);
-    KRange k_range = {(int)split * atom_pairs / SPLIT_K * (2 / K_ATOMS), 0};
-    k_range.steps = ((int)split + 1) * atom_pairs / SPLIT_K * (2 / K_ATOMS) - k_range.first;
+    // Splits begin at multiples of SPLIT_ATOMS, whatever a stage has.
+    int split_units = inputs / (SPLIT_ATOMS * ATOM_INPUTS);
+    KRange k_range = {(int)split * split_units / SPLIT_K * (SPLIT_ATOMS / K_ATOMS), 0};
+    k_range.steps = ((int)split + 1) * split_units / SPLIT_K * (SPLIT_ATOMS / K_ATOMS) - k_range.first;
     if (thread == 0) init_barriers(shared, split);
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;");
@@ -610,7 +612,7 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
             at.upper_scale = weight_scales[first + lane / 4];
             at.lower_scale = weight_scales[first + lane / 4 + (SWIGLU ? outputs : 8)];
         }
-        consume(shared, stages, k_range, atom_pairs, split, acc);
+        consume(shared, stages, k_range, split_units, split, acc);
         store_tile(shared, stages, acc, at, multicast_rank, split);
         if (ADD_RESIDUAL && out_sum_squares) {
             int parts = outputs / (SQUARE_WARPGROUPS * 64);

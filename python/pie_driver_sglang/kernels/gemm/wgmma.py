@@ -12,6 +12,7 @@ of rows gives each row the same bits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,8 @@ class WgmmaConfig:
     """Split-K factor of a CTA that has all inputs, and adds up their parts as a cluster would."""
     square_warpgroups: int = 0
     """Warpgroups whose outputs have one partial sum of squares; 0 for all of a CTA."""
+    split_atoms: int = 2
+    """Splits begin at multiples of so many swizzle atoms of K; a multiple of `k_atoms`."""
 
     @property
     def square_outputs(self) -> int:
@@ -136,6 +139,7 @@ def find_wgmma_config(
     return config if _fits_split_sums(config) else None
 
 
+@functools.lru_cache(maxsize=4096)
 def find_batch_invariant_config(
     rows: int, height: int, inputs: int, itemsize: int, epilogue: Epilogue
 ) -> WgmmaConfig | None:
@@ -154,25 +158,28 @@ def find_batch_invariant_config(
     Returns:
         None where the kernel does not support the weight.
     """
-    if height % _WARPGROUP_OUTPUTS or inputs * itemsize % 256:
+    if height % _WARPGROUP_OUTPUTS or inputs * itemsize % _ATOM_BYTES:
         return None
-    units = height // _WARPGROUP_OUTPUTS
+    units, atoms = height // _WARPGROUP_OUTPUTS, inputs * itemsize // _ATOM_BYTES
+    split_atoms = 2 - atoms % 2
     groups, split_k = _divide(units, epilogue)
-    split_k = min(split_k, inputs * itemsize // 256)
+    split_k = min(split_k, atoms // split_atoms)
     sequential = 1
     block_m = next((block_m for block_m in BLOCK_MS if rows <= block_m), _MAX_BLOCK_M)
     if rows > _MAX_BLOCK_M:
         sequential, split_k = split_k, 1
         block_m, groups = _many_rows_tile(rows, units, sequential)
     two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
-    k_atoms = 2 if block_m <= 64 and not two else 1
-    steps = inputs * itemsize // (k_atoms * _ATOM_BYTES)
+    k_atoms = split_atoms if block_m <= 64 and not two else 1
+    steps = atoms // k_atoms
     stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
     fitting = stages_bytes // _stage_bytes(block_m, groups, k_atoms)
     stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
     shares_rows = units % 4 == 0 and groups == 2 and 64 <= block_m <= 128
     multicast = 2 if shares_rows and (two or rows > block_m) else 1
-    config = WgmmaConfig(block_m, groups, stages, k_atoms, multicast, split_k, sequential, 1)
+    config = WgmmaConfig(
+        block_m, groups, stages, k_atoms, multicast, split_k, sequential, 1, split_atoms
+    )
     # Few inputs fill few stages, and split-K sums need the memory of more.
     while not _fits_split_sums(config) and config.num_stages < fitting:
         config = replace(config, num_stages=config.num_stages + 1)
@@ -337,4 +344,5 @@ def wgmma_macros(
         "EPILOGUE": int(epilogue), "RMS_NORM": int(normed),
         "SEQUENTIAL_SPLITS": config.sequential_splits,
         "SQUARE_WARPGROUPS": config.square_warpgroups or config.warpgroups,
+        "SPLIT_ATOMS": config.split_atoms,
     }  # fmt: skip

@@ -16,8 +16,10 @@ from pie_driver_sglang.backends.sglang.compat.attention import (
     read_attention,
     register_backend,
     scales_kv,
+    use_decode_backend,
 )
 from pie_driver_sglang.backends.sglang.compat.model import resolved
+from pie_driver_sglang.backends.sglang.compat.passes import context_of
 from pie_driver_sglang.backends.sglang.compat.pools import store_kv
 from pie_driver_sglang.backends.sglang.compat.settings import change_settings, publish_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
@@ -55,8 +57,14 @@ def installed_attention(runner: ModelRunner) -> PagedDecode | None:
     return backend.attention if isinstance(backend, PagedDecodeBackend) else None
 
 
+def replace_prefill_attention(runner: ModelRunner) -> None:
+    """Has prefills attend by this backend, too, where it is batch-invariant."""
+    if isinstance(installed_attention(runner), BatchInvariantAttention):
+        use_decode_backend(runner)
+
+
 class PagedDecodeBackend(AttentionBackend):
-    """SGLang's attention backend of decodes; prefills are another's."""
+    """SGLang's attention backend of decodes; prefills are another's, unless batch-invariant."""
 
     # Lengths are read on the device only.
     needs_cpu_seq_lens = False
@@ -89,8 +97,13 @@ class PagedDecodeBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Plans the splits of a decode on the device; eager batches come here, too."""
-        self.attention.plan(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        """Plans a pass on the device; eager batches come here, too."""
+        table_rows, extends = forward_batch.req_pool_indices, context_of(forward_batch).extends
+        if extends is None:
+            self.attention.plan(table_rows, forward_batch.seq_lens)
+        else:
+            assert isinstance(self.attention, BatchInvariantAttention)
+            self.attention.plan_extend(table_rows, extends, len(forward_batch.positions))
 
     def forward_decode(
         self,
@@ -109,3 +122,5 @@ class PagedDecodeBackend(AttentionBackend):
             scales = (layer.k_scale, layer.v_scale) if scales_kv(layer, own.keys) else ()
             store_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, *scales)
         return self.attention.attend(own, q, sinks)
+
+    forward_extend = forward_decode

@@ -142,6 +142,11 @@ def decode_backend(runner: ModelRunner) -> AttentionBackend | None:
     return getattr(runner.attn_backend, "decode_backend", None)
 
 
+def use_decode_backend(runner: ModelRunner) -> None:
+    """Has prefills attend by the backend of decodes."""
+    runner.attn_backend.prefill_backend = runner.attn_backend.decode_backend
+
+
 @contextmanager
 def attending(backend: AttentionBackend) -> Iterator[None]:
     """Within it passes attend by a backend, by `ForwardContext`, a global of the process."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -90,6 +91,48 @@ class LlamaDecoder:
     ) -> AbstractContextManager[None]:
         """Replaces the model's `forward`; see `Decoder.run_instead`."""
         return run_instead(self._model, run)
+
+
+def has_plain_gemms(model: torch.nn.Module) -> bool:
+    """Whether all weights of a model are dense matrices of 16 or 32 bits."""
+    modules = list(model.modules())
+    linear = [module for module in modules if isinstance(module, LinearBase)]
+    return not any(isinstance(module, FusedMoE | BaseLayerWithLoRA) for module in modules) and all(
+        isinstance(module.quant_method, UnquantizedLinearMethod) for module in linear
+    )
+
+
+def replace_linear_gemms(
+    model: torch.nn.Module,
+    gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    supports: Callable[[torch.Tensor], bool],
+) -> None:
+    """Has the linear layers of a model that :func:`has_plain_gemms` multiply by `gemm`.
+
+    Args:
+        model: The model.
+        gemm: ``[rows, inputs]`` and ``[outputs, inputs]`` -> ``[rows, outputs]``.
+        supports: Whether it does so by a weight; others are left as they are.
+    """
+    method = _ReplacedGemm(gemm)
+    for module in model.modules():
+        if isinstance(module, LinearBase) and supports(module.weight):
+            module.quant_method = method
+
+
+class _ReplacedGemm(UnquantizedLinearMethod):
+    """How SGLang applies a linear layer."""
+
+    def __init__(self, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._gemm = gemm
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x @ weight.T + bias``."""
+        out = self._gemm(x.reshape(-1, x.shape[-1]).contiguous(), layer.weight)
+        if bias is not None:
+            out += bias
+        return out.view(*x.shape[:-1], -1)
 
 
 def find_decoder(causal: Any) -> Any:

@@ -100,17 +100,26 @@ def compute_part(
 
 
 def replace_gemm(
-    processor: LogitsProcessor, gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    processor: LogitsProcessor,
+    gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    supports: Callable[[torch.Tensor], bool],
 ) -> None:
     """Has `_compute_lm_head`, of which both functions above make use, multiply by `gemm`.
 
     Args:
         processor: The model's.
         gemm: ``[rows, hidden]`` and ``[vocabulary, hidden]`` -> ``[rows, vocabulary]``.
+        supports: Whether it does so by a weight.
     """
+    otherwise: Callable[..., torch.Tensor] = processor._compute_lm_head
 
-    def compute(states: torch.Tensor, lm_head: Any, *_: None) -> torch.Tensor:
-        return gemm(states.contiguous(), plain_head(lm_head).weight)
+    def compute(
+        states: torch.Tensor, lm_head: Any, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        plain = plain_head(lm_head)
+        if bias is not None or not supports(plain.weight):
+            return otherwise(states, lm_head, bias)
+        return gemm(states.contiguous(), plain.weight)
 
     processor._compute_lm_head = compute
 

@@ -87,7 +87,7 @@ def context_of(batch: ForwardBatch) -> PassContext:
             batch.extend_seq_lens_cpu,
             batch.extend_prefix_lens_cpu,
         )
-    return PassContext(batch.out_cache_loc, batch.req_pool_indices, extends, batch)
+    return PassContext(batch.out_cache_loc, extends, batch)
 
 
 def skip_planning(batch: ForwardBatch) -> None:
