@@ -408,6 +408,8 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
     common: dict[str, Any] = {
         "model_path": str(model),
         "skip_tokenizer_init": True,
+        # Another engine may be on the GPU.
+        "mem_fraction_static": 0.4,
         "enable_deterministic_inference": True,
     }
     if not any(model.glob("*.safetensors")):
