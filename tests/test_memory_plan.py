@@ -108,6 +108,7 @@ settings_ = st.builds(
     fraction=st.none(),
     workspace_bytes=st.sampled_from([0, 2**29]),
     captures=st.booleans(),
+    graph_sizes=st.sampled_from([(), (), (1, 8, 64)]),
     triton_tables=st.booleans(),
     prompts=st.booleans(),
     swap_bytes=st.sampled_from([0, GIB]),

@@ -376,7 +376,12 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_forward_requests(self) -> int:
         """Requests in one batch, as announced to the runtime."""
-        return self.cuda_graph_max_bs or DEFAULT_MAX_FORWARD_REQUESTS
+        return self.cuda_graph_max_bs or max(DEFAULT_MAX_FORWARD_REQUESTS, *self.graph_sizes, 0)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Sizes of the decode graphs that the user has set; empty for the default ones."""
+        return tuple(self.server_args.get("cuda_graph_bs_decode", ()))
 
 
 class Option(NamedTuple):

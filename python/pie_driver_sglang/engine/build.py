@@ -149,7 +149,7 @@ def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
         capacity=options.spec_ngram_capacity,
         context_bytes=DRAFT_CONTEXT_BYTES,
         host_pages=info.host_pages,
-        graph_sizes=decode_batch_sizes(options.max_forward_requests),
+        graph_sizes=decode_batch_sizes(options.max_forward_requests, options.graph_sizes),
     )
 
 
@@ -157,6 +157,9 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
     """The fused layers of a model, where there are kernels for it."""
     try:
         require(options.fuse_layers, "`fuse_layers` is false")
+        if backend.group.world_size > 1:
+            own_all_reduce = not options.server_args.get("disable_custom_all_reduce")
+            require(own_all_reduce, "`disable_custom_all_reduce` is set")
         if backend.device.type != "cuda":
             read_supported_layers(backend)
             raise UnsupportedLayer(NEEDS_GPU)
@@ -194,6 +197,7 @@ def _steps(
         prompts=backend.info.graphs_take_prompts,
         sparse=backend.info.is_sparse,
         adapters=adapters is not None,
+        chosen=options.graph_sizes,
     )
     try:
         if on_cuda:

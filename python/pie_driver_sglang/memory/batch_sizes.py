@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from pie_driver_sglang.config.options import PAGED_DECODE
@@ -36,9 +37,18 @@ def chunk_tokens(device_type: str, device_bytes: int, chunked_prefill_size: int 
     return CHUNK_TOKENS[device_type]
 
 
-def decode_batch_sizes(most: int) -> list[int]:
-    """Batch sizes of the decode graphs, up to `most`; dense where a step is short."""
-    rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
+def decode_batch_sizes(most: int, chosen: Sequence[int] = ()) -> list[int]:
+    """Batch sizes of the decode graphs, up to `most`; dense where a step is short.
+
+    `chosen`: those of the user, `cuda_graph_bs_decode`, instead of the default ones.
+    """
+    rows = sorted(set(chosen)) or [
+        *range(1, 9),
+        12,
+        *range(16, 65, 8),
+        *range(80, 257, 16),
+        *range(288, 4097, 32),
+    ]
     return [*(count for count in rows if count < most), most]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -55,6 +55,7 @@ def graph_specs(
     prompts: bool,
     sparse: bool,
     adapters: bool,
+    chosen: Sequence[int] = (),
 ) -> list[GraphSpec]:
     """All graphs of a driver, those of one kind together and in ascending order of rows.
 
@@ -65,8 +66,9 @@ def graph_specs(
         prompts: Whether a step may have more rows than there are requests.
         sparse: Whether it is an MoE model.
         adapters: Whether the driver applies adapters in graphs.
+        chosen: Sizes of the decode graphs; empty for the default ones.
     """
-    plain = decode_batch_sizes(requests)
+    plain = decode_batch_sizes(requests, chosen)
     if prompts:
         plain += prefill_batch_sizes(requests, chunk_tokens, sparse=sparse)
     return [

@@ -238,6 +238,7 @@ def planned_graphs(model: ModelSizes, settings: MemorySettings) -> list[GraphSpe
         prompts=settings.prompts,
         sparse=model.chosen_experts > 0,
         adapters=settings.adapter_slots > 0,
+        chosen=settings.graph_sizes,
     )
 
 

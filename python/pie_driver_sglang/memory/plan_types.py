@@ -82,6 +82,8 @@ class MemorySettings(NamedTuple):
     """Whether CUDA graphs are captured."""
     prompts: bool = True
     """Whether prefill graphs are captured."""
+    graph_sizes: tuple[int, ...] = ()
+    """Sizes of the decode graphs, `cuda_graph_bs_decode`; empty for the default ones."""
     triton_tables: bool = False
     """Whether SGLang's triton backend decodes, which needs index tables."""
     workspace_bytes: int = 0

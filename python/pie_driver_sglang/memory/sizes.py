@@ -147,6 +147,7 @@ def memory_settings(
         fraction=options.mem_fraction_static,
         captures=not options.disable_cuda_graph and (own or backends[1] in GRAPH_BACKENDS),
         prompts=own and ranks == 1,
+        graph_sizes=options.graph_sizes,
         triton_tables="triton" in backends and not own,
         workspace_bytes=workspace if "flashinfer" in backends else 0,
         partial_splits=PARTIAL_SPLITS if deterministic and own and kind == "cuda" else 0,
