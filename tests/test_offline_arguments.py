@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common import arguments as engine_arguments
@@ -190,7 +191,7 @@ class TestArguments:
     def test_every_argument_of_sglang_is_served_or_refused_with_a_reason(self, name: str) -> None:
         known = {*engine_arguments.SCHEDULER, *engine_arguments.READ}
         owner = SERVER_ARGS[name].owner
-        if name in known or owner in (None, "key"):
+        if name in {*known, *NO_EFFECT} or owner in (None, "key"):
             return
         with pytest.raises(ConfigError, match=f"`{name}` = ") as refusal:
             self.parse(**{name: "x"})

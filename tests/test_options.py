@@ -264,7 +264,7 @@ def test_whole_numbers_are_numbers() -> None:
         ("page_size", 2048, ("2048", "1 to 1024")),
         ("page_size", True, ("True", "an integer")),
         pytest.param("page_size", 1 << 100_000, ("4300 digits", "1 to 1024"), id="huge"),
-        ("cuda_graph_max_bs", 0, ("1 to 4096",)),
+        ("cuda_graph_max_bs", -1, ("1 to 4096",)),
         ("chunked_prefill_size", 0, ("at least 1",)),
         ("chunked_prefill_size", -2, ("-2",)),
         ("context_length", 0, ("context_length",)),
@@ -321,7 +321,7 @@ def test_fields_pass_through_by_name() -> None:
     table = {
         "quantization": "fp8",
         "load_format": "dummy",
-        "cpu_offload_gb": 2,
+        "enable_tf32_matmul": True,
         "cuda_graph_bs_decode": [1, 2, 4],
         "modelopt_quant": {"a": 1},
         "enable_deterministic_inference": True,
@@ -395,6 +395,9 @@ def test_an_unknown_attention_backend(
         ("enable_metrics", ("metrics", "`metrics_port`")),
         ("cuda_graph_max_bs_decode", ("`cuda_graph_max_bs`",)),
         ("sampling_backend", ("samples",)),
+        ("cpu_offload_gb", ("all weights on the device", "quantized checkpoint")),
+        ("disable_cuda_graph_padding", ("captures its CUDA graphs", "`cuda_graph_bs_decode`")),
+        ("disable_prefill_cuda_graph", ("`disable_cuda_graph`",)),
     ],
 )
 def test_fields_of_the_driver_are_refused(name: str, parts: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from pie_driver_sglang.backends.sglang import version
 from pie_driver_sglang.cli import serve
 from pie_driver_sglang.config import flag_names
+from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
@@ -56,6 +57,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
                 "mm_processor_worker_num",
                 "nccl_port",
                 "tp_size",
+                *NO_EFFECT,
             )
 
 
@@ -63,11 +65,12 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
     ("name", "value", "words"),
     [
         ("enable_custom_logit_processor", True, "Python object"),
+        ("cpu_offload_gb", 4, "all weights on the device"),
+        ("disable_cuda_graph_padding", True, "captures its CUDA graphs itself"),
         ("enable_hierarchical_cache", True, "prefix index of its own"),
         ("enable_lora_overlap_loading", True, "adapters"),
         ("enable_return_hidden_states", True, "hidden states"),
         ("ep_size", 2, "--tp-size"),
-        ("grammar_backend", "outlines", "by llguidance"),
         ("is_embedding", True, "causal language models"),
         ("device", "xpu", "expected `cuda` or `cpu`"),
         ("attention_backend", "intel_amx", "does not run on the CPU"),
@@ -372,7 +375,8 @@ def test_the_help_has_every_flag_of_sglang() -> None:
     flags = serve.sglang_flags().split()
     assert {f"--{name.replace('_', '-')}" for name in SERVER_ARGS} <= set(flags)
     stars = re.findall(r"^\* --([\w-]+)", serve.sglang_flags(), re.MULTILINE)
-    assert "max-prefill-tokens" in stars
+    assert "enable-two-batch-overlap" in stars
+    assert "max-prefill-tokens" not in stars
     assert "max-running-requests" not in stars
 
 
@@ -383,7 +387,7 @@ def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
     unserved = [name for name in SERVER_ARGS if served_flags.unserved_flag({name: "x"})]
     assert f"{len(unserved)} of {len(SERVER_ARGS)}" in table
     # Some values of these are served.
-    some = {"speculative_algorithm", "grammar_backend"}
+    some = {"speculative_algorithm"}
     cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
     named = {
         flag.removeprefix("--").replace("-", "_")

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS, DriverSection
+from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.option_checks import OWNERS, TYPES
 from pie_driver_sglang.config.options import OPTIONS, Group, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_VERSION
@@ -106,6 +107,19 @@ updated afterwards. `false` keeps SGLang's layers.
 {count} other fields of SGLang {version}'s `ServerArgs` pass through by name and keep SGLang's
 defaults: {passed}.
 
+- `cuda_graph_bs_decode` lists the batch sizes of the decode graphs. The largest one of the driver,
+  `cuda_graph_max_bs`, is added. `cuda_graph_max_bs = 0` sets `disable_cuda_graph`.
+- `disable_custom_all_reduce` turns off the driver's all-reduce kernels, too, and with them the
+  fused layers of several ranks.
+- The `triton_attention_…` settings act where SGLang's Triton attention decodes: set
+  `attention_backend = "triton"`.
+
+These have no effect, and a warning in the log says why:
+
+| field | why |
+|---|---|
+{no_effect}
+
 The driver refuses all others, because something else decides them:
 
 | why | what to do instead | fields |
@@ -117,6 +131,8 @@ def render() -> str:
     """Return the text of the document."""
     tables = [f"\n## {group}\n{TABLE}" + "".join(_rows(group)) for group in Group]
     passed = sorted(name for name, field in SERVER_ARGS.items() if field.owner is None)
+    unused = [name for name in passed if name in NO_EFFECT]
+    passed = [name for name in passed if name not in NO_EFFECT]
     defaults = {field.name: field.default for field in msgspec.structs.fields(DriverSection)}
     footer = FOOTER.format(
         version=SGLANG_VERSION,
@@ -128,6 +144,7 @@ def render() -> str:
         targets=_listed(SERVER_ARGS["lora_target_modules"].choices),
         count=len(passed),
         passed=_listed(passed),
+        no_effect="\n".join(f"| `{name}` | {NO_EFFECT[name]} |" for name in unused),
     )
     return HEADER + "".join(tables) + footer + "".join(_owner_rows())
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from pie_driver_sglang.config.no_effect import NO_EFFECT, TRITON_ATTENTION, no_effect_lines
 from pie_driver_sglang.config.options import OPTIONS, PAGED_DECODE, DriverOptions, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
@@ -87,13 +88,20 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "the activation type comes from the runtime's configuration",
             "set `activation_dtype` under [model.driver] and remove the key",
         ),
-        "graphs": ("the driver sizes its CUDA graphs itself", "set `cuda_graph_max_bs` instead"),
+        "graphs": (
+            "the driver captures its CUDA graphs itself",
+            "set `cuda_graph_max_bs` or `cuda_graph_bs_decode` instead",
+        ),
         "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
         "media": ("images come from the runtime, ready for the model", "remove the key"),
         "observability": (
             "the driver has a log, metrics and traces of its own",
             "remove the key; set `metrics_port`, `metrics_file`, `log_level`, `log_format` or "
             "`trace_file`",
+        ),
+        "offload": (
+            "the driver plans its memory with all weights on the device",
+            "remove the key, and use a quantized checkpoint or more devices",
         ),
         "parallel": (
             "the driver spreads a model over its devices by itself",
@@ -181,6 +189,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         ConfigError: A key is unknown or may not be set, or a value is wrong or unsupported.
     """
     paged_decode: bool | None
+    table = without_graphs_of_size_0(table)
     backends, paged_decode = _without_paged(_with_both_backends(table), device)
     if device != "cpu" and table.keys().isdisjoint(_BACKENDS):
         paged_decode = None
@@ -191,18 +200,59 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             own[name] = _check_option(OPTIONS[name], value)
         elif name not in _LAUNCHER_KEYS:
             passed[name] = _check_passed(name, value)
+    for line in no_effect_lines(passed):
+        logger.warning("option %s", line)
+    passed = {name: value for name, value in passed.items() if name not in NO_EFFECT}
     own.setdefault("attention_backend", default_attention_backend(device))
     own.setdefault("lora_backend", "torch_native" if device == "cpu" else "triton")
     options = DriverOptions(**own, server_args=passed)
     _check_drafts(options)
     _check_device(options, device)
     _check_adapters(options, device)
+    _check_graph_sizes(options)
+    _warn_of_other_kernels(options)
     if not options.disable_radix_cache:
         logger.warning(
             "option `disable_radix_cache` is false, which has no effect: "
             "the runtime shares prefixes itself"
         )
     return options
+
+
+def without_graphs_of_size_0(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with `cuda_graph_max_bs = 0` written as `disable_cuda_graph`, as in SGLang."""
+    size = table.get("cuda_graph_max_bs")
+    if size != 0 or isinstance(size, bool):
+        return dict(table)
+    rest = {name: value for name, value in table.items() if name != "cuda_graph_max_bs"}
+    return {**rest, "disable_cuda_graph": True}
+
+
+def _check_graph_sizes(options: DriverOptions) -> None:
+    """Reject decode graphs that no batch fits."""
+    about = OPTIONS["cuda_graph_max_bs"].about
+    least, most = about.limits if about.limits is not None else (1, 1)
+    most = options.cuda_graph_max_bs or most
+    for size in options.graph_sizes:
+        if not least <= size <= most:
+            raise ConfigError(
+                f"option `cuda_graph_bs_decode` has the size {size}, outside {least} to {most}",
+                "remove it, or set `cuda_graph_max_bs` to the largest size, at most 4096",
+            )
+
+
+def _warn_of_other_kernels(options: DriverOptions) -> None:
+    """Warn of settings of SGLang's Triton attention where other kernels attend."""
+    backend = options.server_args.get("decode_attention_backend", options.attention_backend)
+    if backend == "triton" and options.paged_decode is False:
+        return
+    for name in TRITON_ATTENTION:
+        if name in options.server_args:
+            logger.warning(
+                "option `%s` has no effect where other kernels than SGLang's Triton attention "
+                'decode: set `attention_backend = "triton"` for those',
+                name,
+            )
 
 
 def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ READ: Final = (
     "grammar_backend",
     "log_level",
     "lora_paths",
+    "max_prefill_tokens",
     "max_total_tokens",
     "model_path",
     "preferred_sampling_params",
@@ -124,10 +125,13 @@ UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "device": "set `device`, `devices`, `base_gpu_id` or `tp_size`",
         "disaggregation": "prefill and decode run in one driver",
         "dtype": "set `dtype`",
-        "graphs": "the driver sizes its CUDA graphs itself; set `cuda_graph_max_bs`",
+        "graphs": "the driver captures its CUDA graphs itself; set `cuda_graph_max_bs` or "
+        "`cuda_graph_bs_decode`",
         "graphs_off": "set `disable_cuda_graph`, for all graphs",
         "media": "the offline engine takes text and tokens, no images",
         "observability": "the engine serves no metrics; `get_server_info()` has its figures",
+        "offload": "the memory plan has all weights on the device; use a quantized checkpoint or "
+        "`tp_size`",
         "parallel": "only `tp_size` spreads a model, and only `dp_size` copies it",
         "pool": "the driver lays out its KV pages itself; set `page_size`",
         "prefix_cache": "the runtime has a prefix index of its own",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
+from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
@@ -33,11 +35,15 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     largest_rank,
     parse_paths,
 )
-from pie_driver_sglang.memory.batch_sizes import LARGE_CHUNK_TOKENS
+from pie_driver_sglang.memory.batch_sizes import CHUNK_TOKENS, LARGE_CHUNK_TOKENS
 from pie_driver_sglang.memory.gpus import nvml, query_cuda
+
+logger = logging.getLogger(__name__)
 
 _OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
 """Devices of SGLang that the driver does not support."""
+_OTHER_GRAMMAR_BACKENDS: Final = ("outlines", "xgrammar")
+"""Grammar backends of SGLang, for which llguidance serves the same grammars."""
 _DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
@@ -79,6 +85,9 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
+    for line in no_effect_lines(values):
+        logger.warning("the argument %s", line)
+    values = {name: value for name, value in values.items() if name not in NO_EFFECT}
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
     # Weights last: wrong arguments are reported before the download.
@@ -117,6 +126,11 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
     elif not kind.startswith("cpu"):
         # The chunk of a large GPU; the driver of a smaller one splits the step.
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
+    _require_integer(values, "max_prefill_tokens", 1)
+    if "max_prefill_tokens" in values:
+        # Of all prefill chunks of one step, as in SGLang.
+        most = runtime.get("chunked_prefill_size", CHUNK_TOKENS["cpu"])
+        runtime["chunked_prefill_size"] = min(most, values["max_prefill_tokens"])
     _require_integer(values, "max_total_tokens", 1)
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
@@ -169,7 +183,7 @@ def step_image_bytes(plan: EngineArguments) -> int:
 
 
 def _refuse_unserved(values: Mapping[str, Any]) -> None:
-    known = {*SCHEDULER, *READ, *OWN, *valid_names()}
+    known = {*SCHEDULER, *READ, *OWN, *NO_EFFECT, *valid_names()}
     for name, value in values.items():
         if name in known:
             continue
@@ -296,11 +310,17 @@ def _check_limits(limits: Any) -> None:
 
 
 def _check_grammar_backend(name: Any) -> None:
-    if name != "llguidance":
+    if name in _OTHER_GRAMMAR_BACKENDS:
+        logger.warning("`grammar_backend` is %s: llguidance compiles the grammars", quoted(name))
+    elif name == "none":
         raise Unsupported(
-            f"the argument `grammar_backend` = {quoted(name)} is not served: grammars are followed "
-            "in Rust, by llguidance",
+            "`grammar_backend` is 'none': requests with a grammar are always served, by llguidance",
             "remove `grammar_backend`",
+        )
+    elif name != "llguidance":
+        raise ConfigError(
+            f"`grammar_backend` is {quoted(name)}",
+            f"expected one of llguidance, {', '.join(_OTHER_GRAMMAR_BACKENDS)}",
         )
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config import flag_names
+from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest
@@ -26,6 +27,8 @@ FLAG_LIST: Final = "`pie-sglang serve --help` lists all flags"
 WATCHDOG: Final = "watchdog_timeout"
 #: How SGLang's processor passes pixels, with the value that our scheduler supports.
 TRANSPORT: Final = ("mm_feature_transport", "cpu")
+#: The flag and its value with which requests with a grammar are rejected.
+GRAMMARS_OFF: Final = ("grammar_backend", "none")
 #: Owners whose flags SGLang's front end supports by itself.
 _FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
 #: Flags of other owners that do not concern the scheduler.
@@ -41,7 +44,6 @@ _FRONT: Final = frozenset(
         "mm_process_config",
         "mm_processor_worker_num",
         "nccl_port",
-        "sleep_on_idle",
         WATCHDOG,
     }
 )
@@ -57,7 +59,6 @@ _ADAPTERS: Final = "the driver loads and applies adapters by its own means"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
-        "disable_outlines_disk_cache": "grammars are followed by llguidance",
         "enable_custom_logit_processor": "it is a Python object in the sampler",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
@@ -75,6 +76,8 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "grpc_port": "it takes another front end",
         "is_embedding": "the driver serves causal language models",
         "kv_canary": "it looks into SGLang's own pool",
+        "kv_canary_real_data": "it looks into SGLang's own pool",
+        "kv_canary_sweep_interval": "it looks into SGLang's own pool",
         "kv_events_config": "events of the prefix index are not published yet",
         "lora_eviction_policy": "slots go to the adapter that was not used for longest",
         "max_lora_chunk_size": _ADAPTERS,
@@ -95,8 +98,9 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "device": "the driver chooses its device by `--device` and `--base-gpu-id`",
         "disaggregation": "prefill and decode run in one driver",
         "graphs_off": "`--disable-cuda-graph` is for all of its graphs",
-        "graphs": "the driver sizes its CUDA graphs itself",
+        "graphs": "the driver captures its CUDA graphs itself",
         "media": "the driver encodes images by its own means",
+        "offload": "the memory plan has all weights on the device",
         "parallel": "models are spread by `--tp-size` alone",
         "pool": "the driver lays out its KV pages itself",
         "prefix_cache": "the runtime has a prefix index of its own",
@@ -111,14 +115,17 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
 
 def served_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of our runtime among the flags that the user set (``ServerArgs`` fields)."""
-    known = {*SCHEDULER, *READ, *valid_names()} - _REASONS.keys()
+    known = {*SCHEDULER, *READ, *valid_names()} - NO_EFFECT.keys() - _REASONS.keys()
     named = {RENAMED.get(name, name): value for name, value in given.items()}
+    if (name := GRAMMARS_OFF[0], named.get(name)) == GRAMMARS_OFF:
+        # The front end rejects requests with a grammar.
+        del named[name]
     return {name: value for name, value in named.items() if name in known}
 
 
 def unserved_flag(given: Mapping[str, Any]) -> str | None:
     """The first flag that our runtime does not support, with the reason; None without one."""
-    served = {*SCHEDULER, *READ, *valid_names(), *RENAMED, *_FRONT} - _REASONS.keys()
+    served = {*SCHEDULER, *READ, *NO_EFFECT, *valid_names(), *RENAMED, *_FRONT} - _REASONS.keys()
     for name in sorted(given):
         if (name, given[name]) == TRANSPORT:
             continue

@@ -16,6 +16,7 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
+from pie_driver_sglang.config.no_effect import no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
@@ -136,6 +137,8 @@ def _serve(own: ServeArguments) -> None:
     else:
         from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
 
+        for line in no_effect_lines(given):
+            print_notice(line)
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
         added = [*pinned_revision(plan, given), *transport]

@@ -135,6 +135,8 @@ class MsgpackManager(TokenizerManager):
         if self.enable_metrics:
             # prometheus_client would raise with the response, which would end the server.
             _check_labels(getattr(obj, "custom_labels", None) or {}, self.metrics_collector.labels)
+        if self.server_args.grammar_backend == "none":
+            _refuse_grammars(obj.sampling_params)
         with _reading_params():
             super()._validate_one_request(obj, input_ids)
 
@@ -298,6 +300,16 @@ def _characters(texts: Any) -> int:
     """Characters of a text, or of a list of texts."""
     listed = [texts] if isinstance(texts, str) else texts or ()
     return sum(len(text) for text in listed if isinstance(text, str))
+
+
+def _refuse_grammars(params: Any) -> None:
+    """Reject a request with a grammar, as SGLang's scheduler does with `--grammar-backend none`."""
+    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+        if isinstance(params, dict) and params.get(name) is not None:
+            raise ValueError(
+                f"`{name}` needs a grammar backend, and the server was started with "
+                "`--grammar-backend none`: start it without the flag"
+            )
 
 
 def _check_labels(asked: dict[str, str], known: dict[str, str]) -> None:

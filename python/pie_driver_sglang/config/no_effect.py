@@ -1,0 +1,68 @@
+"""Settings of SGLang that have no effect here, because the driver already does what they ask for.
+
+They are accepted, and one line in the log says why each has no effect: a command line that tunes
+SGLang's scheduler or its kernels keeps ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+_COMPILED: Final = "the driver captures its kernels in CUDA graphs, and compiles nothing with torch"
+_PREFILL_GRAPHS: Final = "the driver chooses the sizes of its prefill graphs itself"
+_ONE_POOL: Final = "all layers have one pool of KV pages"
+_ALL_REDUCE: Final = "the driver selects its all-reduce kernels itself"
+#: The reason why a setting has no effect, by its name.
+NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cuda_graph_bs_prefill": _PREFILL_GRAPHS,
+        "cuda_graph_max_bs_prefill": _PREFILL_GRAPHS,
+        "cuda_graph_tc_compiler": _COMPILED,
+        "decode_log_interval": "what was served is logged every `log_interval_s` seconds of work",
+        "delete_ckpt_after_loading": "the checkpoint is kept, because a restarted driver loads it "
+        "again",
+        "disable_hybrid_swa_memory": _ONE_POOL,
+        "disable_outlines_disk_cache": "llguidance compiles grammars, and has no cache on disk",
+        "disable_overlap_schedule": "the scheduler has no such mode, and sampled tokens do not "
+        "depend on it",
+        "enable_cudagraph_gc": "garbage is not collected during graph capture",
+        "enable_flashinfer_allreduce_fusion": _ALL_REDUCE,
+        "enable_metrics_for_all_schedulers": "every replica reports metrics",
+        "enable_mixed_chunk": "prefill chunks and decodes always share steps",
+        "enable_p2p_check": "the driver checks at the start whether its GPUs can map each other's "
+        "memory",
+        "enable_request_time_stats_logging": "`--enable-trace` and `--export-metrics-to-file` have "
+        "the times of each request",
+        "enable_torch_compile": _COMPILED,
+        "enable_torch_compile_debug_mode": _COMPILED,
+        "enforce_disable_flashinfer_allreduce_fusion": _ALL_REDUCE,
+        "file_storage_path": "no endpoint stores files",
+        "load_snapshot_publish_interval": "the load is published after every step",
+        "num_continuous_decode_steps": "the scheduler decides after every step",
+        "sampling_backend": "the driver has its own sampling kernels",
+        "scheduler_recv_interval": "requests are received while steps run",
+        "show_time_cost": "`/start_profile` and `trace_file` have the times of steps",
+        "sleep_on_idle": "the scheduler always sleeps while it is idle",
+        "strip_thinking_cache": "the prefix cache keeps the tokens of a model's thinking, and "
+        "evicts what was not used for longest",
+        "swa_full_tokens_ratio": _ONE_POOL,
+        "torch_compile_max_bs": _COMPILED,
+    }
+)
+
+
+#: Settings of SGLang's Triton attention kernels.
+TRITON_ATTENTION: Final = (
+    "triton_attention_num_kv_splits",
+    "triton_attention_reduce_in_fp32",
+    "triton_attention_split_tile_size",
+)
+
+
+def no_effect_lines(given: Mapping[str, Any]) -> list[str]:
+    """A line for each given setting that has no effect, in the order of their names."""
+    return [
+        f"`{name}` has no effect: {NO_EFFECT[name]}" for name in sorted(NO_EFFECT.keys() & given)
+    ]
