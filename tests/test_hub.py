@@ -13,6 +13,9 @@ from typing import Final
 import pytest
 
 from pie_driver_sglang.checkpoint.hub_cache import needed_files
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.sglang_server import server_process
 from support.models.tiny_models import POCKET
 from support.servers.model_hub import COMMIT, GATED, MODEL, Hub, hub_of
 from support.servers.pie_server import serving
@@ -187,3 +190,27 @@ def test_both_frontends_serve_a_model_by_its_name(
         body = {"model": MODEL, "prompt": "def f(x):", "max_tokens": 4}
         assert json.loads(server.fetch("/v1/completions", body))["usage"]["completion_tokens"] == 4
     assert hub.fetched == NEEDED
+
+
+def test_modelscope_is_asked_by_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read before a name is looked up on the Hugging Face hub."""
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    given = {"model_path": "house/pocket", "device": "cpu"}
+    with pytest.raises(ConfigError, match="is not in the ModelScope cache") as refusal:
+        parse_arguments(given)
+    assert "`modelscope download --model house/pocket`" in refusal.value.hint
+    folder = tmp_path / "cache" / "models" / "house" / "pocket"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(POCKET)
+    plan = parse_arguments(given)
+    assert plan.model == plan.tokenizer == folder
+    assert server_process.pinned_revision(plan, given) == []
+    other = tmp_path / "other" / "house" / "second"
+    other.parent.mkdir(parents=True)
+    other.symlink_to(POCKET)
+    named = {**given, "model_path": "house/second", "download_dir": str(tmp_path / "other")}
+    assert parse_arguments(named).model == other
+    # A folder is a folder, whatever the variable says.
+    assert parse_arguments({**given, "model_path": str(POCKET)}).model == POCKET

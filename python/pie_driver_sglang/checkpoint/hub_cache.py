@@ -1,9 +1,10 @@
-"""Models of the Hugging Face hub: in its cache, or downloaded."""
+"""Models of the Hugging Face hub, in its cache or downloaded, and in the cache of ModelScope."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -94,6 +95,34 @@ def fetch_snapshot(
     except (OSError, network.HTTPError, errors.HFValidationError) as error:
         raise _explained(repository, revision, error) from error
     return Path(found)
+
+
+def uses_modelscope() -> bool:
+    """Whether `SGLANG_USE_MODELSCOPE` names ModelScope as the hub, read as SGLang reads it."""
+    return os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("true", "1", "yes", "y")
+
+
+def modelscope_folder(name: str, cache: str | None = None) -> Path:
+    """The folder of a model in the cache of ModelScope, whose client would import torch.
+
+    Args:
+        name: The model's, as ModelScope has it.
+        cache: A folder to look into after that cache, `download_dir`.
+
+    Raises:
+        ConfigError: It has not been downloaded.
+    """
+    default = Path.home() / ".cache" / "modelscope" / "hub"
+    root = Path(os.environ.get("MODELSCOPE_CACHE") or default).expanduser() / "models"
+    for folder in (root, *([Path(cache)] if cache else [])):
+        found = local_path(folder / name)
+        if found is not None and found.is_dir():
+            return found
+    raise ConfigError(
+        f"the model {quoted(name)} is not in the ModelScope cache {root}, and "
+        "`SGLANG_USE_MODELSCOPE` is set",
+        f"run `modelscope download --model {name}`, or unset the variable for the Hugging Face hub",
+    )
 
 
 def _bar() -> Any:

@@ -12,7 +12,12 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.checkpoint.hub_cache import fetch_snapshot, local_path
+from pie_driver_sglang.checkpoint.hub_cache import (
+    fetch_snapshot,
+    local_path,
+    modelscope_folder,
+    uses_modelscope,
+)
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
@@ -173,6 +178,8 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
     if str(name) in MODELS:
         return packaged_folder(str(name))
     revision, cache = values.get("revision"), values.get("download_dir")
+    if uses_modelscope():
+        return modelscope_folder(str(name), cache)
     return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
 
 

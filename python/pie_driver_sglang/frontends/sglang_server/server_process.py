@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.backends.sglang.version import check_versions
-from pie_driver_sglang.checkpoint.hub_cache import local_path
+from pie_driver_sglang.checkpoint.hub_cache import local_path, uses_modelscope
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
@@ -193,7 +193,7 @@ def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str
     """
     # The flag would be that of the tokenizer's repository, too.
     own_tokenizer = given.get("tokenizer_path") not in (None, given["model_path"])
-    if own_tokenizer or local_path(given["model_path"]) is not None:
+    if own_tokenizer or uses_modelscope() or local_path(given["model_path"]) is not None:
         return []
     return ["--revision", plan.model.name]
 
