@@ -37,6 +37,7 @@ pub struct Frame {
 
 /// The body of a request.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[rkyv(derive(Debug))]
 #[expect(
     clippy::large_enum_variant,

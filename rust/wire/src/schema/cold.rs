@@ -4,6 +4,8 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// Copy whole pages or recurrent-state slots (§7.1).
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug))]
 pub struct CopyRequest {
     /// Between which memories.
@@ -18,6 +20,7 @@ pub struct CopyRequest {
 
 /// The two memories of a copy, source first.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[rkyv(derive(Debug, Clone, Copy, PartialEq, Eq))]
 pub enum CopyDirection {
     /// Device pages to host slots (suspension).
@@ -44,6 +47,7 @@ impl ArchivedCopyDirection {
 
 /// The resource that a copy moves.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[rkyv(derive(Debug, Clone, Copy, PartialEq, Eq))]
 pub enum CopyResource {
     /// Pages of the KV cache, all layers, keys and values.
@@ -65,6 +69,8 @@ impl ArchivedCopyResource {
 
 /// Act on an adapter (§7.2).
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug))]
 pub struct AdapterRequest {
     /// The operation.
@@ -77,6 +83,7 @@ pub struct AdapterRequest {
 
 /// An operation on an adapter.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[rkyv(derive(Debug, Clone, Copy, PartialEq, Eq))]
 pub enum AdapterOp {
     /// Load a file under the given id, replacing an earlier one.

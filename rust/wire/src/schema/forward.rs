@@ -13,6 +13,8 @@ use crate::native::NativeSlice;
 /// plus one. Nothing here is checked by decoding: lengths, order and ranges
 /// are the planner's to verify.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug))]
 pub struct ForwardRequest {
     /// Input tokens of all requests; ids are unchecked.
@@ -95,6 +97,8 @@ pub struct ForwardRequest {
 ///
 /// See [`brle`](crate::brle) for reading and writing it.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug))]
 pub struct Brle {
     /// Run lengths in bits, the first of them false.
@@ -112,6 +116,8 @@ impl ArchivedBrle {
 
 /// The adapter of one request (§6.11).
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug, Clone, Copy))]
 pub struct AdapterBinding {
     /// Id of a loaded adapter, −1 for none.

@@ -18,6 +18,7 @@ pub struct ResponseFrame {
 
 /// The body of a response.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[rkyv(derive(Debug))]
 #[expect(
     clippy::large_enum_variant,
@@ -38,6 +39,8 @@ pub enum ResponsePayload {
 /// `tokens_indptr`. **The server indexes these arrays without checking them**:
 /// a response that breaks the rules of §8.1 kills its scheduler.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug))]
 pub struct ForwardResponse {
     /// R of the request; any other value fails the batch.
@@ -92,6 +95,8 @@ pub struct ForwardResponse {
 
 /// The outcome of a request without outputs (§7, §8.3).
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[rkyv(derive(Debug, Clone, Copy))]
 pub struct StatusResponse {
     /// 0 success; 2 malformed, 3 id out of range, 4 unsupported, 5 internal

@@ -9,6 +9,8 @@ use crate::native::NativeSlice;
 /// The first five variants are *token samplers* and yield one token each; the
 /// others are *probes*. A temperature of 0 means arg-max.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(tag = "type", deny_unknown_fields))]
 #[rkyv(derive(Debug))]
 pub enum Sampler {
     /// Sample from the whole softmax.
