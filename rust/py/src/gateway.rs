@@ -87,20 +87,8 @@ impl Gateway {
         event_history: usize,
         traces: bool,
     ) -> PyResult<Self> {
-        let contract = match contract {
-            "vllm" => Contract::Vllm,
-            "sglang" => Contract::Sglang,
-            other => {
-                return Err(value_error(format!(
-                    "the contract is {other:?}: take vllm or sglang"
-                )));
-            }
-        };
-        let address: IpAddr = host
-            .parse()
-            .map_err(|error| value_error(format!("the host is {host:?}: {error}")))?;
         let settings = GatewaySettings {
-            address: SocketAddr::from((address, port)),
+            address: SocketAddr::from((address_of(host)?, port)),
             limits: runtime.get().limits().clone(),
             max_running: max_running_requests,
             images: image_merge.map(|merge| VisionInfo {
@@ -110,7 +98,7 @@ impl Gateway {
             event_history,
             traces,
             ..GatewaySettings::new(
-                contract,
+                contract_of(contract)?,
                 ServedModel {
                     model_path,
                     tokenizer_path,
@@ -129,13 +117,7 @@ impl Gateway {
         };
         let service = Arc::clone(&runtime.get().service);
         let opened = py.detach(|| pie_frontends::grpc::Gateway::open(service, settings));
-        let inner = opened.map_err(|error| {
-            let text = error.to_string();
-            match error {
-                GatewayError::NotReady => PyRuntimeError::new_err(text),
-                _ => PyOSError::new_err(text),
-            }
-        })?;
+        let inner = opened.map_err(|error| not_opened(&error))?;
         Ok(Self {
             inner,
             _runtime: runtime,
@@ -182,5 +164,28 @@ impl Gateway {
         _traceback: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         self.close(py, 0.0)
+    }
+}
+
+fn contract_of(name: &str) -> PyResult<Contract> {
+    match name {
+        "vllm" => Ok(Contract::Vllm),
+        "sglang" => Ok(Contract::Sglang),
+        other => Err(value_error(format!(
+            "the contract is {other:?}: take vllm or sglang"
+        ))),
+    }
+}
+
+fn address_of(host: &str) -> PyResult<IpAddr> {
+    host.parse()
+        .map_err(|error| value_error(format!("the host is {host:?}: {error}")))
+}
+
+fn not_opened(error: &GatewayError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        GatewayError::NotReady => PyRuntimeError::new_err(text),
+        _ => PyOSError::new_err(text),
     }
 }

@@ -148,49 +148,13 @@ impl GraphPath {
         slots: usize,
         most: usize,
     ) -> PyResult<Self> {
-        if rows.is_empty() || !rows.is_sorted_by(|a, b| a < b) || rows[0] == 0 || slots == 0 {
-            let text =
-                format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
-            return Err(PyValueError::new_err(text));
-        }
-        for (name, others) in [("grouped", &grouped), ("extended", &extended)] {
-            let exceeds = others.last().is_some_and(|&rows| rows > slots);
-            if !others.is_sorted_by(|a, b| a < b) || exceeds {
-                let text = format!(
-                    "`{name}` has {others:?} rows of {slots} slots; they must rise up to these"
-                );
-                return Err(PyValueError::new_err(text));
-            }
-        }
+        check_rows(&rows, &grouped, &extended, slots)?;
         let size = |rows| StepSize {
             rows,
             slots: slots.min(rows),
         };
         let sizes: Vec<StepSize> = rows.into_iter().map(size).collect();
-        let plain = sizes.iter().map(|&size| Layout::graph(size).bytes());
-        let known = grouped
-            .iter()
-            .map(|&rows| Layout::grouped_graph(rows).bytes());
-        let changing = extended
-            .iter()
-            .map(|&rows| Layout::extended_graph(rows).bytes());
-        let bytes = plain.chain(known).chain(changing).max();
-        // The others have as many slots as rows.
-        let slots = sizes.iter().map(|size| size.slots);
-        let results = slots.chain(grouped.iter().chain(&extended).copied()).max();
-        check("block", &memory.block, bytes.unwrap_or(0))?;
-        check("mask_words", &memory.mask_words, 0)?;
-        check(
-            "results",
-            &memory.results,
-            results.unwrap_or(0) * size_of::<u64>(),
-        )?;
-        let words = if extended.is_empty() {
-            0
-        } else {
-            STEP_LOGPROB_WORDS
-        };
-        check("places", &memory.places, words * size_of::<i32>())?;
+        memory.check(&sizes, &grouped, &extended)?;
         Ok(Self {
             parts: Mutex::new(Some(Parts {
                 device,
@@ -226,6 +190,25 @@ impl GraphPath {
     }
 }
 
+/// Rows of each kind of graph rise, and those of the graphs that have a slot for each row are at most `slots`.
+fn check_rows(rows: &[usize], grouped: &[usize], extended: &[usize], slots: usize) -> PyResult<()> {
+    if rows.is_empty() || !rows.is_sorted_by(|a, b| a < b) || rows[0] == 0 || slots == 0 {
+        let text =
+            format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
+        return Err(PyValueError::new_err(text));
+    }
+    for (name, others) in [("grouped", grouped), ("extended", extended)] {
+        let exceeds = others.last().is_some_and(|&rows| rows > slots);
+        if !others.is_sorted_by(|a, b| a < b) || exceeds {
+            let text = format!(
+                "`{name}` has {others:?} rows of {slots} slots; they must rise up to these"
+            );
+            return Err(PyValueError::new_err(text));
+        }
+    }
+    Ok(())
+}
+
 fn already_serves() -> PyErr {
     PyValueError::new_err("the graph path already serves")
 }
@@ -246,6 +229,36 @@ struct Buffers {
     mask_words: PyBuffer<i32>,
     results: PyBuffer<u64>,
     places: PyBuffer<i32>,
+}
+
+impl Buffers {
+    /// Checks that each buffer has room for every graph.
+    fn check(&self, sizes: &[StepSize], grouped: &[usize], extended: &[usize]) -> PyResult<()> {
+        let plain = sizes.iter().map(|&size| Layout::graph(size).bytes());
+        let known = grouped
+            .iter()
+            .map(|&rows| Layout::grouped_graph(rows).bytes());
+        let changing = extended
+            .iter()
+            .map(|&rows| Layout::extended_graph(rows).bytes());
+        let bytes = plain.chain(known).chain(changing).max();
+        // The others have as many slots as rows.
+        let slots = sizes.iter().map(|size| size.slots);
+        let results = slots.chain(grouped.iter().chain(extended).copied()).max();
+        check("block", &self.block, bytes.unwrap_or(0))?;
+        check("mask_words", &self.mask_words, 0)?;
+        check(
+            "results",
+            &self.results,
+            results.unwrap_or(0) * size_of::<u64>(),
+        )?;
+        let words = if extended.is_empty() {
+            0
+        } else {
+            STEP_LOGPROB_WORDS
+        };
+        check("places", &self.places, words * size_of::<i32>())
+    }
 }
 
 #[expect(unsafe_code, reason = "views over the engine's memory")]

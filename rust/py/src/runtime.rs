@@ -264,16 +264,7 @@ impl Runtime {
             deadline: deadline.transpose()?,
             ..RawRequest::new(String::new(), token_ids.0)
         };
-        let spec = ingress.validate(raw, |grammar, after| {
-            self.service.compile_grammar(grammar, after)
-        });
-        let spec = spec.map_err(value_error)?;
-        if let Some(requests) = into {
-            return Ok(requests.add(spec));
-        }
-        let (arrival, deadline) = spec.into_request();
-        let submitted = self.service.submit(arrival, deadline);
-        submitted.map_err(|rejected| from_rejected(&rejected))
+        self.hand_in(ingress, raw, into)
     }
 
     /// Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
@@ -429,6 +420,25 @@ impl Runtime {
     /// What its frontends hold requests to.
     pub(crate) const fn limits(&self) -> &RequestLimits {
         &self.limits
+    }
+
+    /// Validates a request and hands it in, or puts it into `into`; returns its id, or its index there.
+    fn hand_in(
+        &self,
+        ingress: &Ingress,
+        raw: RawRequest,
+        into: Option<PyRef<'_, Requests>>,
+    ) -> PyResult<u64> {
+        let spec = ingress.validate(raw, |grammar, after| {
+            self.service.compile_grammar(grammar, after)
+        });
+        let spec = spec.map_err(value_error)?;
+        if let Some(requests) = into {
+            return Ok(requests.add(spec));
+        }
+        let (arrival, deadline) = spec.into_request();
+        let submitted = self.service.submit(arrival, deadline);
+        submitted.map_err(|rejected| from_rejected(&rejected))
     }
 
     /// By which `submit` validates requests. It takes the vocabulary of a driver that is ready.

@@ -94,6 +94,39 @@ impl StepPlan {
         self.rows > 0 && tokens <= self.tokens && pages <= self.pages
     }
 
+    /// Subtracts a row from what the step has left.
+    #[inline]
+    fn take(&mut self, tokens: u32, drafts: u32, pages: u32, words: u64) {
+        self.rows -= 1;
+        self.tokens -= tokens + drafts;
+        self.pages -= pages;
+        self.words -= words;
+        self.drafts += drafts;
+    }
+
+    /// Subtracts the frame bytes of a row that has more than tokens, drafts and pages.
+    #[inline]
+    fn add_cost(&mut self, slot: usize, cost: RowCost) {
+        self.extra_bytes += cost.bytes;
+        if cost.has_forbidden {
+            // The encoder may turn it into a mask.
+            self.last_masked = None;
+        } else if cost.has_mask {
+            self.last_masked = Some(slot);
+        }
+    }
+
+    /// Appends a row: those that sample a token lie before all others.
+    #[inline]
+    fn push(&mut self, row: ScheduledRow) {
+        self.step.has_drafts |= row.drafts > 0 || row.samples_token && row.wants_drafts;
+        if row.samples_token {
+            self.step.rows.push(row);
+        } else {
+            self.rest.push(row);
+        }
+    }
+
     /// Frame bytes that still fit.
     fn bytes_left(&self, limits: &Limits) -> u64 {
         let tokens = limits.max_forward_tokens - self.tokens - self.drafts;
@@ -224,20 +257,10 @@ impl<S> Scheduler<S> {
         {
             return false;
         }
-        plan.rows -= 1;
-        plan.tokens -= tokens + drafts;
-        plan.pages -= pages;
-        plan.words -= words;
-        plan.drafts += drafts;
+        plan.take(tokens, drafts, pages, words);
         if let Some(cost) = cost {
             sequence.register(self.registrations);
-            plan.extra_bytes += cost.bytes;
-            if cost.has_forbidden {
-                // The encoder may turn it into a mask.
-                plan.last_masked = None;
-            } else if cost.has_mask {
-                plan.last_masked = Some(slot);
-            }
+            plan.add_cost(slot, cost);
         }
         let row = ScheduledRow {
             slot,
@@ -254,14 +277,11 @@ impl<S> Scheduler<S> {
         };
         sequence.scheduled = end;
         sequence.last_plan = self.plans;
-        plan.step.is_constrained |= row.samples_token && !sequence.grammar.is_none();
-        plan.step.has_drafts |= drafts > 0 || row.samples_token && row.wants_drafts;
         if row.samples_token {
+            plan.step.is_constrained |= !sequence.grammar.is_none();
             sequence.expect_token(plan.step.rows.len() as u32);
-            plan.step.rows.push(row);
-        } else {
-            plan.rest.push(row);
         }
+        plan.push(row);
         true
     }
 

@@ -105,58 +105,21 @@ impl OutputEncoder {
             .encode(|field, bytes| self.write(field, entries, bytes))
     }
 
+    /// Writes the value of a field; false for one that keeps its default.
     fn write(&self, field: &str, entries: &[OutputEntry<'_>], bytes: &mut Vec<u8>) -> bool {
-        let mut list = |write: &dyn Fn(&OutputEntry<'_>, &mut Vec<u8>)| {
-            array(bytes, entries.len());
-            for entry in entries {
-                write(entry, bytes);
-            }
-        };
+        if let Some(write) = entry_value(field) {
+            list(bytes, entries, write);
+            return true;
+        }
         match field {
-            "rids" => list(&|entry, bytes| text(bytes, &entry.open.rid)),
-            "http_worker_ipcs" => {
-                list(&|entry, bytes| optional_text(bytes, entry.open.worker.as_deref()));
-            }
-            "finished_reasons" => list(&|entry, bytes| finish(bytes, entry.finish.as_ref())),
-            "decoded_texts" => list(&|_, bytes| text(bytes, "")),
-            "decode_ids" => list(&|entry, bytes| {
-                let open = entry.open;
-                let all: Vec<u32> = [&open.window[..], &open.pending[..]].concat();
-                tokens(bytes, all.iter());
-            }),
-            "read_offsets" => list(&|entry, bytes| uint(bytes, entry.open.surrounding.into())),
-            "output_ids" => list(&|entry, bytes| tokens(bytes, entry.open.pending.iter())),
-            "skip_special_tokens" => {
-                list(&|entry, bytes| boolean(bytes, entry.open.text.skip_special_tokens));
-            }
-            "spaces_between_special_tokens" => list(&|entry, bytes| {
-                boolean(bytes, entry.open.text.spaces_between_special_tokens);
-            }),
-            "no_stop_trim" => {
-                list(&|entry, bytes| boolean(bytes, entry.open.text.no_stop_trim));
-            }
-            "prompt_tokens" => list(&|entry, bytes| uint(bytes, entry.open.prompt_tokens.into())),
-            "reasoning_tokens" => {
-                list(&|entry, bytes| uint(bytes, entry.open.reasoning_tokens().into()));
-            }
-            "completion_tokens" => list(&|entry, bytes| uint(bytes, entry.open.tokens.into())),
-            "cached_tokens" => list(&|entry, bytes| uint(bytes, entry.open.cached_tokens.into())),
-            "retraction_counts" => list(&|entry, bytes| uint(bytes, entry.open.retractions.into())),
-            "dp_ranks" => list(&|_, bytes| match self.dp_rank {
+            "dp_ranks" => list(bytes, entries, |_, bytes| match self.dp_rank {
                 Some(rank) => uint(bytes, rank.into()),
                 None => nil(bytes),
             }),
-            "cached_tokens_details" => list(&|entry, bytes| {
-                // For the first and the last answer: the others would say the same.
-                let told = entry.finish.is_none() && entry.open.window.is_empty();
-                if told {
-                    nil(bytes);
-                } else {
-                    tiers(bytes, entry.open);
-                }
-            }),
             "image_tokens" if entries.iter().any(|entry| entry.open.image_tokens > 0) => {
-                list(&|entry, bytes| uint(bytes, entry.open.image_tokens.into()));
+                list(bytes, entries, |entry, bytes| {
+                    uint(bytes, entry.open.image_tokens.into());
+                });
             }
             "time_stats" => match &self.times {
                 Some(times) => {
@@ -168,7 +131,7 @@ impl OutputEncoder {
             },
             field if self.speculates && SPECULATION.contains(&field) => {
                 let histogram = field.ends_with("histogram");
-                list(&|_, bytes| {
+                list(bytes, entries, |_, bytes| {
                     if histogram {
                         array(bytes, 0);
                     } else {
@@ -176,21 +139,72 @@ impl OutputEncoder {
                     }
                 });
             }
-            field if COLUMNS.contains(&field) => {
-                if entries.iter().any(|entry| entry.open.logprobs.is_some()) {
-                    list(&|entry, bytes| match &entry.open.logprobs {
-                        Some(logprobs) => logprobs.write(field, &entry.open.pending, bytes),
-                        None => array(bytes, 0),
-                    });
-                } else {
-                    nil(bytes);
-                }
-            }
+            field if COLUMNS.contains(&field) => write_logprobs(field, entries, bytes),
             field if NOTHING.contains(&field) => nil(bytes),
             _ => return false,
         }
         true
     }
+}
+
+/// A list with a value of each entry.
+fn list(
+    bytes: &mut Vec<u8>,
+    entries: &[OutputEntry<'_>],
+    write: impl Fn(&OutputEntry<'_>, &mut Vec<u8>),
+) {
+    array(bytes, entries.len());
+    for entry in entries {
+        write(entry, bytes);
+    }
+}
+
+/// How the value of an entry is written in a field that depends on nothing but its request; `None` for other fields.
+fn entry_value(field: &str) -> Option<fn(&OutputEntry<'_>, &mut Vec<u8>)> {
+    Some(match field {
+        "rids" => |entry, bytes| text(bytes, &entry.open.rid),
+        "http_worker_ipcs" => |entry, bytes| optional_text(bytes, entry.open.worker.as_deref()),
+        "finished_reasons" => |entry, bytes| finish(bytes, entry.finish.as_ref()),
+        "decoded_texts" => |_, bytes| text(bytes, ""),
+        "decode_ids" => |entry, bytes| {
+            let open = entry.open;
+            let all: Vec<u32> = [&open.window[..], &open.pending[..]].concat();
+            tokens(bytes, all.iter());
+        },
+        "read_offsets" => |entry, bytes| uint(bytes, entry.open.surrounding.into()),
+        "output_ids" => |entry, bytes| tokens(bytes, entry.open.pending.iter()),
+        "skip_special_tokens" => |entry, bytes| boolean(bytes, entry.open.text.skip_special_tokens),
+        "spaces_between_special_tokens" => {
+            |entry, bytes| boolean(bytes, entry.open.text.spaces_between_special_tokens)
+        }
+        "no_stop_trim" => |entry, bytes| boolean(bytes, entry.open.text.no_stop_trim),
+        "prompt_tokens" => |entry, bytes| uint(bytes, entry.open.prompt_tokens.into()),
+        "reasoning_tokens" => |entry, bytes| uint(bytes, entry.open.reasoning_tokens().into()),
+        "completion_tokens" => |entry, bytes| uint(bytes, entry.open.tokens.into()),
+        "cached_tokens" => |entry, bytes| uint(bytes, entry.open.cached_tokens.into()),
+        "retraction_counts" => |entry, bytes| uint(bytes, entry.open.retractions.into()),
+        "cached_tokens_details" => |entry, bytes| {
+            // For the first and the last answer: the others would say the same.
+            let told = entry.finish.is_none() && entry.open.window.is_empty();
+            if told {
+                nil(bytes);
+            } else {
+                tiers(bytes, entry.open);
+            }
+        },
+        _ => return None,
+    })
+}
+
+/// Writes a column of log-probabilities, which is nothing where no request wants them.
+fn write_logprobs(field: &str, entries: &[OutputEntry<'_>], bytes: &mut Vec<u8>) {
+    if entries.iter().all(|entry| entry.open.logprobs.is_none()) {
+        return nil(bytes);
+    }
+    list(bytes, entries, |entry, bytes| match &entry.open.logprobs {
+        Some(logprobs) => logprobs.write(field, &entry.open.pending, bytes),
+        None => array(bytes, 0),
+    });
 }
 
 /// Writes the ends of requests that were given up while they waited: to the tokenizer manager, because the detokenizer never knew

@@ -1,11 +1,11 @@
 //! The batch as a struct of arrays: query tokens, block-table updates, sampling slots, masks, images, drafts.
 
-use pie_wire::ExtensionRows;
+use pie_wire::{ExtensionRow, ExtensionRows};
 
 use crate::adapter::Adapters;
 use crate::drafting::{Drafting, FrameDrafts};
 use crate::error::RequestError;
-use crate::frame::check::{FrameChecks, check_compute, check_mask_mode, is_idle};
+use crate::frame::check::{FrameChecks, Geometry, check_compute, check_mask_mode, is_idle};
 use crate::frame::query_tokens::QueryTokens;
 use crate::frame::request::PlannedRequest;
 use crate::frame::{Frame, range};
@@ -162,28 +162,43 @@ impl BatchArrays {
             }
         }
         let first_slot = self.slots.len();
-        match row {
-            None => {
-                let positions = self.query_tokens.positions();
-                self.slots
-                    .add(frame, index, tokens.start(), geometry, positions)?;
-            }
-            Some(row) => {
-                let kv = RequestKv {
-                    table_row: request.table_row().index() + 1,
-                    pages,
-                    prefix: geometry.prefix(),
-                    end: geometry.prefix() + geometry.tokens(),
-                    first_row: tokens.start(),
-                    samples: !range(frame.sampler_indptr, index).is_empty(),
-                };
-                let own = (&self.query_tokens, geometry);
-                let row = (&row, planner.params.of(row.params())?);
-                self.slots
-                    .add_extended((frame, index), row, own, limits, kv)?;
-            }
-        }
+        self.add_slots(
+            (frame, index),
+            geometry,
+            (limits, planner.params),
+            (pages, &*request),
+            row.as_ref(),
+        )?;
         request.set_slots(Range32::new(first_slot, self.slots.len()));
         Ok(())
+    }
+
+    /// Appends the sampled rows of a request that has its pages and tokens: its samplers, and what its extension asks for.
+    #[inline]
+    fn add_slots(
+        &mut self,
+        (frame, index): (&Frame<'_>, usize),
+        geometry: Geometry,
+        (limits, params): (&Limits, &ParamsStore),
+        (pages, request): (&[u32], &PlannedRequest),
+        row: Option<&ExtensionRow<'_>>,
+    ) -> Result<(), RequestError> {
+        let first_row = request.tokens().start();
+        let Some(row) = row else {
+            let positions = self.query_tokens.positions();
+            return self.slots.add(frame, index, first_row, geometry, positions);
+        };
+        let kv = RequestKv {
+            table_row: request.table_row().index() + 1,
+            pages,
+            prefix: geometry.prefix(),
+            end: geometry.prefix() + geometry.tokens(),
+            first_row,
+            samples: !range(frame.sampler_indptr, index).is_empty(),
+        };
+        let own = (&self.query_tokens, geometry);
+        let row = (row, params.of(row.params())?);
+        self.slots
+            .add_extended((frame, index), row, own, limits, kv)
     }
 }
