@@ -89,7 +89,7 @@ def samplers(request: pytest.FixtureRequest) -> list[Sampler]:
 def logprobs_of(reply: Any) -> dict[int, tuple[list[PositionLogprobs], list[PositionLogprobs]]]:
     """Those of each request, of its prompt and of its tokens."""
     assert reply.status is None
-    return {request: (prompt, tokens) for request, prompt, tokens in reply.places}
+    return {request: (prompt, tokens) for request, prompt, tokens in reply.position_logprobs}
 
 
 def test_each_token_has_the_requested_logprobs(

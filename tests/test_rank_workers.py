@@ -293,8 +293,10 @@ class TestSlots:
                 ours, theirs = (client.forward(batch) for client in clients)
                 assert ours.tokens == theirs.tokens
                 assert len({token for [token] in ours.tokens}) > len(batch) // 3
-                placed.append(len(ours.places))
-                for own, other in zip(ours.places, theirs.places, strict=True):
+                placed.append(len(ours.position_logprobs))
+                for own, other in zip(
+                    ours.position_logprobs, theirs.position_logprobs, strict=True
+                ):
                     assert flat(own) == pytest.approx(flat(other), abs=1e-4)
             # The leader has waited for what its worker has sampled.
             counts = re.findall(r"sampled (\d+) slots", start.log())

@@ -80,7 +80,7 @@ def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None
                 samplers = [Sampler.greedy(), *([Sampler.entropy()] if step % 2 else [])]
                 asked |= {"logprobs": 5, "logprobs_of": [prompt[0]]}
                 reply = client.forward([request(*place, samplers, **asked)])
-                [[token]], [(_, _, [found])] = reply.tokens, reply.places
+                [[token]], [(_, _, [found])] = reply.tokens, reply.position_logprobs
                 [[raw]] = client.forward([request(*place, [Sampler.raw_logits()])]).logits
                 logits = torch.tensor(raw)
                 for seen, count in Counter(tokens[len(prompt) :]).items():

@@ -165,8 +165,8 @@ impl Step<'_> {
             let group = starts[start as usize];
             assert!(start == group && start as usize <= entry);
         }
-        let positions = self.all::<i32>("prefix_places");
-        let found = |(entry, &row): (usize, &i32)| positions[row as usize] as usize == entry;
+        let indices = self.all::<i32>("prefix_indices");
+        let found = |(entry, &row): (usize, &i32)| indices[row as usize] as usize == entry;
         assert!(members.iter().enumerate().all(found));
         members.sort_unstable();
         let grouped = (0..rows as i32).filter(|&row| lens[row as usize] > 0);

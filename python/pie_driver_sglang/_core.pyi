@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["MAX_SAMPLES", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "WARM_UP_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SglangFrontend", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
+__all__ = ["MAX_SAMPLES", "STEP_EXTRA_WORDS", "STEP_LOGPROB_WORDS", "STEP_TOP", "WARM_UP_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SglangFrontend", "SlotGroup", "Step", "TracedRequest", "Wake", "build_info", "check_request_limits", "die_with_parent", "encode_forward", "graph_layout", "region_bytes", "run_grammar_compiler"]
 
 MAX_SAMPLES: Final = 1024
 """
@@ -21,7 +21,7 @@ STEP_EXTRA_WORDS: Final[int]
 Words outside of the block of a step that its extension may take.
 """
 
-STEP_PLACE_WORDS: Final[int]
+STEP_LOGPROB_WORDS: Final[int]
 """
 Words of log-probabilities that an extended graph writes at most.
 """
@@ -101,7 +101,7 @@ class Batch:
         """
         Does what can be done for drafts before tokens are known; call it while the device computes.
         """
-    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None, place_words: Buffer | None = None) -> None:
+    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None, logprob_words: Buffer | None = None) -> None:
         """
         Takes what the last staged slot group yields: for each class its slots' values one after the other.
 
@@ -112,7 +112,7 @@ class Batch:
             logits: `[raw slots * vocabulary]` float32.
             logprobs: `[labels]` float32.
             entropies: `[entropy slots]` float32.
-            place_words: `[words]` int32: of each position the log-probability of its token, the most probable tokens, best first,
+            logprob_words: `[words]` int32: of each position the log-probability of its token, the most probable tokens, best first,
                 their log-probabilities, those of tokens that are given for it; floats as their bits.
 
         Raises:
@@ -687,12 +687,12 @@ class GraphPath:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, places: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
         Args:
-            block, mask_words, results, places: As for `cuda`.
+            block, mask_words, results, logprobs: As for `cuda`.
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
@@ -702,7 +702,7 @@ class GraphPath:
             ValueError: As for `cuda`.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, places: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -711,8 +711,8 @@ class GraphPath:
             mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
                 `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
             results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
-            places: `[words]` int32 that extended graphs write before the results: log-probabilities. Without such graphs it may
-                be empty, else it has `STEP_PLACE_WORDS`.
+            logprobs: `[words]` int32 that extended graphs write before the results: log-probabilities. Without such graphs it may
+                be empty, else it has `STEP_LOGPROB_WORDS`.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
             slots: Most slots of a graph; it has as many as rows, if these are fewer.
             stream: The `cudaStream_t` that they run on.
@@ -970,7 +970,7 @@ class Output:
         """
         Bytes at the end of the text so far that may be the start of a stop string: keep them back.
         """
-    def places(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+    def logprobs(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
         """
         Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
         of given tokens.
@@ -979,14 +979,14 @@ class Output:
             top: Most probable tokens that the request asks for.
             given: Tokens that it gives.
         """
-    def prompt_places(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+    def prompt_logprobs(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
         """
         The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
         """
     @property
     def prompt_words(self, /) -> list[int]:
         """
-        Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+        Log-probabilities of tokens of the prompt, as `prompt_logprobs` reads them; they come once.
         """
     @property
     def request(self, /) -> int:
@@ -1031,7 +1031,7 @@ class Output:
     @property
     def words(self, /) -> list[int]:
         """
-        Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
+        Those of `token_ids`, as `logprobs` reads them; of a request for no tokens those of the one that would come first.
         """
 
 @final
@@ -1621,7 +1621,7 @@ class Reply:
         Log-probability entries of each request.
         """
     @property
-    def places(self, /) -> list[tuple[int, list[tuple[float, list[tuple[float, int]], list[float]]], list[tuple[float, list[tuple[float, int]], list[float]]]]]:
+    def position_logprobs(self, /) -> list[tuple[int, list[tuple[float, list[tuple[float, int]], list[float]]], list[tuple[float, list[tuple[float, int]], list[float]]]]]:
         """
         Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
         its tokens. Each position has the log-probability of its token, the most probable tokens with theirs, best first, and those
@@ -2198,6 +2198,13 @@ class SlotGroup:
         Slots that return their logits.
         """
     @property
+    def logprob_positions(self, /) -> bytes:
+        """
+        The slots whose log-probabilities the extension asks for, in the group's order; `[positions, 4]` int64. Number of the slot
+        in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
+        after the temperature.
+        """
+    @property
     def logprobs(self, /) -> int:
         """
         Slots that return log-probabilities.
@@ -2206,13 +2213,6 @@ class SlotGroup:
     def mask_words(self, /) -> int:
         """
         Words of the staged logit masks.
-        """
-    @property
-    def places(self, /) -> bytes:
-        """
-        The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
-        in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
-        after the temperature.
         """
     @property
     def plain(self, /) -> int:

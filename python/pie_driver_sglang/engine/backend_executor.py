@@ -204,10 +204,10 @@ class BackendExecutor:
             pairs = np.frombuffer(group.labels, np.int64).reshape(-1, 2).copy()
             labels = torch.from_numpy(pairs).to(logits.device)
         outputs = run_group(logits, group, params, labels)
-        if group.places:
-            places = _places(group, params.temperatures)
-            words = logprob_words(logits, places, outputs.tokens)
-            outputs = outputs._replace(place_words=words)
+        if group.logprob_positions:
+            requests = _logprob_requests(group, params.temperatures)
+            words = logprob_words(logits, requests, outputs.tokens)
+            outputs = outputs._replace(logprob_words=words)
         started = time.perf_counter_ns()
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
         if self._copied is not None:
@@ -396,12 +396,12 @@ def _records(group: SlotGroup, device: torch.device) -> Records:
     return Records(slots.view(-1, RECORD_WORDS), words)
 
 
-def _places(group: SlotGroup, temperatures: torch.Tensor) -> LogprobRequests:
-    """The places of a group, whose slots have these temperatures."""
+def _logprob_requests(group: SlotGroup, temperatures: torch.Tensor) -> LogprobRequests:
+    """The log-probability requests of a group, whose slots have these temperatures."""
     device = temperatures.device
     columns, given = (
         torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
-        for part, width in ((group.places, LOGPROB_REQUEST_WORDS), (group.given, 2))
+        for part, width in ((group.logprob_positions, LOGPROB_REQUEST_WORDS), (group.given, 2))
     )
     slots, tokens, tops, scaled = columns.unbind(1)
     # Of slots that are greedy it is 1.

@@ -230,7 +230,7 @@ class CudaGraphRunner(GraphRunner):
             own = slots.results_buffer(results, logits.device)
         sampler.sample_step(changed, params, own, fields["header"][:1], softcap)
         if graph.extended:
-            self._find_places(fields, changed, own, slots)
+            self._find_logprobs(fields, changed, own, slots)
             slots.publish(own, results)
         else:
             slots.gather_results(own, results)
@@ -253,25 +253,27 @@ class CudaGraphRunner(GraphRunner):
         history.apply_penalties(rows.latest(), records)
         return rows
 
-    def _find_places(
+    def _find_logprobs(
         self,
         fields: Mapping[str, torch.Tensor],
         rows: LogitRows,
         tokens: torch.Tensor,
         slots: SlotPartition,
     ) -> None:
-        """Writes the words of the places of this rank's slots, and those of other ranks."""
+        """Writes the log-probability words of this rank's slots, and those of other ranks."""
         from pie_driver_sglang.kernels.sampling import token_logprobs
 
         # Rows of which this is asked were changed, if only to float32.
         records, logits = _place_records(fields, slots.own), rows.latest()
         words = self._device_mask_words
         if not slots.divided:
-            token_logprobs.compute_logprobs(logits, tokens, records, words, self._places, STEP_TOP)
+            token_logprobs.compute_logprobs(
+                logits, tokens, records, words, self._logprobs, STEP_TOP
+            )
             return
-        found = torch.zeros_like(self._places, device=logits.device)
+        found = torch.zeros_like(self._logprobs, device=logits.device)
         token_logprobs.compute_logprobs(logits, tokens, records, words, found, STEP_TOP)
-        self._places.copy_(slots.sum_words(found), non_blocking=True)
+        self._logprobs.copy_(slots.sum_words(found), non_blocking=True)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see `GraphRunner.padded`."""
@@ -295,7 +297,7 @@ class CudaGraphRunner(GraphRunner):
 
 def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:
     """``[slots, 6]`` int32: which log-probabilities are asked of slots."""
-    return fields["places"].view(-1, STEP_RECORD_WORDS)[slots]
+    return fields["logprobs"].view(-1, STEP_RECORD_WORDS)[slots]
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class CpuGraphRunner(GraphRunner):
         apply_masks(logits, slot_masks(fields, slots.own), self._mask_words)
         tokens = sample_rows(logits, slot_params(fields, slots.own))
         if graph.extended:
-            self._look_up_places(fields, logits, tokens, slots)
+            self._look_up_logprobs(fields, logits, tokens, slots)
         results = self._results[: graph.slots]
         own = slots.results_buffer(results, logits.device)
         own.copy_((step << 32) | tokens)
@@ -85,24 +85,24 @@ class CpuGraphRunner(GraphRunner):
         history.record(pairs[:, 0], pairs[:, 1])
         history.record(fields["out_cache_loc"][:rows], fields["input_ids"][:rows])
 
-    def _look_up_places(
+    def _look_up_logprobs(
         self,
         fields: dict[str, torch.Tensor],
         logits: torch.Tensor,
         tokens: torch.Tensor,
         slots: SlotPartition,
     ) -> None:
-        """Writes the words of the places of this rank's slots, and those of other ranks."""
-        records = fields["places"].view(-1, STEP_RECORD_WORDS)
+        """Writes the log-probability words of this rank's slots, and those of other ranks."""
+        records = fields["logprobs"].view(-1, STEP_RECORD_WORDS)
         if not bool(records[:, 0].any()):
             return
         own = LogprobRequests.of_step(records[slots.own], self._mask_words)
-        found = torch.zeros_like(self._places)
+        found = torch.zeros_like(self._logprobs)
         if len(own.slots):
             first = int(records[slots.own][own.slots[0], 1])
             words = logprob_words(logits, own, tokens)
             found[first : first + len(words)] = words
-        self._places.copy_(slots.sum_words(found))
+        self._logprobs.copy_(slots.sum_words(found))
 
     def _run_model(self, graph: StepGraph) -> None:
         context = self._context(graph, int(graph.host["seq_lens"].sum()))

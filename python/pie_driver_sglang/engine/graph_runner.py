@@ -18,7 +18,7 @@ import torch
 
 from pie_driver_sglang._core import (
     STEP_EXTRA_WORDS,
-    STEP_PLACE_WORDS,
+    STEP_LOGPROB_WORDS,
     GraphPath,
     graph_layout,
 )
@@ -135,8 +135,8 @@ class GraphRunner(abc.ABC):
         words += STEP_EXTRA_WORDS if extended else 0
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
-        words = STEP_PLACE_WORDS if extended else 1
-        self._places = torch.zeros(words, dtype=torch.int32, pin_memory=on_cuda)
+        words = STEP_LOGPROB_WORDS if extended else 1
+        self._logprobs = torch.zeros(words, dtype=torch.int32, pin_memory=on_cuda)
         self._graphs = [
             StepGraph(
                 count,
@@ -179,9 +179,9 @@ class GraphRunner(abc.ABC):
     def require_staged(self, graph: StepGraph) -> None:
         """Raises `ValueError` where the block cannot have been staged for `graph`.
 
-        Graphs of different sizes have their fields at different places. A kernel that takes another
-        field for a length reads an illegal address, and launches that follow before this is noticed
-        crash in CUDA's own code.
+        Graphs of different sizes have their fields at different offsets. A kernel that takes
+        another field for a length reads an illegal address, and launches that follow before this is
+        noticed crash in CUDA's own code.
         """
         table = self._engine.block_table.slots
         ends = {
@@ -207,8 +207,8 @@ class GraphRunner(abc.ABC):
 
     def _graph_path_memory(self) -> tuple[Any, Any, Any, Any]:
         words, results = self._mask_words.numpy(), self._results.numpy()
-        places = self._places.numpy().data
-        return self._host.numpy().data, words.data, results.view("uint64").data, places
+        logprobs = self._logprobs.numpy().data
+        return self._host.numpy().data, words.data, results.view("uint64").data, logprobs
 
     def _unpadded(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""
@@ -241,7 +241,7 @@ class GraphRunner(abc.ABC):
         from pie_driver_sglang.kernels.attention.split_plan import Prefixes
 
         fields: dict[str, torch.Tensor] = graph.device
-        listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
+        listed = {name: fields[f"prefix_{name}"] for name in ("lens", "indices", "order", "starts")}
         return attention.sharing(Prefixes(**listed, used=fields["header"][4:5]))
 
 

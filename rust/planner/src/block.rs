@@ -10,7 +10,7 @@ use crate::sampler::logits_processors::LogitsRecord;
 use crate::slot::SamplingSlot;
 use crate::staging::error::StageError;
 
-/// Log-probability request of a slot; see [`StepFieldId::Places`].
+/// Log-probability request of a slot; see [`StepFieldId::Logprobs`].
 pub(crate) type StepLogprobs = [i32; 6];
 
 /// Declares a block: an id for each array, in memory order, the arrays with their capacities, their layout and views. `Id = name: [entry; size];` is an array of `size` entries, a field of the
@@ -221,7 +221,7 @@ block! {
         /// next three, if the graph has no prefix groups.
         PrefixLens = prefix_lens: [i32; grouped];
         /// `[rows]` int32: index in `prefix_order` of a token in a group.
-        PrefixPlaces = prefix_places: [i32; grouped];
+        PrefixIndices = prefix_indices: [i32; grouped];
         /// `[rows]` int32: the tokens of all groups, group by group.
         PrefixOrder = prefix_order: [i32; grouped];
         /// `[rows]` int32: first index of the group, for each entry of `prefix_order`.
@@ -232,7 +232,7 @@ block! {
         /// `[slots, 6]` int32, 0 for a slot without log-probabilities, else `[1, first word that it writes, top-k, further token
         /// ids, first word of these outside of the block, temperature to divide by (bits of float32)]`. Empty unless the graph
         /// is an extended one.
-        Places = places: [StepLogprobs; extended];
+        Logprobs = logprobs: [StepLogprobs; extended];
         /// `[512, 2]` int64: as in the staging block; further ones are the first of
         /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).
         TableUpdates = table_updates: [[i64; 2]; updates];

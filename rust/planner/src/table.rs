@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_keep_their_rows_when_their_places_change() {
+    fn contexts_keep_their_rows_when_their_order_changes() {
         let mut table = table();
         let context = |id: u64| (id, vec![id as u32; 5]);
         let (before, updates) = frame(&mut table, &[context(7), context(8), context(9)]);
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_without_a_context_keep_their_places() {
+    fn requests_without_a_context_keep_their_rows() {
         let mut table = table();
         let pages = |first| (ANONYMOUS, vec![first, 4, 4]);
         let (rows, _) = frame(&mut table, &[pages(1), pages(2), pages(3)]);

@@ -42,7 +42,7 @@ proptest! {
 
     /// Frames of any kind, some of whose requests ask for log-probabilities: positions, groups, answers and what does not fit.
     #[test]
-    fn a_planner_with_places_equals_the_naive_one(
+    fn a_planner_with_logprobs_equals_the_naive_one(
         (limits, frames) in generate::sequence(),
         asked in vec(hash_map(0_usize..7, asked(), 0..5), 6),
         salt in any::<u32>(),
@@ -107,7 +107,7 @@ impl Step {
             .layout
             .fields()
             .iter()
-            .find(|field| field.name == "places");
+            .find(|field| field.name == "logprobs");
         let field = field.unwrap();
         let numbers: &[i32] = bytemuck::cast_slice(&self.block);
         numbers[field.offset / 4..][..field.capacity].as_chunks().0
@@ -147,7 +147,7 @@ fn answered(
 }
 
 #[test]
-fn a_graph_writes_the_places_of_accepted_drafts() {
+fn a_graph_writes_the_logprobs_of_accepted_drafts() {
     let mut planner = Planner::new(LARGE, 1);
     let temperature = Sampler::Multinomial {
         temperature: 0.5,
@@ -194,7 +194,7 @@ fn a_graph_writes_the_places_of_accepted_drafts() {
 }
 
 #[test]
-fn fast_replies_have_places_too() {
+fn fast_replies_have_logprobs_too() {
     let mut planner = Planner::new(LARGE, 1);
     let requests = [decode(30, 5, &[1, 2]), decode(19, 6, &[3, 4])];
     let asked = HashMap::from([(1, LogprobOptions::default())]);
@@ -287,7 +287,7 @@ fn parts_of_a_prompt_have_their_positions() {
 }
 
 #[test]
-fn places_of_another_number_are_refused() {
+fn logprob_words_of_another_number_are_refused() {
     let mut planner = Planner::new(LARGE, 1);
     let asked = HashMap::from([(0, top(2))]);
     let plan = plan(&mut planner, &frame(&[decode(30, 5, &[1, 2])]), &asked);
@@ -304,7 +304,7 @@ fn places_of_another_number_are_refused() {
         };
         let (same, error) = group.put_outputs(&wrong).expect_err("7 words");
         let expected = StageError::OutputCount {
-            array: "place_words",
+            array: "logprob_words",
             found: words,
             expected: 7,
         };

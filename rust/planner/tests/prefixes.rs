@@ -59,8 +59,8 @@ fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefix
     let header = array("header");
     assert_eq!(header[5..], [0; 3]);
     let used = |name| array(name)[..header[4] as usize].to_vec();
-    let (order, positions) = (used("prefix_order"), array("prefix_places"));
-    let found: Vec<i32> = order.iter().map(|&row| positions[row as usize]).collect();
+    let (order, indices) = (used("prefix_order"), array("prefix_indices"));
+    let found: Vec<i32> = order.iter().map(|&row| indices[row as usize]).collect();
     assert_eq!(found, (0..header[4]).collect::<Vec<_>>());
     Prefixes {
         lens: array("prefix_lens"),

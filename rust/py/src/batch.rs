@@ -127,12 +127,12 @@ impl Batch {
     ///     logits: `[raw slots * vocabulary]` float32.
     ///     logprobs: `[labels]` float32.
     ///     entropies: `[entropy slots]` float32.
-    ///     place_words: `[words]` int32: of each position the log-probability of its token, the most probable tokens, best first,
+    ///     logprob_words: `[words]` int32: of each position the log-probability of its token, the most probable tokens, best first,
     ///         their log-probabilities, those of tokens that are given for it; floats as their bits.
     ///
     /// Raises:
     ///     StageError: The group asks for another number of values, or there is none.
-    #[pyo3(signature = (tokens, dist_ids = None, dist_probs = None, logits = None, logprobs = None, entropies = None, place_words = None))]
+    #[pyo3(signature = (tokens, dist_ids = None, dist_probs = None, logits = None, logprobs = None, entropies = None, logprob_words = None))]
     #[expect(clippy::too_many_arguments, reason = "one argument per kind of output")]
     #[expect(
         clippy::needless_pass_by_value,
@@ -147,7 +147,7 @@ impl Batch {
         logits: Option<PyBuffer<f32>>,
         logprobs: Option<PyBuffer<f32>>,
         entropies: Option<PyBuffer<f32>>,
-        place_words: Option<PyBuffer<i32>>,
+        logprob_words: Option<PyBuffer<i32>>,
     ) -> PyResult<()> {
         self.plan()?;
         let [dist_probs, logits, logprobs, entropies] =
@@ -159,7 +159,7 @@ impl Batch {
             logits: &logits?,
             logprobs: &logprobs?,
             entropies: &entropies?,
-            logprob_words: &values(py, place_words)?,
+            logprob_words: &values(py, logprob_words)?,
         };
         self.inner.put_outputs(&outputs).map_err(from_batch)
     }

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{WireError, from_ring};
-use crate::logprobs::{Place, places};
+use crate::logprobs::{PositionLogprobs, position_logprobs};
 use crate::request::{Request, encode, encode_batch};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
@@ -48,7 +48,7 @@ pub(crate) struct Reply {
     /// Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
     /// its tokens. Each position has the log-probability of its token, the most probable tokens with theirs, best first, and those
     /// of tokens that were given.
-    places: Vec<(u32, Vec<Place>, Vec<Place>)>,
+    position_logprobs: Vec<(u32, Vec<PositionLogprobs>, Vec<PositionLogprobs>)>,
     /// Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
     probes: (u32, u32, u32, u32, u32, u32),
 }
@@ -231,7 +231,7 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
         return Ok(reply);
     }
     let (bytes, extension) = pie_wire::split_response(bytes).map_err(text)?;
-    reply.places = extension.rows().map(row_places).collect();
+    reply.position_logprobs = extension.rows().map(row_logprobs).collect();
     if let pie_wire::Reply::Tokens(tokens) = pie_wire::decode_reply(bytes).map_err(text)? {
         reply.fast = true;
         reply.tokens = tokens.iter().map(|token| vec![token]).collect();
@@ -249,14 +249,16 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
     Ok(reply)
 }
 
-fn row_places(row: pie_wire::LogprobRow<'_>) -> (u32, Vec<Place>, Vec<Place>) {
+fn row_logprobs(
+    row: pie_wire::LogprobRow<'_>,
+) -> (u32, Vec<PositionLogprobs>, Vec<PositionLogprobs>) {
     let words: Vec<u32> = row.words().collect();
-    let mut places = places(&words, row.shape());
-    let prompt = places
+    let mut positions = position_logprobs(&words, row.shape());
+    let prompt = positions
         .by_ref()
         .take(row.position_counts().0 as usize)
         .collect();
-    (row.request(), prompt, places.collect())
+    (row.request(), prompt, positions.collect())
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]

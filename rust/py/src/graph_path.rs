@@ -39,8 +39,8 @@ impl GraphPath {
     ///     mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
     ///         `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
     ///     results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
-    ///     places: `[words]` int32 that extended graphs write before the results: log-probabilities. Without such graphs it may
-    ///         be empty, else it has `STEP_PLACE_WORDS`.
+    ///     logprobs: `[words]` int32 that extended graphs write before the results: log-probabilities. Without such graphs it may
+    ///         be empty, else it has `STEP_LOGPROB_WORDS`.
     ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
     ///     slots: Most slots of a graph; it has as many as rows, if these are fewer.
     ///     stream: The `cudaStream_t` that they run on.
@@ -55,14 +55,14 @@ impl GraphPath {
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
     ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, places, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new()))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
         block: PyBuffer<u8>,
         mask_words: PyBuffer<i32>,
         results: PyBuffer<u64>,
-        places: PyBuffer<i32>,
+        logprobs: PyBuffer<i32>,
         graphs: Vec<(usize, usize)>,
         slots: usize,
         stream: usize,
@@ -87,7 +87,7 @@ impl GraphPath {
             block,
             mask_words,
             results,
-            places,
+            logprobs,
         };
         Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
@@ -95,7 +95,7 @@ impl GraphPath {
     /// Calls of a Python function in place of graphs, for a device that has none.
     ///
     /// Args:
-    ///     block, mask_words, results, places: As for `cuda`.
+    ///     block, mask_words, results, logprobs: As for `cuda`.
     ///     rows: Rows of each graph, fewest first.
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
@@ -104,13 +104,13 @@ impl GraphPath {
     /// Raises:
     ///     ValueError: As for `cuda`.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, places, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new()))]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
         mask_words: PyBuffer<i32>,
         results: PyBuffer<u64>,
-        places: PyBuffer<i32>,
+        logprobs: PyBuffer<i32>,
         rows: Vec<usize>,
         slots: usize,
         most: usize,
@@ -123,7 +123,7 @@ impl GraphPath {
             block,
             mask_words,
             results,
-            places,
+            logprobs,
         };
         Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
@@ -228,7 +228,7 @@ struct Buffers {
     block: PyBuffer<u8>,
     mask_words: PyBuffer<i32>,
     results: PyBuffer<u64>,
-    places: PyBuffer<i32>,
+    logprobs: PyBuffer<i32>,
 }
 
 impl Buffers {
@@ -257,7 +257,7 @@ impl Buffers {
         } else {
             STEP_LOGPROB_WORDS
         };
-        check("places", &self.places, words * size_of::<i32>())
+        check("logprobs", &self.logprobs, words * size_of::<i32>())
     }
 }
 
@@ -295,8 +295,8 @@ impl pie_driver::Memory for Buffers {
         // SAFETY: as for the results.
         unsafe {
             std::slice::from_raw_parts(
-                self.places.buf_ptr().cast::<AtomicU32>(),
-                self.places.item_count(),
+                self.logprobs.buf_ptr().cast::<AtomicU32>(),
+                self.logprobs.item_count(),
             )
         }
     }

@@ -64,7 +64,7 @@ mod _core {
     const STEP_EXTRA_WORDS: usize = pie_planner::STEP_EXTRA_WORDS;
     /// Words of log-probabilities that an extended graph writes at most.
     #[pymodule_export]
-    const STEP_PLACE_WORDS: usize = pie_planner::STEP_LOGPROB_WORDS;
+    const STEP_LOGPROB_WORDS: usize = pie_planner::STEP_LOGPROB_WORDS;
     /// Most probable tokens that such a graph finds for a slot.
     #[pymodule_export]
     const STEP_TOP: u32 = pie_planner::STEP_TOP;

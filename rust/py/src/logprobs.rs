@@ -3,12 +3,18 @@
 use pie_wire::LogprobShape;
 
 /// Log-probability of a token; those of the most probable tokens, with their ids, best first; those of given tokens.
-pub(crate) type Place = (f32, Vec<(f32, u32)>, Vec<f32>);
+pub(crate) type PositionLogprobs = (f32, Vec<(f32, u32)>, Vec<f32>);
 
-/// The places that `words` are.
-pub(crate) fn places(words: &[u32], shape: LogprobShape) -> impl Iterator<Item = Place> {
-    shape.positions(words).map(|place| {
-        let top = place.top.into_iter().map(|(token, value)| (value, token));
-        (place.token, top.collect(), place.given)
+/// The log-probabilities of each position that `words` hold.
+pub(crate) fn position_logprobs(
+    words: &[u32],
+    shape: LogprobShape,
+) -> impl Iterator<Item = PositionLogprobs> {
+    shape.positions(words).map(|position| {
+        let top = position
+            .top
+            .into_iter()
+            .map(|(token, value)| (value, token));
+        (position.token, top.collect(), position.given)
     })
 }

@@ -11,7 +11,7 @@ pub(crate) struct SlotGroup {
     labels: Vec<[i64; 2]>,
     records: Vec<[i32; RECORD_WORDS]>,
     bias_words: Vec<i32>,
-    places: Vec<LogprobPosition>,
+    logprob_positions: Vec<LogprobPosition>,
     given: Vec<[i64; 2]>,
 }
 
@@ -20,13 +20,13 @@ impl SlotGroup {
     pub(crate) fn of(inner: pie_planner::SlotGroup, batch: &pie_driver::Batch) -> Self {
         let labels = batch.group_labels().to_vec();
         let (records, bias_words) = batch.group_records();
-        let (places, given) = batch.group_logprob_positions();
+        let (logprob_positions, given) = batch.group_logprob_positions();
         Self {
             inner,
             labels,
             records: records.to_vec(),
             bias_words: bias_words.to_vec(),
-            places: places.to_vec(),
+            logprob_positions: logprob_positions.to_vec(),
             given: given.to_vec(),
         }
     }
@@ -60,7 +60,7 @@ impl SlotGroup {
             labels: Vec::new(),
             records: Vec::new(),
             bias_words: Vec::new(),
-            places: Vec::new(),
+            logprob_positions: Vec::new(),
             given: Vec::new(),
         }
     }
@@ -117,12 +117,12 @@ impl SlotGroup {
         self.inner.count(SlotClass::Prompt)
     }
 
-    /// The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
+    /// The slots whose log-probabilities the extension asks for, in the group's order; `[positions, 4]` int64. Number of the slot
     /// in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
     /// after the temperature.
     #[getter]
-    fn places<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, bytemuck::cast_slice(&self.places))
+    fn logprob_positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, bytemuck::cast_slice(&self.logprob_positions))
     }
 
     /// Tokens that are given for positions; `[tokens, 2]` int64: number of the position, and token.

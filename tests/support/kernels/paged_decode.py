@@ -213,15 +213,15 @@ def prefixes(case: Case) -> Prefixes:
     """As they are staged: what is not in use may be anything."""
     count = len(case.lengths) + PADDING
     lens = torch.zeros(count, dtype=torch.int32)
-    places, order, starts = (torch.full((count,), NO_SLOT, dtype=torch.int32) for _ in range(3))
+    indices, order, starts = (torch.full((count,), NO_SLOT, dtype=torch.int32) for _ in range(3))
     used = 0
     for group, common in pairs(case):
         lens[list(group)] = common
         order[used : used + len(group)] = torch.tensor(group)
-        places[list(group)] = torch.arange(used, used + len(group), dtype=torch.int32)
+        indices[list(group)] = torch.arange(used, used + len(group), dtype=torch.int32)
         starts[used : used + len(group)] = used
         used += len(group)
-    return Prefixes(lens, places, order, starts, torch.tensor([used], dtype=torch.int32))
+    return Prefixes(lens, indices, order, starts, torch.tensor([used], dtype=torch.int32))
 
 
 def dense(case: Case, step: Step) -> torch.Tensor:

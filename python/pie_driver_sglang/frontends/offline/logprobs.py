@@ -134,10 +134,10 @@ class OutputLogprobs:
             if self._prompt:
                 first, rest = self._prompt[0], self._prompt[1:]
                 self._inputs.begin(self._entries([first], [None])[0])
-                self._add(self._inputs, rest, output.prompt_places(*shape))
+                self._add(self._inputs, rest, output.prompt_logprobs(*shape))
         if scored is not None:
             tokens = [scored]
-        self._add(self._outputs, tokens, output.places(*shape))
+        self._add(self._outputs, tokens, output.logprobs(*shape))
 
     def meta_info(self) -> dict[str, Any]:
         """The entries of `meta_info`."""
@@ -155,15 +155,15 @@ class OutputLogprobs:
             found["output_token_ids_logprobs"] = list(outputs.given)
         return found
 
-    def _add(self, side: _TokenLogprobs, tokens: Sequence[int], places: Sequence[Any]) -> None:
-        owns = [own for own, _, _ in places]
+    def _add(self, side: _TokenLogprobs, tokens: Sequence[int], positions: Sequence[Any]) -> None:
+        owns = [own for own, _, _ in positions]
         side.own += self._entries(tokens, owns)
         if self._asked.top:
-            for _, top, _ in places:
+            for _, top, _ in positions:
                 values, ids = [value for value, _ in top], [token for _, token in top]
                 side.top.append(self._entries(ids, values))
         if self._asked.given:
-            for _, _, values in places:
+            for _, _, values in positions:
                 side.given.append(self._entries(self._asked.given, values))
 
     def _entries(self, tokens: Sequence[int], values: Sequence[float | None]) -> list[Entry]:

@@ -74,7 +74,7 @@ class Prefixes(NamedTuple):
     lens: torch.Tensor
     """``[rows]`` int32: tokens of the group's prefix, fewer than the row's KV length; multiples of
     `SplitTuning.block`. 0 for rows without a group."""
-    places: torch.Tensor
+    indices: torch.Tensor
     """``[rows]`` int32: for a row in a group, its index in `order`."""
     order: torch.Tensor
     """``[rows]`` int32: the rows of all groups, one group after the other."""

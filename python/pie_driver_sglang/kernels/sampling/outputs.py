@@ -22,5 +22,5 @@ class Outputs(NamedTuple):
     """``[labels]`` float32."""
     entropies: torch.Tensor | None = None
     """``[entropy slots]`` float32, in nats."""
-    place_words: torch.Tensor | None = None
+    logprob_words: torch.Tensor | None = None
     """``[words]`` int32: log-probabilities that extensions ask for; see `logprobs_reference.py`."""

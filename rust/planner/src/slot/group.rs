@@ -325,7 +325,7 @@ fn check_outputs(
         ("logits", outputs.logits.len(), logits),
         ("logprobs", outputs.logprobs.len(), logprobs),
         ("entropies", outputs.entropies.len(), entropies),
-        ("place_words", outputs.logprob_words.len(), logprob_words),
+        ("logprob_words", outputs.logprob_words.len(), logprob_words),
     ] {
         if found != expected {
             return Err(StageError::OutputCount {

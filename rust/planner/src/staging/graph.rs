@@ -192,7 +192,7 @@ fn write_extension(
     }
     block.header[5..7].copy_from_slice(&[first as i32, history.len() as i32]);
     block.records.fill(EMPTY_RECORD);
-    block.places.fill(NO_LOGPROBS);
+    block.logprobs.fill(NO_LOGPROBS);
     used = write_logprobs(plan, block, words, (used, written))?;
     for slot in plan.active_slots() {
         let dest = (&mut *words, used);
@@ -234,7 +234,7 @@ fn write_logprobs(
             SlotClass::Plain | SlotClass::Filtered if logprobs.scaled => slot.temperature(),
             _ => 1.0,
         };
-        block.places[slot.row()] = [
+        block.logprobs[slot.row()] = [
             1,
             written.logprob_words as i32,
             logprobs.shape.top as i32,
@@ -278,7 +278,7 @@ fn write_prefixes(plan: &Plan, block: &mut StepBlock<'_>) {
         for segment in members.map(|index| segments[index]) {
             for row in segment.tokens() {
                 block.prefix_lens[row] = shared as i32;
-                block.prefix_places[row] = used as i32;
+                block.prefix_indices[row] = used as i32;
                 block.prefix_order[used] = row as i32;
                 block.prefix_starts[used] = start as i32;
                 used += 1;

@@ -8,7 +8,7 @@ use pyo3::types::PyDict;
 use serde::Serialize;
 
 use super::settings::value_error;
-use crate::logprobs::{Place, places};
+use crate::logprobs::{PositionLogprobs, position_logprobs};
 
 /// New tokens of one sequence of a request, or its end, or both.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -19,9 +19,9 @@ pub(crate) struct Output {
     sample: u32,
     /// New since the last output; a new list at every access. A stop token is the last one.
     token_ids: Vec<u32>,
-    /// Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+    /// Log-probabilities of tokens of the prompt, as `prompt_logprobs` reads them; they come once.
     prompt_words: Vec<u32>,
-    /// Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
+    /// Those of `token_ids`, as `logprobs` reads them; of a request for no tokens those of the one that would come first.
     words: Vec<u32>,
     /// Of a request for no tokens, the one that would come first.
     scored: Option<u32>,
@@ -51,13 +51,13 @@ impl Output {
     /// Args:
     ///     top: Most probable tokens that the request asks for.
     ///     given: Tokens that it gives.
-    fn places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.words, LogprobShape { top, given }).collect()
+    fn logprobs(&self, top: u32, given: u32) -> Vec<PositionLogprobs> {
+        position_logprobs(&self.words, LogprobShape { top, given }).collect()
     }
 
     /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
-    fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.prompt_words, LogprobShape { top, given }).collect()
+    fn prompt_logprobs(&self, top: u32, given: u32) -> Vec<PositionLogprobs> {
+        position_logprobs(&self.prompt_words, LogprobShape { top, given }).collect()
     }
 
     fn __repr__(&self) -> String {
