@@ -4,7 +4,8 @@
 (`driver_config.py`). `options.py` defines every option once, and `option_checks.py` validates a
 table of them. `hf_config.py` and `arch.py` read the model's `config.json`, and
 `reasoning_parsers.py` has the tokens that end a model's reasoning. `server_args.py` is generated:
-the fields of SGLang's `ServerArgs`; `flag_names.py` has the names of their flags.
+the fields of SGLang's `ServerArgs`; `flag_names.py` has the names of their flags, and
+`no_effect.py` the flags that change nothing here, each with the reason.
 `http_limits.py` has the limits of the HTTP frontends, and `api_keys.py` their keys. Errors are
 `ConfigError`s, raised within a second, since neither torch nor SGLang is imported.
 """
