@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from support.process import runtime_client as rc
 
 pytest.importorskip("torch")
 
+from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.backend import ModelBackend
 from pie_driver_sglang.engine.build import build_executor
 from support.models.fake_backend import PAGE, VOCABULARY, FakeBackend
@@ -39,22 +41,27 @@ class Served(NamedTuple):
     server: _core.Server
 
 
-@pytest.fixture(params=[False, True], ids=["graph path", "eager"])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """With the graph path, or without it."""
+def build(backend: FakeBackend, *, eager: bool) -> tuple[_core.Planner, Any]:
+    """A planner and an executor of a backend."""
     options = parse_options(
         {"chunked_prefill_size": CHUNK, "cuda_graph_max_bs": 8, "cpu_mem_budget_in_gb": 1,
-         "disable_cuda_graph": request.param, "page_size": PAGE}, "cpu",
+         "disable_cuda_graph": eager, "page_size": PAGE}, "cpu",
     )  # fmt: skip
     config = DriverConfig(
         model=ModelSection(snapshot_dir=Path("none"), hf_config={"model_type": "llama"}),
         driver=DriverSection(group_id=0, device=("cpu",), options=options),
     )
-    backend = FakeBackend()
     # Held to the protocol by mypy, too.
     typed: ModelBackend = backend
     plan = Plan(Device("cpu", 1 << 30, 1 << 30), 0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, PAGE)
-    planner, executor = build_executor(typed, backend.block_table, plan, config)
+    return build_executor(typed, backend.block_table, plan, config)
+
+
+@pytest.fixture(params=[False, True], ids=["graph path", "eager"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """With the graph path, or without it."""
+    backend = FakeBackend()
+    planner, executor = build(backend, eager=request.param)
     name = f"/pie_shmem_g{drivers.new_group_id()}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
     graph_path = executor.make_graph_path()
@@ -134,3 +141,16 @@ def test_no_library_is_imported() -> None:
     names = found.stdout.split()
     assert "pie_driver_sglang.engine.build" in names
     assert not [n for n in names if n.startswith(("sglang", "pie_driver_sglang.backends"))]
+
+
+def test_gemms_are_replaced_after_layers_were_fused() -> None:
+    """Fused layers are made of the library's own linear layers."""
+    backend, calls = FakeBackend(), mock.Mock()
+    calls.decoder_weights.side_effect = backend.decoder_weights
+    backend.decode_attention = mock.create_autospec(BatchInvariantAttention, instance=True)
+    with (
+        mock.patch.object(backend, "decoder_weights", calls.decoder_weights),
+        mock.patch.object(backend, "replace_gemms", calls.replace_gemms),
+    ):
+        build(backend, eager=True)
+    assert [call[0] for call in calls.mock_calls] == ["decoder_weights", "replace_gemms"]

@@ -84,10 +84,10 @@ def build_executor(
     invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
     attention = BATCH_INVARIANT if invariant else info.attention_backend
     active.choose("attention", attention, found.paged_decode_refusal)
-    if invariant:
-        gemm = BatchInvariantGemm(found.dtype, backend.device)
-        backend.replace_gemms(gemm, supports_weight)
     executor.fused = _fuse(backend, options, active)
+    if invariant:
+        # Afterwards, because fused layers are made of the library's own linear layers only.
+        backend.replace_gemms(BatchInvariantGemm(found.dtype, backend.device), supports_weight)
     executor.steps = _steps(executor, chunk, options, adapters, active)
     active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
     executor.active = active.as_dict()

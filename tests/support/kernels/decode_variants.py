@@ -188,11 +188,12 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any]:
     """Logits of decodes by the layers whose rows do not depend on their batch, then of all passes.
 
-    GEMMs are torch's, since theirs take a GPU.
+    Last by SGLang's layers. GEMMs are torch's, since theirs take a GPU.
     """
     from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
     from pie_driver_sglang.engine.layers import batch_invariant
     from pie_driver_sglang.kernels.gemm import wgmma
+    from pie_driver_sglang.kernels.gemm.types import Epilogue
     from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig
 
     def small(_: int, weight: Any, epilogue: Any) -> WgmmaConfig:
@@ -201,14 +202,15 @@ def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any
 
     products, paged = TorchBatches(), dense._attention
     attention = BatchInvariantAttention(engine.block_table, paged._layers, 2)
-    backend = engine.backend.runner.attn_backend.decode_backend
-    info = engine.model_info
+    hybrid, info = engine.backend.runner.attn_backend, engine.model_info
+    backend = hybrid.decode_backend
     with (
         mock.patch.object(wgmma, "_WARPGROUP_OUTPUTS", 16),
         mock.patch.object(wgmma, "SQUARE_OUTPUTS", 16),
         mock.patch.object(batch_invariant, "WgmmaGemm", lambda *_: products),
         mock.patch.object(batch_invariant, "_config", small),
         mock.patch.object(backend, "attention", attention),
+        mock.patch.object(hybrid, "prefill_backend", backend),
     ):
         layers = dense._layers
         batch_invariant.check_weights(layers)
@@ -224,6 +226,32 @@ def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any
         engine.fused = None
         # Of the prompts, too.
         assert len(products.epilogues) > 4 * len(layers) * 2 * STEPS
+        products.epilogues.clear()
+        with unreplaced(engine.backend.runner.model):
+            engine.backend.replace_gemms(gemm, lambda _: True)
+            contexts = Contexts(512, info.page_size, info.vocab_size)
+            yield decode(server, engine, contexts, contextlib.nullcontext)
+        assert len(products.epilogues) > 5 * len(layers) * STEPS
+        assert set(products.epilogues) == {Epilogue.STORE}
+
+
+@contextlib.contextmanager
+def unreplaced(model: Any) -> Iterator[None]:
+    """Afterwards, a model multiplies by its own linear layers and LM head again."""
+    methods = {module: module.quant_method for module in model.modules() if is_linear(module)}
+    try:
+        yield
+    finally:
+        for module, method in methods.items():
+            module.quant_method = method
+        del model.logits_processor._compute_lm_head
+
+
+def is_linear(module: Any) -> bool:
+    """Whether it is one of SGLang's linear layers."""
+    from sglang.srt.layers.linear import LinearBase
+
+    return isinstance(module, LinearBase)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,8 @@ class FakeBackend:
                        mask_refusal="it has no masks", graphs_take_prompts=True)  # fmt: skip
     device = torch.device("cpu")
     rank, group = ALONE, SingleRank()
-    lora = states = decode_attention = None
+    lora = states = None
+    decode_attention: Any = None
 
     def __init__(self) -> None:
         self.block_table = BlockTable(REQUESTS, ROW_PAGES, PAGE, self.device)
@@ -111,6 +112,9 @@ class FakeBackend:
 
     def encode_images(self, images: Any) -> torch.Tensor:
         raise NotImplementedError("it has no vision encoder")
+
+    def replace_gemms(self, gemm: Any, supports: Any) -> None:
+        """It has none."""
 
     def freeze_weights(self, reason: str) -> None:
         """Its weights are never updated."""
