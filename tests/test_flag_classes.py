@@ -34,7 +34,7 @@ class Served(StrEnum):
 
     RUNTIME = "our scheduler or driver"
     FRONT = "SGLang's HTTP server or tokenizer, with our scheduler"
-    NO_EFFECT = "nobody, which is logged with the reason"
+    NO_EFFECT = "none, and the reason is logged"
     SGLANG = "SGLang's scheduler, with the reason"
 
 

@@ -232,7 +232,7 @@ struct Buffers {
 }
 
 impl Buffers {
-    /// Checks that each buffer has room for every graph.
+    /// Checks that each buffer is large enough for every graph.
     fn check(&self, sizes: &[StepSize], grouped: &[usize], extended: &[usize]) -> PyResult<()> {
         let plain = sizes.iter().map(|&size| Layout::graph(size).bytes());
         let known = grouped
