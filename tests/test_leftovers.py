@@ -24,7 +24,8 @@ from support.servers.sglang_server import Server, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-END_S: Final = 60.0
+END_S: Final = 180.0
+"""A worker that is replaced first imports SGLang, which takes a minute on a busy machine."""
 ENGINE: Final = f"""
 import sys
 from pie_driver_sglang import Engine

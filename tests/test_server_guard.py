@@ -64,10 +64,7 @@ class Command:
         return {path.name for path in SHARED.iterdir() if self.token in path.name}
 
     def is_gone(self) -> bool:
-        return not self.left() and not self.folder.exists() and not self.child_runs()
-
-    def child_runs(self) -> bool:
-        return self.child.is_running() and self.child.status() != psutil.STATUS_ZOMBIE
+        return not self.left() and not self.folder.exists() and not runs(self.child)
 
     def guard(self) -> psutil.Process:
         """The process outside the command's family that holds the lock."""
@@ -81,6 +78,14 @@ class Command:
                     except OSError:
                         continue
         raise AssertionError("there is no guard")
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process, perhaps of another parent, has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
@@ -131,7 +136,7 @@ def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         running.process.kill()
         wait_until(running.is_gone, END_S, "the guard's work")
         assert other.left() == others
-        assert other.child_runs()
+        assert runs(other.child)
 
 
 def test_a_command_without_its_guard_cleans_up_itself(tmp_path: Path) -> None:
@@ -146,11 +151,13 @@ def test_a_command_without_its_guard_cleans_up_itself(tmp_path: Path) -> None:
 def test_the_next_server_removes_what_the_dead_have_left(tmp_path: Path) -> None:
     """As after the end of a container whose /dev/shm is the host's."""
     with command(tmp_path) as dead, command(tmp_path) as alive:
-        dead.guard().kill()
-        for process in (dead.process, dead.child):
+        killed = (dead.guard(), dead.child, dead.process)
+        for process in killed:
             process.kill()
         dead.process.wait()
-        wait_until(lambda: not dead.child_runs(), END_S, "the end of its child")
+        # The lock is free once the guard, no child of this process, has ended as well.
+        for process in killed[:2]:
+            wait_until(lambda process=process: not runs(process), END_S, "the end of a process")
         others = alive.left()
         assert dead.left()
         guard = ServerGuard()
