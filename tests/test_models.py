@@ -209,7 +209,10 @@ class TestOptions:
             ({"quantization": "w8a8_int8"}, ["'w8a8_int8' reads quantized checkpoints"]),
             ({"quantization": "fp8"}, ["method fp8", "`activation_dtype` = 'float32'"]),
             ({"kv_cache_dtype": "nvfp4"}, ["`kv_cache_dtype` = 'nvfp4'", "`device` = 'cpu'"]),
-            ({"enable_deterministic_inference": True}, ["`attention_backend` = 'torch_native'"]),
+            (
+                {"enable_deterministic_inference": True, "enable_fp32_lm_head": True},
+                ["on the CPU it does not support LlamaForCausalLM: `enable_fp32_lm_head`"],
+            ),
             ({"model_impl": "transformers"}, ["LlamaForCausalLM from transformers", "model_impl"]),
         ],
         ids=str,

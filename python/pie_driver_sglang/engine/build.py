@@ -18,6 +18,7 @@ from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.graph_runner import GraphRunner
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantGemm, supports_weight
+from pie_driver_sglang.engine.layers.batch_invariant_cpu import CpuBatchInvariantGemm
 from pie_driver_sglang.engine.layers.selection import (
     FusedLayers,
     fuse_layers,
@@ -87,13 +88,23 @@ def build_executor(
     executor.fused = _fuse(backend, options, active)
     if invariant:
         # Afterwards, because fused layers are made of the library's own linear layers only.
-        backend.replace_gemms(BatchInvariantGemm(found.dtype, backend.device), supports_weight)
+        _replace_gemms(backend)
     executor.steps = _steps(executor, chunk, options, adapters, active)
     active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
     executor.active = active.as_dict()
     if backend.rank.size > 1 and backend.device.type == "cpu":
         process_groups.refuse_connections()
     return planner, executor
+
+
+def _replace_gemms(backend: ModelBackend) -> None:
+    """Has the library's layers multiply so that rows do not depend on each other."""
+    if backend.device.type == "cpu":
+        gemm = CpuBatchInvariantGemm()
+        backend.replace_gemms(gemm, gemm.supports)
+    else:
+        on_gpu = BatchInvariantGemm(backend.info.dtype, backend.device)
+        backend.replace_gemms(on_gpu, supports_weight)
 
 
 def _adapters(backend: ModelBackend, options: DriverOptions) -> Adapters | None:

@@ -33,6 +33,7 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     publish_settings,
 )
 from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 _HOST_FRACTION = 0.99
 """What SGLang gets on a CPU, where it limits the pool by `max_total_tokens`."""
+DETERMINISTIC = "enable_deterministic_inference"
 _UNPLANNED_FRACTION = 0.5
 """What SGLang gets until the plan is made."""
 
@@ -86,15 +88,27 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
             block_table = _allocate(runner, plan, options.max_forward_requests)
-            refusal = support.paged_decode_refusal(runner, options.paged_decode)
-            if refusal is None:
-                chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
-                paged.install(runner, block_table, "fa3" if chosen else None)
+            refusal = _install_attention(runner, block_table, options)
             runner.init_attention_backends()
             paged.replace_prefill_attention(runner)
             corrections.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)
     return Booted(runner, block_table, plan, refusal)
+
+
+def _install_attention(
+    runner: ModelRunner, block_table: BlockTable, options: DriverOptions
+) -> str | None:
+    """Chooses the attention of decodes; returns why the backend `pie` is not it."""
+    if runner.device == "cpu" and options.server_args.get(DETERMINISTIC):
+        support.check_deterministic_on_cpu(runner)
+        paged.install(runner, block_table, deterministic_on_cpu=True)
+        return None
+    refusal = support.paged_decode_refusal(runner, options.paged_decode)
+    if refusal is None:
+        chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
+        paged.install(runner, block_table, "fa3" if chosen else None)
+    return refusal
 
 
 def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> BlockTable:
@@ -199,7 +213,11 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "disable_hybrid_swa_memory": True,
         "log_level": "warning",
     }
-    return make_settings({**options.server_args, **owned, **lora.server_args(options)})
+    passed = dict(options.server_args)
+    if device_type == "cpu":
+        # SGLang has no such mode there; the driver's own does not need its settings.
+        passed.pop(DETERMINISTIC, None)
+    return make_settings({**passed, **owned, **lora.server_args(options)})
 
 
 @contextlib.contextmanager

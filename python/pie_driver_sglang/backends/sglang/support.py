@@ -11,7 +11,7 @@ from pie_driver_sglang.backends.sglang.compat.attention import (
     has_fa3,
     is_plain,
 )
-from pie_driver_sglang.backends.sglang.compat.layers import has_plain_gemms
+from pie_driver_sglang.backends.sglang.compat.layers import has_plain_gemms, runs_plain_torch
 from pie_driver_sglang.backends.sglang.compat.model import (
     is_from_transformers,
     resolved,
@@ -252,24 +252,19 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
     batch-invariant ones, which cover ``aten::mm`` only. SGLang's deterministic mode with another
     attention backend serves what is refused here.
     """
-    settings, layers = resolved(runner), attention_layers(runner)
+    layers = attention_layers(runner)
     kv_dtype = paged(runner.token_to_kv_pool).dtype
     if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
         return "the batch-invariant kernels need a Hopper GPU"
     if rank_of(runner).size > 1:
         return "sums of several ranks are not batch-invariant"
-    if settings.enable_lora:
-        return "LoRA is not batch-invariant"
-    if settings.enable_fp32_lm_head:
-        return "`enable_fp32_lm_head` is set, too"
     for dtype in (runner.dtype, kv_dtype):
         if dtype != torch.bfloat16:
             return f"the batch-invariant kernels do not run {dtype}"
-    if not has_plain_gemms(runner.model) or keeps_state(runner.token_to_kv_pool):
-        return "its weights are quantized or a mixture of experts, or it keeps recurrent state"
+    reason = _not_dense_reason(runner)
+    if reason is not None:
+        return reason
     for layer in layers:
-        if not is_plain(layer) or layer.logit_cap or layer.qk_head_dim != layer.v_head_dim:
-            return "some of its layers have soft caps or custom attention"
         sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
         if not supports_batch_invariant(*sizes, runner.dtype):
             return "its attention has {} query heads, {} KV heads and a head size of {}".format(
@@ -277,6 +272,49 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
             )
     if len({layer.tp_k_head_num for layer in layers}) > 1:
         return "its layers have different numbers of KV heads"
+    return None
+
+
+def check_deterministic_on_cpu(runner: ModelRunner) -> None:
+    """Refuses a model whose answers would depend on their batch on the CPU.
+
+    Attention is `CpuBatchInvariantAttention`, and GEMMs are `CpuBatchInvariantGemm`.
+
+    Raises:
+        StartError: It is one, with the reason.
+    """
+    pool = runner.token_to_kv_pool
+    # The sum of two ranks does not depend on their order.
+    if rank_of(runner).size > 2:
+        reason: str | None = "sums of more than two ranks are not batch-invariant"
+    elif not keeps_heads(pool) or pool.dtype != runner.dtype:
+        reason = f"its KV pool is a {type(pool).__name__} of {pool.dtype}"
+    elif not runs_plain_torch(runner.model):
+        reason = "some of its matrices are not multiplied by SGLang's linear layers in torch"
+    elif getattr(runner.model_config.hf_text_config, "final_logit_softcapping", None):
+        reason = "it soft-caps its logits"
+    else:
+        reason = _not_dense_reason(runner)
+    if reason is not None:
+        raise StartError(
+            "`enable_deterministic_inference` is set, and on the CPU it does not support "
+            f"{type(runner.model).__name__}: {reason}",
+            hint="unset it, or choose a dense model without adapters",
+        )
+
+
+def _not_dense_reason(runner: ModelRunner) -> str | None:
+    """Why a model's layers are not plain attention and dense GEMMs; None if they are."""
+    settings = resolved(runner)
+    if settings.enable_lora:
+        return "LoRA is not batch-invariant"
+    if settings.enable_fp32_lm_head:
+        return "`enable_fp32_lm_head` is set, too"
+    if not has_plain_gemms(runner.model) or keeps_state(runner.token_to_kv_pool):
+        return "its weights are quantized or a mixture of experts, or it keeps recurrent state"
+    for layer in attention_layers(runner):
+        if not is_plain(layer) or layer.logit_cap or layer.qk_head_dim != layer.v_head_dim:
+            return "some of its layers have soft caps or custom attention"
     return None
 
 

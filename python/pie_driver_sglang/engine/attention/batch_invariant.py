@@ -28,6 +28,25 @@ class _PassRows(NamedTuple):
     """Rows of which many follow one another in a context."""
 
 
+def extend_rows(
+    table_rows: torch.Tensor, extends: Extends, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block-table row and the KV tokens of each token of a prefill, ``[tokens]`` int64.
+
+    Args:
+        table_rows: ``[requests]`` int64: the block-table row of each request.
+        extends: Of the pass.
+        tokens: Of all requests.
+    """
+    lens, device = extends.seq_lens, table_rows.device
+    owners = torch.repeat_interleave(
+        torch.arange(len(lens), device=device), lens.long(), output_size=tokens
+    )
+    first = (extends.prefix_lens - extends.start_loc).long()
+    kv_lens = first[owners] + torch.arange(1, tokens + 1, device=device)
+    return table_rows[owners].long(), kv_lens
+
+
 class BatchInvariantAttention(PagedDecode):
     """Decodes and prefills by kernels between which a row's bits do not differ."""
 
@@ -68,13 +87,7 @@ class BatchInvariantAttention(PagedDecode):
             extends: Of the pass.
             tokens: Of all requests.
         """
-        lens, device = extends.seq_lens, table_rows.device
-        owners = torch.repeat_interleave(
-            torch.arange(len(lens), device=device), lens.long(), output_size=tokens
-        )
-        first = (extends.prefix_lens - extends.start_loc).long()
-        kv_lens = first[owners] + torch.arange(1, tokens + 1, device=device)
-        rows = DecodeRows(self._table.slots, table_rows[owners].long(), kv_lens)
+        rows = DecodeRows(self._table.slots, *extend_rows(table_rows, extends, tokens))
         self._pass_rows = _PassRows(None, rows)
 
     def attend(

@@ -142,11 +142,18 @@ def _serve(own: ServeArguments) -> None:
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
         added = [*pinned_revision(plan, given), *transport]
-        arguments = http_launch.parse_flags([*own.sglang, *added])
+        own_words = _without_deterministic(own.sglang) if on_cpu else own.sglang
+        arguments = http_launch.parse_flags([*own_words, *added])
         scheduler = functools.partial(run_scheduler, plan)
     http_app.attach_http_config(arguments, own.http, own.keys)
     ready = functools.partial(_announce, arguments)
     http_launch.launch(arguments, scheduler, ready, is_ours=plan is not None)
+
+
+def _without_deterministic(words: Sequence[str]) -> list[str]:
+    """The flags without the one that our scheduler serves on a CPU, and SGLang refuses there."""
+    name = "--enable-deterministic-inference"
+    return pop_flags(words, lambda flag: False if flag == name else None)[1]
 
 
 def choose_scheduler(

@@ -18,12 +18,14 @@ from pie_driver_sglang.backends.sglang.compat.attention import (
     scales_kv,
     use_decode_backend,
 )
+from pie_driver_sglang.backends.sglang.compat.layers import activate_by_row
 from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.passes import context_of
 from pie_driver_sglang.backends.sglang.compat.pools import store_kv
 from pie_driver_sglang.backends.sglang.compat.settings import change_settings, publish_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
+from pie_driver_sglang.engine.attention.batch_invariant_cpu import CpuBatchInvariantAttention
 from pie_driver_sglang.engine.attention.paged import PagedDecode
 
 if TYPE_CHECKING:
@@ -33,14 +35,24 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.block_table import BlockTable
 
 
-def install(runner: ModelRunner, table: BlockTable, prefill: str | None = None) -> None:
+def install(
+    runner: ModelRunner,
+    table: BlockTable,
+    prefill: str | None = None,
+    *,
+    deterministic_on_cpu: bool = False,
+) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
 
     Prefills are computed by the backend `prefill`, or by the one that the settings name. SGLang
     checks its settings against lists of its own backends, so they learn of this one only now.
-    Whether the kernel supports the model's attention is `support.paged_decode_refusal`.
+    Whether the kernel supports the model's attention is `support.paged_decode_refusal`, and with
+    `deterministic_on_cpu` `support.check_deterministic_on_cpu`.
     """
-    register_backend(PAGED_DECODE, functools.partial(PagedDecodeBackend, table=table))
+    backend = functools.partial(
+        PagedDecodeBackend, table=table, deterministic_on_cpu=deterministic_on_cpu
+    )
+    register_backend(PAGED_DECODE, backend)
     args = runner.server_args
     named, _ = resolved(runner).attention_backends
     change_settings(
@@ -59,8 +71,11 @@ def installed_attention(runner: ModelRunner) -> PagedDecode | None:
 
 def replace_prefill_attention(runner: ModelRunner) -> None:
     """Has prefills attend by this backend, too, where it is batch-invariant."""
-    if isinstance(installed_attention(runner), BatchInvariantAttention):
+    attention = installed_attention(runner)
+    if isinstance(attention, BatchInvariantAttention):
         use_decode_backend(runner)
+    if isinstance(attention, CpuBatchInvariantAttention):
+        activate_by_row(runner.model)
 
 
 class PagedDecodeBackend(AttentionBackend):
@@ -69,7 +84,9 @@ class PagedDecodeBackend(AttentionBackend):
     # Lengths are read on the device only.
     needs_cpu_seq_lens = False
 
-    def __init__(self, runner: ModelRunner, *, table: BlockTable) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, table: BlockTable, deterministic_on_cpu: bool = False
+    ) -> None:
         super().__init__()
         # SGLang looks for the pools here.
         self.req_to_token_pool = runner.req_to_token_pool
@@ -78,10 +95,13 @@ class PagedDecodeBackend(AttentionBackend):
             layer: read_attention(layer, runner.token_to_kv_pool)
             for layer in attention_layers(runner)
         }
-        properties = torch.cuda.get_device_properties(runner.gpu_id)
-        layers, multiprocessors = list(self._layers.values()), properties.multi_processor_count
-        settings = resolved(runner)
+        layers = list(self._layers.values())
         self.attention: PagedDecode
+        if deterministic_on_cpu:
+            self.attention = CpuBatchInvariantAttention(table, layers)
+            return
+        properties = torch.cuda.get_device_properties(runner.gpu_id)
+        multiprocessors, settings = properties.multi_processor_count, resolved(runner)
         if settings.enable_deterministic_inference:
             self.attention = BatchInvariantAttention(table, layers, multiprocessors)
             return

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from sglang.srt.layers import activation
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -43,8 +45,6 @@ from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
 
 if TYPE_CHECKING:
-    import torch
-
     from pie_driver_sglang.engine.backend import PassContext
 
 _BUILDS = {
@@ -118,6 +118,33 @@ def replace_linear_gemms(
     for module in model.modules():
         if isinstance(module, LinearBase) and supports(module.weight):
             module.quant_method = method
+
+
+def runs_plain_torch(model: torch.nn.Module) -> bool:
+    """Whether all GEMMs of a model are SGLang's linear layers, none packed for AMX."""
+    return not any(
+        isinstance(module, torch.nn.Linear) or getattr(module, "use_intel_amx_backend", False)
+        for module in model.modules()
+    )
+
+
+def activate_by_row(model: torch.nn.Module) -> None:
+    """Has activations computed row by row.
+
+    torch divides their elements among threads, and computes those at the end of a part by scalar
+    instructions, whose exponentials have other bits.
+    """
+    kinds = (activation.__name__, torch.nn.modules.activation.__name__)
+    for module in model.modules():
+        if type(module).__module__ in kinds:
+            module.forward = _by_row(type(module).forward.__get__(module))
+
+
+def _by_row(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def by_row(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([forward(rows[at : at + 1]) for at in range(len(rows))])
+
+    return by_row
 
 
 class _ReplacedGemm(UnquantizedLinearMethod):
