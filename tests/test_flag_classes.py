@@ -128,7 +128,6 @@ def test_an_argument_of_the_engine_has_an_effect_or_is_refused(name: str) -> Non
         ("enable_mixed_chunk", True),
         ("enable_p2p_check", True),
         ("enable_torch_compile", True),
-        ("file_storage_path", "/tmp/files"),
         ("num_continuous_decode_steps", 4),
         ("sampling_backend", "pytorch"),
         ("show_time_cost", True),

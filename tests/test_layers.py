@@ -69,6 +69,7 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
             "shared_names",
         }
     ),
+    "frontends.batches": frozenset(),
     "frontends.gateway": frozenset(
         {
             "_core",

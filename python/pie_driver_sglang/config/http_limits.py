@@ -27,7 +27,8 @@ class ConnectionLimits(NamedTuple):
         max_connections: Connections open at once.
         max_header_bytes: Bytes of a request line and its headers.
         max_body_bytes: Bytes of a request body.
-        max_buffered_bytes: Bytes of all request bodies that have not been answered.
+        max_file_bytes: Bytes of the body of an upload to `/v1/files`, which goes to disk.
+        max_buffered_bytes: Bytes of all other request bodies that have not been answered.
         header_timeout_s: Seconds that a connection may take to send a request head.
         body_timeout_s: Seconds in which each further 64 KiB of a body must arrive.
         write_timeout_s: Seconds that a client may go without reading its response.
@@ -37,11 +38,24 @@ class ConnectionLimits(NamedTuple):
     max_connections: int = 4096
     max_header_bytes: int = 64 << 10
     max_body_bytes: int = 64 * _MIB
+    max_file_bytes: int = 200 * _MIB
     max_buffered_bytes: int = 1 << 30
     header_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     keep_alive_timeout_s: float = 5.0
+
+
+class BatchLimits(NamedTuple):
+    """Limits of batches (`/v1/batches`).
+
+    Attributes:
+        max_batch_lines: Lines of an input file.
+        batch_concurrency: Lines of all batches that run at once.
+    """
+
+    max_batch_lines: int = 50_000
+    batch_concurrency: int = 256
 
 
 class MediaPolicy(NamedTuple):
@@ -71,12 +85,14 @@ class HttpSettings(NamedTuple):
         media: Where media may come from.
         allow_pickled_adapters: Whether adapters may arrive as pickles, which can run any code.
         given: The flags on the command line, by their names without dashes in front.
+        batches: Limits of batches.
     """
 
     connections: ConnectionLimits = ConnectionLimits()
     media: MediaPolicy = MediaPolicy()
     allow_pickled_adapters: bool = False
     given: frozenset[str] = frozenset()
+    batches: BatchLimits = BatchLimits()
 
 
 class HttpFlag(NamedTuple):
@@ -135,11 +151,14 @@ HTTP_FLAGS: Final[Mapping[str, HttpFlag]] = MappingProxyType(
         "max-connections": HttpFlag(_count, "4096", "connections open at once"),
         "max-header-bytes": HttpFlag(_size, "64KiB", "size of a request's headers; else 431"),
         "max-body-bytes": HttpFlag(_size, "64MiB", "size of a request body; else 413"),
+        "max-file-bytes": HttpFlag(_size, "200MiB", "size of an upload to /v1/files; else 413"),
         "max-buffered-bytes": HttpFlag(_size, "1GiB", "bodies of all open requests; else 503"),
         "header-timeout": HttpFlag(_seconds, "30", "seconds to send the headers; else 408"),
         "body-timeout": HttpFlag(_seconds, "30", "seconds for each 64 KiB of a body; else 408"),
         "write-timeout": HttpFlag(_seconds, "60", "seconds that a response may stay unread"),
         "keep-alive-timeout": HttpFlag(_seconds, "5", "seconds a connection may be idle"),
+        "max-batch-lines": HttpFlag(_count, "50000", "lines of a batch; else it fails"),
+        "batch-concurrency": HttpFlag(_count, "256", "lines of batches that run at once"),
         "max-media-bytes": HttpFlag(_size, "64MiB", "media that a request has fetched; else 400"),
         "media-timeout": HttpFlag(_seconds, "30", "seconds to fetch a request's media; else 400"),
         "allowed-media-domains": HttpFlag(_domains, "any", "hosts to fetch media from: a,b,..."),
@@ -213,4 +232,5 @@ def _settings(values: Mapping[str, Any]) -> HttpSettings:
         MediaPolicy(**of(MediaPolicy)),
         bool(fields.get("allow_pickled_adapters")),
         frozenset(values),
+        BatchLimits(**of(BatchLimits)),
     )

@@ -38,7 +38,6 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
         "enable_torch_compile": _COMPILED,
         "enable_torch_compile_debug_mode": _COMPILED,
         "enforce_disable_flashinfer_allreduce_fusion": _ALL_REDUCE,
-        "file_storage_path": "no endpoint stores files",
         "load_snapshot_publish_interval": "the load is published after every step",
         "num_continuous_decode_steps": "the scheduler decides after every step",
         "sampling_backend": "the driver has its own sampling kernels",

@@ -64,8 +64,11 @@ _UNLIMITED: Final = frozenset(
     {
         "allow-pickled-adapters",
         "allowed-local-media-path",
+        "batch-concurrency",
+        "max-batch-lines",
         "max-buffered-bytes",
         "max-connections",
+        "max-file-bytes",
         "max-header-bytes",
         "media-timeout",
         "write-timeout",

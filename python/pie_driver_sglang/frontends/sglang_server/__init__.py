@@ -16,6 +16,8 @@ encoded in Rust, and answers control messages itself. It never schedules.
 ``profile``            `/start_profile`: a trace of steps
 ``access``             authentication: which key each route needs
 ``connections``        limits on connections, headers and bodies
+``batch_endpoints``    `/v1/files` and `/v1/batches`
+``batch_service``      runs batches beside the requests of clients
 ``bounded_store``      a size-bounded dictionary for stored responses
 ``error_responses``    status, headers and length of error responses
 ``media``              fetches images and other media that requests name by URL

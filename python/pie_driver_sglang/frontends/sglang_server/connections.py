@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _LINGER_S: Final = 5.0
 """How long a rejected client may continue sending: a reset would discard its response."""
 _BODY_STEP: Final = 64 << 10
+UPLOAD_PATH: Final = b"/v1/files"
 _RETRY_S: Final = 1
 
 
@@ -100,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if size > self._limits.max_header_bytes:
             self._refuse_head()
-        elif int(declared) > self._limits.max_body_bytes:
+        elif int(declared) > self._most_body_bytes:
             self._refuse_body()
         else:
             super().on_headers_complete()
@@ -112,10 +113,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._body_bytes += len(body)
-        if not self.cycle.response_complete:
+        if not self.cycle.response_complete and not self._is_upload:
             self._held_bytes += len(body)
             self._usage.body_bytes += len(body)
-        if self._body_bytes > self._limits.max_body_bytes:
+        if self._body_bytes > self._most_body_bytes:
             self._refuse_body()
         elif self._usage.body_bytes > self._limits.max_buffered_bytes:
             most = self._limits.max_buffered_bytes
@@ -187,12 +188,21 @@ class LimitedProtocol(HttpToolsProtocol):
             "larger `--max-header-bytes`",
         )
 
+    @property
+    def _is_upload(self) -> bool:
+        """Whether the body is a file, which goes to disk."""
+        return bool(self.url.partition(b"?")[0] == UPLOAD_PATH)
+
+    @property
+    def _most_body_bytes(self) -> int:
+        return self._limits.max_file_bytes if self._is_upload else self._limits.max_body_bytes
+
     def _refuse_body(self) -> None:
-        most = self._limits.max_body_bytes
+        flag = "--max-file-bytes" if self._is_upload else "--max-body-bytes"
         self._refuse(
             413,
-            f"the body has more than {most} bytes: send less, or start the server with a larger "
-            "`--max-body-bytes`",
+            f"the body has more than {self._most_body_bytes} bytes: send less, or start the server "
+            f"with a larger `{flag}`",
         )
 
     def _refuse(self, status: int, message: str) -> None:

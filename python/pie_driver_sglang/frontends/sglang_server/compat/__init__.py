@@ -5,6 +5,7 @@
 ``http_launch``          SGLang's flags, the launch of its HTTP server and of the schedulers
 ``forking``              forks the scheduler and the detokenizer on the CPU instead of spawning them
 ``http_app``             the HTTP application with our limits, keys and media policy
+``batch_app``              batches in that application
 ``worker_app``           the same in one of several tokenizer workers
 ``tokenizer_workers``    settings of several tokenizer workers
 ``tokenizer_managers``   tokenizer managers that reject what our scheduler does not support

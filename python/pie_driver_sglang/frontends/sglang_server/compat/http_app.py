@@ -20,9 +20,11 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server.access import (
     AccessKeys,
     AccessMiddleware,
+    App,
     access_keys,
     is_local,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.batch_app import with_batches
 from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     INPUT_ERRORS,
     bad_request_text,
@@ -108,18 +110,24 @@ def _adapted(edge: HttpConfig, app: Any, given: dict[str, Any]) -> dict[str, Any
     is_worker = isinstance(app, str)
     return {
         **given,
-        "app": _WORKER_APP if is_worker else guarded(app, lambda: edge.keys),
+        "app": _WORKER_APP if is_worker else guarded(app, lambda: edge),
         "http": functools.partial(LimitedProtocol, limits=limits, usage=ServerUsage()),
         "timeout_keep_alive": timeout,
     }
 
 
-def guarded(app: Any, keys: Callable[[], AccessKeys]) -> AccessMiddleware:
-    """SGLang's application with our authentication, and 400 for exceptions over bad input."""
+def guarded(app: Any, config: Callable[[], HttpConfig]) -> App:
+    """SGLang's application with our authentication, batches, and 400 for exceptions over bad input.
+
+    Args:
+        app: The application.
+        config: Returns the server's configuration, once it has started.
+    """
     for kind in INPUT_ERRORS:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(http_server.RequestValidationError, _name_fields)
-    return AccessMiddleware(app, app.router.routes, keys)
+    access = AccessMiddleware(app, app.router.routes, lambda: config().keys)
+    return with_batches(app, access, config)
 
 
 async def _refuse(request: Any, error: Exception) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -57,6 +57,8 @@ class MsgpackManager(TokenizerManager):
     """
 
     _most_samples = sys.maxsize
+    #: Awaited before the requests that run at SIGTERM.
+    before_exit: Callable[[], Awaitable[None]] | None = None
 
     def __init__(self, server_args: ServerArgs, *arguments: Any, **keywords: Any) -> None:
         """As SGLang's manager."""
@@ -79,6 +81,8 @@ class MsgpackManager(TokenizerManager):
         """End the server soon after SIGTERM, for which SGLang polls every five seconds."""
         while not self.gracefully_exit:
             await asyncio.sleep(_LOOK_S)
+        if self.before_exit is not None:
+            await self.before_exit()
         await super().sigterm_watchdog()
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:

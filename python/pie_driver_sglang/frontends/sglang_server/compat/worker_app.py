@@ -7,8 +7,8 @@ from typing import Any
 
 from sglang.srt.entrypoints import http_server
 
-from pie_driver_sglang.frontends.sglang_server.access import AccessKeys
 from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
+    HttpConfig,
     guarded,
     http_config_of,
     limit_json,
@@ -21,8 +21,8 @@ _WAIT = http_server._wait_and_warmup
 use_token()
 
 
-def _keys() -> AccessKeys:
-    return http_config_of(http_server.get_global_state().tokenizer_manager.server_args).keys
+def _config() -> HttpConfig:
+    return http_config_of(http_server.get_global_state().tokenizer_manager.server_args)
 
 
 def _wait(server_args: Any, **keywords: Any) -> None:
@@ -32,4 +32,4 @@ def _wait(server_args: Any, **keywords: Any) -> None:
 
 http_server._wait_and_warmup = _wait
 limit_json()
-app = guarded(http_server.app, _keys)
+app = guarded(http_server.app, _config)
