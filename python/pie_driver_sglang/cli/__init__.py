@@ -1,8 +1,8 @@
 """The command `pie-sglang`.
 
 Each command is a module with a function `main(arguments) -> int`: `doctor`, `check`, `plan`,
-`serve`, `generate`, `shell`, `bench`, `replay`, and `demo` in a package of its own. `main.py` runs
-them. The other modules:
+`serve`, `generate`, `batch`, `shell`, `bench`, `replay`, and `demo` in a package of its own.
+`main.py` runs them. The other modules:
 
 ==================  ================================================================================
 ``machine``         queries the machine, for `doctor`

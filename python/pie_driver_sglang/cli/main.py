@@ -40,6 +40,9 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "generate": CliCommand(
             "cli.generate", "generate from prompts in arguments, a file or a pipe; prints JSONL"
         ),
+        "batch": CliCommand(
+            "cli.batch", "run a file of requests in OpenAI's batch format; continues after a kill"
+        ),
         "shell": CliCommand("cli.shell", "chat with a model in the terminal"),
         "bench": CliCommand(
             "cli.bench", "measure an engine, alone or against SGLang, or a running server"

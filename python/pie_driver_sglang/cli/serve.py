@@ -77,6 +77,11 @@ def main(arguments: Sequence[str]) -> int:
     front, arguments = _take_front(arguments)
     if front == "gateway":
         return gateway.main(arguments)
+    return run_server(arguments)
+
+
+def run_server(arguments: Sequence[str]) -> int:
+    """Run the process of the HTTP server, and what it starts; returns its exit status."""
     keys, arguments = take_keys(arguments)
     with guarded_server() as guard:
         process = subprocess.Popen(

@@ -12,6 +12,7 @@ end; so a process that is killed at any moment loses no line and runs none twice
 ``input_lines``    reads and validates input files
 ``line_slots``     how many lines run at once, with and without interactive traffic
 ``line_requests``  sends the request of a line, again after transient errors
+``offline_run``    a run of `pie-sglang batch`, which a second run continues
 ``batch_runner``   runs one batch from its present state to its end
 =================  =================================================================================
 """

@@ -13,12 +13,11 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
 from pie_driver_sglang.errors import reason
-from pie_driver_sglang.frontends.batches import output_files
 from pie_driver_sglang.frontends.batches.batch_records import Batch, BatchStatus, LineResult
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore
 from pie_driver_sglang.frontends.batches.input_lines import (
@@ -30,6 +29,7 @@ from pie_driver_sglang.frontends.batches.input_lines import (
 )
 from pie_driver_sglang.frontends.batches.line_requests import Application, run_line
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
+from pie_driver_sglang.frontends.batches.output_files import end_with_files
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class BatchRunner:
         slots: LineSlots,
         max_lines: int | None = None,
         on_results: Callable[[list[LineResult]], None] = lambda _: None,
+        end_batch: Callable[[BatchStore, str, Iterable[InputLine]], Batch] = end_with_files,
     ) -> None:
         """Do not run it yet.
 
@@ -74,9 +75,11 @@ class BatchRunner:
             slots: How many of them run at once, shared by all batches.
             max_lines: The most lines; None for any number.
             on_results: Called with results that were committed.
+            end_batch: Writes the output, and sets the final state.
         """
         self._store, self._batch, self._app, self._slots = store, batch, app, slots
         self._max_lines, self._on_results = max_lines, on_results
+        self._end_batch = end_batch
         self._path = store.path_of(batch.input_file_id)
         self._end = End.DONE
         self._ended = asyncio.Event()
@@ -240,7 +243,7 @@ class BatchRunner:
             await self._stored(self._store.move, batch.id, _STARTED, BatchStatus.FINALIZING)
         # An input that was not validated may have any content.
         lines = iter(()) if batch.in_progress_at is None else read_lines(self._path)
-        return await self._stored(output_files.end_batch, self._store, batch.id, lines)
+        return await self._stored(self._end_batch, self._store, batch.id, lines)
 
     async def _read(self) -> Batch:
         return await self._stored(self._store.batch, self._batch.id)

@@ -261,14 +261,20 @@ class BatchStore:
         """The numbers of the lines whose results are committed."""
         return {line for (line,) in self._rows(_LINES, batch_id)}
 
-    def results(self, batch_id: str, *, is_error: bool) -> Iterator[str]:
-        """The lines of an output file, in the order of the input."""
+    def results(self, batch_id: str, *, is_error: bool | None = None) -> Iterator[str]:
+        """The lines of an output file, in the order of the input.
+
+        Args:
+            batch_id: The batch.
+            is_error: Whether those of errors, or the others; None for all.
+        """
         last = 0
         query = (
-            "SELECT line, text FROM results WHERE batch = ? AND is_error = ? AND line > ? "
+            "SELECT line, text FROM results WHERE batch = ? AND is_error IN (?, ?) AND line > ? "
             "ORDER BY line LIMIT 256"
         )
-        while rows := self._rows(query, batch_id, is_error, last):
+        kinds = (False, True) if is_error is None else (is_error, is_error)
+        while rows := self._rows(query, batch_id, *kinds, last):
             yield from (text for _, text in rows)
             last = rows[-1][0]
 
@@ -355,16 +361,22 @@ class FileWriter:
 
     record: StoredFile
 
-    def __init__(self, path: Path) -> None:
-        """Write the file of this path."""
-        self._path = path
+    def __init__(self, path: Path, mode: int = 0o600) -> None:
+        """Write the file of this path.
+
+        Args:
+            path: The path.
+            mode: Its permissions, from which the process's mask is taken.
+        """
+        self._path, self._mode = path, mode
         self._partial = path.with_name(path.name + PARTIAL)
         self._digest = hashlib.sha256()
         self.bytes = 0
 
     def __enter__(self) -> FileWriter:
         """Open the file."""
-        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptor = os.open(self._partial, flags, self._mode)
         self._file = os.fdopen(descriptor, "wb")
         return self
 

@@ -132,6 +132,8 @@ def _parse(number: int, raw: bytes) -> InputLine | InputError:
         return wrong("line_too_long", text)
     try:
         found = json.loads(raw)
+    except json.JSONDecodeError as error:
+        return wrong("invalid_json_line", f" is not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
         return wrong("invalid_json_line", f" is not JSON: {reason(error)}")
     if not isinstance(found, dict):

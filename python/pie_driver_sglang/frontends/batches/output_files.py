@@ -36,7 +36,7 @@ _NOT_RUN: Final = {
 """Code and message of the lines without a result, by the final state."""
 
 
-def end_batch(store: BatchStore, batch_id: str, lines: Iterable[InputLine]) -> Batch:
+def end_with_files(store: BatchStore, batch_id: str, lines: Iterable[InputLine]) -> Batch:
     """Write the output files of a batch, and set its final state.
 
     A kill at any moment leaves the batch as it was, or ended: the files' ids are chosen before they

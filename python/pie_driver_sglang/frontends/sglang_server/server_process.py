@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from pie_driver_sglang.config.no_effect import no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
+from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
 from pie_driver_sglang.frontends.common.arguments import (
     EngineArguments,
     has_gpu,
@@ -35,6 +37,8 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
 )
 from pie_driver_sglang.observability.spans import check_tracing
 
+OFFLINE: Final = "batch"
+"""The first argument of a process that runs a batch."""
 SCHEDULERS: Final = ("auto", "pie", "sglang")
 _MODEL_FLAGS: Final = ("--model-path", "--model")
 
@@ -58,14 +62,21 @@ class ServeArguments(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until the server is ended; returns the exit status."""
+    """Serve until the server is ended, or run a batch; returns the exit status.
+
+    Args:
+        arguments: Flags; `batch`, its input, output and model before them for a batch.
+    """
+    job = None
+    if arguments and arguments[0] == OFFLINE:
+        source, output, model = arguments[1:4]
+        job, arguments = OfflineJob(Path(source), Path(output), model), arguments[4:]
     try:
-        _serve(split_arguments(with_packaged_model(arguments)))
+        return _serve(split_arguments(with_packaged_model(arguments)), job)
     except DriverError as error:
         hint = f"\nhint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"pie-sglang: {error}\n{hint}")
         return 1
-    return 0
 
 
 def split_arguments(arguments: Sequence[str]) -> ServeArguments:
@@ -107,7 +118,7 @@ def with_packaged_model(arguments: Sequence[str]) -> list[str]:
     return ["--model-path", str(packaged_folder(name)), *rest]
 
 
-def _serve(own: ServeArguments) -> None:
+def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     device = flag_value(own.sglang, "--device")
     names = ("--revision", "--download-dir")
     place = {name[2:].replace("-", "_"): flag_value(own.sglang, name) for name in names}
@@ -120,7 +131,11 @@ def _serve(own: ServeArguments) -> None:
     check_versions()
     server_environment.prepare_server(architectures, on_cpu=on_cpu)
     with server_environment.importing_server():
-        from pie_driver_sglang.frontends.sglang_server.compat import http_app, http_launch
+        from pie_driver_sglang.frontends.sglang_server.compat import (
+            http_app,
+            http_launch,
+            offline_batch,
+        )
 
     given = http_launch.given_flags(own.sglang)
     has_images = takes_images({"architectures": architectures})
@@ -146,8 +161,20 @@ def _serve(own: ServeArguments) -> None:
         arguments = http_launch.parse_flags([*own_words, *added])
         scheduler = functools.partial(run_scheduler, plan)
     http_app.attach_http_config(arguments, own.http, own.keys)
+    is_ours = plan is not None
+    if job is not None:
+        offline = offline_batch.OfflineServer(job)
+        http_launch.launch(arguments, scheduler, _no_op, is_ours=is_ours, offline=offline)
+        sys.stderr.flush()
+        # Its helpers are killed, which Python would complain about at a usual exit.
+        os._exit(offline.status)
     ready = functools.partial(_announce, arguments)
-    http_launch.launch(arguments, scheduler, ready, is_ours=plan is not None)
+    http_launch.launch(arguments, scheduler, ready, is_ours=is_ours)
+    return 0
+
+
+def _no_op() -> None:
+    """A batch announces no server."""
 
 
 def _without_deterministic(words: Sequence[str]) -> list[str]:

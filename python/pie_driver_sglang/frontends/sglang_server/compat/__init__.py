@@ -6,6 +6,7 @@
 ``forking``              forks the scheduler and the detokenizer on the CPU instead of spawning them
 ``http_app``             the HTTP application with our limits, keys and media policy
 ``batch_app``              batches in that application
+``offline_batch``          runs a file of requests where the HTTP server would start
 ``worker_app``           the same in one of several tokenizer workers
 ``tokenizer_workers``    settings of several tokenizer workers
 ``tokenizer_managers``   tokenizer managers that reject what our scheduler does not support

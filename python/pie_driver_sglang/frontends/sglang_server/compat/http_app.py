@@ -123,11 +123,15 @@ def guarded(app: Any, config: Callable[[], HttpConfig]) -> App:
         app: The application.
         config: Returns the server's configuration, once it has started.
     """
+    return with_batches(app, protected(app, config), config)
+
+
+def protected(app: Any, config: Callable[[], HttpConfig]) -> App:
+    """As `guarded`, without batches."""
     for kind in INPUT_ERRORS:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(http_server.RequestValidationError, _name_fields)
-    access = AccessMiddleware(app, app.router.routes, lambda: config().keys)
-    return with_batches(app, access, config)
+    return AccessMiddleware(app, app.router.routes, lambda: config().keys)
 
 
 async def _refuse(request: Any, error: Exception) -> Any:

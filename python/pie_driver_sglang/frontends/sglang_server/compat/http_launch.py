@@ -28,6 +28,7 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
     load_snapshots,
     tokenizer_workers,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
 from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
     MsgpackManager,
     PieManager,
@@ -93,7 +94,12 @@ def parse_flags(words: Sequence[str]) -> ServerArgs:
 
 
 def launch(
-    arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None], *, is_ours: bool
+    arguments: ServerArgs,
+    scheduler: Scheduler,
+    ready: Callable[[], None],
+    *,
+    is_ours: bool,
+    offline: OfflineServer | None = None,
 ) -> None:
     """Serve until the process is ended.
 
@@ -103,6 +109,7 @@ def launch(
             the pipes of `flow_control.SendWindow` first, by replica.
         ready: Called when the server has answered its first request.
         is_ours: Whether the scheduler is this package's.
+        offline: What runs in place of the HTTP server, if any.
     """
     kind: Callable[..., TokenizerManager] = MsgpackManager
     notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -118,6 +125,10 @@ def launch(
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
     token = http_app.http_config_of(arguments).keys.warm_up
+    warm_up: Callable[..., bool] = functools.partial(http_app.send_warm_up, token)
+    serving_with = http_app.serving_with
+    if offline is not None:
+        warm_up, serving_with = offline.warm_up, offline.serving_with
     forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
     try:
         counts = load_snapshots.token_names()
@@ -126,12 +137,12 @@ def launch(
             forks,
             counts,
             dp_controller.blocking_controller(),
-            http_app.serving_with(arguments),
+            serving_with(arguments),
         ):
             launch_server(
                 arguments,
                 init_tokenizer_manager_func=manager,
-                execute_warmup_func=functools.partial(http_app.send_warm_up, token),
+                execute_warmup_func=warm_up,
                 run_scheduler_process_func=functools.partial(
                     forking.run_with_default_signals, scheduler
                 ),

@@ -1,0 +1,159 @@
+"""A run of `pie-sglang batch`: a batch with a store of its own, which a second run continues.
+
+The store is a folder beside the output (`OUTPUT.progress`). It is removed once the output is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
+from pie_driver_sglang.frontends.batches.batch_records import Batch, BatchStatus, new_batch
+from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter, is_storage
+from pie_driver_sglang.frontends.batches.input_lines import InputLine, validate
+from pie_driver_sglang.frontends.batches.storage_lock import LockState, StorageLock
+
+_CHUNK: Final = 1 << 20
+_WINDOW_S: Final = 100 * 365 * 24 * 3600
+"""A run does not expire."""
+_SHOWN_ERRORS: Final = 10
+_MODE: Final = 0o666
+
+
+class OfflineJob(NamedTuple):
+    """What a run does.
+
+    Attributes:
+        input: The file with the requests.
+        output: The file for the results; it does not exist before the end.
+        model: The model, as the command line names it.
+    """
+
+    input: Path
+    output: Path
+    model: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its store."""
+        return self.output.with_name(f"{self.output.name}.progress")
+
+
+class OfflineRun:
+    """An open run. Use it as a context manager.
+
+    Attributes:
+        store: Its store.
+        batch: Its only batch.
+    """
+
+    def __init__(self, job: OfflineJob) -> None:
+        """Begin a run, or open one that was begun.
+
+        Raises:
+            ConfigError: The input is wrong or was changed, or the output exists.
+            StartError: Another process runs it, or a file cannot be read or written.
+        """
+        self._job = job
+        try:
+            # An output beside a store is of a run that was killed after its last step but one.
+            if job.output.exists() and not is_storage(job.folder):
+                raise ConfigError(
+                    f"the output {quoted(job.output)} exists",
+                    "name another `--output`, or delete the file",
+                )
+            with job.input.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            self.store = BatchStore(job.folder)
+        except OSError as error:
+            raise StartError(
+                f"{quoted(error.filename)} cannot be opened: {reason(error)}",
+                "name a file by FILE, and one by `--output`",
+            ) from error
+        self._lock = StorageLock(job.folder, "")
+        try:
+            if self._lock.acquire() is not LockState.RUNS:
+                raise StartError(
+                    f"process {self._lock.holder} writes {quoted(job.output)}",
+                    "wait until it ends, or name another `--output`",
+                )
+            self.batch = self._find(digest) or self._add()
+        except BaseException:
+            is_new = not self.store.list_batches(None, 1)
+            self.close()
+            if is_new:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            raise
+
+    def _find(self, digest: str) -> Batch | None:
+        """The batch of a run that was begun with this input and model."""
+        found = next(iter(self.store.list_batches(None, 1)), None)
+        if found is None:
+            return None
+        file = self.store.find_file(found.input_file_id)
+        before = json.loads(found.metadata or "{}").get("model")
+        hint = f"remove {quoted(self._job.folder)} to run all lines again, or name another output"
+        if file is None or file.sha256 != digest:
+            raise ConfigError(
+                f"{quoted(self._job.input)} has changed since {found.completed + found.failed} of "
+                f"its lines were run",
+                hint,
+            )
+        if before != self._job.model:
+            raise ConfigError(
+                f"the model is {quoted(self._job.model)}, and the lines so far were run with "
+                f"{quoted(before)}",
+                hint,
+            )
+        return found
+
+    def _add(self) -> Batch:
+        """A new batch, with a copy of the input."""
+        job = self._job
+        found = validate(job.input, None, None)
+        if found.errors or found.endpoint is None:
+            shown = [error.message for error in found.errors[:_SHOWN_ERRORS]]
+            more = len(found.errors) - len(shown)
+            text = "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])])
+            raise ConfigError(f"{quoted(job.input)} is no batch: {text}", "correct these lines")
+        with job.input.open("rb") as file, self.store.new_file(job.input.name, "batch") as writer:
+            while data := file.read(_CHUNK):
+                writer.write(data)
+        metadata = json.dumps({"model": job.model})
+        batch = new_batch(writer.record.id, found.endpoint, "", _WINDOW_S, metadata=metadata)
+        self.store.add_batch(batch)
+        return batch
+
+    def end_batch(self, store: BatchStore, batch_id: str, _lines: Iterable[InputLine]) -> Batch:
+        """Write the output, of lines with and without errors in the order of the input."""
+        batch = store.batch(batch_id)
+        with FileWriter(self._job.output, _MODE) as writer:
+            for line in store.results(batch_id):
+                writer.write(f"{line}\n".encode())
+            writer.finished("", "", 0, None)
+        final = BatchStatus.COMPLETED if batch.errors is None else BatchStatus.FAILED
+        store.finish(batch_id, final, None, None)
+        return store.batch(batch_id)
+
+    def remove(self) -> None:
+        """Remove the store of a run that has ended."""
+        self.close()
+        shutil.rmtree(self._job.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the store; the run can be opened again."""
+        self.store.close()
+        self._lock.release()
+
+    def __enter__(self) -> OfflineRun:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()

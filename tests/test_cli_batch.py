@@ -1,0 +1,178 @@
+"""`pie-sglang batch`: a file of requests over a kill, and what is refused before a model loads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pie_driver_sglang.cli import batch, main
+from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.batches.batch_runner import BatchRunner
+from pie_driver_sglang.frontends.batches.line_requests import Application, LineResponse
+from pie_driver_sglang.frontends.batches.line_slots import LineSlots
+from pie_driver_sglang.frontends.batches.offline_run import OfflineJob, OfflineRun
+from support.models.tiny_models import POCKET
+from support.process import fork_server
+
+URL = "/v1/completions"
+LINES = 120
+
+
+def write(path: Path, count: int = 4, **body: Any) -> Path:
+    lines = (
+        {
+            "custom_id": f"id-{number}",
+            "method": "POST",
+            "url": URL,
+            "body": {"model": "m", "prompt": f"def f{number}(x):", "max_tokens": 4, **body},
+        }
+        for number in range(count)
+    )
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    return path
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> OfflineJob:
+    return OfflineJob(write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", "m")
+
+
+def finish(job: OfflineJob) -> None:
+    """Runs all lines, of which the third fails, but leaves the store."""
+
+    async def send(_url: str, body: dict[str, Any]) -> LineResponse:
+        return LineResponse(400 if "f2" in body["prompt"] else 200, b"{}")
+
+    with OfflineRun(job) as run:
+        runner = BatchRunner(
+            run.store,
+            run.batch,
+            Application(send, lambda _: None),
+            LineSlots(2, lambda: 0),
+            end_batch=run.end_batch,
+        )
+        ended = asyncio.run(runner.run())
+        assert (ended.completed, ended.failed) == (3, 1)
+
+
+def test_a_run_that_ended_is_cleaned_up(
+    job: OfflineJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(job)
+    lines = list(map(json.loads, job.output.read_text().splitlines()))
+    assert [each["custom_id"] for each in lines] == [f"id-{number}" for number in range(4)]
+    assert [each["response"]["status_code"] for each in lines] == [200, 200, 400, 200]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert job.output.stat().st_mode & 0o777 == 0o666 & ~mask
+    # As after a kill before the store was removed.
+    words = ["batch", str(job.input), "--output", str(job.output), "--model", "m"]
+    assert main.main(words) == 1
+    assert "was complete already" in capsys.readouterr().err
+    assert not job.folder.exists()
+    assert main.main(words) == 1
+    assert "exists\n\nhint: name another `--output`" in capsys.readouterr().err
+
+
+def test_another_input_or_model_does_not_continue_a_run(job: OfflineJob) -> None:
+    with OfflineRun(job) as run, pytest.raises(StartError, match=f"process {os.getpid()} of"):
+        assert run.batch.endpoint == URL
+        OfflineRun(job)
+    with OfflineRun(job) as again:
+        assert again.batch == run.batch
+    with pytest.raises(ConfigError, match="the model is 'n', and the lines so far were run with"):
+        OfflineRun(job._replace(model="n"))
+    write(job.input, 5)
+    with pytest.raises(ConfigError, match=r"in.jsonl' has changed since 0 of its lines were run"):
+        OfflineRun(job)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--output", "x"], "the first argument is '--output', expected the input"),
+        (["{folder}/none.jsonl"], "none.jsonl' cannot be opened: No such file or directory"),
+        (["{folder}"], "cannot be opened: Is a directory"),
+        (["{folder}/wrong.jsonl"], "wrong.jsonl' is no batch: line 1: `custom_id` is None, exp"),
+        (["{folder}/in.jsonl", "--output", "{folder}/no/out"], ""),
+        (["{folder}/in.jsonl", "--max-num-seqs", "3"], "--max-num-seqs"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "in.jsonl")
+    (tmp_path / "wrong.jsonl").write_text("{}\n" * 3)
+    (tmp_path / "no").write_text("a file")
+    given = [word.format(folder=tmp_path) for word in words]
+    assert main.main(["batch", *given]) == 1
+    line, _, hint = capsys.readouterr().err.strip().partition("\n\nhint: ")
+    assert text in line
+    assert "\n" not in line
+    assert hint
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "no", "wrong.jsonl"}
+
+
+def test_flags_are_those_of_the_server(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl")
+    job, flags = batch.parse_job([str(path), "--tp", "2", "--model", "m", "--api-key", "k"])
+    assert job == OfflineJob(path, tmp_path / "in.output.jsonl", "m")
+    assert flags == ["--tp-size", "2", "--model-path", "m", "--log-level", "error"]
+    job, flags = batch.parse_job([str(path), "--log-level", "info", "--output", "o"])
+    assert job.output == Path("o").absolute()
+    assert Path(job.model).name == "pocket"
+    assert flags == ["--log-level", "info", "--model-path", job.model]
+
+
+def committed(folder: Path) -> list[str]:
+    """The results of a run so far."""
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(folder / "batches.sqlite3")) as database,
+    ):
+        return [text for (text,) in database.execute("SELECT text FROM results ORDER BY line")]
+    return []
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_a_killed_run_continues(tmp_path: Path, forked_python: str) -> None:
+    source, output = write(tmp_path / "in.jsonl", LINES, temperature=0), tmp_path / "out.jsonl"
+    words = ["batch", str(source), "--output", str(output), "--model", str(POCKET)]
+    words += ["--device", "cpu", "--scheduler", "pie", "--batch-concurrency", "4"]
+    command = [forked_python, "-m", "pie_driver_sglang", *words]
+    folder = OfflineJob(source, output, "").folder
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+        until = time.monotonic() + 300
+        while len(committed(folder)) < LINES // 10:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        family = fork_server.family(process.pid)
+        process.kill()
+        assert psutil.wait_procs(family, 30)[1] == []
+    before = committed(folder)
+    assert LINES // 10 <= len(before) < LINES
+    assert not output.exists()
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert f"{len(before)} of {LINES} lines are done already" in run.stderr
+    assert f"{LINES} lines completed, 0 failed, in {output}; this run: " in run.stderr
+    assert f"this run: {LINES - len(before)} lines" in run.stderr
+    lines = output.read_text().splitlines()
+    assert [json.loads(each)["custom_id"] for each in lines] == [
+        f"id-{number}" for number in range(LINES)
+    ]
+    assert set(before) <= set(lines)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]
