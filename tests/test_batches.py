@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -15,19 +16,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pie_driver_sglang.config.http_limits import BatchLimits
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.batches import batch_runner, batch_store, line_requests
-from pie_driver_sglang.frontends.batches.batch_records import Batch, BatchStatus, new_batch
+from pie_driver_sglang.frontends.batches.batch_records import (
+    Batch,
+    BatchStatus,
+    LineResult,
+    new_batch,
+)
 from pie_driver_sglang.frontends.batches.batch_runner import MAX_STARTS, BatchRunner
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter
 from pie_driver_sglang.frontends.batches.input_lines import MAX_ERRORS, MAX_LINE_BYTES, validate
 from pie_driver_sglang.frontends.batches.line_requests import Application, LineResponse
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
 from pie_driver_sglang.frontends.batches.storage_lock import LockState, StorageLock
+from pie_driver_sglang.frontends.sglang_server.batch_endpoints import SERVICE, add_routes
+from pie_driver_sglang.frontends.sglang_server.batch_service import BatchService
 
 URL = "/v1/completions"
 HOUR = 3600
@@ -342,7 +353,7 @@ def check(store: BatchStore, ended: Batch, statuses: list[int], *, cancelled: bo
     files = {path.name for path in (store.folder / "files").iterdir()}
     ids = {ended.input_file_id, ended.output_file_id, ended.error_file_id} - {None}
     assert {name for name in files if not name.endswith(".partial")} == ids
-    assert store.open_batches() == []
+    assert (store.open_batches(), store.lines_with_results(ended.id)) == ([], set())
     store.close()
     if cancelled:
         assert (ended.status, done) == (BatchStatus.CANCELLED, [])
@@ -433,6 +444,15 @@ class TestRecords:
         assert [each.id for each in old_first] == files[1::-1]
         assert store.list_files("vision", None, 9) == []
 
+    def test_a_line_keeps_its_first_result(self, store: BatchStore) -> None:
+        batch = begun(store, text_of([line(1), line(2)]))
+        first, second = LineResult(1, False, "first"), LineResult(1, True, "second")
+        store.add_results(batch.id, [first, second])
+        store.add_results(batch.id, [second, LineResult(2, True, "other")])
+        assert list(store.results(batch.id)) == ["first", "other"]
+        found = store.batch(batch.id)
+        assert (found.completed, found.failed) == (1, 1)
+
     def test_an_input_is_kept_while_it_is_read(self, store: BatchStore) -> None:
         batch = begun(store, text_of([line(1)]))
         with pytest.raises(ConfigError, match=f"input of {batch.id}, which is validating"):
@@ -474,6 +494,56 @@ class TestRecords:
         with pytest.raises(StartError, match="files cannot be stored in"):
             BatchStore(tmp_path / "file")
         assert batch_store.is_storage(tmp_path / "store")
+
+
+async def post_and_get(folder: Path, owner: str) -> list[tuple[int, str]]:
+    """Answers of the endpoints of a server with this folder: an upload, and a list."""
+    service = BatchService(
+        folder,
+        owner,
+        BatchLimits(),
+        Server().application,
+        LineSlots(1, lambda: 0),
+        (URL,),
+        lambda: True,
+    )
+    app = FastAPI()
+    add_routes(app)
+    setattr(app.state, SERVICE, service)
+    service.start()
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        listed = await client.get("/v1/files")
+        form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+        sent = await client.post("/v1/files", **form)
+    await service.stop()
+    return [(each.status_code, each.text) for each in (listed, sent)]
+
+
+def test_another_server_of_a_folder_answers_503(tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    service = BatchService(
+        folder, "", BatchLimits(), Server().application, LineSlots(1, lambda: 0), (), lambda: True
+    )
+    assert asyncio.run(service.open_store(create=False)) is None
+    assert not folder.exists()
+    BatchStore(folder).close()
+    held = StorageLock(folder, "first")
+    assert held.acquire() is LockState.RUNS
+    for status, text in asyncio.run(post_and_get(folder, "second")):
+        assert status == 503
+        assert f"belong to another server, process {os.getpid()} of" in text
+        assert "--file-storage-path" in text
+    # A worker of the same server shares it.
+    shared = asyncio.run(post_and_get(folder, "first"))
+    assert [status for status, _ in shared] == [200, 200]
+    held.release()
+    assert [status for status, _ in asyncio.run(post_and_get(folder, "second"))] == [200, 200]
+    # A folder that cannot be made is an error of one line.
+    (tmp_path / "file").write_text("x")
+    answers = asyncio.run(post_and_get(tmp_path / "file", "second"))
+    assert [status for status, _ in answers] == [200, 503]
+    assert "files cannot be stored in" in answers[1][1]
 
 
 HOLD = """

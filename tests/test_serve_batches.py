@@ -125,7 +125,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, forked_python: str) -> Iter
     folder, other = tmp_path_factory.mktemp("batches"), tmp_path_factory.mktemp("other")
     storage = other / "storage"
     flags = ["--scheduler", "pie", "--api-key", KEY, "--file-storage-path", str(storage)]
-    flags += ["--batch-concurrency", str(CONCURRENCY), "--max-batch-lines", str(LINES)]
+    flags += [
+        "--max-stored-bytes",
+        "8MiB",
+        "--batch-concurrency",
+        str(CONCURRENCY),
+        "--max-batch-lines",
+        str(LINES),
+    ]
     killed = killed_in_a_batch(other, forked_python, flags)
     before = rows(storage, "SELECT text FROM results WHERE batch = ?", killed)
     with running(folder, *flags, python=forked_python) as (server, _):
@@ -285,6 +292,9 @@ def test_uploads_that_are_no_input_are_refused(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="expected anchor 'created_at' and 3600 to"):
         late = {"anchor": "created_at", "seconds": 5}
         client.files.create(file=("a", b"x"), purpose="batch", expires_after=late)
+    with pytest.raises(openai.APIStatusError, match="and with this one more than 8388608") as full:
+        client.files.create(file=("a", b"x" * (8 << 20)), purpose="batch")
+    assert full.value.status_code == 507
     other = client.files.create(file=("a", b"x"), purpose="vision")
     with pytest.raises(openai.BadRequestError, match="has the purpose 'vision': upload it with"):
         client.batches.create(input_file_id=other.id, endpoint=TEXT, completion_window="24h")

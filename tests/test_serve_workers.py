@@ -26,6 +26,7 @@ def workers(
 ) -> Iterator[tuple[Server, list[psutil.Process]]]:
     flags = ["--tokenizer-worker-num", "2", "--detokenizer-worker-num", "2"]
     flags += ["--api-key", KEY]
+    flags += ["--file-storage-path", str(tmp_path_factory.mktemp("files") / "storage")]
     folder = tmp_path_factory.mktemp("workers")
     with running(folder, "--scheduler", "pie", *flags, python=forked_python) as (server, process):
         # The server serves when the first of them does; each has its name from its own start.
@@ -78,6 +79,37 @@ def test_a_stream_that_fails_ends_with_an_error(
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         [error] = [event["error"] for event in events if "error" in event]
         assert "the regular expression is wrong" in error["message"]
+
+
+def test_one_worker_runs_the_batches_that_any_takes(
+    workers: tuple[Server, list[psutil.Process]],
+) -> None:
+    openai = pytest.importorskip("openai")
+    server, _ = workers
+    lines = [
+        {
+            "custom_id": f"id-{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"def f{number}(x):", "max_tokens": 4},
+        }
+        for number in range(20)
+    ]
+    text = "".join(f"{json.dumps(each)}\n" for each in lines).encode()
+    batches = []
+    for _ in range(4):
+        # A connection of its own, which either of the workers takes.
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+            file = client.files.create(file=("in.jsonl", text), purpose="batch")
+            made = {"endpoint": "/v1/completions", "completion_window": "24h"}
+            batches.append(client.batches.create(input_file_id=file.id, **made).id)
+
+    def retrieve() -> list[Any]:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+            return [client.batches.retrieve(name) for name in batches]
+
+    wait_until(lambda: {each.status for each in retrieve()} == {"completed"}, 120, "completed")
+    assert [each.request_counts.completed for each in retrieve()] == [20] * 4
 
 
 def test_every_worker_wants_the_key(workers: tuple[Server, list[psutil.Process]]) -> None:

@@ -50,10 +50,12 @@ class BatchLimits(NamedTuple):
     """Limits of batches (`/v1/batches`).
 
     Attributes:
+        max_stored_bytes: Bytes of all stored files, beyond which uploads are rejected.
         max_batch_lines: Lines of an input file.
         batch_concurrency: Lines of all batches that run at once.
     """
 
+    max_stored_bytes: int = 16 << 30
     max_batch_lines: int = 50_000
     batch_concurrency: int = 256
 
@@ -157,6 +159,7 @@ HTTP_FLAGS: Final[Mapping[str, HttpFlag]] = MappingProxyType(
         "body-timeout": HttpFlag(_seconds, "30", "seconds for each 64 KiB of a body; else 408"),
         "write-timeout": HttpFlag(_seconds, "60", "seconds that a response may stay unread"),
         "keep-alive-timeout": HttpFlag(_seconds, "5", "seconds a connection may be idle"),
+        "max-stored-bytes": HttpFlag(_size, "16GiB", "all stored files; else uploads get 507"),
         "max-batch-lines": HttpFlag(_count, "50000", "lines of a batch; else it fails"),
         "batch-concurrency": HttpFlag(_count, "256", "lines of batches that run at once"),
         "max-media-bytes": HttpFlag(_size, "64MiB", "media that a request has fetched; else 400"),

@@ -130,6 +130,11 @@ class BatchStore:
         )
         return [StoredFile(*row) for row in rows]
 
+    def stored_bytes(self) -> int:
+        """The size of all files together."""
+        [found] = self._row("SELECT coalesce(sum(bytes), 0) FROM files")
+        return int(found)
+
     def delete_file(self, file_id: str) -> bool:
         """Delete a file; False if there is none.
 

@@ -70,6 +70,7 @@ _UNLIMITED: Final = frozenset(
         "max-connections",
         "max-file-bytes",
         "max-header-bytes",
+        "max-stored-bytes",
         "media-timeout",
         "write-timeout",
     }

@@ -73,18 +73,31 @@ async def create_file(request: Request) -> JSONResponse:
         expires_s = _expires_s("expires_after", after or None)
         store = require_store(await _store(request, create=True))
         name = (file.filename or "upload")[:_MOST_NAME]
-        record = await asyncio.to_thread(_write, store, file, name, str(purpose), expires_s)
+        most = _service(request).limits.max_stored_bytes
+        record = await asyncio.to_thread(_write, store, file, name, str(purpose), expires_s, most)
     finally:
         await form.close()
     return JSONResponse(record.as_object())
 
 
 def _write(
-    store: BatchStore, file: UploadFile, name: str, purpose: str, expires_s: int | None
+    store: BatchStore,
+    file: UploadFile,
+    name: str,
+    purpose: str,
+    expires_s: int | None,
+    most: int,
 ) -> StoredFile:
-    """Copy an upload from its temporary file into the folder."""
+    """Copy an upload from its temporary file into the folder, if there is room for it."""
+    stored = store.stored_bytes()
     with store.new_file(name, purpose, expires_s) as writer:
         while data := file.file.read(_CHUNK):
+            if stored + writer.bytes + len(data) > most:
+                text = (
+                    f"the stored files have {stored} bytes, and with this one more than {most}: "
+                    "delete some, or start the server with a larger `--max-stored-bytes`"
+                )
+                raise HTTPException(507, text)
             writer.write(data)
     return writer.record
 
