@@ -251,6 +251,41 @@ class TestRuns:
         assert len(output(store, ended.output_file_id)) == 1
         assert output(store, ended.error_file_id)[0]["error"]["code"] == "batch_failed"
 
+    def test_a_line_that_raises_is_a_failed_line(
+        self, store: BatchStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(line_requests, "_FIRST_WAIT_S", 0.001)
+        batch = begun(store, text_of([line(1), line(2)]))
+        server = Server()
+
+        async def send(url: str, body: dict[str, Any]) -> LineResponse:
+            found = await server.send(url, body)
+            if body["prompt"] == "prompt 1":
+                raise RecursionError
+            return found
+
+        app = Application(send, server.aborted.add)
+        ended = asyncio.run(BatchRunner(store, batch, app, LineSlots(4, lambda: 0)).run())
+        assert (ended.status, ended.completed, ended.failed) == (BatchStatus.COMPLETED, 1, 1)
+        [failed] = output(store, ended.error_file_id)
+        assert failed["response"]["status_code"] == 500
+        assert "the request failed: RecursionError" in failed["response"]["body"]["message"]
+        assert server.asked["prompt 1"] == 3
+
+    def test_a_batch_that_cannot_be_validated_fails(
+        self, store: BatchStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any) -> None:
+            raise MemoryError
+
+        batch = begun(store, text_of([line(1)]))
+        monkeypatch.setattr(batch_runner, "validate", broken)
+        for _ in range(MAX_STARTS):
+            with pytest.raises(MemoryError):
+                asyncio.run(run(store, batch, Server()))
+        ended = asyncio.run(run(store, batch, Server()))
+        assert (ended.status, ended.output_file_id) == (BatchStatus.FAILED, None)
+
     def test_a_full_disk_delays_results(
         self, store: BatchStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -392,7 +427,8 @@ def problem(tmp_path: Path, *lines: Any, most: int | None = 4) -> tuple[str, str
         (line(2, url="/v1/embeddings"), "mismatched_url", "the batch has '/v1/completions'"),
         (line(2, body=[]), "invalid_body", "`body` is [], expected an object"),
         (line(2, body={"model": "m", "stream": True}), "invalid_body", "`stream` is True"),
-        (line(2, body={"model": 3}), "invalid_model", "`model` is 3, expected a name"),
+        (line(2, body={"model": 3}), "invalid_model", "`model` is 3, expected up to 1024"),
+        (line(2, body={"model": "\ud800"}), "invalid_model", "`model` is '\\ud800', expected"),
         (line(2, body={"model": "n"}), "mismatched_model", "`model` is 'n', and 'm' in line 1"),
         (b" " * MAX_LINE_BYTES + b"12", "line_too_long", f"more than {MAX_LINE_BYTES} bytes"),
     ],

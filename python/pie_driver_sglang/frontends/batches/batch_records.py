@@ -231,9 +231,14 @@ def result_line(
         "error": error,
     }
     text = json.dumps(line, ensure_ascii=False)
+    # Half of a surrogate pair may come from a token that is a part of a character.
+    return text if is_text(text) else json.dumps(line)
+
+
+def is_text(value: str) -> bool:
+    """Whether a string is Unicode text, without halves of surrogate pairs."""
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:
-        # Half of a surrogate pair, from a token that is a part of a character.
-        text = json.dumps(line)
-    return text
+        return False
+    return True

@@ -97,7 +97,7 @@ class BatchRunner:
         batch = await self._count_start()
         watch = asyncio.create_task(self._watch())
         try:
-            if batch.status is BatchStatus.VALIDATING:
+            if batch.status is BatchStatus.VALIDATING and batch.errors is None:
                 batch = await self._validate()
             if batch.status is BatchStatus.IN_PROGRESS and batch.errors is None:
                 await self._run_lines()
@@ -111,7 +111,7 @@ class BatchRunner:
         """Count this start; a batch with too many of them gets an error, by which it fails."""
         batch = await self._read()
         columns: dict[str, Any] = {"starts": batch.starts + 1}
-        if batch.starts >= MAX_STARTS and batch.status is BatchStatus.IN_PROGRESS:
+        if batch.starts >= MAX_STARTS and batch.status in (*_VALIDATING, *_STARTED):
             text = (
                 f"the server ended {MAX_STARTS} times while it ran this batch, without a new "
                 "result: look for the line that ends it in its log"

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import quoted, reason
+from pie_driver_sglang.frontends.batches.batch_records import is_text
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MAX_CUSTOM_ID: Final = 512
 """Characters of a `custom_id`."""
+MAX_MODEL: Final = 1024
+"""Characters of a model's name."""
 MAX_LINE_BYTES: Final = 16 << 20
 MAX_ERRORS: Final = 100
 """Errors that a batch reports; the lines after them are not looked at."""
@@ -164,8 +167,9 @@ def _check(line: InputLine, endpoint: str | None) -> InputError | None:
         text = f"line {number}: `stream` is {quoted(body['stream'])}, batches have none: remove it"
         return InputError("invalid_body", text, number, "body.stream")
     model = body.get("model")
-    if model is not None and (not isinstance(model, str) or not model):
-        text = f"line {number}: `model` is {quoted(model)}, expected a name"
+    is_name = isinstance(model, str) and 0 < len(model) <= MAX_MODEL and is_text(model)
+    if model is not None and not is_name:
+        text = f"line {number}: `model` is {quoted(model)}, expected up to {MAX_MODEL} characters"
         return InputError("invalid_model", text, number, "body.model")
     return None
 

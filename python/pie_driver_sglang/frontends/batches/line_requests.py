@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.errors import reason
 from pie_driver_sglang.frontends.batches.batch_records import LineResult, result_line
 from pie_driver_sglang.frontends.batches.input_lines import InputLine
+
+logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
@@ -58,7 +62,7 @@ async def run_line(
         attempt += 1
         name = uuid.uuid4().hex
         begin(name)
-        response = await app.send(line.url, {**line.body, "rid": name})
+        response = await _send(app, line, name)
         if ended.is_set():
             return None
         if not _is_transient(response, attempt):
@@ -71,6 +75,16 @@ async def run_line(
     return None
 
 
+async def _send(app: Application, line: InputLine, name: str) -> LineResponse:
+    try:
+        return await app.send(line.url, {**line.body, "rid": name})
+    except Exception as error:
+        # One line must not hold up the others.
+        text = f"the request failed: {type(error).__name__}: {reason(error)}"
+        logger.warning("line %d (%s): %s", line.number, line.custom_id, text)
+        return LineResponse(500, text.encode(errors="replace"))
+
+
 def _is_transient(response: LineResponse, attempt: int) -> bool:
     if response.status in _OVERLOADED:
         return attempt < _MOST_OVERLOADS and _TOO_LONG not in response.body
@@ -80,7 +94,7 @@ def _is_transient(response: LineResponse, attempt: int) -> bool:
 def _result(line: InputLine, name: str, response: LineResponse) -> LineResult:
     try:
         body = json.loads(response.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         text = response.body.decode(errors="replace")
         body = {"object": "error", "message": text, "code": response.status}
     text = result_line(line.custom_id, name, response.status, body, None)

@@ -15,6 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value, quoted, reason
 from pie_driver_sglang.frontends.batches.batch_records import (
@@ -59,6 +60,8 @@ async def create_file(request: Request) -> JSONResponse:
         form = await request.form(max_files=1, max_fields=16)
     except StarletteHTTPException as error:
         raise _bad(f"the form cannot be read: {error.detail}") from error
+    except ClientDisconnect as error:
+        raise _bad("the client disconnected before the file was complete") from error
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
