@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from pie_driver_sglang import __version__
+from pie_driver_sglang.backends.sglang.library import LIBRARY
 from pie_driver_sglang.config.driver_config import ModelSection
 from pie_driver_sglang.driver import startup
 from pie_driver_sglang.errors import not_running
@@ -40,7 +41,7 @@ def test_the_version_is_printed_without_a_configuration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        startup.main(["--version"])
+        startup.main(LIBRARY, ["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == __version__
 
@@ -50,7 +51,7 @@ def test_a_wrong_command_line_is_an_error_with_the_usage(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        startup.main(argv)
+        startup.main(LIBRARY, argv)
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert not printed.out
@@ -60,12 +61,13 @@ def test_a_wrong_command_line_is_an_error_with_the_usage(
 FAILING = """
 import os, sys
 sys.path.insert(0, sys.argv[3])
+from pie_driver_sglang.backends.sglang.library import LIBRARY as library
 from pie_driver_sglang.driver import startup
 from support.models import tiny_models
 from support.process import drivers
 drivers.watch_handshake(int(sys.argv[2]))
 exec(sys.argv[4])
-os._exit(startup.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
+os._exit(startup.main(library, ["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
 """
 """A driver that notes whether the handshake is open when it says why the start fails."""
 
@@ -83,12 +85,15 @@ parallel._start_interpreter = lambda *arguments: subprocess.Popen(end)
 """
 FAILURES = {
     "no configuration": ("", "does not exist"),
-    "the import": ("def load(*_): import no_such_library\nstartup.load_rank = load", "no_such_lib"),
+    "the import": (
+        "def load(*_): import no_such_library\nlibrary = library._replace(load_rank=load)",
+        "no_such_lib",
+    ),
     "the warm-up": (WARMING_UP, "does not run on cpu: no such kernel"),
     "a rank": (A_RANK_ENDS, "rank 1 on cpu ended with status 3"),
-    "an exception": ("startup.load_config = lambda path: 1 // 0", "ZeroDivisionError"),
+    "an exception": ("startup.load_config = lambda *_: 1 // 0", "ZeroDivisionError"),
     "an interrupt": (
-        "def stop(path): raise KeyboardInterrupt\nstartup.load_config = stop",
+        "def stop(*_): raise KeyboardInterrupt\nstartup.load_config = stop",
         "Inter",
     ),
 }

@@ -27,6 +27,7 @@ TREES: Final = {
 SOURCES: Final = {".py", ".cu", ".cuh"}
 #: Public names that several modules may define, and why.
 SHARED_NAMES: Final = {
+    "LIBRARY": "each backend is one",
     "NAME": "each plugin of SGLang has a name",
     "T": "a type variable",
     "logger": "a logger for each module",
@@ -166,6 +167,26 @@ def test_sglang_is_imported_in_its_layers_alone() -> None:
             f"{PACKAGE}.frontends.sglang_server.compat.",
         )
         assert "sglang" not in names or module.startswith(layers), module
+
+
+def test_vllm_is_imported_in_its_layer_alone() -> None:
+    for module, tree in TREES.items():
+        names = {name.partition(".")[0] for name in imports(tree, lazy=True)}
+        assert "vllm" not in names or module.startswith(f"{PACKAGE}.backends.vllm.compat."), module
+
+
+def test_the_core_knows_no_library_and_neither_backend_the_other() -> None:
+    """What a driver on vLLM imports holds nothing of SGLang's backend, nor the other way round."""
+    backends = [f"{PACKAGE}.backends.{name}" for name in ("sglang", "vllm")]
+    for layer in ("driver", "engine", "memory", "checkpoint", "observability", "config"):
+        for module, tree in TREES.items():
+            if module.startswith(f"{PACKAGE}.{layer}."):
+                found = [n for n in imports(tree, lazy=True) if n.startswith(tuple(backends))]
+                assert not found, module
+    for own, other in (backends, reversed(backends)):
+        for module, tree in TREES.items():
+            if module.startswith(own):
+                assert not [n for n in imports(tree, lazy=True) if n.startswith(other)], module
 
 
 def test_every_package_has_a_docstring() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.backends.sglang import environment
+from pie_driver_sglang.backends import environment
 from pie_driver_sglang.backends.sglang.compat import process
 from pie_driver_sglang.engine import device
 from pie_driver_sglang.errors import StartError
@@ -28,10 +28,11 @@ UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.
 START = """
 import gc, json, sys
 from pathlib import Path
-from pie_driver_sglang.driver import startup
+from pie_driver_sglang.backends.sglang.start import load_rank
+from pie_driver_sglang.ranks.types import ALONE
 from pie_driver_sglang.config.config_file import load_config
 
-startup.load_rank(load_config(Path(sys.argv[1])), startup.ALONE)
+load_rank(load_config(Path(sys.argv[1])), ALONE)
 frozen, collects = gc.get_freeze_count(), gc.isenabled()
 modules = sorted(sys.modules)
 import sklearn.metrics

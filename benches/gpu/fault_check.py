@@ -90,8 +90,9 @@ if __name__ == "__main__":
         (fault, ()),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()
+    from pie_driver_sglang.backends.sglang.library import LIBRARY
     from pie_driver_sglang.driver.startup import main
-    os._exit(main(guard=guard))
+    os._exit(main(LIBRARY, guard=guard))
 '''
 
 

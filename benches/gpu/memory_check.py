@@ -43,9 +43,9 @@ LISTED = 8
 
 def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Loads one model, runs its largest passes and returns the figures."""
+    from pie_driver_sglang.backends.sglang.start import load_rank
     from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import warm_up
-    from pie_driver_sglang.driver.startup import load_rank
     from pie_driver_sglang.logs import configure_logging
     from pie_driver_sglang.ranks.types import ALONE
 

@@ -134,9 +134,9 @@ def driver_here(
     """
     import torch
 
+    from pie_driver_sglang.backends.sglang.start import load_rank
     from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import serve, warm_up
-    from pie_driver_sglang.driver.startup import load_rank
     from pie_driver_sglang.ranks.leader import LeaderExecutor
     from pie_driver_sglang.ranks.parallel import Workers
     from pie_driver_sglang.ranks.types import ALONE

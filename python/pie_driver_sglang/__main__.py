@@ -38,7 +38,8 @@ if __name__ == "__main__":
     guard = _core.ExitGuard()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+    from pie_driver_sglang.backends.sglang.library import LIBRARY
     from pie_driver_sglang.driver.startup import main
 
     # Not through the interpreter's end, where libraries may wait for other ranks.
-    os._exit(main(guard=guard))
+    os._exit(main(LIBRARY, guard=guard))

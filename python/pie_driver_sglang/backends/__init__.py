@@ -1,4 +1,5 @@
 """Backends: inference libraries whose models the engine runs.
 
-`sglang` is the only one: it loads SGLang's models and runs them by its `ModelRunner`.
+`sglang` loads SGLang's models and runs them by its `ModelRunner`. `vllm` loads vLLM's models and
+runs them without its runner, on the CPU. `environment` is what both want of a process.
 """

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,7 @@ from pie_driver_sglang.config.driver_config import (
 )
 from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
 logger = logging.getLogger(__name__)
@@ -77,16 +78,29 @@ _KNOWN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 )
 
 
-def load_config(path: Path) -> DriverConfig:
+class ConfigRules(NamedTuple):
+    """What an inference library takes: its options and its models. Imports no library."""
+
+    parse_options: Callable[[Mapping[str, Any], str], DriverOptions]
+    """Checks the table `[driver.options]` for a device."""
+    check_model: Callable[[Mapping[str, Any], DriverOptions, int], None]
+    """Refuses a `config.json` with these options on so many ranks."""
+
+
+SGLANG_RULES: Final = ConfigRules(parse_options, check_hf_config)
+
+
+def load_config(path: Path, rules: ConfigRules = SGLANG_RULES) -> DriverConfig:
     """Read and check the configuration file and the model's snapshot.
 
     Args:
         path: The file named by `--config`.
+        rules: Of the library that runs the model.
 
     Raises:
         ConfigError: The file, a value in it or the snapshot is wrong.
     """
-    return parse_config(read_table(path))
+    return parse_config(read_table(path), rules)
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -105,20 +119,21 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def parse_config(table: Mapping[str, Any]) -> DriverConfig:
+def parse_config(table: Mapping[str, Any], rules: ConfigRules = SGLANG_RULES) -> DriverConfig:
     """Check the contents of a configuration file, and the model's snapshot.
 
     Args:
         table: The sections `model` and `driver`.
+        rules: Of the library that runs the model.
 
     Raises:
         ConfigError: A value in it or the snapshot is wrong.
     """
     file = _convert(table)
-    driver = _check_driver(file.driver)
+    driver = _check_driver(file.driver, rules)
     model = _check_model(file.model)
     hf_config = load_hf_config(model.snapshot_dir)
-    check_hf_config(hf_config, driver.options, driver.tensor_parallel_size)
+    rules.check_model(hf_config, driver.options, driver.tensor_parallel_size)
     load_format = driver.options.server_args.get("load_format", "auto")
     _check_weights(model.snapshot_dir, load_format)
     _check_tokenizer(model.snapshot_dir, load_format)
@@ -189,7 +204,7 @@ def _wrong_type(text: str, table: Mapping[str, Any]) -> ConfigError:
     )
 
 
-def _check_driver(table: _DriverTable) -> DriverSection:
+def _check_driver(table: _DriverTable, rules: ConfigRules) -> DriverSection:
     _check_range("driver.group_id", table.group_id, 0, _U32_MAX)
     _check_range("driver.random_seed", table.random_seed, -(2**63), _U64_MAX)
     _check_range("driver.master_port", table.master_port, 1, 65535)
@@ -212,7 +227,7 @@ def _check_driver(table: _DriverTable) -> DriverSection:
         ready_timeout_s=table.ready_timeout_s,
         spin_budget_us=_check_spin_budget(table.spin_budget_us),
         kept_pages=table.kept_pages,
-        options=parse_options(table.options, devices[0]),
+        options=rules.parse_options(table.options, devices[0]),
     )
 
 

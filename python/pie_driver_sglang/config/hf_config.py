@@ -116,7 +116,7 @@ def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks:
     """
     if _CHANGING.isdisjoint(options.server_args):
         _check_architectures(hf_config)
-        _check_sizes(text_config(hf_config))
+        check_sizes(text_config(hf_config))
         _check_context(hf_config, options.context_length)
     _check_heads(hf_config, ranks)
 
@@ -150,7 +150,8 @@ def _check_architectures(hf_config: Mapping[str, Any]) -> None:
     )
 
 
-def _check_sizes(config: Mapping[str, Any]) -> None:
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Reject a language model's config with implausible sizes."""
     for key, (low, high) in _SIZES.items():
         value = config.get(key)
         # Some models have a number for each layer.

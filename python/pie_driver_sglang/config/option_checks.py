@@ -31,7 +31,7 @@ _BACKENDS: Final = (
 )
 
 #: Keys that name the interpreter: the runtime uses and removes them.
-_LAUNCHER_KEYS: Final = frozenset({"venv", "python"})
+LAUNCHER_KEYS: Final = frozenset({"venv", "python"})
 
 #: Capacity options of the runtime's other drivers; this driver computes its capacity.
 CAPACITY_NAMES: Final = frozenset(
@@ -52,7 +52,7 @@ CAPACITY_NAMES: Final = frozenset(
 )
 
 #: Keys of `[model.driver]`, for a hint if they are among the options.
-_SECTION_KEYS: Final = frozenset(
+SECTION_KEYS: Final = frozenset(
     {"activation_dtype", "ipc_profile", "master_port", "spin_budget_us", "tensor_parallel_size"}
 )
 
@@ -198,7 +198,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     for name, value in backends.items():
         if name in OPTIONS:
             own[name] = _check_option(OPTIONS[name], value)
-        elif name not in _LAUNCHER_KEYS:
+        elif name not in LAUNCHER_KEYS:
             passed[name] = _check_passed(name, value)
     for line in no_effect_lines(passed):
         logger.warning("option %s", line)
@@ -298,14 +298,9 @@ def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], 
 
 
 def _check_option(option: Option, value: Any) -> Any:
-    name, limits = option.name, option.about.limits
-    checked = _convert(name, value, option.type)
-    if limits is not None and not limits[0] <= checked <= limits[1]:
-        low, high = limits
-        raise ConfigError(
-            f"option `{name}` is {quoted(value)}, outside {low} to {high}",
-            f"set `{name}` to a value from {low} to {high}, or remove it",
-        )
+    name = option.name
+    checked = convert_option(name, value, option.type)
+    check_limits(option, checked)
     if name == "chunked_prefill_size" and checked == 0:
         raise ConfigError(
             "option `chunked_prefill_size` is 0, which leaves no token for a step",
@@ -325,13 +320,24 @@ def _check_passed(name: str, value: Any) -> Any:
         raise _unknown(name)
     if field.owner is not None:
         raise _owned(name, field.owner)
-    checked = _convert(name, value, field.type)
+    checked = convert_option(name, value, field.type)
     if isinstance(checked, str):
         _check_text(name, checked, field)
     return checked
 
 
-def _convert(name: str, value: Any, described: str) -> Any:
+def check_limits(option: Option, value: Any) -> None:
+    """Reject a number outside the limits of an option."""
+    name, limits = option.name, option.about.limits
+    if limits is not None and not limits[0] <= value <= limits[1]:
+        low, high = limits
+        raise ConfigError(
+            f"option `{name}` is {quoted(value)}, outside {low} to {high}",
+            f"set `{name}` to a value from {low} to {high}, or remove it",
+        )
+
+
+def convert_option(name: str, value: Any, described: str) -> Any:
     """Return the value as one of the described types (`int`, `str | table`, ...)."""
     for alternative in described.split(" | "):
         try:
@@ -378,7 +384,7 @@ def _unknown(name: str) -> ConfigError:
     hint = nearest(name.replace("-", "_").lower(), valid_names())
     if name in _OTHER_NAMES:
         hint = f"this driver calls it `{_OTHER_NAMES[name]}`"
-    elif name in _SECTION_KEYS:
+    elif name in SECTION_KEYS:
         hint = f"`{name}` belongs under [model.driver], not under its options"
     return ConfigError(
         f"unknown option {quoted(name)} in [model.driver.options]",

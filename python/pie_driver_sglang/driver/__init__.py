@@ -4,5 +4,6 @@
 `capabilities.py` that it announces). Then `serving_loop.py` runs the batches, copies and adapter
 loads (`adapter_loads.py`) that need Python, until SIGTERM. `failures.py` decides whether the driver
 continues after an exception, and `trace.py` records steps. Depends on `ModelExecutor`
-(`engine/executor.py`), and on no type of SGLang.
+(`engine/executor.py`) and on the `Library` that it is started with (`library.py`), and on no type
+of SGLang or vLLM.
 """

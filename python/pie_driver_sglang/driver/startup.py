@@ -1,7 +1,7 @@
 """The start-up sequence: configuration, region, model, handshake; then serving until SIGTERM.
 
 Cheap checks come first: configuration, snapshot and region errors are reported within a second,
-before torch or SGLang is imported.
+before torch or the inference library is imported.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang import __version__, _core
-from pie_driver_sglang.backends.sglang.start import load_rank
-from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.config.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.hf_config import files_with_code
 from pie_driver_sglang.driver.capabilities import UNLIMITED, Capabilities
 from pie_driver_sglang.driver.handshake import Handshake
+from pie_driver_sglang.driver.library import Library
 from pie_driver_sglang.driver.serving_loop import serve, warm_up
 from pie_driver_sglang.driver.trace import open_trace
 from pie_driver_sglang.errors import DriverError, RingError, StartError
@@ -66,6 +65,7 @@ _STDERR_TIMEOUT_S = 2.0
 
 
 def main(
+    library: Library,
     argv: Sequence[str] | None = None,
     guard: _core.ExitGuard | None = None,
     start_worker: Start | None = None,
@@ -73,6 +73,7 @@ def main(
     """Run the driver.
 
     Args:
+        library: What runs the model.
         argv: The arguments after the program's name; None for the process's own.
         guard: The handler of SIGTERM; None to install one.
         start_worker: Starts the other ranks of a model; None for new interpreters.
@@ -82,7 +83,7 @@ def main(
         or with its parent, natively and with status 0. After a failed start the handshake pipe
         stays open until the error is printed: when it closes, the runtime terminates the driver.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(library).parse_args(argv)
     use_token()
     # Inferlets print to the inherited stdout; output of libraries belongs to the log.
     os.dup2(2, 1)
@@ -91,20 +92,20 @@ def main(
     try:
         configure_logging()
         if not logger.isEnabledFor(logging.DEBUG):
-            # SGLang and torch warn about platforms and formats that are not in use.
+            # The library and torch warn about platforms and formats that are not in use.
             warnings.simplefilter("ignore")
         handshake = Handshake(arguments.handshake_fd)
         guard = guard or _core.ExitGuard()
-        config = load_config(arguments.config)
+        config = load_config(arguments.config, library.rules)
         _name_lines(config, guard)
-        check_versions()
+        library.check_versions()
         _warn_of_code(config)
         check_budget(config.driver.options.cpu_mem_budget_in_gb)
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
-        run(config, guard, handshake, workers)
+        run(config, library, guard, handshake, workers)
     except DriverError as error:
         logger.debug("the driver ends", exc_info=True)
-        return _fail(error)
+        return _fail(library.renamed(error))
     except BaseException as error:
         # A panic of the native half is not an `Exception`.
         logger.exception("the driver stops on an unexpected error")
@@ -125,6 +126,7 @@ def _warn_of_code(config: DriverConfig) -> None:
 
 def run(
     config: DriverConfig,
+    library: Library,
     guard: _core.ExitGuard,
     handshake: Handshake,
     start_workers: Callable[[], AbstractContextManager[Workers | None]],
@@ -133,6 +135,7 @@ def run(
 
     Args:
         config: The checked configuration.
+        library: What runs the model.
         guard: Removes the region when this process ends.
         handshake: The pipe to the runtime.
         start_workers: Starts the other ranks, if any, for the duration of its context.
@@ -151,7 +154,7 @@ def run(
             # After the region is locked: the trace of a live driver must not be overwritten.
             trace.begin()
         with start_workers() as workers, Reporter(driver.group_id, options) as reporter:
-            engine = _start(config, server, workers)
+            engine = _start(config, library, server, workers)
             if options.active_file is not None:
                 write_active(engine.active, options.active_file)
             caps = capabilities(config, engine.model_info, server.request_capacity)
@@ -262,10 +265,10 @@ def _image_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
     return config.driver.options.max_image_tokens * image_token_bytes(hf_config)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(library: Library) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pie_driver_sglang",
-        description="The Pie runtime's driver process on SGLang. The runtime starts it.",
+        prog=f"python -m {library.package}",
+        description=f"The Pie runtime's driver process on {library.name}. The runtime starts it.",
     )
     parser.add_argument("--config", type=Path, required=True, help="driver.toml")
     parser.add_argument("--handshake-fd", type=int, required=True, help="write end of a pipe")
@@ -309,10 +312,12 @@ def _workers(
         yield workers
 
 
-def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> ModelExecutor:
+def _start(
+    config: DriverConfig, library: Library, server: _core.Server, workers: Workers | None
+) -> ModelExecutor:
     """Load the model and warm it up."""
     driver = config.driver
-    planner, own = load_rank(config, ALONE if workers is None else workers.rank)
+    planner, own = library.load_rank(config, ALONE if workers is None else workers.rank)
     engine: ModelExecutor = own if workers is None else LeaderExecutor(own, workers.broadcast)
     server.serve(
         planner,

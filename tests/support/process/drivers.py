@@ -329,6 +329,7 @@ def _checked(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object]) -> None:
     """Runs in the fork: the driver's own main function, with its descriptors in place."""
+    from pie_driver_sglang.backends.sglang.library import LIBRARY
     from pie_driver_sglang.driver import startup
 
     prepare()
@@ -338,7 +339,7 @@ def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object])
     watch_handshake(handshake)
     arguments = ["--config", config, "--handshake-fd", str(handshake)]
     start_worker = functools.partial(ForkedWorker, handshake, list)
-    sys.exit(startup.main(arguments, start_worker=start_worker))
+    sys.exit(startup.main(LIBRARY, arguments, start_worker=start_worker))
 
 
 CLOSED_EARLY: Final = "the handshake was closed before this was printed"

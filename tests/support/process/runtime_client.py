@@ -407,6 +407,7 @@ def drive(
     by: str = "",
 ) -> None:
     """Runs in the fork: the driver's main function, with stdout and stderr apart."""
+    from pie_driver_sglang.backends.sglang.library import LIBRARY
     from pie_driver_sglang.driver import startup
 
     drivers.redirect_output(stderr)
@@ -418,7 +419,7 @@ def drive(
     changed = list if change is None else functools.partial(change, by)
     start_worker = functools.partial(drivers.ForkedWorker, writer, changed)
     arguments = ["--config", config, "--handshake-fd", str(writer)]
-    sys.exit(startup.main(arguments, start_worker=start_worker))
+    sys.exit(startup.main(LIBRARY, arguments, start_worker=start_worker))
 
 
 def drive_in_child(config: str, handshake: str, stdout: str, stderr: str, pid_file: str) -> None:

@@ -3,8 +3,9 @@
 A start goes through these modules in this order:
 
 ==================  ================================================================================
+``library``         `Library` for `driver`: options, versions, loading
 ``version``         whether the installed SGLang is the one that this is written for
-``environment``     what SGLang and torch find in the process while they are imported
+``environment``     what SGLang finds in the process while it is imported
 ``start``           from a configuration to a loaded rank
 ``load``            a planner and an executor over the loaded model
 ``boot``            SGLang's settings, the memory plan, weights, KV pool, attention backend

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from pie_driver_sglang.backends.sglang import environment as adapter
+from pie_driver_sglang.backends.environment import importing
 from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
 from pie_driver_sglang.sglang_plugins import radix
 
@@ -46,7 +46,7 @@ def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
 @contextmanager
 def importing_server() -> Iterator[None]:
     """Within it, SGLang is imported as in the driver."""
-    with adapter.importing():
+    with importing():
         yield
 
 

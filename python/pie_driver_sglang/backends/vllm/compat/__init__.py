@@ -1,0 +1,9 @@
+"""All that is imported of vLLM, and its private parts. Decides nothing.
+
+==================  ================================================================================
+``process``         what vLLM reads of a process before it is imported; imports nothing of it
+``settings``        `EngineArgs`, the resolved configuration, what it changes in the process
+``model``           process groups, the loader, layers with KV, LM head
+``passes``          attention metadata and the forward context of a pass
+==================  ================================================================================
+"""

@@ -1,0 +1,135 @@
+"""A model of vLLM: process groups, the loader, its layers with KV, and its LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    get_tp_group,
+    init_distributed_environment,
+    set_custom_all_reduce,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+PAGED_SPECS = (FullAttentionSpec, SlidingWindowSpec)
+"""KV that has a row for each token, in pages: windowed layers keep all of it, too."""
+
+
+class KvLayer(NamedTuple):
+    """A layer that keeps KV."""
+
+    name: str
+    module: Any
+    spec: KVCacheSpec
+    backend: Any
+    """Its attention backend, a class of vLLM."""
+
+
+class VllmGroup:
+    """Implements `RankGroup` by vLLM's group of tensor-parallel ranks."""
+
+    shares_memory = False
+
+    def __init__(self) -> None:
+        """Takes the group that this process has made."""
+        self._group: Any = get_tp_group()
+        self.world_size: int = self._group.world_size
+        self.rank_in_group: int = self._group.rank_in_group
+        self.cpu_group: Any = self._group.cpu_group
+
+    def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """See `RankGroup.all_gather`."""
+        gathered: torch.Tensor = self._group.all_gather(part, dim)
+        return gathered
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """See `RankGroup.all_to_all`."""
+        torch.distributed.all_to_all_single(received, sent, group=self._group.device_group)
+
+
+def make_groups(config: VllmConfig, rank: int, size: int) -> None:
+    """Makes vLLM's groups over the process group of torch that is there already."""
+    with set_current_vllm_config(config):
+        set_custom_all_reduce(False)
+        init_distributed_environment(size, rank, "env://", rank, backend="gloo")
+        ensure_model_parallel_initialized(size, 1)
+    # Which kernel computes an operation: process-wide, and set by vLLM's workers.
+    config.kernel_config.ir_op_priority.set_default()
+
+
+def load_model(config: VllmConfig, check: Callable[[Any, Callable[[], None]], None]) -> Any:
+    """Builds the model and loads its weights by the loader of `load_format`.
+
+    Args:
+        config: The settings.
+        check: Is given the built model and what loads its weights, and calls that. Afterwards
+            vLLM packs them for its kernels.
+    """
+    loader: Any = get_model_loader(config.load_config)
+    load = loader.load_weights
+
+    def load_checked(model: Any, model_config: Any) -> None:
+        check(model, lambda: load(model, model_config))
+
+    loader.load_weights = load_checked
+    with set_current_vllm_config(config):
+        return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+def kv_layers(config: VllmConfig) -> list[KvLayer]:
+    """The layers that keep KV, in the order in which the model was built.
+
+    Those that read another layer's are not among them: :func:`share_kv`.
+    """
+    found = []
+    for name, module in _attention_modules(config).items():
+        spec = None if _shared(module) else module.get_kv_cache_spec(config)
+        if spec is not None:
+            found.append(KvLayer(name, module, spec, module.get_attn_backend()))
+    return found
+
+
+def allocate_kv(layer: KvLayer, pages: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gives a layer zeroed KV of so many pages: ``[pages, ...]``, page by page in memory."""
+    spec: Any = layer.spec
+    shape = layer.backend.get_kv_cache_shape(
+        pages, spec.block_size, spec.num_kv_heads, spec.head_size
+    )
+    try:
+        order = layer.backend.get_kv_cache_stride_order()
+    except NotImplementedError:
+        order = tuple(range(len(shape)))
+    stored = torch.zeros([shape[axis] for axis in order], dtype=dtype)
+    layer.module.kv_cache = stored.permute([order.index(axis) for axis in range(len(shape))])
+    return stored
+
+
+def share_kv(config: VllmConfig) -> dict[str, str]:
+    """Gives layers that read another one's KV that; their names with the other's."""
+    modules = _attention_modules(config)
+    shared = {name: target for name, module in modules.items() if (target := _shared(module))}
+    for name, target in shared.items():
+        modules[name].kv_cache = modules[target].kv_cache
+    return shared
+
+
+def compute_head(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """``[rows, vocabulary]`` logits of hidden states, with the model's cap and scale."""
+    logits: torch.Tensor = model.compute_logits(states)
+    return logits
+
+
+def _attention_modules(config: VllmConfig) -> dict[str, Any]:
+    context: dict[str, Any] = config.compilation_config.static_forward_context
+    return {name: m for name, m in context.items() if isinstance(m, AttentionLayerBase)}
+
+
+def _shared(module: Any) -> str | None:
+    target: str | None = getattr(module, "kv_sharing_target_layer_name", None)
+    return target

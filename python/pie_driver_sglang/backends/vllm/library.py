@@ -1,0 +1,21 @@
+"""vLLM, as the driver's start-up sequence needs it. Does not import it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pie_driver_sglang.backends.vllm.start import load_vllm
+from pie_driver_sglang.backends.vllm.version import check_vllm
+from pie_driver_sglang.config.config_file import ConfigRules
+from pie_driver_sglang.config.vllm_models import check_vllm_model
+from pie_driver_sglang.config.vllm_options import VLLM_NAMES, parse_vllm_options
+from pie_driver_sglang.driver.library import Library
+
+LIBRARY: Final = Library(
+    "vLLM",
+    "pie_driver_vllm",
+    ConfigRules(parse_vllm_options, check_vllm_model),
+    check_vllm,
+    load_vllm,
+    VLLM_NAMES,
+)

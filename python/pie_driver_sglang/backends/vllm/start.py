@@ -1,0 +1,41 @@
+"""From a configuration to a loaded rank: the environment, then vLLM itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pie_driver_sglang.backends.environment import importing, prepare_host, prepare_libraries
+from pie_driver_sglang.backends.vllm.compat import process
+from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
+
+if TYPE_CHECKING:
+    from pie_driver_sglang import _core
+    from pie_driver_sglang.engine.backend_executor import BackendExecutor
+    from pie_driver_sglang.ranks.types import Rank
+
+logger = logging.getLogger(__name__)
+
+
+def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendExecutor]:
+    """Loads the model on the CPU.
+
+    Raises:
+        DriverError: The model cannot be loaded or served.
+    """
+    prepare_host(spins=config.driver.spin_budget_us == NEVER_PARK, ranks=rank.size)
+    prepare_libraries(process.VLLM_FOLDERS)
+    process.set_variables()
+    if not logger.isEnabledFor(logging.DEBUG):
+        # It warns on every start of what a CPU lacks.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+    with importing():
+        logger.info("importing vLLM")
+        from pie_driver_sglang.backends.vllm.boot import boot_vllm
+        from pie_driver_sglang.backends.vllm.model_backend import VllmBackend
+        from pie_driver_sglang.engine.build import build_executor
+
+    logger.info("loading %s", config.model.snapshot_dir)
+    booted = boot_vllm(config, rank)
+    backend = VllmBackend(booted, rank)
+    return build_executor(backend, booted.block_table, booted.plan, config)

@@ -1,0 +1,68 @@
+"""Models of vLLM that are refused, with the reason: before the weights are loaded, and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pie_driver_sglang.backends.vllm.compat.model import PAGED_SPECS, KvLayer
+from pie_driver_sglang.config.vllm_options import CPU_ATTENTION
+from pie_driver_sglang.errors import StartError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MASKS: str = "vLLM's CPU attention is causal, and keeps its keys in a layout of its own"
+"""Why attention masks are refused."""
+
+_HINT = 'serve it with the driver `type = "sglang"`, or choose a model with plain attention'
+
+
+def check_vllm_config(config: VllmConfig) -> None:
+    """Refuses kinds of models, before the weights are read.
+
+    Raises:
+        StartError: The model is of one of them.
+    """
+    model: Any = config.model_config
+    kinds = {
+        "recurrent state, which the vLLM driver does not keep yet": model.is_hybrid
+        or model.has_inner_state,
+        "no attention, for which the vLLM driver has no KV": model.is_attention_free,
+        "latent attention (MLA), which vLLM does not run on the CPU": model.use_mla,
+        "an encoder, whose output the vLLM driver does not keep": model.is_encoder_decoder,
+        "positions on several axes, which the vLLM driver does not send yet": model.uses_mrope,
+        "blocks that attend to what follows (a prefix LM), which the driver does not plan": (
+            model.is_mm_prefix_lm and model.hf_text_config is not model.hf_config
+        ),
+        "a pooler, and generates no text": model.runner_type != "generate",
+        "a diffusion decoder": model.is_diffusion,
+    }
+    found = next((kind for kind, is_one in kinds.items() if is_one), None)
+    if found is not None:
+        raise StartError(f"the model ({model.architecture}) has {found}", _HINT)
+
+
+def check_kv_layers(layers: Sequence[KvLayer], page_size: int) -> None:
+    """Refuses layers whose KV is not one row for each token in pages of the driver's size.
+
+    Raises:
+        StartError: There is such a layer, or none with KV.
+    """
+    if not layers:
+        raise StartError("the model has no layer with KV", _HINT)
+    for layer in layers:
+        spec: Any = layer.spec
+        kind = type(spec).__name__
+        if type(spec) not in PAGED_SPECS:
+            raise StartError(
+                f"layer {layer.name} keeps its KV as {kind}, not token by token", _HINT
+            )
+        if layer.backend.get_name() != CPU_ATTENTION:
+            name = layer.backend.get_name()
+            raise StartError(f"layer {layer.name} attends by {name}, not {CPU_ATTENTION}", _HINT)
+        if spec.block_size != page_size:
+            raise StartError(
+                f"layer {layer.name} wants pages of {spec.block_size} tokens, not {page_size}",
+                f"set `block_size = {spec.block_size}` in the options",
+            )

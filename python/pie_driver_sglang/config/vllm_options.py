@@ -1,0 +1,256 @@
+"""Validates `[driver.options]` of the vLLM driver: its own options, and vLLM's passed through.
+
+Names, defaults and meaning are those of Pie's vLLM driver; options that have nothing to do with the
+library are those of `options.py`. Every other key must be a field of vLLM's `EngineArgs` that the
+driver does not set itself (`engine_args.py`, generated). Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from pie_driver_sglang.config.engine_args import ENGINE_ARGS
+from pie_driver_sglang.config.option_checks import (
+    LAUNCHER_KEYS,
+    SECTION_KEYS,
+    check_limits,
+    convert_option,
+)
+from pie_driver_sglang.config.options import OPTIONS, About, DriverOptions, Group, Option
+from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
+
+#: The attention of vLLM on a CPU, and the only one that runs there.
+CPU_ATTENTION: Final = "CPU_ATTN"
+
+#: The share of the free memory that the driver takes.
+UTILIZATION: Final = "gpu_memory_utilization"
+
+#: What pages of vLLM's attention have: a multiple of so many tokens.
+BLOCK_MULTIPLE: Final = 16
+
+#: The driver's names of options that vLLM calls otherwise.
+VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "attention_backend": "attention_backend",
+        "chunked_prefill_size": "max_num_batched_tokens",
+        "context_length": "max_model_len",
+        "cuda_graph_max_bs": "max_num_seqs",
+        "disable_cuda_graph": "enforce_eager",
+        "kv_cache_dtype": "kv_cache_dtype",
+        "mem_fraction_static": UTILIZATION,
+        "page_size": "block_size",
+    }
+)
+
+#: Options that are the same with every library.
+_COMMON: Final = (
+    "cpu_mem_budget_in_gb",
+    "spec_ngram_enabled",
+    "spec_ngram_num_drafts",
+    "trace_file",
+    "trace_max_mib",
+    "log_format",
+    "log_level",
+    "log_interval_s",
+    "metrics_port",
+    "metrics_file",
+    "active_file",
+)
+
+
+def _option(name: str, kind: str, default: Any, group: Group, text: str, **about: Any) -> Option:
+    return Option(name, kind, default, About(group, text, **about))
+
+
+#: The options by name.
+VLLM_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        option.name: option
+        for option in (
+            _option("max_model_len", "int", None, Group.MODEL,
+                    "Most positions of one context.", limits=(1, 2**31 - 1)),
+            _option(UTILIZATION, "float", 0.9, Group.MEMORY,
+                    "Share of the free memory for weights, KV pages and activations.",
+                    limits=(0.01, 1.0)),
+            _option("block_size", "int", 16, Group.MEMORY,
+                    "Tokens of one KV page, a multiple of 16.", limits=(16, 1024)),
+            _option("kv_cache_dtype", "str", "auto", Group.MEMORY,
+                    "Element type of the KV pages: that of the activations.",
+                    choices=("auto",)),
+            _option("attention_backend", "str", CPU_ATTENTION, Group.SPEED,
+                    "Attention backend; the CPU has one.", choices=(CPU_ATTENTION,)),
+            _option("enforce_eager", "bool", False, Group.SPEED,
+                    "Run every batch through Python, without the graph path."),
+            _option("max_num_seqs", "int", None, Group.SPEED,
+                    "Most requests of one batch.", limits=(1, 4096)),
+            _option("max_num_batched_tokens", "int", None, Group.SPEED,
+                    "Most tokens of one forward pass; longer prompts are split.",
+                    limits=(1, 2**31 - 1)),
+            _option("spec_ngram_min_n", "int", 2, Group.DRAFTS,
+                    "Shortest match that drafts, in tokens.", limits=(1, 255)),
+            _option("spec_ngram_max_n", "int", 4, Group.DRAFTS,
+                    "Longest match that drafts, in tokens.", limits=(1, 255)),
+            _option("trust_remote_code", "bool", False, Group.MODEL,
+                    "Allow the model's folder to bring Python code of its own."),
+            *(OPTIONS[name] for name in _COMMON),
+        )
+    }
+)  # fmt: skip
+
+
+#: Why the user may not set a field of `EngineArgs`, and a hint, by its generated owner.
+VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "adapters": (
+            "the vLLM driver serves no LoRA adapters yet",
+            'remove the key, or serve the model with `type = "sglang"`',
+        ),
+        "attention": ("the driver plans attention itself", "set `attention_backend`"),
+        "capacity": (
+            "the driver computes its capacity from the memory and reports it to the runtime",
+            f"set `{UTILIZATION}` for more or fewer KV pages, `max_num_seqs` for the requests of "
+            "a batch",
+        ),
+        "device": (
+            "the device comes from the runtime's configuration",
+            "set `device` under [model.driver] and remove the key",
+        ),
+        "disaggregation": ("the runtime places prefill and decode itself", "remove the key"),
+        "dtype": (
+            "the activation type comes from the runtime's configuration",
+            "set `activation_dtype` under [model.driver] and remove the key",
+        ),
+        "graphs": ("the driver decides what is captured or compiled", "set `enforce_eager`"),
+        "media": ("the vLLM driver serves no images, audio or video", "remove the key"),
+        "observability": (
+            "the driver has a log, metrics and traces of its own",
+            "remove the key; set `metrics_port`, `metrics_file`, `log_level` or `trace_file`",
+        ),
+        "offload": (
+            "the driver plans its memory with all weights on the device",
+            "remove the key, and use a smaller or a quantized checkpoint",
+        ),
+        "parallel": ("the vLLM driver runs a model on one device so far", "remove the key"),
+        "pool": ("the driver lays out the KV pages itself", "set `block_size` or remove the key"),
+        "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
+        "sampling": ("the driver samples as each request asks", "remove the key"),
+        "schedule": ("the runtime schedules requests", "remove the key"),
+        "seed": (
+            "the seed comes from the runtime's configuration",
+            "set `random_seed` under [model.driver] and remove the key",
+        ),
+        "server": ("the runtime serves clients, not vLLM's server", "remove the key"),
+        "snapshot": (
+            "the weights come from the snapshot that the runtime resolved",
+            "set `hf_repo` under [model] and remove the key",
+        ),
+        "speculative": (
+            "the driver drafts by n-grams only",
+            "set `spec_ngram_enabled` and remove the key",
+        ),
+        "state": ("the vLLM driver serves no models with recurrent state yet", "remove the key"),
+        "tokenizer": ("the runtime tokenizes, not the driver", "remove the key"),
+        "tokens": ("the driver only serves causal language models", "remove the key"),
+    }
+)
+
+
+def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
+    """Check the table `[driver.options]` of the vLLM driver.
+
+    Args:
+        table: The table as TOML gives it.
+        device: `cpu` or `cuda:N`.
+
+    Raises:
+        ConfigError: A key is unknown or may not be set, or a value is wrong or unsupported.
+    """
+    if device != "cpu":
+        raise Unsupported(
+            f"`driver.device` is {quoted(device)}: the vLLM driver runs on the CPU only so far",
+            'set `device = ["cpu"]` under [model.driver], or use the driver `type = "sglang"`',
+        )
+    own = {name: option.default for name, option in VLLM_OPTIONS.items()}
+    passed: dict[str, Any] = {}
+    for name, value in table.items():
+        if name in VLLM_OPTIONS:
+            own[name] = _check_own(VLLM_OPTIONS[name], value)
+        elif name not in LAUNCHER_KEYS:
+            passed[name] = _check_engine_arg(name, value)
+    _check_matches(own)
+    if own["block_size"] % BLOCK_MULTIPLE:
+        raise ConfigError(
+            f"option `block_size` is {own['block_size']}, which is no multiple of "
+            f"{BLOCK_MULTIPLE}, as vLLM's attention wants",
+            "set `block_size = 16` or remove it",
+        )
+    # Drafts come from a context's own text.
+    fields = {"spec_ngram_max_depth": own["spec_ngram_max_n"], "spec_ngram_capacity": 0}
+    passed[UTILIZATION] = own.pop(UTILIZATION)
+    renamed = {vllm: name for name, vllm in VLLM_NAMES.items()}
+    fields |= {renamed.get(name, name): value for name, value in own.items()}
+    return DriverOptions(**fields, server_args=passed)
+
+
+def _check_own(option: Option, value: Any) -> Any:
+    name, choices = option.name, option.about.choices
+    checked = convert_option(name, value, option.type)
+    check_limits(option, checked)
+    if isinstance(checked, str):
+        _check_words(name, checked, choices)
+    return checked
+
+
+def _check_words(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Reject an empty string, and a value that is not among the choices."""
+    if not value or "\0" in value:
+        raise ConfigError(
+            f"option `{name}` is {quoted(value)}, which names nothing",
+            f"set `{name}` or remove it",
+        )
+    if not choices or value in choices:
+        return
+    known = ENGINE_ARGS[name].choices if name in ENGINE_ARGS else ()
+    hint = f"{nearest(value, choices)} choose one of {', '.join(choices)}".strip()
+    if value in known:
+        raise Unsupported(f"option `{name}` is {quoted(value)}, not served on the CPU", hint)
+    raise ConfigError(f"option `{name}` is {quoted(value)}, which is none of its values", hint)
+
+
+def _check_engine_arg(name: str, value: Any) -> Any:
+    field = ENGINE_ARGS.get(name)
+    if field is None:
+        raise _unknown_option(name)
+    if field.owner is not None:
+        reason, remedy = VLLM_OWNERS[field.owner]
+        raise Unsupported(f"option `{name}` cannot be set: {reason}", remedy)
+    checked = convert_option(name, value, field.type)
+    if isinstance(checked, str):
+        _check_words(name, checked, field.choices)
+    return checked
+
+
+def _unknown_option(name: str) -> ConfigError:
+    passed = (key for key, field in ENGINE_ARGS.items() if field.owner is None)
+    hint = nearest(name.replace("-", "_").lower(), tuple(sorted({*VLLM_OPTIONS, *passed})))
+    if name in VLLM_NAMES:
+        hint = f"this driver calls it `{VLLM_NAMES[name]}`"
+    elif name in SECTION_KEYS:
+        hint = f"`{name}` belongs under [model.driver], not under its options"
+    return ConfigError(
+        f"unknown option {quoted(name)} in [model.driver.options]",
+        hint
+        or f"valid options of the driver: {', '.join(sorted(VLLM_OPTIONS))}; and vLLM's settings "
+        "for the model and its kernels, by their EngineArgs names",
+    )
+
+
+def _check_matches(own: Mapping[str, Any]) -> None:
+    shortest, longest = own["spec_ngram_min_n"], own["spec_ngram_max_n"]
+    if shortest > longest:
+        raise ConfigError(
+            f"option `spec_ngram_min_n` is {shortest}, but no match is longer than {longest}",
+            "lower it, or raise `spec_ngram_max_n`",
+        )

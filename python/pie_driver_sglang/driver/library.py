@@ -1,0 +1,45 @@
+"""The inference library of a driver: what the start-up sequence needs of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pie_driver_sglang.config.config_file import ConfigRules
+from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.errors import DriverError
+
+if TYPE_CHECKING:
+    from pie_driver_sglang import _core
+    from pie_driver_sglang.engine.backend_executor import BackendExecutor
+    from pie_driver_sglang.ranks.types import Rank
+
+_CODE: Final = re.compile(r"`(\w+)(?=[ `=])")
+"""The beginning of an option in a message: `name` or `name = value`."""
+
+
+class Library(NamedTuple):
+    """An inference library with a backend. Making one imports neither torch nor the library."""
+
+    name: str
+    package: str
+    """What the runtime starts by ``python -m``."""
+    rules: ConfigRules
+    check_versions: Callable[[], None]
+    """Raises `StartError` if the library is missing, or has another version than the pinned."""
+    load_rank: Callable[[DriverConfig, Rank], tuple[_core.Planner, BackendExecutor]]
+    """Imports the library and loads a rank's part of the model; see `backends`."""
+    option_names: Mapping[str, str] = MappingProxyType({})
+    """What its options are called, by the names in `DriverOptions`, where the two differ."""
+
+    def renamed(self, error: DriverError) -> DriverError:
+        """The error, with options by the names that the user knows."""
+
+        def rename(match: re.Match[str]) -> str:
+            return f"`{self.option_names.get(match[1], match[1])}"
+
+        error.message = _CODE.sub(rename, error.message)
+        error.hint = _CODE.sub(rename, error.hint)
+        return error

@@ -1,0 +1,37 @@
+"""`python -m pie_driver_vllm`: the driver process on vLLM, as the Pie runtime starts it."""
+
+# `python -m` puts the working directory, which is the runtime's, in front of all libraries: a
+# `logging.py` there would be imported, and run. What is imported up to here is built into Python.
+import os
+import sys
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        try:
+            if sys.path[0] == os.getcwd():  # noqa: PTH109 - pathlib is not built in
+                del sys.path[0]
+        except OSError:
+            # The working directory is gone, and Python has left it out.
+            pass
+    # For the interpreters that libraries start.
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+    from pie_driver_sglang.interpreter import refusal
+
+    if message := refusal(sys.version_info[:2], sys.executable):
+        sys.stderr.write(message)
+        raise SystemExit(1)
+
+    import signal
+
+    from pie_driver_sglang import _core
+
+    # Before anything else, because the other imports take a while.
+    guard = _core.ExitGuard()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    from pie_driver_sglang.backends.vllm.library import LIBRARY
+    from pie_driver_sglang.driver.startup import main
+
+    # Not through the interpreter's end, where libraries may hang.
+    os._exit(main(LIBRARY, guard=guard))
