@@ -13,7 +13,7 @@ WHEELS := target/wheels
 # A wheel needs maturin alone: without the environment it gets one of its own.
 BUILDER := target/builder
 MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
-CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/grammar_suite benches/ngram_replay benches/peers benches/pie_load
+CHECKED := python/pie_driver_sglang python/pie_driver_vllm tests tools benches/gpu benches/grammar_suite benches/ngram_replay benches/peers benches/pie_load
 # Runs the ring's sources under loom: a workspace of its own, which builds where the product does.
 LOOM := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
@@ -53,7 +53,7 @@ test-rust:
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-python: $(VENV)/.installed $(VENV)/.compiled
+test-python: $(VENV)/.installed $(VENV)/.compiled $(VENV)/.vllm
 	$(PYTEST)
 
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
@@ -180,6 +180,12 @@ $(BUILDER)/bin/maturin:
 # The bytecode of SGLang and what it imports, written once: processes that begin at the same time would each compile all of it.
 $(VENV)/.compiled: $(VENV)/.dependencies | $(VENV)/.installed
 	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import support.process.fork_preload"
+	@touch $@
+
+# vLLM for the tests of its driver, in a folder of its own: SGLang looks for it, too, and must not find it.
+$(VENV)/.vllm: tests/vllm-requirements.txt $(VENV)/.dependencies
+	@rm -rf $(VENV)/vllm
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(VENV)/vllm --no-deps --require-hashes -r $<
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(WHEELS)/.built

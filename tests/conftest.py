@@ -20,7 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 from support.models import tiny_models  # noqa: E402
-from support.process import drivers, fork_server, scripts  # noqa: E402
+from support.process import drivers, fork_server, scripts, vllm_drivers  # noqa: E402
 
 # The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
 settings.register_profile(
@@ -49,43 +49,70 @@ def llama_snapshot(models_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def served_snapshot(models_folder: Path) -> Path:
+    """A tiny Llama model that both libraries can run."""
+    return tiny_models.build("llama-32", models_folder)
+
+
+@pytest.fixture(scope="session")
 def llama_driver(
-    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+    served_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[drivers.Driver]:
     """A driver of the tiny Llama model with pages of 16 tokens.
 
     Tests share it: they must leave it running.
     """
-    config = drivers.write_config(tmp_path_factory.mktemp("llama-driver"), llama_snapshot)
+    config = drivers.write_config(tmp_path_factory.mktemp("llama-driver"), served_snapshot)
     with drivers.running(config) as driver:
         yield driver
 
 
 @pytest.fixture(scope="session")
 def spread_driver(
-    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+    served_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[drivers.Driver]:
     """The same with two ranks."""
     folder = tmp_path_factory.mktemp("spread-driver")
-    with drivers.fork(drivers.write_config(folder, llama_snapshot, **drivers.spread(2))) as driver:
+    with drivers.fork(drivers.write_config(folder, served_snapshot, **drivers.spread(2))) as driver:
         yield driver
     assert driver.stop() == 0
 
 
-@pytest.fixture(params=["llama_driver", "spread_driver"], ids=["tp1", "tp2"])
+@pytest.fixture(scope="session")
+def vllm_python() -> Iterator[str]:
+    """An interpreter for drivers on vLLM, which forks them from a process that has it."""
+    if reason := vllm_drivers.missing():
+        pytest.skip(reason)
+    with vllm_drivers.interpreter() as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def vllm_driver(
+    served_snapshot: Path, vllm_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[drivers.Driver]:
+    """A driver of the tiny Llama model on vLLM."""
+    config = drivers.write_config(tmp_path_factory.mktemp("vllm-driver"), served_snapshot)
+    with vllm_drivers.fork(config, vllm_python) as driver:
+        yield driver
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture(params=["llama_driver", "spread_driver", "vllm_driver"], ids=["tp1", "tp2", "vllm"])
 def each_driver(request: pytest.FixtureRequest) -> drivers.Driver:
-    """A driver with one process, or with two."""
+    """A driver with one process, with two, or on vLLM."""
     found: drivers.Driver = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(scope="session")
-def reference(llama_snapshot: Path) -> Any:
-    """The tiny Llama model by transformers."""
+def reference(served_snapshot: Path) -> Any:
+    """The model of these drivers by transformers."""
     from support.models.reference import Reference
 
     drivers.start_fork_server()
-    return Reference(llama_snapshot)
+    return Reference(served_snapshot)
 
 
 @pytest.fixture(scope="session")

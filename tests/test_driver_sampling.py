@@ -38,12 +38,12 @@ def client(llama_driver: drivers.Driver) -> _core.Client:
 
 
 @pytest.fixture(scope="module")
-def exact_logits(llama_snapshot: Path) -> torch.Tensor:
+def exact_logits(served_snapshot: Path) -> torch.Tensor:
     """Logits of every row of the prompt, by the reference implementation."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        llama_snapshot, dtype=torch.float32, attn_implementation="eager"
+        served_snapshot, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
         return model(torch.tensor([PROMPT])).logits[0]  # type: ignore[no-any-return]
@@ -188,11 +188,11 @@ class TestDriver:
             assert abs(sampled[token] - expected) < 6 * math.sqrt(expected)
 
     def test_a_greedy_continuation_is_that_of_the_reference(
-        self, client: _core.Client, llama_snapshot: Path
+        self, client: _core.Client, served_snapshot: Path
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(llama_snapshot, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(served_snapshot, dtype=torch.float32)
         tokens = list(PROMPT)
         with torch.no_grad():
             for _ in range(8):

@@ -418,10 +418,10 @@ def test_drafts_behind_several_inputs(harness: DriverHarness) -> None:
 
 
 def test_driver_started_by_the_runtime(
-    llama_driver: drivers.Driver, llama_snapshot: Path, references: dict[str, Reference]
+    llama_driver: drivers.Driver, served_snapshot: Path, references: dict[str, Reference]
 ) -> None:
     """The other drivers are forked; this one is not."""
-    harness = DriverHarness(llama_driver, load_reference(references, "llama", llama_snapshot))
+    harness = DriverHarness(llama_driver, load_reference(references, "llama-32", served_snapshot))
     harness.generate(harness.context(), harness.prompt(70), steps=8)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.backends import environment
+from pie_driver_sglang.backends import environment as shared_environment
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.backends.sglang.compat import process
 from pie_driver_sglang.engine import device
 from pie_driver_sglang.errors import StartError
@@ -78,7 +79,7 @@ class TestModelModules:
 class TestImporting:
     def test_collects_again_behind_a_failure(self) -> None:
         frozen = gc.get_freeze_count()
-        with pytest.raises(ImportError), environment.importing():
+        with pytest.raises(ImportError), shared_environment.importing():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled()
@@ -86,12 +87,12 @@ class TestImporting:
 
     def test_a_package_is_absent_only_within(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "this", raising=False)
-        with environment._absent(["this"]), pytest.raises(ModuleNotFoundError):
+        with shared_environment._absent(["this"]), pytest.raises(ModuleNotFoundError):
             importlib.import_module("this")
         assert "this" not in sys.modules
 
     def test_what_is_imported_stays(self) -> None:
-        with environment._absent(["json"]):
+        with shared_environment._absent(["json"]):
             assert sys.modules["json"] is json
         assert sys.modules["json"] is json
 

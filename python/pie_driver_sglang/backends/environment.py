@@ -61,16 +61,19 @@ def _keep(variable: str, name: Path) -> None:
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def importing(further: Iterable[str] = ()) -> Iterator[None]:
     """For a library's import: within it nothing is collected, unneeded packages are absent.
 
     The garbage collector no longer looks at what is alive after it: 7,000 modules live
     as long as the process, and to go through them takes most of a second, while it is serving, too.
+
+    Args:
+        further: Packages that this library can do without.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with _absent(_UNNEEDED):
+        with _absent((*_UNNEEDED, *further)):
             yield
         gc.freeze()
     finally:

@@ -41,7 +41,7 @@ COMMON: Final[dict[str, Any]] = {
 
 
 def build(name: str, folder: Path) -> Path:
-    """Makes the model `name` of :data:`TINY`, or `qwen3-vl`, in a subfolder of `folder`, once.
+    """Makes the model `name` of :data:`TINY`, `llama-32` or `qwen3-vl` in a subfolder of `folder`, once.
 
     Returns the subfolder.
     """
@@ -112,10 +112,11 @@ def _make(name: str) -> Any:
     return model
 
 
-def _llama(*, tied: bool) -> Any:
+def _llama(*, tied: bool, head_dim: int = COMMON["head_dim"]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=tied))
+    options = {**COMMON, "head_dim": head_dim}
+    return LlamaForCausalLM(LlamaConfig(**options, tie_word_embeddings=tied))
 
 
 def _qwen3() -> Any:
@@ -214,7 +215,12 @@ TINY: Final[dict[str, Callable[[], Any]]] = {
 }
 """Builders of the random models of the parity matrix."""
 
-_BUILDERS: Final[dict[str, Callable[[], Any]]] = {**TINY, "qwen3-vl": _qwen3_vl}
+_BUILDERS: Final[dict[str, Callable[[], Any]]] = {
+    **TINY,
+    # vLLM's CPU attention has no narrower heads.
+    "llama-32": functools.partial(_llama, tied=False, head_dim=32),
+    "qwen3-vl": _qwen3_vl,
+}
 
 
 def randomize(model: Any) -> None:

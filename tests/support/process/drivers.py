@@ -199,7 +199,12 @@ def set_traps(folder: Path) -> Path:
 
 
 def spawn(
-    config: Path, *, environment: Mapping[str, str] | None = None, folder: Path | None = None
+    config: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    package: str = "pie_driver_sglang",
+    interpreter: str | None = None,
 ) -> Driver:
     """Starts a driver exactly as the Pie runtime does and waits until it is ready.
 
@@ -207,13 +212,15 @@ def spawn(
         config: `driver.toml`.
         environment: Variables to add to the tests' own.
         folder: Working directory; None for the tests' own.
+        package: What `python -m` runs.
+        interpreter: Which Python; None for the tests' own.
 
     Raises:
         StartFailedError: It ended first.
     """
     stderr = _new_stderr(config)
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "pie_driver_sglang", "--config", str(config)]
+    command = [interpreter or sys.executable, "-m", package, "--config", str(config)]
     command += ["--handshake-fd", "3"]
     # A new interpreter renumbers the descriptor and becomes the driver: same pid, same parent.
     renumber = [sys.executable, "-I", "-S", "-c", _RENUMBER, str(writer)]

@@ -25,20 +25,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import process as processes
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
 from support.process import drivers
 
-_CLIENT: Final = Path(__file__).with_name("forked_python.py")
+CLIENT: Final = Path(__file__).with_name("forked_python.py")
 _MOST_DESCRIPTORS: Final = 64
 _START_S: Final = 120.0
-_END_S: Final = 10.0
+END_S: Final = 10.0
 _SERVER: Final = "pie_driver_sglang.frontends.sglang_server"
 _WORKER: Final = "pie_driver_sglang.ranks.worker"
+
+
+class Owner(Protocol):
+    """The tests' end of a connection."""
+
+    def fileno(self) -> int:
+        """Readable when the tests are over."""
+
+    def send(self, value: bool, /) -> None:
+        """Tells them that the server listens."""
 
 
 @contextmanager
@@ -47,18 +56,18 @@ def interpreter() -> Iterator[str]:
     # A socket's path is short.
     with tempfile.TemporaryDirectory(prefix="forks-") as folder:
         address, program = Path(folder, "socket"), Path(folder, "forked_python")
-        command = shlex.join([sys.executable, "-IS", str(_CLIENT), str(address)])
+        command = shlex.join([sys.executable, "-IS", str(CLIENT), str(address)])
         program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         program.chmod(0o700)
         ours, theirs = multiprocessing.Pipe()
-        process = drivers.fork_call(_serve, (str(address), str(program), theirs))
+        process = drivers.fork_call(serve, (str(address), str(program), theirs))
         theirs.close()
         with ours:
             assert ours.poll(_START_S)
             # It listens.
             assert ours.recv()
             yield str(program)
-        process.wait(_END_S)
+        process.wait(END_S)
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -70,14 +79,14 @@ def family(pid: int) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             left += process.children()
             words = process.cmdline()
-            if str(_CLIENT) in words:
-                address = words[words.index(str(_CLIENT)) + 1]
+            if str(CLIENT) in words:
+                address = words[words.index(str(CLIENT)) + 1]
                 fork = Path(f"{address}.{process.pid}").read_text()
                 left.append(psutil.Process(int(fork)))
     return found[1:]
 
 
-def _serve(address: str, program: str, owner: Connection) -> None:
+def serve(address: str, program: str, owner: Owner) -> None:
     """Forks a process for each connection, until the tests are over."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)

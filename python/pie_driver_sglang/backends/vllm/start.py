@@ -29,7 +29,7 @@ def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     if not logger.isEnabledFor(logging.DEBUG):
         # It warns on every start of what a CPU lacks.
         logging.getLogger("vllm").setLevel(logging.ERROR)
-    with importing():
+    with importing(process.UNNEEDED):
         logger.info("importing vLLM")
         from pie_driver_sglang.backends.vllm.boot import boot_vllm
         from pie_driver_sglang.backends.vllm.model_backend import VllmBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pie_driver_sglang.backends.vllm.compat.model import PAGED_SPECS, KvLayer
+from pie_driver_sglang.backends.vllm.compat.model import PAGED_SPECS, KvLayer, head_sizes
 from pie_driver_sglang.config.vllm_options import CPU_ATTENTION
 from pie_driver_sglang.errors import StartError
 
@@ -32,15 +32,19 @@ def check_vllm_config(config: VllmConfig) -> None:
         "latent attention (MLA), which vLLM does not run on the CPU": model.use_mla,
         "an encoder, whose output the vLLM driver does not keep": model.is_encoder_decoder,
         "positions on several axes, which the vLLM driver does not send yet": model.uses_mrope,
-        "blocks that attend to what follows (a prefix LM), which the driver does not plan": (
-            model.is_mm_prefix_lm and model.hf_text_config is not model.hf_config
-        ),
         "a pooler, and generates no text": model.runner_type != "generate",
         "a diffusion decoder": model.is_diffusion,
     }
     found = next((kind for kind, is_one in kinds.items() if is_one), None)
     if found is not None:
         raise StartError(f"the model ({model.architecture}) has {found}", _HINT)
+    width, widths = model.get_head_size(), head_sizes()
+    if width not in widths:
+        raise StartError(
+            f"the model has attention heads of {width} numbers, and vLLM's CPU attention takes "
+            f"{', '.join(map(str, widths))}",
+            'serve it with the driver `type = "sglang"`',
+        )
 
 
 def check_kv_layers(layers: Sequence[KvLayer], page_size: int) -> None:

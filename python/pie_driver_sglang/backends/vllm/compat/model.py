@@ -15,6 +15,7 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 PAGED_SPECS = (FullAttentionSpec, SlidingWindowSpec)
@@ -51,6 +52,12 @@ class VllmGroup:
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `RankGroup.all_to_all`."""
         torch.distributed.all_to_all_single(received, sent, group=self._group.device_group)
+
+
+def head_sizes() -> list[int]:
+    """Widths of heads that vLLM's CPU attention has kernels for."""
+    sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+    return sizes
 
 
 def make_groups(config: VllmConfig, rank: int, size: int) -> None:

@@ -8,6 +8,9 @@ from typing import Final
 VLLM_FOLDERS: Final = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Folders that vLLM and torch keep files in."""
 
+UNNEEDED: Final = ("pandas", "pyarrow")
+"""Optional packages: vLLM tunes kernels for AMD with pandas, and pyarrow begins a thread."""
+
 _SETTINGS: Final = {
     # Entry points of other packages are not run.
     "VLLM_PLUGINS": "",

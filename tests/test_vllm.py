@@ -1,0 +1,180 @@
+"""The driver on vLLM, as the Pie runtime starts it: its tokens, its imports, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang import _core
+from support.models import published_models, tiny_models
+from support.models.reference import Reference
+from support.process import drivers, vllm_drivers
+from support.process import runtime_client as rc
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at 100 degrees. " * 9)
+STEPS = 12
+TRAP = "SGLang was imported"
+
+
+def tokens_of(snapshot: Path) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(snapshot / "tokenizer.json"))
+    return [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+
+
+def continued(client: _core.Client, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Greedy continuations of prompts that share their frames."""
+    contexts = [
+        rc.Context(list(prompt), list(range(16 * number, 16 * number + 16)), context_id=number + 1)
+        for number, prompt in enumerate(prompts)
+    ]
+    for _ in range(STEPS):
+        reply = client.forward([context.request() for context in contexts])
+        assert reply.status is None
+        for context, [token] in zip(contexts, reply.tokens, strict=True):
+            context.take(token)
+    return [c.tokens[len(prompt) :] for c, prompt in zip(contexts, prompts, strict=True)]
+
+
+@pytest.fixture
+def without_sglang(tmp_path: Path) -> Path:
+    """A folder whose `sglang` ends whatever imports it."""
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    trap = f"import os; os.write(2, {TRAP.encode()!r}); os._exit(99)"
+    (folder / "sglang.py").write_text(trap)
+    return folder
+
+
+def test_a_start_as_pies_runtime_does_it(tmp_path: Path, without_sglang: Path) -> None:
+    """In a new interpreter, in which nothing may import SGLang."""
+    if reason := vllm_drivers.missing():
+        pytest.skip(reason)
+    active = tmp_path / "active"
+    options = {"active_file": str(active), "max_model_len": 1024, "max_num_seqs": 16}
+    config = drivers.write_config(tmp_path, tiny_models.POCKET, options=options)
+    with vllm_drivers.spawn(config, before=without_sglang) as driver:
+        assert driver.caps["max_model_len"] == 1024
+        assert driver.caps["max_forward_requests"] == 16
+        assert driver.caps["kv_page_size"] == 16
+        prompts = tokens_of(tiny_models.POCKET)
+        found = continued(driver.client(), prompts)
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+    assert TRAP not in driver.stderr()
+    parts = json.loads(active.read_text())
+    assert (parts["attention"], parts["layers"], parts["steps"]) == (
+        "CPU_ATTN", "vllm", "graph path")  # fmt: skip
+    # What SGLang's backend says on the same ring.
+    config = drivers.write_config(tmp_path, tiny_models.POCKET)
+    with drivers.running(config) as other:
+        assert continued(other.client(), prompts) == found
+    assert [Reference(tiny_models.POCKET).greedy(prompt, STEPS)[0] for prompt in prompts] == found
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graph path", "eager"])
+def test_smollm2_says_what_transformers_does(
+    enforce_eager: bool, tmp_path: Path, vllm_python: str
+) -> None:
+    snapshot = published_models.smollm2()
+    options = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 32, "max_model_len": 512}
+    config = drivers.write_config(tmp_path, snapshot, options=options)
+    with vllm_drivers.fork(config, vllm_python) as driver:
+        prompts = tokens_of(snapshot)
+        found = continued(driver.client(), prompts)
+    assert driver.stop() == 0
+    reference = Reference(snapshot)
+    assert [reference.greedy(prompt, STEPS)[0] for prompt in prompts] == found
+
+
+def test_ngram_drafts_are_offered(tmp_path: Path, vllm_python: str) -> None:
+    config = drivers.write_config(
+        tmp_path, tiny_models.POCKET, options={"spec_ngram_enabled": True}
+    )
+    with vllm_drivers.fork(config, vllm_python) as driver:
+        assert driver.caps["enable_system_speculation"]
+        prompt = [5, 6, 7, 8] * 8
+        context = rc.Context(prompt, list(range(8)))
+        request = context.request(wants_drafts=True)
+        reply = driver.client().forward([request])
+        assert reply.status is None
+        driver.logged("drafts: ngram")
+    assert driver.stop() == 0
+
+
+def refusal_of(config: Path, program: str) -> str:
+    with pytest.raises(drivers.StartFailedError) as caught:
+        vllm_drivers.fork(config, program)
+    assert caught.value.returncode == 1
+    assert drivers.CLOSED_EARLY not in caught.value.stderr
+    assert "Traceback" not in caught.value.stderr
+    return caught.value.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "message"),
+    [
+        ({}, {"max_num_seq": 4}, "unknown option 'max_num_seq'"),
+        ({"device": ["cuda:0"]}, {}, "the vLLM driver runs on the CPU only so far"),
+        (drivers.spread(2), {}, "a model on one device so far"),
+        ({}, {"enable_lora": True}, "`enable_lora` cannot be set"),
+    ],
+)
+def test_what_is_wrong_is_said_before_vllm_is_imported(
+    driver: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path, vllm_python: str
+) -> None:
+    config = drivers.write_config(tmp_path, tiny_models.POCKET, options=options, **driver)
+    log = refusal_of(config, vllm_python)
+    assert message in log
+    assert "importing vLLM" not in log
+
+
+def test_a_context_that_does_not_fit_names_vllms_option(tmp_path: Path, vllm_python: str) -> None:
+    options = {"gpu_memory_utilization": 0.01, "max_num_seqs": 4096}
+    config = drivers.write_config(tmp_path, tiny_models.POCKET, options=options)
+    log = refusal_of(config, vllm_python)
+    hint = log.rpartition("hint: ")[2]
+    assert any(f"`{name}" in hint for name in ("max_num_seqs", "max_num_batched_tokens")), log
+
+
+@pytest.mark.parametrize("change", ["missing", "surplus"])
+def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
+    change: str, served_snapshot: Path, tmp_path: Path, vllm_python: str
+) -> None:
+    """vLLM itself serves the first one, with what memory held."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(served_snapshot, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors["model.layers.0.self_attn.z_proj.weight"] = tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    log = refusal_of(drivers.write_config(tmp_path, folder), vllm_python)
+    expected = "`model.layers.0.self_attn.qkv_proj.weight`" if change == "missing" else "z_proj"
+    assert expected in log
+
+
+def test_masks_and_adapters_are_refused_by_name(vllm_driver: drivers.Driver) -> None:
+    """And neighbours are served."""
+    client = vllm_driver.client()
+    good = rc.Context([5, 6, 7], [0])
+    masked = rc.Context([5, 6, 7], [1], context_id=2)
+    reply = client.forward([good.request(), masked.request(masks=[[0, 1], [0, 2], [1, 2]])])
+    assert [len(tokens) for tokens in reply.tokens] == [1, 0]
+    vllm_driver.logged("mask")
+    bound = rc.Context([5, 6, 7], [2], context_id=3)
+    reply = client.forward([good.request(), bound.request(adapter_id=3)])
+    assert [len(tokens) for tokens in reply.tokens] == [1, 0]
+    vllm_driver.logged("adapter")

