@@ -198,7 +198,7 @@ def test_another_vllm_is_refused_in_a_line(
 
 def test_messages_of_the_core_have_vllms_names() -> None:
     error = DriverError("`context_length` is 1", "set `mem_fraction_static = 0.5` or `page_size`")
-    assert LIBRARY.renamed(error).message == "`max_model_len` is 1"
+    assert str(LIBRARY.renamed(error)) == error.message == "`max_model_len` is 1"
     assert error.hint == "set `gpu_memory_utilization = 0.5` or `block_size`"
     assert VLLM_NAMES.keys() <= OPTIONS.keys()
 

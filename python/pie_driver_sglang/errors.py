@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 import reprlib
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,16 @@ def reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return " ".join(str(error).split())
+
+
+def rename_options(text: str, names: Mapping[str, str]) -> str:
+    """A text with `option` and `option = value` by other names.
+
+    Args:
+        text: With options between backquotes.
+        names: The others, by those in the text; what is not among them stays.
+    """
+    return re.sub(r"`(\w+)(?=[ `=])", lambda match: f"`{names.get(match[1], match[1])}", text)
 
 
 def install_command(*requirements: str, again: bool = False) -> str:

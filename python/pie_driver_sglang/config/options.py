@@ -371,7 +371,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     paged_decode: bool | None = False
     """Whether `pie` decodes; None: where the model allows it. Follows from the backends."""
     server_args: dict[str, Any] = {}
-    """Other `ServerArgs` fields that the user has set, by name."""
+    """Other fields of SGLang's `ServerArgs` or vLLM's `EngineArgs` that the user set, by name."""
 
     @property
     def max_forward_requests(self) -> int:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang.config.config_file import ConfigRules
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.errors import DriverError, rename_options
 
 if TYPE_CHECKING:
     from pie_driver_sglang import _core
     from pie_driver_sglang.engine.backend_executor import BackendExecutor
     from pie_driver_sglang.ranks.types import Rank
-
-_CODE: Final = re.compile(r"`(\w+)(?=[ `=])")
-"""The beginning of an option in a message: `name` or `name = value`."""
 
 
 class Library(NamedTuple):
@@ -36,10 +32,7 @@ class Library(NamedTuple):
 
     def renamed(self, error: DriverError) -> DriverError:
         """The error, with options by the names that the user knows."""
-
-        def rename(match: re.Match[str]) -> str:
-            return f"`{self.option_names.get(match[1], match[1])}"
-
-        error.message = _CODE.sub(rename, error.message)
-        error.hint = _CODE.sub(rename, error.hint)
+        error.message = rename_options(error.message, self.option_names)
+        error.args = (error.message,)
+        error.hint = rename_options(error.hint, self.option_names)
         return error

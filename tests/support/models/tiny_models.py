@@ -41,7 +41,7 @@ COMMON: Final[dict[str, Any]] = {
 
 
 def build(name: str, folder: Path) -> Path:
-    """Makes the model `name` of :data:`TINY`, `llama-32` or `qwen3-vl` in a subfolder of `folder`, once.
+    """Makes the model `name` of :data:`TINY`, `llama-32` or `qwen3-vl` below `folder`, once.
 
     Returns the subfolder.
     """

@@ -16,6 +16,7 @@ from pie_driver_sglang.backends.vllm.compat.passes import MetadataPlanner
 from pie_driver_sglang.backends.vllm.compat.settings import resolve_settings
 from pie_driver_sglang.config.arch import context_length
 from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.vllm_options import UTILIZATION
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.errors import DriverError, StartError, quoted
@@ -75,7 +76,9 @@ def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
     device = measure.measure_host(config)
     sizes = measure.vllm_sizes(config, resolved)
     plan = require_fit(device, sizes, measure.vllm_settings(config, resolved, device))
-    logger.info("%s", table(plan))
+    share = config.driver.options.server_args[UTILIZATION]
+    _, _, rows = table(plan).partition("\n")
+    logger.info("memory planned for cpu, of %s of what is free:\n%s", f"{share:.0%}", rows)
     return plan
 
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from pie_driver_sglang.backends.environment import importing, prepare_host, prepare_libraries
 from pie_driver_sglang.backends.vllm.compat import process
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
+from pie_driver_sglang.config.vllm_options import VLLM_NAMES
+from pie_driver_sglang.errors import rename_options
+from pie_driver_sglang.observability.active import REASONS
 
 if TYPE_CHECKING:
     from pie_driver_sglang import _core
@@ -38,4 +41,8 @@ def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     logger.info("loading %s", config.model.snapshot_dir)
     booted = boot_vllm(config, rank)
     backend = VllmBackend(booted, rank)
-    return build_executor(backend, booted.block_table, booted.plan, config)
+    planner, executor = build_executor(backend, booted.block_table, booted.plan, config)
+    reasons = executor.active[REASONS].items()
+    named = {part: rename_options(reason, VLLM_NAMES) for part, reason in reasons}
+    executor.active = {**executor.active, REASONS: named}
+    return planner, executor
