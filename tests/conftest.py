@@ -106,6 +106,13 @@ def each_driver(request: pytest.FixtureRequest) -> drivers.Driver:
     return found
 
 
+@pytest.fixture(scope="session", params=["llama_driver", "vllm_driver"], ids=["sglang", "vllm"])
+def either_driver(request: pytest.FixtureRequest) -> drivers.Driver:
+    """A driver on SGLang, or on vLLM."""
+    found: drivers.Driver = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.fixture(scope="session")
 def reference(served_snapshot: Path) -> Any:
     """The model of these drivers by transformers."""

@@ -33,8 +33,8 @@ def prompt_request(samplers: Sequence[Sampler], *, row: int = 6, **changed: Any)
 
 
 @pytest.fixture(scope="module")
-def client(llama_driver: drivers.Driver) -> _core.Client:
-    return llama_driver.client()
+def client(either_driver: drivers.Driver) -> _core.Client:
+    return either_driver.client()
 
 
 @pytest.fixture(scope="module")

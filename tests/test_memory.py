@@ -181,7 +181,7 @@ def test_a_start_prints_its_plan_and_what_became_of_it(llama_driver: drivers.Dri
     assert log.index("memory planned for cpu") < log.index("memory as it is (as planned)")
     for row in ("total", "weights", "activations", "tables", "reserve", "KV"):
         assert re.search(rf"^  {row} +[\d.,]+ [MG]iB", log, flags=re.MULTILINE), row
-    assert f"{tokens:,} tokens of 512 bytes in {tokens // PAGE:,} pages of {PAGE}" in log
+    assert f"{tokens:,} tokens of 1,024 bytes in {tokens // PAGE:,} pages of {PAGE}" in log
     assert f"{tokens:,} tokens ({tokens:,})" in log
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang import _core
+from support import REPOSITORY
 from support.models import published_models, tiny_models
 from support.models.reference import Reference
 from support.process import drivers, vllm_drivers
@@ -108,6 +112,16 @@ def test_ngram_drafts_are_offered(tmp_path: Path, vllm_python: str) -> None:
         assert reply.status is None
         driver.logged("drafts: ngram")
     assert driver.stop() == 0
+
+
+def test_the_list_of_engine_args_is_that_of_the_installed_vllm() -> None:
+    if reason := vllm_drivers.missing():
+        pytest.skip(reason)
+    script = REPOSITORY / "tools" / "generate_engine_args.py"
+    command = [sys.executable, str(script), "--check"]
+    found = {**os.environ, **vllm_drivers.environment()}
+    result = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def refusal_of(config: Path, program: str) -> str:

@@ -22,7 +22,7 @@ PACKAGE: Final = "pie_driver_vllm"
 SITE: Final = "PIE_VLLM_SITE"
 """Environment variable: a folder with vLLM, besides those of the interpreter."""
 
-_START_S: Final = 120.0
+_START_S: Final = 200.0
 _SERVE: Final = (
     "import sys; from support.process import vllm_drivers; vllm_drivers.serve(*sys.argv[1:])"
 )
