@@ -122,15 +122,19 @@ def test_an_argument_of_the_engine_has_an_effect_or_is_refused(name: str) -> Non
     ("name", "value"),
     [
         ("delete_ckpt_after_loading", True),
-        ("decode_log_interval", 10),
         ("disable_outlines_disk_cache", True),
         ("disable_overlap_schedule", True),
         ("enable_mixed_chunk", True),
         ("enable_p2p_check", True),
         ("enable_torch_compile", True),
+        ("load_snapshot_publish_interval", 5),
+        ("nccl_port", 29500),
         ("num_continuous_decode_steps", 4),
+        ("prefill_delayer_max_delay_passes", 4),
         ("sampling_backend", "pytorch"),
+        ("scheduler_recv_interval", 4),
         ("show_time_cost", True),
+        ("sleep_on_idle", True),
         ("torch_compile_max_bs", 8),
     ],
 )
@@ -146,6 +150,62 @@ def test_a_harmless_flag_keeps_our_scheduler(
     parsed = parse_arguments(given)
     assert parsed.runtime == plan.runtime
     assert caplog.text.count(f"the argument `{name}` has no effect: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "threshold"),
+    [
+        # As in SGLang, where priorities preempt unless they are told not to.
+        ({"enable_priority_scheduling": True}, 10),
+        (
+            {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 2},
+            2,
+        ),
+        ({"enable_priority_scheduling": True, "disable_priority_preemption": True}, None),
+        ({"disable_priority_preemption": True}, None),
+    ],
+)
+def test_priorities_preempt_as_with_sglang(
+    given: dict[str, Any], threshold: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"model_path": str(POCKET), "device": "cpu", **given}
+    plan, reason = server_process.choose_scheduler(server_process.split_arguments(()), given)
+    assert plan is not None, reason
+    assert plan.runtime["priority_scheduling_preemption_threshold"] == threshold
+    alone = "enable_priority_scheduling" not in given
+    assert ("has no effect without `enable_priority_scheduling`" in caplog.text) == alone
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gc_threshold": [50000]},
+        {"soft_watchdog_timeout": 300.0},
+        {"enable_lora": True, "max_lora_chunk_size": 32},
+        {"mamba_backend": "triton", "mamba_cache_philox_rounds": 7},
+        {"disable_flashinfer_autotune": True, "flashinfer_autotune_skip_ops": ["fp4_gemm"]},
+    ],
+)
+def test_flags_of_the_front_end_and_of_sglangs_layers_keep_our_scheduler(
+    given: dict[str, Any],
+) -> None:
+    flags = {"model_path": str(POCKET), "device": "cpu", **given}
+    plan, reason = server_process.choose_scheduler(server_process.split_arguments(()), flags)
+    assert plan is not None, reason
+    passed = {name: value for name, value in given.items() if name in PASSED}
+    assert passed.items() <= plan.runtime["options"].items()
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5])
+def test_an_interval_of_the_decode_log_is_a_number_of_steps(interval: Any) -> None:
+    given = {"model_path": str(POCKET), "device": "cpu"}
+    assert parse_arguments({**given, "decode_log_interval": 7}).decode_log_interval == 7
+    assert parse_arguments(given).decode_log_interval == 40
+    with pytest.raises(
+        ConfigError, match=f"`decode_log_interval` is {interval}, expected"
+    ) as error:
+        parse_arguments({**given, "decode_log_interval": interval})
+    assert not isinstance(error.value, Unsupported)
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "outlines", "xgrammar"])

@@ -55,7 +55,6 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
                 "mm_io_worker_num",
                 "mm_process_config",
                 "mm_processor_worker_num",
-                "nccl_port",
                 "tp_size",
                 *NO_EFFECT,
             )
@@ -77,6 +76,10 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("lora_backend", "csgmv", "not for cpu"),
         ("mm_feature_transport", "cuda_ipc", "host's memory"),
         ("nnodes", 2, "--tp-size"),
+        ("numa_node", [0], "under `numactl"),
+        ("prefill_max_requests", 4, "set `chunked_prefill_size` or `max_prefill_tokens`"),
+        ("enable_nccl_nvls", True, "multicast"),
+        ("enable_symm_mem", True, "symmetric memory"),
         ("disaggregation_mode", "prefill", "one driver"),
         ("speculative_algorithm", "EAGLE", "n-grams only"),
     ],

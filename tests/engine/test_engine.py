@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.offline import prompts as prompts_module
 from pie_driver_sglang.frontends.offline.engine import Engine
+from pie_driver_sglang.observability.batch_log import start_batch_log
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
 
@@ -476,3 +478,54 @@ def test_a_shut_engine_refuses_calls(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(POCKET / name)
     with pytest.raises(StartError, match="no weights"):
         pie_driver_sglang.Engine(model_path=str(tmp_path), device="cpu")
+
+
+def test_batches_are_logged_as_by_sglang(engine: Engine) -> None:
+    """The lines of many requests add up to what was computed, retracted requests included."""
+    lines: list[str] = []
+    before = idle_counters(engine)
+    log = start_batch_log(
+        engine._runtime,
+        engine.get_server_info()["active"],
+        lines.append,
+        interval=5,
+        device="cpu",
+        speculates=False,
+    )
+    assert log is not None
+    try:
+        engine.generate(prompts(60, seed=9), GREEDY)
+        after = idle_counters(engine)
+        grown = {name: after[name] - before[name] for name in ("admissions", "prefill_tokens")}
+
+        def added(field: str) -> int:
+            found = [re.search(rf"^Prefill batch, .*{field}: (\d+), ", line) for line in lines]
+            return sum(int(each[1]) for each in found if each is not None)
+
+        deadline = time.monotonic() + 60
+        while added("#new-token") < grown["prefill_tokens"]:
+            assert time.monotonic() < deadline, lines
+            time.sleep(0.05)
+    finally:
+        log.close()
+    assert grown["admissions"] >= 60
+    assert added("#new-seq") == grown["admissions"]
+    assert added("#new-token") == grown["prefill_tokens"]
+    decodes = [line for line in lines if line.startswith("Decode batch, #running-req: ")]
+    assert any(float(line.split("gen throughput (token/s): ")[1].split(",")[0]) for line in decodes)
+    assert sum(line.startswith("Retract requests. ") for line in lines) > 0
+
+
+def test_prefills_are_counted(engine: Engine) -> None:
+    (prompt,) = engine_tokens([" ".join(WORDS[:90])])
+    names = ("admissions", "prefill_tokens", "matched_tokens")
+    assert engine.flush_cache()
+    for _ in range(2):
+        before = idle_counters(engine)
+        found = engine.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 3})
+        after = idle_counters(engine)
+        cached = found["meta_info"]["cached_tokens"]
+        grown = [after[name] - before[name] for name in names]
+        assert grown == [1, len(prompt) - cached, cached]
+        assert after["pending_tokens"] == 0
+    assert cached > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.cli import main
-from support.servers.pie_server import generate, refusal, state
+from support.servers.pie_server import generate, refusal, state, wait_until
 from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -104,6 +105,23 @@ def test_server_info_has_the_resolved_arguments(server: Server) -> None:
     found = state(server)
     assert found["resolved"]["devices"] == ["cpu"]
     assert found["capabilities"]["kv_page_size"] == found["page_size"]
+
+
+def test_batches_are_logged_as_by_sglang(server: Server) -> None:
+    found = generate(server, max_new_tokens=60, ignore_eos=True)
+    assert found["meta_info"]["completion_tokens"] == 60
+    time = r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] "
+    prefill = time + r"Prefill batch, #new-seq: \d+, #new-token: [1-9]\d*, #cached-token: \d+, "
+    decode = time + r"Decode batch, #running-req: \d+, #token: \d+, token usage: \d\.\d\d, "
+    decode += r"cpu graph: False, gen throughput \(token/s\): [1-9][\d.]*, #queue-req: \d+$"
+    for pattern in (prefill, decode):
+        is_logged = functools.partial(_is_logged, server, pattern)
+        wait_until(is_logged, 60, f"no {pattern}")
+
+
+def _is_logged(server: Server, pattern: str) -> bool:
+    log = server.log.read_text(errors="replace")
+    return re.search(pattern, log, re.MULTILINE) is not None
 
 
 def test_what_is_active_is_shown_with_reasons(server: Server) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 _COMPILED: Final = "the driver captures its kernels in CUDA graphs, and compiles nothing with torch"
 _PREFILL_GRAPHS: Final = "the driver chooses the sizes of its prefill graphs itself"
 _ONE_POOL: Final = "all layers have one pool of KV pages"
+_DELAYER: Final = "it tunes `enable_prefill_delayer`, which our scheduler does not have"
 _ALL_REDUCE: Final = "the driver selects its all-reduce kernels itself"
 #: The reason why a setting has no effect, by its name.
 NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
@@ -20,7 +21,6 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
         "cuda_graph_bs_prefill": _PREFILL_GRAPHS,
         "cuda_graph_max_bs_prefill": _PREFILL_GRAPHS,
         "cuda_graph_tc_compiler": _COMPILED,
-        "decode_log_interval": "what was served is logged every `log_interval_s` seconds of work",
         "delete_ckpt_after_loading": "the checkpoint is kept, because a restarted driver loads it "
         "again",
         "disable_hybrid_swa_memory": _ONE_POOL,
@@ -38,12 +38,21 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
         "enable_torch_compile": _COMPILED,
         "enable_torch_compile_debug_mode": _COMPILED,
         "enforce_disable_flashinfer_allreduce_fusion": _ALL_REDUCE,
-        "load_snapshot_publish_interval": "the load is published after every step",
+        "load_snapshot_publish_interval": "the load is published twice a second, and at once when "
+        "the first request comes or the last one ends",
+        "nccl_port": "the ranks of a driver meet at an anonymous file, and open no port",
         "num_continuous_decode_steps": "the scheduler decides after every step",
+        "prefill_delayer_forward_passes_buckets": _DELAYER,
+        "prefill_delayer_max_delay_ms": _DELAYER,
+        "prefill_delayer_max_delay_passes": _DELAYER,
+        "prefill_delayer_queue_min_ratio": _DELAYER,
+        "prefill_delayer_token_usage_low_watermark": _DELAYER,
+        "prefill_delayer_wait_seconds_buckets": _DELAYER,
         "sampling_backend": "the driver has its own sampling kernels",
-        "scheduler_recv_interval": "requests are received while steps run",
-        "show_time_cost": "`/start_profile` and `trace_file` have the times of steps",
-        "sleep_on_idle": "the scheduler always sleeps while it is idle",
+        "scheduler_recv_interval": "a thread of its own receives requests while steps run",
+        "show_time_cost": "it prints the times of marks in SGLang's code, and 0.5.17 sets none; "
+        "`/start_profile` and `trace_file` have the times of steps",
+        "sleep_on_idle": "scheduler and driver always sleep after a millisecond without work",
         "strip_thinking_cache": "the prefix cache keeps the tokens of a model's thinking, and "
         "evicts what was not used for longest",
         "swa_full_tokens_ratio": _ONE_POOL,

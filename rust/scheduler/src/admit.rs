@@ -212,6 +212,8 @@ impl<S> Scheduler<S> {
             request.kept_bytes += more;
             self.kept_bytes += more;
         }
+        self.counts.admissions += 1;
+        self.counts.matched_tokens += u64::from(admitted.cached_tokens);
         let sequence = &mut self.sequences[slot];
         if sequence.admitted.is_none() {
             sequence.admitted = Some(admitted);

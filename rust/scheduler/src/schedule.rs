@@ -51,6 +51,7 @@ impl<S> Scheduler<S> {
         self.counts.rows = step.rows.len();
         self.counts.total_rows += step.rows.len() as u64;
         self.counts.prompt_steps += u64::from(step.load.prompt_tokens > 0);
+        self.counts.prefill_tokens += u64::from(step.load.prompt_tokens);
         self.in_flight.push_back(step);
         Ok(Some(Step {
             number: self.counts.steps,

@@ -375,7 +375,10 @@ impl<S> Scheduler<S> {
     pub fn stats(&self) -> Stats {
         let waiting = || self.waiting.iter().map(|&slot| &self.sequences[slot]);
         let asks = |sequence: &&Sequence<S>| matches!(sequence.grammar, GrammarState::Compiling);
-        let running = self.running.iter().map(|&slot| &self.sequences[slot]);
+        let running = || self.running.iter().map(|&slot| &self.sequences[slot]);
+        let prefills = running().filter(|running| running.prefills());
+        let pending = waiting().map(Sequence::known);
+        let pending = pending.chain(prefills.map(Sequence::uncomputed));
         Stats {
             waiting: self.waiting.len(),
             retracted: waiting()
@@ -383,7 +386,8 @@ impl<S> Scheduler<S> {
                 .count(),
             grammar_queue: waiting().filter(asks).count(),
             running: self.running.len(),
-            running_tokens: running.map(|running| u64::from(running.known())).sum(),
+            running_tokens: running().map(|running| u64::from(running.known())).sum(),
+            pending_tokens: pending.map(u64::from).sum(),
             free_pages: self.kv_cache.free_pages(),
             cached_pages: self.kv_cache.cached_pages(),
             host_pages: self.kv_cache.host_pages(),

@@ -27,6 +27,14 @@ pub struct Stats {
     pub prompt_steps: u64,
     /// Rows of all steps.
     pub total_rows: u64,
+    /// Admissions; a sequence that was retracted is admitted again.
+    pub admissions: u64,
+    /// Cached tokens of all admissions.
+    pub matched_tokens: u64,
+    /// Prefill tokens of all steps.
+    pub prefill_tokens: u64,
+    /// Tokens that wait for their prefill: those of waiting sequences, and the rest of running prefills.
+    pub pending_tokens: u64,
     /// Prompt tokens of admitted sequences.
     pub prompt_tokens: u64,
     /// Cached prompt tokens.

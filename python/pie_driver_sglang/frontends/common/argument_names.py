@@ -28,7 +28,9 @@ SCHEDULER: Final = (
 #: Arguments that `parse_arguments` reads.
 READ: Final = (
     "base_gpu_id",
+    "decode_log_interval",
     "device",
+    "disable_priority_preemption",
     "download_dir",
     "dp_size",
     "dtype",
@@ -116,6 +118,18 @@ def _advice(argument: str, shown: Callable[[str], str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: f"`{shown(found[1])}`", _ADVICE[argument])
 
 
+#: Why an argument of SGLang is refused, where the reason of its owner would not fit.
+UNSERVED_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "enable_nccl_nvls": "the ranks of a driver do not use NVLink's multicast",
+        "enable_prefill_delayer": "prefills are not delayed until more of them can share a step",
+        "enable_symm_mem": "the ranks of a driver do not use NCCL's symmetric memory",
+        "numa_node": "the driver is not bound to a NUMA node; start the command under "
+        "`numactl --cpunodebind=N --membind=N` instead",
+        "prefill_max_requests": "the prefills of a step are limited by their tokens; set "
+        "`chunked_prefill_size` or `max_prefill_tokens`",
+    }
+)
 #: Why an argument of SGLang is refused, by its owner.
 UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -32,6 +32,7 @@ from pie_driver_sglang.frontends.common.argument_names import (
     OWN,
     READ,
     SCHEDULER,
+    UNSERVED_NAMES,
     UNSERVED_REASONS,
     unknown_argument,
 )
@@ -49,6 +50,22 @@ _OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
 """Devices of SGLang that the driver does not support."""
 _OTHER_GRAMMAR_BACKENDS: Final = ("outlines", "xgrammar")
 """Grammar backends of SGLang, for which llguidance serves the same grammars."""
+_OTHER_TOKENIZERS: Final = (
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "qwen.tiktoken",
+)
+"""Files of tokenizers that SGLang reads by transformers."""
+DECODE_LOG_INTERVAL: Final = 40
+"""SGLang's default of `decode_log_interval`."""
+_PREEMPTION: Final = "priority_scheduling_preemption_threshold"
+_PREEMPTION_THRESHOLD: Final = 10
+"""SGLang's default."""
 _DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
@@ -65,6 +82,7 @@ class EngineArguments(NamedTuple):
         adapters: LoRA adapters to load at the start.
         max_adapters: How many may be loaded; 0 where adapters are off.
         reasoning_parser: SGLang's name of the model's reasoning parser.
+        decode_log_interval: Steps from one `Decode batch` line of the log to the next.
     """
 
     model: Path
@@ -76,6 +94,7 @@ class EngineArguments(NamedTuple):
     adapters: tuple[AdapterPath, ...] = ()
     max_adapters: int = 0
     reasoning_parser: str | None = None
+    decode_log_interval: int = DECODE_LOG_INTERVAL
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
@@ -131,12 +150,14 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
     elif not kind.startswith("cpu"):
         # The chunk of a large GPU; the driver of a smaller one splits the step.
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
+    runtime |= _preemption(values)
     _require_integer(values, "max_prefill_tokens", 1)
     if "max_prefill_tokens" in values:
         # Of all prefill chunks of one step, as in SGLang.
         most = runtime.get("chunked_prefill_size", CHUNK_TOKENS["cpu"])
         runtime["chunked_prefill_size"] = min(most, values["max_prefill_tokens"])
     _require_integer(values, "max_total_tokens", 1)
+    _require_integer(values, "decode_log_interval", 1)
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
     return EngineArguments(
@@ -149,7 +170,19 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
         reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
+        decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
     )
+
+
+def _preemption(values: Mapping[str, Any]) -> dict[str, int | None]:
+    """The threshold of priorities from which on running requests are preempted; as in SGLang."""
+    if values.get("disable_priority_preemption"):
+        if not values.get("enable_priority_scheduling"):
+            logger.warning(
+                "`disable_priority_preemption` has no effect without `enable_priority_scheduling`"
+            )
+        return {_PREEMPTION: None}
+    return {_PREEMPTION: values.get(_PREEMPTION, _PREEMPTION_THRESHOLD)}
 
 
 def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
@@ -198,7 +231,9 @@ def _refuse_unserved(values: Mapping[str, Any]) -> None:
         if field is None:
             raise unknown_argument(name, {*known, *SERVER_ARGS})
         if field.owner is not None and field.owner != "key":
-            why = UNSERVED_REASONS.get(field.owner, "the driver decides it")
+            why = UNSERVED_NAMES.get(name) or UNSERVED_REASONS.get(
+                field.owner, "the driver decides it"
+            )
             raise Unsupported(
                 f"the argument `{name}` = {quoted(value)} is not served: {why}", f"remove `{name}`"
             )
@@ -300,10 +335,29 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
 
 def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
     name = values.get("tokenizer_path") or values["model_path"]
-    if str(name) == str(values["model_path"]):
-        return model
-    # The revision is that of the model's repository.
-    return model_folder({**values, "model_path": name, "revision": None}, with_weights=False)
+    folder = model
+    if str(name) != str(values["model_path"]):
+        # The revision is that of the model's repository.
+        own = {**values, "model_path": name, "revision": None}
+        folder = model_folder(own, with_weights=False)
+    if not (folder / "tokenizer.json").is_file():
+        raise _no_tokenizer(folder)
+    return folder
+
+
+def _no_tokenizer(folder: Path) -> ConfigError:
+    """The error for a folder without `tokenizer.json`; SGLang's scheduler reads other formats."""
+    other = next((each for each in _OTHER_TOKENIZERS if (folder / each).is_file()), None)
+    if other is not None:
+        return Unsupported(
+            f"the tokenizer in {quoted(str(folder))} is a {other}, without a tokenizer.json",
+            "convert it with transformers: `AutoTokenizer.from_pretrained(…)` writes one by "
+            "`save_pretrained(…)`",
+        )
+    return ConfigError(
+        f"there is no tokenizer in {quoted(str(folder))}",
+        "download the model again, with tokenizer.json, or set `skip_tokenizer_init`",
+    )
 
 
 def _check_limits(limits: Any) -> None:

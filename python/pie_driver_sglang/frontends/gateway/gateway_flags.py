@@ -48,6 +48,7 @@ _PRIORITY: Final = "the gateway passes no priority on"
 #: Flags that the engine or SGLang's server support, and this frontend does not.
 UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "disable_priority_preemption": _PRIORITY,
         "enable_lora": _LORA,
         "lora_paths": _LORA,
         "max_loaded_loras": _LORA,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
-from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value
+from pie_driver_sglang.errors import ConfigError, DriverError, StartError, invalid_value
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterUpdate,
@@ -25,6 +27,7 @@ from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configu
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
+from pie_driver_sglang.observability import batch_log
 from pie_driver_sglang.observability.active import ActiveFile
 
 logger = logging.getLogger(__name__)
@@ -87,7 +90,15 @@ class Engine:
             self._prompts = PromptParser(
                 self.tokenizer, parsed.sampling, self._adapters, self.context_length
             )
-            self._attach(runtime, OpenRequests(runtime), active)
+            log = batch_log.start_batch_log(
+                runtime,
+                active.read(),
+                batch_log.line_writer(parsed.runtime["options"].get("log_level")),
+                interval=parsed.decode_log_interval,
+                device=parsed.runtime["devices"][0],
+                speculates=parsed.speculates,
+            )
+            self._attach(runtime, OpenRequests(runtime), active, log)
         except BaseException:
             runtime.shutdown()
             raise
@@ -248,6 +259,18 @@ class Engine:
             "internal_states": [self._runtime.stats()],
         }
 
+    @contextlib.contextmanager
+    def trace_steps(self, path: str | Path) -> Iterator[None]:
+        """Write the steps of a block to a file for ui.perfetto.dev, or raise a `StartError`."""
+        runtime = self._runtime
+        runtime.start_trace(Path(path))
+        try:
+            yield
+        finally:
+            ended = runtime.end_trace()
+        if failures := [failure for _, _, failure in ended if failure]:
+            raise StartError(f"the trace is incomplete: {failures[0]}", "name another file")
+
     def end_session(self, session_id: str) -> None:
         """Free the KV pages of a session."""
         number = self._sessions.pop(session_id, None)
@@ -276,10 +299,16 @@ class Engine:
         """Shut down."""
         self.shutdown()
 
-    def _attach(self, runtime: Any, requests: OpenRequests, active: ActiveFile) -> None:
+    def _attach(
+        self,
+        runtime: Any,
+        requests: OpenRequests,
+        active: ActiveFile,
+        log: batch_log.BatchLogThread | None = None,
+    ) -> None:
         """Store the runtime, and shut it down when the engine is garbage-collected."""
         self._native_runtime, self._requests, self._active = runtime, requests, active
-        self._finalizer = weakref.finalize(self, _close, requests, active)
+        self._finalizer = weakref.finalize(self, _close, requests, active, log)
         self._sessions: dict[str, int] = {}
         self._session_numbers = itertools.count(1)
 
@@ -424,8 +453,10 @@ class Engine:
                 yield outputs.partial(outputs.append(event))
 
 
-def _close(requests: OpenRequests, _: ActiveFile) -> None:
+def _close(requests: OpenRequests, _: ActiveFile, log: batch_log.BatchLogThread | None) -> None:
     """Shut the runtime down; the file must live until then, because drivers write to it."""
+    if log is not None:
+        log.close()
     requests.close()
 
 

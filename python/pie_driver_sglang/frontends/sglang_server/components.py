@@ -10,7 +10,9 @@ from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
+from pie_driver_sglang.observability import batch_log
 from pie_driver_sglang.observability.active import ActiveFile
+from pie_driver_sglang.observability.batch_log import BatchLogThread
 from pie_driver_sglang.observability.spans import SpanThread
 
 if TYPE_CHECKING:
@@ -163,6 +165,17 @@ class SchedulerComponents:
         given = self._given
         metrics = SchedulerMetrics(given.settings, rank=given.rank, replica=given.replica)
         return MetricsThread(self.runtime, front, metrics)
+
+    def batch_log(self) -> BatchLogThread | None:
+        """The thread that logs batches; None if the log level is above `info`."""
+        return batch_log.start_batch_log(
+            self.runtime,
+            self.active,
+            batch_log.line_writer(None),
+            interval=self._plan.decode_log_interval,
+            device=self._plan.runtime["devices"][0],
+            speculates=self._plan.speculates,
+        )
 
     def spans(self, front: _core.SglangFrontend) -> SpanThread | None:
         """The thread that exports spans; None without `--enable-trace`."""

@@ -45,7 +45,7 @@ def run_scheduler(
 
     given = scheduler_ipc.SchedulerArguments(arguments)
     leads = given.rank == 0
-    parent = scheduler_ipc.begin_process(given.settings, leads=leads)
+    parent = scheduler_ipc.begin_process(given.settings, given.replica, leads=leads)
     try:
         if leads:
             window = SendWindow(acknowledged[given.replica or 0] if acknowledged else None)
@@ -91,6 +91,7 @@ class SchedulerProcess:
         )
         self._metrics = components.metrics(self._front)
         self._spans = components.spans(self._front)
+        self._batch_log = components.batch_log()
         self._failure: BaseException | None = None
 
     def serve(self) -> None:
@@ -147,6 +148,8 @@ class SchedulerProcess:
             self._metrics.close()
         if self._spans is not None:
             self._spans.close()
+        if self._batch_log is not None:
+            self._batch_log.close()
         self._runtime.shutdown()
         self._loads.close()
         self._sockets.close()

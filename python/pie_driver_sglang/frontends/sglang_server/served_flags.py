@@ -11,7 +11,12 @@ from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest
-from pie_driver_sglang.frontends.common.argument_names import READ, SCHEDULER, other_engines_flag
+from pie_driver_sglang.frontends.common.argument_names import (
+    READ,
+    SCHEDULER,
+    UNSERVED_NAMES,
+    other_engines_flag,
+)
 
 OWN_FLAGS: Final = """\
   --scheduler NAME     pie, sglang, or auto (default): ours, or SGLang's if a flag or the model
@@ -43,7 +48,8 @@ _FRONT: Final = frozenset(
         "mm_io_worker_num",
         "mm_process_config",
         "mm_processor_worker_num",
-        "nccl_port",
+        # Of the tokenizer manager and the detokenizer; our steps have `--watchdog-timeout`.
+        "soft_watchdog_timeout",
         WATCHDOG,
     }
 )
@@ -58,6 +64,7 @@ _ADAPTERS: Final = "the driver loads and applies adapters by its own means"
 #: Flags that our scheduler does not support, and the reason.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        **UNSERVED_NAMES,
         "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
         "enable_custom_logit_processor": "it is a Python object in the sampler",
         "enable_draft_weights_cpu_backup": "there is no draft model",
@@ -80,7 +87,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "kv_canary_sweep_interval": "it looks into SGLang's own pool",
         "kv_events_config": "events of the prefix index are not published yet",
         "lora_eviction_policy": "slots go to the adapter that was not used for longest",
-        "max_lora_chunk_size": _ADAPTERS,
         "mm_feature_transport": "pixels go to the driver by way of the host's memory",
         "msprobe_dump_config": "it hooks into SGLang's own runner",
         "return_hidden_states_mode": "hidden states stay in the driver",

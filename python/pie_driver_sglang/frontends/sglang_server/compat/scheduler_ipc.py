@@ -62,11 +62,12 @@ class SchedulerArguments:
         return {name: limit for name, limit in limits.items() if limit > 0}
 
 
-def begin_process(settings: Any, *, leads: bool) -> psutil.Process:
+def begin_process(settings: Any, replica: int | None, *, leads: bool) -> psutil.Process:
     """Set this process up as a scheduler of SGLang, and return its parent.
 
     Args:
         settings: ``ServerArgs``.
+        replica: Of data parallelism; None without.
         leads: Whether it is the scheduler that SGLang waits for at shutdown.
     """
     load_plugins()
@@ -75,7 +76,9 @@ def begin_process(settings: Any, *, leads: bool) -> psutil.Process:
     setproctitle.setproctitle("sglang::scheduler" if leads else "sglang::rank")
     # Ctrl-C is for the process that started this one, which lets requests finish first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    configure_logger(settings, prefix="")
+    # As SGLang's schedulers name themselves in each line.
+    replica_name = "" if replica is None else f" DP{replica}"
+    configure_logger(settings, prefix=replica_name + (" TP0" if settings.tp_size > 1 else ""))
     publish(settings, role="scheduler")
     parent = psutil.Process().parent()
     if parent is None:
