@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config.arch import context_limit, text_config
+from pie_driver_sglang.config.model_features import check_features
 from pie_driver_sglang.config.option_checks import loads_plugins
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.server_args import ARCHITECTURES, SGLANG_VERSION
@@ -104,7 +105,7 @@ def load_hf_config(snapshot_dir: Path) -> dict[str, Any]:
 
 
 def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks: int) -> None:
-    """Reject a model that SGLang lacks or whose sizes are implausible, and options beyond it.
+    """Reject a model that SGLang or the driver lacks, implausible sizes, and options beyond it.
 
     Args:
         hf_config: Of :func:`load_hf_config`.
@@ -112,8 +113,11 @@ def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks:
         ranks: Processes that the model is spread over.
 
     Raises:
+        Unsupported: SGLang has no class for the model, or the driver lacks a feature for it.
         ConfigError: One of them is wrong.
     """
+    model_impl = options.server_args.get("model_impl", "auto")
+    check_features(hf_config, options.kv_cache_dtype, model_impl)
     if _CHANGING.isdisjoint(options.server_args):
         _check_architectures(hf_config)
         check_sizes(text_config(hf_config))

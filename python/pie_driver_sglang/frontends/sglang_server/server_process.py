@@ -17,6 +17,7 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
+from pie_driver_sglang.config.model_features import unserved_media
 from pie_driver_sglang.config.no_effect import no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
@@ -152,7 +153,8 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     else:
         from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
 
-        for line in no_effect_lines(given):
+        media = unserved_media(load_hf_config(plan.model))
+        for line in [*no_effect_lines(given), *filter(None, [media])]:
             print_notice(line)
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
@@ -207,13 +209,16 @@ def choose_scheduler(
             plan = parse_arguments({**served_arguments(given), **own.options})
             if WATCHDOG in given:
                 plan.runtime["step_timeout_s"] = float(given[WATCHDOG])
-            return plan, ""
+            media = unserved_media(load_hf_config(plan.model))
+            if media is None or own.scheduler == "pie" or own.options:
+                return plan, ""
+            return None, f"{media}; `--scheduler pie` serves its text"
         except Unsupported as error:
             reason = " ".join(str(error).split())
     if own.scheduler == "pie" or own.options:
         raise ConfigError(
-            f"our scheduler does not serve {reason}",
-            "remove the flag, or start with `--scheduler sglang`, which takes no `--option`",
+            f"our scheduler does not serve this: {reason}",
+            "remove it, or start with `--scheduler sglang`, which takes no `--option`",
         )
     return None, reason
 

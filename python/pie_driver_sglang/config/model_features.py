@@ -1,0 +1,209 @@
+"""What a model needs and the driver does not have, by its `config.json` alone.
+
+Driver, engine and servers check it before anything is loaded, so `--scheduler auto` starts SGLang's
+scheduler for such a model. `tests/test_model_features.py` compares the names with SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.errors import Unsupported, quoted
+
+#: Architectures that return embeddings, classes or rewards.
+NO_TEXT: Final = frozenset(
+    {
+        "BertForSequenceClassification",
+        "BertModel",
+        "CLIPModel",
+        "Contriever",
+        "Gemma2ForSequenceClassification",
+        "InternLM2ForRewardModel",
+        "Lfm2BidirectionalModel",
+        "LlamaEmbeddingModel",
+        "LlamaForSequenceClassification",
+        "LlamaForSequenceClassificationWithNormal_Weights",
+        "MistralModel",
+        "Qwen2ForRewardModel",
+        "Qwen2ForSequenceClassification",
+        "Qwen3ForRewardModel",
+        "Qwen3ForSequenceClassification",
+        "Qwen3Model",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaModel",
+    }
+)
+#: Architectures whose decoder attends to an encoder's output.
+ENCODER_DECODER: Final = frozenset(
+    {
+        "MllamaForConditionalGeneration",
+        "MossVLForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+    }
+)
+#: Architectures with KV pools of their own.
+OTHER_POOLS: Final = frozenset(
+    {
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4ForCausalLMDSpark",
+        "DeepseekV4ForCausalLMNextN",
+        "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+    }
+)
+#: Architectures that have an index of keys next to the KV pool if `index_topk` is set (DSA).
+INDEXED: Final = frozenset(
+    {
+        "DeepseekV32ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3ForCausalLMNextN",
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaForCausalLMNextN",
+        "LongcatFlashForCausalLM",
+        "LongcatFlashForCausalLMNextN",
+        "MistralLarge3ForCausalLM",
+        "PixtralForConditionalGeneration",
+    }
+)
+#: Types of KV whose pools the driver has.
+KV_TYPES: Final = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+#: Types of KV that SGLang has besides.
+OTHER_KV_TYPES: Final = ("fp4_e2m1", "fp4_mx_block16", "mxfp8", "nvfp4")
+#: Architectures that SGLang gives images or audio.
+MEDIA: Final = frozenset(
+    {
+        "CLIPModel",
+        "Cohere2VisionForConditionalGeneration",
+        "DeepseekOCRForCausalLM",
+        "DeepseekVL2ForCausalLM",
+        "DotsOCRForCausalLM",
+        "DotsVLMForCausalLM",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "GlmAsrForConditionalGeneration",
+        "GlmImageForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
+        "Grok1AForCausalLM",
+        "Grok1VForCausalLM",
+        "InternS1ForConditionalGeneration",
+        "InternS1ProForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "InternVLChatModel",
+        "JetVLMForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+        "KimiVLForConditionalGeneration",
+        "Lfm2VlForConditionalGeneration",
+        "LightOnOCRForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "LlavaLlamaForCausalLM",
+        "LlavaMistralForCausalLM",
+        "LlavaQwenForCausalLM",
+        "LlavaVidForCausalLM",
+        "LocateAnythingForConditionalGeneration",
+        "MiDashengLMModel",
+        "MiMoV2ASRForCausalLM",
+        "MiMoV2ForCausalLM",
+        "MiniCPMO",
+        "MiniCPMV",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "MllamaForConditionalGeneration",
+        "MossVLForConditionalGeneration",
+        "MultiModalityCausalLM",
+        "NVILAForConditionalGeneration",
+        "NVILALiteForConditionalGeneration",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "POINTSV15ChatModel",
+        "PaddleOCRVLForConditionalGeneration",
+        "Phi4MMForCausalLM",
+        "PixtralForConditionalGeneration",
+        "Qwen2AudioForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3ASRForConditionalGeneration",
+        "Qwen3OmniMoeForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Sarashina2VisionForCausalLM",
+        "Step3VLForConditionalGeneration",
+        "Step3p7ForConditionalGeneration",
+        "StepVLForConditionalGeneration",
+        "UnlimitedOCRForCausalLM",
+        "VoxtralForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+    }
+)
+#: Of these, the ones that are text models unless `--enable-multimodal` is set.
+TEXT_BY_DEFAULT: Final = frozenset(
+    {
+        "Gemma3ForConditionalGeneration",
+        "InklingForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "Step3VLForConditionalGeneration",
+    }
+)
+#: The ones that are text models unless `config.json` has encoders of images and audio.
+MEDIA_BY_CONFIG: Final = frozenset({"MiMoV2ForCausalLM"})
+_TEXT_MODEL: Final = "use a causal language model"
+
+
+def check_features(hf_config: Mapping[str, Any], kv_cache_dtype: str, model_impl: str) -> None:
+    """Reject a model, or settings of it, for which the driver lacks a feature.
+
+    Args:
+        hf_config: The model's `config.json`.
+        kv_cache_dtype: As the option.
+        model_impl: SGLang's setting.
+
+    Raises:
+        Unsupported: The driver lacks a feature that SGLang's scheduler has.
+    """
+    names = hf_config.get("architectures") or ()
+    if found := NO_TEXT.intersection(names):
+        raise Unsupported(f"{min(found)} does not generate text", _TEXT_MODEL)
+    if found := ENCODER_DECODER.intersection(names):
+        raise Unsupported(
+            f"{min(found)} has an encoder whose output its decoder attends to, for which the "
+            "runtime's pages have no room",
+            "use a decoder-only language model",
+        )
+    indexed = INDEXED.intersection(names) if hf_config.get("index_topk") is not None else ()
+    if found := OTHER_POOLS.intersection(names).union(indexed):
+        raise Unsupported(
+            f"{min(found)} needs a KV pool for sparse attention, which the driver does not support",
+            "use a model with one pool of keys and values",
+        )
+    if str(model_impl).lower() == "transformers":
+        raise Unsupported(
+            f"`model_impl` is {quoted(model_impl)}: the driver runs SGLang's own classes of models",
+            "remove `model_impl`",
+        )
+    if kv_cache_dtype in OTHER_KV_TYPES:
+        raise Unsupported(
+            f"`kv_cache_dtype` is {quoted(kv_cache_dtype)}, for which the driver has no KV pool",
+            f"set one of {', '.join(KV_TYPES)}",
+        )
+
+
+def unserved_media(hf_config: Mapping[str, Any]) -> str | None:
+    """Why images or audio of a model are not served; None if it is a text model, or they are."""
+    names = hf_config.get("architectures") or ()
+    found = MEDIA.intersection(names) - TEXT_BY_DEFAULT - ENCODER_DECODER
+    if MEDIA_BY_CONFIG.intersection(names) and not all(
+        hf_config.get(key) for key in ("vision_config", "audio_config")
+    ):
+        found -= MEDIA_BY_CONFIG
+    if not found or takes_images(hf_config):
+        return None
+    return f"the driver has no encoder for the images or the audio of {min(found)}"

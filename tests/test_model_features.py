@@ -1,0 +1,204 @@
+"""What models need and the driver lacks: known before a load, and the same as what SGLang says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang.config import model_features
+from pie_driver_sglang.config.model_features import check_features, unserved_media
+from pie_driver_sglang.config.server_args import ARCHITECTURES, SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError, Unsupported
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.sglang_server import server_process
+from support.models.architectures import ARCHITECTURES as TRIED
+from support.models.tiny_models import POCKET
+
+REFUSED = [
+    ({"architectures": ["Qwen3ForRewardModel"]}, "Qwen3ForRewardModel does not generate text"),
+    ({"architectures": ["MllamaForConditionalGeneration"]}, "an encoder whose output its decoder"),
+    ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}, "a KV pool for sparse"),
+    ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "a KV pool for sparse attention"),
+]
+
+
+def folder(path: Path, without: tuple[str, ...] = (), **config: Any) -> Path:
+    """The embedded model's folder with another `config.json`, and without some files."""
+    shutil.copytree(POCKET, path, symlinks=False)
+    for name in without:
+        (path / name).unlink()
+    found = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**found, **config}))
+    return path
+
+
+def choose(model: Path, *words: str, **given: Any) -> tuple[Any, str]:
+    flags = {"model_path": str(model), "device": "cpu", **given}
+    return server_process.choose_scheduler(server_process.split_arguments(words), flags)
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED, ids=str)
+def test_sglangs_scheduler_serves_what_only_it_can(
+    config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = folder(tmp_path / "model", **config)
+    plan, reason = choose(model)
+    assert plan is None
+    assert words in reason
+    assert len(reason.splitlines()) == 1
+    with pytest.raises(ConfigError, match="our scheduler does not serve"):
+        choose(model, "--scheduler", "pie")
+    # The engine refuses it in the same words, before anything is loaded.
+    with pytest.raises(Unsupported, match=words):
+        parse_arguments({"model_path": str(model), "device": "cpu"})
+
+
+@pytest.mark.parametrize("name", model_features.OTHER_KV_TYPES)
+def test_kv_without_a_pool_of_ours(name: str) -> None:
+    plan, reason = choose(POCKET, kv_cache_dtype=name)
+    assert plan is None
+    assert f"`kv_cache_dtype` is '{name}'" in reason
+
+
+def test_model_code_of_transformers() -> None:
+    plan, reason = choose(POCKET, model_impl="transformers")
+    assert plan is None
+    assert "`model_impl` is 'transformers'" in reason
+
+
+def test_a_tokenizer_of_another_format(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", without=("tokenizer.json",))
+    (model / "tokenizer.model").write_bytes(b"\n")
+    plan, reason = choose(model)
+    assert plan is None
+    assert reason.endswith("is a tokenizer.model, without a tokenizer.json")
+    # Without text none is read.
+    plan, reason = choose(model, skip_tokenizer_init=True)
+    assert plan is not None, reason
+
+
+def test_a_model_without_a_tokenizer_is_a_mistake(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", without=("tokenizer.json",))
+    for words in ((), ("--scheduler", "pie")):
+        with pytest.raises(ConfigError, match="no tokenizer in") as refusal:
+            choose(model, *words)
+        assert not isinstance(refusal.value, Unsupported)
+
+
+def test_images_of_other_families_are_sglangs(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", architectures=["Qwen2VLForConditionalGeneration"])
+    plan, reason = choose(model)
+    assert plan is None
+    assert reason == (
+        "the driver has no encoder for the images or the audio of "
+        "Qwen2VLForConditionalGeneration; `--scheduler pie` serves its text"
+    )
+    for words in (("--scheduler", "pie"), ("--option", "max_loaded_loras=64")):
+        plan, reason = choose(model, *words)
+        assert plan is not None, reason
+    # SGLang serves it as a text model, unless a flag says otherwise.
+    model = folder(tmp_path / "text", architectures=["Gemma3ForConditionalGeneration"])
+    plan, reason = choose(model)
+    assert plan is not None, reason
+    plan, reason = choose(model, enable_multimodal=True)
+    assert plan is None
+
+
+def test_models_with_images_by_config() -> None:
+    name = "MiMoV2ForCausalLM"
+    assert unserved_media({"architectures": [name]}) is None
+    whole = {"architectures": [name], "vision_config": {"a": 1}, "audio_config": {"a": 1}}
+    assert unserved_media(whole) is not None
+    assert unserved_media({"architectures": ["Qwen3VLForConditionalGeneration"]}) is None
+
+
+@pytest.mark.parametrize("name", sorted(TRIED))
+def test_no_model_that_was_tried_is_refused(name: str) -> None:
+    config = {"architectures": [TRIED[name].name]}
+    check_features(config, "auto", "auto")
+    assert unserved_media(config) is None
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_the_names_are_those_of_sglang() -> None:
+    from sglang.srt.configs import model_config as sglang
+
+    media = {*sglang.multimodal_model_archs}
+    own = {
+        *model_features.NO_TEXT,
+        *model_features.ENCODER_DECODER,
+        *model_features.OTHER_POOLS,
+        *model_features.INDEXED,
+        *media,
+    }
+    names = ARCHITECTURES | own
+    assert media == model_features.MEDIA
+    assert {*sglang.MIMO_V2_MULTIMODAL_ARCHS} == model_features.MEDIA_BY_CONFIG
+    for name in names:
+        generates = sglang.is_generation_model([name])
+        assert generates != (name in model_features.NO_TEXT), name
+        has_encoder = sglang.is_encoder_decoder_model([name])
+        assert has_encoder == (name in model_features.ENCODER_DECODER), name
+        indexed = {"architectures": [name], "index_topk": 64}
+        assert sglang.is_deepseek_dsa(indexed) == (name in model_features.INDEXED), name
+    from transformers import PretrainedConfig
+
+    sparse = {
+        name
+        for name in names
+        if sglang.is_deepseek_v4({"architectures": [name]})
+        or sglang.is_minimax_sparse(PretrainedConfig(architectures=[name]))
+    }
+    assert sparse == {*model_features.OTHER_POOLS} & names
+    choices = {*SERVER_ARGS["kv_cache_dtype"].choices}
+    assert choices == {*model_features.KV_TYPES, *model_features.OTHER_KV_TYPES}
+
+
+def built(name: str, path: Path) -> Path:
+    """A small random model of transformers, with the embedded model's tokenizer."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if name == "WhisperForConditionalGeneration":
+        layers = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": 128}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
+        config = transformers.WhisperConfig(
+            **layers, **heads, **tokens, decoder_start_token_id=1, suppress_tokens=None
+        )
+    elif name == "LlamaForSequenceClassification":
+        config = transformers.LlamaConfig(**sizes, **heads)
+    else:
+        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+        text = {**sizes, **heads, "rope_parameters": rope}
+        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+    getattr(transformers, name)(config).save_pretrained(path)
+    for each in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POCKET / each, path)
+    return path
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LlamaForSequenceClassification", "does not generate text"),
+        ("Qwen2VLForConditionalGeneration", "no encoder for the images"),
+        ("WhisperForConditionalGeneration", "has an encoder whose output"),
+    ],
+)
+def test_models_of_transformers_that_only_sglang_serves(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    plan, reason = choose(built(name, tmp_path / "model"))
+    assert plan is None
+    assert name in reason
+    assert words in reason
