@@ -11,6 +11,7 @@ Each command is a module with a function `main(arguments) -> int`: `doctor`, `ch
 ``engine_options``  the flags of an engine, and its start
 ``conversation``    chat messages and branches, for `shell`
 ``bench_server``    runs `sglang.bench_serving`, for `bench`
+``one_batch``       latencies of single batches, for `bench`
 ``workloads``       synthetic requests, for `bench`
 ``report``          output of findings and files
 ``version``         version and commit of the build

@@ -1,6 +1,7 @@
 """`pie-sglang bench`: throughput on a workload, alone or alternating with a peer.
 
-`--serve` measures a running server: `bench_server.py`.
+`--serve` measures a running server: `bench_server.py`. `--one-batch` measures single batches:
+`one_batch.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pie_driver_sglang.cli import one_batch
 from pie_driver_sglang.cli.bench_server import add_server_options, measure_server, server_table
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
 from pie_driver_sglang.cli.report import write_output
@@ -32,6 +34,8 @@ PEERS: Final = ("sglang",)
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
+    if one_batch.FLAG in arguments:
+        return one_batch.main([each for each in arguments if each != one_batch.FLAG])
     options = _parser().parse_args(arguments)
     if options.serve is not None:
         records = measure_server(options)
@@ -212,6 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=1, metavar="N", help="starts of every engine")
     add("--peer", choices=PEERS, action="append", default=[], help="compare with it, alternating")
     add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
+    add(
+        one_batch.FLAG,
+        action="store_true",
+        help="measure the latency of single batches instead, of all combinations of --batch-size, "
+        "--input-len and --output-len, which take several values then",
+    )
     # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
     add_server_options(parser)
