@@ -196,6 +196,21 @@ def test_flags_of_the_front_end_and_of_sglangs_layers_keep_our_scheduler(
     assert passed.items() <= plan.runtime["options"].items()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gc_threshold", "call `gc.set_threshold`"),
+        ("numa_node", "under `numactl"),
+        ("prefill_max_requests", "`max_prefill_tokens`"),
+        ("soft_watchdog_timeout", "SGLang's processes"),
+    ],
+)
+def test_the_engine_says_what_to_use_instead(name: str, words: str) -> None:
+    with pytest.raises(Unsupported) as refusal:
+        parse_arguments({"model_path": str(POCKET), name: [1]})
+    assert words in str(refusal.value)
+
+
 @pytest.mark.parametrize("interval", [0, -1, 2.5])
 def test_an_interval_of_the_decode_log_is_a_number_of_steps(interval: Any) -> None:
     given = {"model_path": str(POCKET), "device": "cpu"}

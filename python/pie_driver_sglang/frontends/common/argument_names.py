@@ -130,6 +130,15 @@ UNSERVED_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "`chunked_prefill_size` or `max_prefill_tokens`",
     }
 )
+#: The same for what the server serves and the engine does not.
+UNSERVED_BY_ENGINE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **UNSERVED_NAMES,
+        "gc_threshold": "the engine is a part of this process; call `gc.set_threshold`",
+        "soft_watchdog_timeout": "it watches SGLang's processes, and the engine has none",
+        "watchdog_timeout": "a driver is restarted after a step of 60 s",
+    }
+)
 #: Why an argument of SGLang is refused, by its owner.
 UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {

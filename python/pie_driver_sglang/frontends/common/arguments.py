@@ -32,7 +32,7 @@ from pie_driver_sglang.frontends.common.argument_names import (
     OWN,
     READ,
     SCHEDULER,
-    UNSERVED_NAMES,
+    UNSERVED_BY_ENGINE,
     UNSERVED_REASONS,
     unknown_argument,
 )
@@ -231,7 +231,7 @@ def _refuse_unserved(values: Mapping[str, Any]) -> None:
         if field is None:
             raise unknown_argument(name, {*known, *SERVER_ARGS})
         if field.owner is not None and field.owner != "key":
-            why = UNSERVED_NAMES.get(name) or UNSERVED_REASONS.get(
+            why = UNSERVED_BY_ENGINE.get(name) or UNSERVED_REASONS.get(
                 field.owner, "the driver decides it"
             )
             raise Unsupported(
