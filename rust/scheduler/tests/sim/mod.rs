@@ -138,6 +138,10 @@ impl Sim {
         let stats = self.scheduler.stats();
         assert_eq!(stats.free_pages, self.limits.total_pages as usize);
         assert_eq!((stats.cached_pages, stats.host_pages), (0, 0));
+        // An admission ends by a retraction, or with its sequence.
+        assert!(stats.admissions <= stats.retractions + stats.finished);
+        assert!(stats.matched_tokens >= stats.cached_tokens);
+        assert_eq!(stats.pending_tokens, 0);
     }
 
     pub fn drain(&mut self) {
