@@ -38,7 +38,7 @@ serve: $(VENV)/.installed ## Serve SmolLM2 over HTTP on the CPU; MODEL=models/po
 # The crates' tests, half of whose time is waiting, run beside Python's.
 test: ## Run every test
 	@test -e $(VENV)/.dependencies || tools/preflight "$(PYTHON)" . $(GIB)
-	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled
+	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled $(VENV)/.vllm
 	@$(MAKE) --no-print-directory --jobs=2 test-rust test-python
 
 build-rust:

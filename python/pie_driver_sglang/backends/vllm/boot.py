@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,6 +42,8 @@ class BootedVllm(NamedTuple):
     block_table: BlockTable
     plan: Plan
     """Of the memory, as made before the model was loaded."""
+    weight_bytes: int
+    """Of parameters and buffers, as they were loaded."""
 
 
 def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
@@ -60,23 +61,40 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         resolved.cache_config.num_gpu_blocks = pages
         compat.make_groups(resolved, rank.number, rank.size)
         plain = resolved.model_config.quantization is None
-        check = functools.partial(load_check.load_completely, checked=plain)
-        model = compat.load_model(resolved, check)
+        loaded: list[int] = []
+
+        def load(model: Any, load_weights: Callable[[], None]) -> None:
+            load_check.load_completely(model, load_weights, checked=plain)
+            loaded.append(load_check.parameter_bytes(model))
+
+        model = compat.load_model(resolved, load)
         layers = compat.kv_layers(resolved)
         support.check_kv_layers(layers, options.page_size)
         kv = [compat.allocate_kv(layer, pages, resolved.model_config.dtype) for layer in layers]
         planner = MetadataPlanner(resolved, layers, compat.share_kv(resolved))
         row = row_pages(resolved.model_config.max_model_len, options.page_size)
         block_table = BlockTable(options.max_forward_requests, row, options.page_size, "cpu")
-    return BootedVllm(resolved, model, planner, kv, block_table, plan)
+    return BootedVllm(resolved, model, planner, kv, block_table, plan, sum(loaded))
 
 
 def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
     """Plans the memory, and logs the plan."""
-    device = measure.measure_host(config)
-    sizes = measure.vllm_sizes(config, resolved)
-    plan = require_fit(device, sizes, measure.vllm_settings(config, resolved, device))
-    share = config.driver.options.server_args[UTILIZATION]
+    share = float(config.driver.options.server_args[UTILIZATION])
+    whole, sizes = measure.measure_host(), measure.vllm_sizes(config, resolved)
+
+    def fit(part: float) -> Plan:
+        device = whole._replace(free=int(part * whole.free))
+        return require_fit(device, sizes, measure.vllm_settings(config, resolved, device))
+
+    try:
+        plan = fit(share)
+    except StartError as error:
+        for larger in (tenths / 10 for tenths in range(int(share * 10) + 1, 11)):
+            with contextlib.suppress(StartError):
+                fit(larger)
+                error.hint = f"set `{UTILIZATION} = {larger}` in the options"
+                break
+        raise
     _, _, rows = table(plan).partition("\n")
     logger.info("memory planned for cpu, of %s of what is free:\n%s", f"{share:.0%}", rows)
     return plan
@@ -103,7 +121,6 @@ def _engine_args(config: DriverConfig) -> dict[str, Any]:
         # All layers have one block table.
         "disable_hybrid_kv_cache_manager": True,
         "enforce_eager": True,
-        "language_model_only": True,
         "disable_log_stats": True,
     }
     return {"use_tqdm_on_load": False, **options.server_args, **owned}

@@ -48,5 +48,11 @@ def load_completely(model: Any, load: Callable[[], None], *, checked: bool) -> N
         )
 
 
+def parameter_bytes(model: Any) -> int:
+    """What parameters and buffers take; vLLM packs them for its kernels later."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
 def _is_float(value: torch.Tensor) -> bool:
     return value.is_floating_point() and value.itemsize > 1

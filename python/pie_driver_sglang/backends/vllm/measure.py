@@ -12,7 +12,6 @@ import transformers
 from pie_driver_sglang.checkpoint.tensors import DamagedError, Tensor
 from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.config.vllm_options import UTILIZATION
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Part
@@ -24,11 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def measure_host(config: DriverConfig) -> Device:
-    """The host, with the share of its free memory that the driver may take."""
+def measure_host() -> Device:
+    """The host, with all of its free memory."""
     total = psutil.virtual_memory().total
-    share = config.driver.options.server_args[UTILIZATION]
-    return Device("cpu", total, int(share * min(available_bytes(), total)))
+    return Device("cpu", total, min(available_bytes(), total))
 
 
 def vllm_settings(config: DriverConfig, resolved: VllmConfig, device: Device) -> MemorySettings:

@@ -62,14 +62,14 @@ class VllmBackend:
         self._kv = booted.kv
         self._block_table = booted.block_table
         # Packed weights have left their modules.
-        self._weight_bytes = booted.plan.weights
+        self._weight_bytes = booted.weight_bytes
 
     def kv_pages(self) -> list[torch.Tensor]:
         """See `ModelBackend.kv_pages`."""
         return self._kv
 
     def weight_bytes(self) -> int:
-        """As planned: vLLM packs weights for its kernels, outside of parameters."""
+        """As loaded: afterwards vLLM packs weights for its kernels, outside of parameters."""
         return self._weight_bytes
 
     def make_context(
@@ -169,7 +169,6 @@ def _vllm_info(booted: BootedVllm) -> BackendInfo:
         context_length=model.max_model_len,
         dtype=model.dtype,
         attention_backend=CPU_ATTENTION,
-        is_multimodal=bool(model.is_multimodal_model),
         is_sparse=expert_choices(booted.config) > 0,
         mask_refusal=support.MASKS,
         paged_decode_refusal="`pie` decodes on a GPU",

@@ -32,6 +32,9 @@ def check_vllm_config(config: VllmConfig) -> None:
         "latent attention (MLA), which vLLM does not run on the CPU": model.use_mla,
         "an encoder, whose output the vLLM driver does not keep": model.is_encoder_decoder,
         "positions on several axes, which the vLLM driver does not send yet": model.uses_mrope,
+        "an encoder of images, video or audio, which the vLLM driver does not serve yet": (
+            model.is_multimodal_model
+        ),
         "a pooler, and generates no text": model.runner_type != "generate",
         "a diffusion decoder": model.is_diffusion,
     }
