@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -38,7 +39,11 @@ from pie_driver_sglang.frontends.batches.line_requests import Application, LineR
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
 from pie_driver_sglang.frontends.batches.storage_lock import LockState, StorageLock
 from pie_driver_sglang.frontends.sglang_server.batch_endpoints import SERVICE, add_routes
-from pie_driver_sglang.frontends.sglang_server.batch_service import BatchService
+from pie_driver_sglang.frontends.sglang_server.batch_service import (
+    BatchService,
+    InteractiveRequests,
+    lowest_priority,
+)
 
 URL = "/v1/completions"
 HOUR = 3600
@@ -580,6 +585,55 @@ def test_another_server_of_a_folder_answers_503(tmp_path: Path) -> None:
     answers = asyncio.run(post_and_get(tmp_path / "file", "second"))
     assert [status for status, _ in answers] == [200, 503]
     assert "files cannot be stored in" in answers[1][1]
+
+
+@pytest.mark.parametrize(
+    ("is_on", "default", "low_first", "priority"),
+    [
+        (False, 5, False, None),
+        # A request without a priority comes last, so a line with one would come before it.
+        (True, None, False, None),
+        (True, 5, False, -(2**31)),
+        (True, 5, True, 2**31 - 1),
+    ],
+)
+def test_lines_have_the_lowest_priority(
+    is_on: bool, default: int | None, low_first: bool, priority: int | None
+) -> None:
+    settings = SimpleNamespace(
+        enable_priority_scheduling=is_on,
+        default_priority_value=default,
+        schedule_low_priority_values_first=low_first,
+    )
+    assert lowest_priority(settings) == priority
+
+
+def test_requests_of_clients_are_counted_while_they_are_open() -> None:
+    async def scenario() -> None:
+        done = asyncio.Event()
+
+        async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+            await done.wait()
+
+        async def none(*_: Any) -> None:
+            return None
+
+        counter = InteractiveRequests(app)
+        asked = [("POST", "/generate"), ("POST", "/v1/completions"), ("GET", "/health")]
+        asked += [("POST", "/v1/files"), ("POST", "/v1/batches/b/cancel")]
+        tasks = [
+            asyncio.create_task(
+                counter({"type": "http", "method": method, "path": path}, none, none)
+            )
+            for method, path in asked
+        ]
+        await asyncio.sleep(0.01)
+        assert counter.count == 2
+        done.set()
+        await asyncio.gather(*tasks)
+        assert counter.count == 0
+
+    asyncio.run(scenario())
 
 
 HOLD = """

@@ -29,6 +29,8 @@ _RETRY_S: Final = 5.0
 _STOP_S: Final = 10.0
 _MOST_RUNNERS: Final = 8
 """Batches that run at once, the oldest first; they share the slots."""
+_LOWEST: Final = -(1 << 31)
+"""The lowest priority that our scheduler accepts."""
 _OWN_PATHS: Final = ("/v1/files", "/v1/batches")
 
 
@@ -184,6 +186,17 @@ class BatchService:
         if is_open:
             self._not_before[batch_id] = time.time() + _RETRY_S
         self.wake()
+
+
+def lowest_priority(settings: Any) -> int | None:
+    """The priority of lines; None where requests without one come last, or are all alike.
+
+    Args:
+        settings: ``ServerArgs``.
+    """
+    if not settings.enable_priority_scheduling or settings.default_priority_value is None:
+        return None
+    return -_LOWEST - 1 if settings.schedule_low_priority_values_first else _LOWEST
 
 
 def require_store(store: BatchStore | None) -> BatchStore:

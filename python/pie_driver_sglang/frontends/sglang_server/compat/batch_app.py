@@ -22,10 +22,10 @@ from pie_driver_sglang.frontends.sglang_server.batch_endpoints import SERVICE, a
 from pie_driver_sglang.frontends.sglang_server.batch_service import (
     BatchService,
     InteractiveRequests,
+    lowest_priority,
 )
 from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
-_LOWEST: Final = -(1 << 31)
 _EMBEDDINGS: Final = "/v1/embeddings"
 
 
@@ -95,10 +95,3 @@ def application(app: App, manager: Any, token: str) -> Application:
         return LineResponse(response.status_code, response.content)
 
     return Application(send, manager.abort_request)
-
-
-def lowest_priority(settings: Any) -> int | None:
-    """The priority of lines; None where requests without one come last, or are all alike."""
-    if not settings.enable_priority_scheduling or settings.default_priority_value is None:
-        return None
-    return -_LOWEST - 1 if settings.schedule_low_priority_values_first else _LOWEST
