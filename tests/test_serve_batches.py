@@ -125,6 +125,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, forked_python: str) -> Iter
     folder, other = tmp_path_factory.mktemp("batches"), tmp_path_factory.mktemp("other")
     storage = other / "storage"
     flags = ["--scheduler", "pie", "--api-key", KEY, "--file-storage-path", str(storage)]
+    flags += ["--enable-priority-scheduling", "--default-priority-value", "0"]
     flags += [
         "--max-stored-bytes",
         "8MiB",
