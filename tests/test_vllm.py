@@ -88,19 +88,25 @@ def test_a_start_as_pies_runtime_does_it(tmp_path: Path, without_sglang: Path) -
     assert [Reference(tiny_models.POCKET).greedy(prompt, STEPS)[0] for prompt in prompts] == found
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Path, list[list[int]]]:
+    """Its folder, and what transformers says."""
+    snapshot = published_models.smollm2()
+    reference = Reference(snapshot)
+    return snapshot, [reference.greedy(prompt, STEPS)[0] for prompt in tokens_of(snapshot)]
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graph path", "eager"])
 def test_smollm2_says_what_transformers_does(
-    enforce_eager: bool, tmp_path: Path, vllm_python: str
+    enforce_eager: bool, tmp_path: Path, vllm_python: str, smollm2: tuple[Path, list[list[int]]]
 ) -> None:
-    snapshot = published_models.smollm2()
+    snapshot, expected = smollm2
     options = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 32, "max_model_len": 512}
     config = drivers.write_config(tmp_path, snapshot, options=options)
     with vllm_drivers.fork(config, vllm_python) as driver:
-        prompts = tokens_of(snapshot)
-        found = continued(driver.client(), prompts)
+        found = continued(driver.client(), tokens_of(snapshot))
     assert driver.stop() == 0
-    reference = Reference(snapshot)
-    assert [reference.greedy(prompt, STEPS)[0] for prompt in prompts] == found
+    assert found == expected
 
 
 def test_ngram_drafts_are_offered(tmp_path: Path, vllm_python: str) -> None:
