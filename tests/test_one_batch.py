@@ -18,13 +18,13 @@ from support.models.tiny_models import POCKET
 def test_the_figures_of_a_batch() -> None:
     steps = [
         # Two prefills, the second with a decode of what the first has prefilled.
-        Step(1_000.0, 21_000.0, 2, True),
-        Step(22_000.0, 41_000.0, 4, True),
-        Step(42_000.0, 45_000.0, 4, False),
-        Step(45_500.0, 49_000.0, 4, False),
-        Step(49_000.0, 54_000.0, 4, False),
+        Step(1_000.0, 21_000.0, 2, 200),
+        Step(22_000.0, 41_000.0, 4, 202),
+        Step(42_000.0, 45_000.0, 4, 4),
+        Step(45_500.0, 49_000.0, 4, 4),
+        Step(49_000.0, 54_000.0, 4, 4),
         # The rest of the later two: no whole batch.
-        Step(54_000.0, 55_000.0, 2, False),
+        Step(54_000.0, 55_000.0, 2, 2),
     ]
     record = record_of(BatchShape(4, 100, 5), steps)
     assert record == pytest.approx(
@@ -50,6 +50,13 @@ def test_the_figures_of_a_batch() -> None:
         record_of(BatchShape(4, 100, 5), steps[2:])
 
 
+def test_a_last_chunk_of_one_token_is_a_prefill() -> None:
+    steps = [Step(0.0, 900.0, 1, 64), Step(900.0, 1_000.0, 1, 1), Step(1_000.0, 1_300.0, 1, 1)]
+    record = record_of(BatchShape(1, 65, 2), steps)
+    assert record["prefill_latency"] == pytest.approx(0.001)
+    assert record["median_decode_latency"] == pytest.approx(0.0003)
+
+
 def test_steps_of_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     steps = [("decode", 30.0, 4.0, 2, 2), ("prompt", 10.0, 15.0, 2, 50)]
@@ -59,7 +66,7 @@ def test_steps_of_a_trace(tmp_path: Path) -> None:
     ]
     others = [{"ph": "M", "name": "process_name"}, {"ph": "X", "name": "host", "ts": 5.0, "dur": 1}]
     path.write_text(json.dumps([*others, *events]))
-    assert read_steps(path) == [Step(10.0, 25.0, 2, True), Step(30.0, 34.0, 2, False)]
+    assert read_steps(path) == [Step(10.0, 25.0, 2, 50), Step(30.0, 34.0, 2, 2)]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Step(NamedTuple):
     begun: float
     ended: float
     requests: int
-    has_prefill: bool
+    tokens: int
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,7 +121,7 @@ def read_steps(path: Path) -> list[Step]:
             event["ts"],
             event["ts"] + event["dur"],
             event["args"]["requests"],
-            event["args"]["tokens"] > event["args"]["requests"],
+            event["args"]["tokens"],
         )
         for event in events
         if event["ph"] == "X" and "args" in event
@@ -136,12 +136,16 @@ def record_of(shape: BatchShape, steps: Sequence[Step]) -> dict[str, float]:
     decodes that share these steps. A decode takes from the end of one step to the end of the next.
 
     Raises:
-        StartError: There is no step with prefills.
+        StartError: Not all prompts were traced.
     """
-    prefills = [number for number, step in enumerate(steps) if step.has_prefill]
-    if not prefills:
+    computed = itertools.accumulate(step.tokens for step in steps)
+    prompts = shape.batch_size * shape.input_len
+    whole_prompts = next((at for at, tokens in enumerate(computed) if tokens >= prompts), None)
+    if whole_prompts is None:
         raise StartError(f"no step of {tuple(shape)} was traced", "the driver's log says why")
-    begun, last = steps[0].begun, prefills[-1]
+    # Decodes in a step with prefills are among its tokens.
+    chunks = (at for at, step in enumerate(steps) if step.tokens > step.requests)
+    begun, last = steps[0].begun, max(whole_prompts, *chunks)
     prefill_s = (steps[last].ended - begun) / 1e6
     total_s = (steps[-1].ended - begun) / 1e6
     whole = [
