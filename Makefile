@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang python/pie_driver_vllm tests tools benches/g
 LOOM := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite counts fuzz sanitize soak lint lint-rust lint-python workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite grammar-coverage counts fuzz sanitize soak lint lint-rust lint-python workflows format stubs docs fetch wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -93,6 +93,10 @@ counts: ## Count the instructions of the hot paths and hold them to benches/coun
 grammar-suite: $(VENV)/.installed ## Time masks and compiling over the JSON schema test suite and a store of schemas next to xgrammar
 	@cargo build --quiet --release --manifest-path benches/Cargo.toml --target-dir target/bench --bin grammar_suite
 	@$(BIN)/python benches/grammar_suite/run.py target/bench/release/grammar_suite $(ARGS)
+
+grammar-coverage: $(VENV)/.installed ## Count the schemas that compile, and wrong masks, over the JSON schema test suite and JSONSchemaBench
+	@cargo build --quiet --release --manifest-path benches/Cargo.toml --target-dir target/bench --bin grammar_coverage
+	@$(BIN)/python benches/grammar_suite/coverage.py target/bench/release/grammar_coverage $(ARGS)
 
 TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more

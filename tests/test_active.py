@@ -39,6 +39,10 @@ def test_another_process_writes_the_file() -> None:
     assert not Path(path).exists()
 
 
+def test_grammars_that_are_off_are_shown_as_off() -> None:
+    assert ActiveFile("none").read() == {"scheduler": "pie", "grammar": "none"}
+
+
 def test_a_users_file_is_left_to_the_user(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ActiveFile()
     own = {"active_file": str(tmp_path / "mine")}

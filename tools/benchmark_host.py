@@ -122,6 +122,32 @@ def grammars(results: Results) -> list[str]:
     ]
 
 
+def grammar_coverage(results: Results) -> list[str]:
+    """Schemas that compile, and documents that masks get wrong."""
+    record = results["grammar-coverage"]
+    rows = [
+        [
+            row["schemas"],
+            row["side"],
+            row["compiled"],
+            row["given"],
+            row["relaxed"] if row["side"] == "ours" else "",
+            f"{row['invalid_allowed']:,} of {row['invalid']:,}",
+            f"{row['valid_refused']:,} of {row['valid']:,}",
+        ]
+        for row in record["rows"]
+    ]
+    names = ["schemas", "side", "compiled", "of", "relaxed", "invalid allowed", "valid refused"]
+    return [
+        "*Relaxed* are schemas of which some keyword is not enforced, as reported; *invalid allowed* "
+        "are documents that their schema rejects and the masks allow, *valid refused* the opposite, "
+        "both of the schemas that the side compiles. Properties are in the order of the schema.",
+        table(names, rows),
+        bars(record["bars"]),
+        source(record),
+    ]
+
+
 def host_path(results: Results) -> list[str]:
     """The planner against numpy, on a CPU."""
     record = results["host"]

@@ -93,6 +93,7 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Drafts on real text": (("drafts-real",), benchmark_accuracy.drafts),
     "Prefix index on the host": (("radix",), benchmark_host.radix),
     "Grammars": (("grammar-suite",), benchmark_host.grammars),
+    "Grammar coverage": (("grammar-coverage",), benchmark_host.grammar_coverage),
     "Host path": (("host",), benchmark_host.host_path),
     "Ring": (("host",), benchmark_host.ring),
     "Drafters": (("ngram",), benchmark_host.drafters),

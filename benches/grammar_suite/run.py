@@ -52,10 +52,10 @@ GROUPS = {
 LIMIT_S = 120.0
 
 
-def fetch(folder: Path) -> list[Path]:
+def fetch(folder: Path, packages: Sequence[tuple[str, str, str]] = PACKAGES) -> list[Path]:
     """The files of the packages, downloaded where they are missing."""
     found = []
-    for package, kind, pattern in PACKAGES:
+    for package, kind, pattern in packages:
         if not any(folder.glob(pattern)):
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += [kind, ":all:", "--dest", str(folder), package]

@@ -20,7 +20,7 @@ PIE: Final = "pie"
 SGLANG: Final = "sglang"
 REASONS: Final = "reasons"
 """The key of the reasons."""
-_GRAMMARS: Final = "llguidance"
+LLGUIDANCE: Final = "llguidance"
 """The grammar backend of the runtime."""
 _OPTION: Final = "active_file"
 
@@ -76,8 +76,13 @@ class ActiveFile:
     driver writes it again.
     """
 
-    def __init__(self) -> None:
-        """Create it, empty; it is closed when this object is garbage-collected."""
+    def __init__(self, grammar: str = LLGUIDANCE) -> None:
+        """Create it, empty; it is closed when this object is garbage-collected.
+
+        Args:
+            grammar: The grammar backend; `none` where requests with a grammar are rejected.
+        """
+        self._grammar = grammar
         self._file = os.memfd_create("active", os.MFD_CLOEXEC)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         weakref.finalize(self, os.close, self._file)
@@ -96,4 +101,4 @@ class ActiveFile:
         found: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(Path(self._path).read_text() or "{}")
-        return {"scheduler": PIE, "grammar": _GRAMMARS, **found}
+        return {"scheduler": PIE, "grammar": self._grammar, **found}

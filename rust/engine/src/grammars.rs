@@ -3,10 +3,13 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_grammar::{Compiler, Grammar, GrammarError, Settings as CompilerSettings, Vocabulary};
+use pie_grammar::{
+    Compiler, Grammar, GrammarError, Notice, Settings as CompilerSettings, Vocabulary,
+};
 use pie_scheduler::GrammarHandle;
 
 use crate::constraint::GrammarConstraint;
+use crate::shared::ServiceLog;
 
 /// Vocabulary and limits of the grammar compiler.
 #[derive(Clone)]
@@ -56,7 +59,12 @@ pub(crate) struct Grammars {
 }
 
 impl Grammars {
-    pub(crate) fn new(settings: Option<GrammarSettings>) -> Self {
+    pub(crate) fn new(mut settings: Option<GrammarSettings>, log: &ServiceLog) -> Self {
+        if let Some(settings) = &mut settings {
+            let log = Arc::clone(log);
+            let notice = move |line: &str| log(0, &format!("pie-engine: {line}"));
+            settings.compiler.notice = Some(Notice(Arc::new(notice)));
+        }
         Self {
             settings,
             compiler: Mutex::new(None),

@@ -89,7 +89,7 @@ impl Service {
             shared: Arc::clone(&shared),
             replicas: Vec::new(),
             threads: Mutex::default(),
-            grammars: Grammars::new(settings.grammars.clone()),
+            grammars: Grammars::new(settings.grammars.clone(), &settings.log),
             next_request: AtomicU64::new(0),
             started,
             waiting_limit: settings.waiting_limit,

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::error::GrammarError;
 use crate::json::json_of;
+use crate::schema::{Effort, rewrite};
 use crate::vocabulary::Vocabulary;
 use crate::{gbnf, tags};
 
@@ -88,30 +89,92 @@ impl Grammar {
     /// # Errors
     /// [`GrammarError::Wrong`].
     pub fn check(&self, vocabulary: &Vocabulary) -> Result<(), GrammarError> {
-        self.parse(vocabulary, &JsonSpace::default()).map(drop)
+        self.parse(vocabulary, &JsonSpace::default(), None)
+            .map(drop)
     }
 
+    /// Whether it has JSON schemas, which can be rewritten.
+    pub(crate) fn has_schemas(&self) -> bool {
+        match self {
+            Self::JsonSchema(text) => **text != *ANY_JSON,
+            Self::StructuralTag(_) => true,
+            Self::JsonObject | Self::Regex(_) | Self::Lark(_) | Self::Ebnf(_) => false,
+        }
+    }
+
+    /// llguidance's grammar, with JSON schemas as they are, or rewritten with an effort.
     pub(crate) fn parse(
         &self,
         vocabulary: &Vocabulary,
         space: &JsonSpace,
-    ) -> Result<TopLevelGrammar, GrammarError> {
+        effort: Option<Effort>,
+    ) -> Result<Parsed, GrammarError> {
+        let mut rewriter = SchemaReader {
+            effort,
+            relaxed: Vec::new(),
+            paths: Vec::new(),
+            is_strict: false,
+        };
+        let wrong = |reason: String| GrammarError::wrong(self.kind(), &reason);
         let fitting = |mut schema: Value| {
             space.apply(&mut schema);
             TopLevelGrammar::from_json_schema(schema)
         };
-        let wrong = |reason: String| GrammarError::wrong(self.kind(), &reason);
         let grammar = match self {
             Self::JsonSchema(text) if **text == *ANY_JSON => fitting(json!({})),
-            Self::JsonSchema(text) => fitting(json_of(text).map_err(wrong)?),
+            Self::JsonSchema(text) => {
+                let schema = json_of(text).and_then(|schema| rewriter.read(schema));
+                fitting(schema.map_err(wrong)?)
+            }
             Self::JsonObject => fitting(json!({"type": "object"})),
             Self::Regex(text) => TopLevelGrammar::from_regex(text),
             Self::Ebnf(text) if text.contains("::=") => {
                 TopLevelGrammar::from_lark(gbnf::to_lark(text).map_err(wrong)?)
             }
             Self::Lark(text) | Self::Ebnf(text) => TopLevelGrammar::from_lark(text.to_string()),
-            Self::StructuralTag(text) => tags::parse(text, vocabulary).map_err(wrong)?,
+            Self::StructuralTag(text) => {
+                tags::parse(text, vocabulary, &mut rewriter).map_err(wrong)?
+            }
         };
-        Ok(grammar)
+        Ok(Parsed {
+            grammar,
+            relaxed: rewriter.relaxed,
+            paths: rewriter.paths,
+            is_strict: rewriter.is_strict,
+        })
+    }
+}
+
+/// A grammar of llguidance.
+pub(crate) struct Parsed {
+    pub(crate) grammar: TopLevelGrammar,
+    /// JSON pointers to the keywords of its schemas that allow more than they say.
+    pub(crate) relaxed: Vec<String>,
+    /// The path in the original of each definition of a rewritten schema.
+    pub(crate) paths: Vec<String>,
+    /// Whether a schema asks that nothing is relaxed.
+    pub(crate) is_strict: bool,
+}
+
+/// Reads the JSON schemas of a grammar.
+pub(crate) struct SchemaReader {
+    effort: Option<Effort>,
+    relaxed: Vec<String>,
+    paths: Vec<String>,
+    is_strict: bool,
+}
+
+impl SchemaReader {
+    /// The schema that is compiled.
+    pub(crate) fn read(&mut self, schema: Value) -> Result<Value, String> {
+        let lenient = schema.pointer("/x-guidance/lenient");
+        self.is_strict |= lenient == Some(&Value::Bool(false));
+        let Some(effort) = self.effort else {
+            return Ok(schema);
+        };
+        let rewritten = rewrite(&schema, effort)?;
+        self.relaxed.extend(rewritten.relaxed);
+        self.paths = rewritten.paths;
+        Ok(rewritten.schema)
     }
 }

@@ -21,6 +21,7 @@
 //! | `model`, `parser`, `budget` | the llguidance factory of a vocabulary; the parser of a sequence; the memory budget of all parsers |
 //! | `threads` | threads that survive panics |
 //! | `grammar`, `gbnf`, `tags`, `json` | the grammar formats |
+//! | `schema` | JSON schemas that llguidance refuses, rewritten in its keywords |
 //! | `matcher`, `async_matcher` | the grammar matcher of one sequence, and its background version |
 //! | [`patterns`] | the layer patterns of a PEFT adapter, as automata |
 //! | `vocabulary`, `tokenizer` | the tokens of a model, and how it writes a text |
@@ -39,6 +40,7 @@ mod parser;
 pub mod patterns;
 mod pending;
 mod process;
+mod schema;
 mod shared;
 mod tags;
 mod threads;
@@ -50,7 +52,7 @@ pub use async_matcher::{AsyncMatcher, NextMask};
 pub use compiler::Compiler;
 pub use error::GrammarError;
 pub use grammar::{Grammar, JsonSpace};
-pub use limits::{CompilerCommand, Limits, Settings};
+pub use limits::{CompilerCommand, Limits, Notice, Settings};
 pub use matcher::Matcher;
 pub use pending::{CompiledGrammar, PendingGrammar, Progress};
 pub use process::compiler_process;

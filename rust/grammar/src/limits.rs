@@ -1,8 +1,10 @@
 //! Limits and settings of compilation.
 
 use std::ffi::OsString;
+use std::fmt;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -86,6 +88,16 @@ pub struct CompilerCommand {
     pub arguments: Vec<OsString>,
 }
 
+/// Receives messages of the compiler's threads.
+#[derive(Clone)]
+pub struct Notice(pub Arc<dyn Fn(&str) + Send + Sync>);
+
+impl fmt::Debug for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notice").finish_non_exhaustive()
+    }
+}
+
 /// How a [`Compiler`](crate::Compiler) does its work.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
@@ -93,6 +105,11 @@ pub struct Settings {
     pub limits: Limits,
     /// White space of JSON.
     pub space: JsonSpace,
+    /// Receives a line about schemas that are [relaxed](crate::CompiledGrammar::relaxed), at most every ten seconds.
+    pub notice: Option<Notice>,
+    /// Whether JSON schemas with keywords that no grammar enforces are refused. Else these keywords are
+    /// [relaxed](crate::CompiledGrammar::relaxed).
+    pub strict_schemas: bool,
     /// The model's `tokenizer.json`. It is read in the background, before the first grammar is compiled. One that
     /// [cannot be used](crate::Tokenizer::from_json) is as none: then only single tokens without alternative are jumped over.
     pub tokenizer: Option<PathBuf>,

@@ -13,6 +13,7 @@ use crate::grammar::{Grammar, JsonSpace};
 use crate::matcher::Matcher;
 use crate::parser::Parser;
 use crate::pending::CompiledGrammar;
+use crate::schema::Effort;
 use crate::tokenizer::Tokenizer;
 use crate::vocabulary::Vocabulary;
 
@@ -24,6 +25,8 @@ pub(crate) struct Model {
     factory: ParserFactory,
     vocabulary: Vocabulary,
     space: JsonSpace,
+    /// Whether schemas are refused that are not enforced completely.
+    is_strict: bool,
     budget: Arc<MemoryBudget>,
 }
 
@@ -32,7 +35,7 @@ impl Model {
     pub(crate) fn new(
         vocabulary: Vocabulary,
         tokenizer: Option<&PathBuf>,
-        space: JsonSpace,
+        (space, is_strict): (JsonSpace, bool),
         budget: Arc<MemoryBudget>,
     ) -> Result<Self, String> {
         let read = |path: &PathBuf| Tokenizer::from_json(&fs::read(path).ok()?).ok();
@@ -50,17 +53,48 @@ impl Model {
             factory,
             vocabulary,
             space,
+            is_strict,
             budget,
         })
     }
 
-    /// A matcher at the start of a text, and the first mask.
+    /// A matcher at the start of a text, and the first mask. JSON schemas that llguidance refuses are rewritten.
     pub(crate) fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
+        let mut failed = match self.attempt(grammar, None) {
+            Err(error) if grammar.has_schemas() => error,
+            result => return result,
+        };
+        for effort in [Effort::Exact, Effort::Small] {
+            match self.attempt(grammar, Some(effort)) {
+                Err(error) => failed = error,
+                Ok(compiled) => return Ok(compiled),
+            }
+        }
+        Err(failed)
+    }
+
+    fn attempt(
+        &self,
+        grammar: &Grammar,
+        effort: Option<Effort>,
+    ) -> Result<CompiledGrammar, GrammarError> {
         let kind = grammar.kind();
         let wrong = |reason: String| GrammarError::wrong(kind, &reason);
-        let parsed = grammar.parse(&self.vocabulary, &self.space)?;
-        let parser = self.factory.create_parser(parsed);
-        let parser = parser.map_err(|error| wrong(error.to_string()))?;
+        let parsed = grammar.parse(&self.vocabulary, &self.space, effort)?;
+        if let Some(path) = parsed.relaxed.first()
+            && (self.is_strict || parsed.is_strict)
+        {
+            return Err(wrong(format!(
+                "{path:?} cannot be enforced: remove it, or allow schemas that are not enforced completely"
+            )));
+        }
+        let parser = self.factory.create_parser(parsed.grammar);
+        let parser = parser.map_err(|error| {
+            let paths = parsed.paths.iter().enumerate();
+            wrong(paths.fold(error.to_string(), |reason, (number, path)| {
+                reason.replace(&format!("#/$defs/_{number}_"), path)
+            }))
+        })?;
         let parser = Parser::new(parser, Arc::clone(&self.budget));
         let mut matcher = Matcher::new(parser, self.vocabulary.clone());
         let mut mask = vec![0; self.vocabulary.mask_words()];
@@ -71,6 +105,7 @@ impl Model {
         if mask.iter().all(|&word| word == 0) {
             return Err(wrong("it allows no text".to_owned()));
         }
-        Ok(CompiledGrammar::new(matcher, mask, begin.elapsed()))
+        let took = begin.elapsed();
+        Ok(CompiledGrammar::new(matcher, mask, took, parsed.relaxed))
     }
 }

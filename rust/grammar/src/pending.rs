@@ -33,16 +33,28 @@ pub struct CompiledGrammar {
     pub(crate) mask: Arc<Vec<u32>>,
     /// Time of the first mask.
     pub(crate) took: Duration,
+    relaxed: Vec<String>,
 }
 
 impl CompiledGrammar {
-    pub(crate) fn new(matcher: Matcher, mask: Vec<u32>, took: Duration) -> Self {
+    pub(crate) fn new(
+        matcher: Matcher,
+        mask: Vec<u32>,
+        took: Duration,
+        relaxed: Vec<String>,
+    ) -> Self {
         Self {
             matcher: Mutex::new(matcher),
             used: Mutex::default(),
             mask: Arc::new(mask),
             took,
+            relaxed,
         }
+    }
+
+    /// JSON pointers to the keywords of its schemas that allow more than they say, because no grammar enforces them.
+    pub fn relaxed(&self) -> &[String] {
+        &self.relaxed
     }
 
     /// A matcher in its start state.

@@ -29,6 +29,7 @@ struct Setup {
     special: Vec<(u32, String)>,
     ends: Vec<u32>,
     space: JsonSpace,
+    strict_schemas: bool,
     /// Bytes of stack.
     stack: usize,
     /// Bytes that may be allocated beyond what the tokens take.

@@ -1,16 +1,21 @@
 //! State that a compiler and its threads share.
 
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use lru::LruCache;
 
 use crate::budget::MemoryBudget;
+use crate::error::one_line;
 use crate::grammar::Grammar;
 use crate::limits::Settings;
 use crate::model::Model;
-use crate::pending::PendingGrammar;
+use crate::pending::{CompiledGrammar, PendingGrammar};
 use crate::threads::lock;
 use crate::vocabulary::Vocabulary;
+
+/// Least time between two reports of relaxed schemas.
+const REPORTS: Duration = Duration::from_secs(10);
 
 /// A grammar to compile.
 pub(crate) struct Job {
@@ -26,6 +31,8 @@ pub(crate) struct Shared {
     pub(crate) kept: Mutex<LruCache<Grammar, PendingGrammar>>,
     /// Memory budget of all matchers.
     pub(crate) budget: Arc<MemoryBudget>,
+    /// When a relaxed schema was reported last.
+    reported: Mutex<Option<Instant>>,
 }
 
 impl Shared {
@@ -37,6 +44,7 @@ impl Shared {
             model: OnceLock::new(),
             kept: Mutex::new(LruCache::new(limits.kept)),
             budget: MemoryBudget::new(limits.matchers),
+            reported: Mutex::default(),
         }
     }
 
@@ -51,11 +59,34 @@ impl Shared {
             Model::new(
                 self.vocabulary.clone(),
                 settings.tokenizer.as_ref(),
-                settings.space.clone(),
+                (settings.space.clone(), settings.strict_schemas),
                 Arc::clone(&self.budget),
             )
         };
         self.model.get_or_init(make).as_ref()
+    }
+
+    /// Reports a grammar that allows more than its schemas do.
+    pub(crate) fn report(&self, compiled: &CompiledGrammar) {
+        let (Some(notice), Some(first)) = (&self.settings.notice, compiled.relaxed().first())
+        else {
+            return;
+        };
+        let now = Instant::now();
+        {
+            let mut last = lock(&self.reported);
+            if last.is_some_and(|last| now < last + REPORTS) {
+                return;
+            }
+            *last = Some(now);
+        }
+        let others = match compiled.relaxed().len() - 1 {
+            0 => String::new(),
+            others => format!(" and {others} other keywords"),
+        };
+        let path = one_line(&format!("{first:?}"));
+        let why = "cannot be enforced by a grammar, answers may violate it";
+        (notice.0)(&format!("a JSON schema is relaxed: {path}{others} {why}"));
     }
 
     /// Whether nothing waits for a grammar any more, as when its request was aborted. Then it is forgotten.

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::Value;
 
+use crate::grammar::SchemaReader;
 use crate::json::json_of;
 use crate::vocabulary::Vocabulary;
 
@@ -19,7 +20,11 @@ struct Tag<'a> {
 /// Reads `{"triggers": […], "structures": [{"begin", "schema", "end"}, …]}` and makes a grammar of it. Each structure has the first
 /// trigger that its `begin` starts with. A schema is an object, or a text: JSON, or a Lark grammar. With `"at_least_one": true` the
 /// text begins with a structure.
-pub(crate) fn parse(text: &str, vocabulary: &Vocabulary) -> Result<TopLevelGrammar, String> {
+pub(crate) fn parse(
+    text: &str,
+    vocabulary: &Vocabulary,
+    schemas: &mut SchemaReader,
+) -> Result<TopLevelGrammar, String> {
     let value = json_of(text)?;
     if value.get("format").is_some() && value.get("structures").is_none() {
         return Err("`format` is not served: give `structures` and `triggers`".to_owned());
@@ -37,7 +42,7 @@ pub(crate) fn parse(text: &str, vocabulary: &Vocabulary) -> Result<TopLevelGramm
         .map(|structure| tag(structure, &triggers))
         .collect::<Result<Vec<_>, _>>()?;
     let begins = value.get("at_least_one").and_then(Value::as_bool) == Some(true);
-    grammar(&tags, begins, vocabulary)
+    grammar(&tags, begins, vocabulary, schemas)
 }
 
 fn list<'a>(value: &'a Value, name: &str) -> Result<&'a Vec<Value>, String> {
@@ -68,6 +73,7 @@ fn grammar(
     tags: &[Tag<'_>],
     begins: bool,
     vocabulary: &Vocabulary,
+    schemas: &mut SchemaReader,
 ) -> Result<TopLevelGrammar, String> {
     let names: Vec<String> = (0..tags.len()).map(|tag| format!("tag_{tag}")).collect();
     let firsts: Vec<String> = names.iter().map(|name| format!("first_{name}")).collect();
@@ -92,8 +98,8 @@ fn grammar(
                 });
                 format!("@{side}")
             }
-            Value::String(text) => format!("%json {text}"),
-            schema => format!("%json {schema}"),
+            Value::String(text) => format!("%json {}", schemas.read(json_of(text)?)?),
+            schema => format!("%json {}", schemas.read(schema.clone())?),
         };
         let (begin, end) = (&tag.begin[tag.trigger.len()..], tag.end);
         let body = format!(

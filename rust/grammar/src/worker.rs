@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::GrammarError;
 use crate::grammar::Grammar;
-use crate::limits::{CompilerCommand, Settings};
+use crate::limits::CompilerCommand;
 use crate::pending::CompiledGrammar;
 use crate::process::{Failure, Process};
 use crate::shared::{Job, Shared};
@@ -109,6 +109,9 @@ impl Worker {
                 reason: reason.clone(),
             }),
         };
+        if let Ok(compiled) = &compiled {
+            self.shared.report(compiled);
+        }
         Outcome::Settled(compiled.map(Arc::new))
     }
 
@@ -163,8 +166,7 @@ impl Worker {
         let process = if let Some(process) = self.process.take() {
             process
         } else {
-            let Settings { space, limits, .. } = &self.shared.settings;
-            Process::start(command, &self.shared.vocabulary, space, *limits)?
+            Process::start(command, &self.shared.vocabulary, &self.shared.settings)?
         };
         Ok(self.process.insert(process))
     }

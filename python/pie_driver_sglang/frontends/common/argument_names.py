@@ -65,6 +65,7 @@ OWN: Final = (
     "max_token_gap_ms",
     "ready_timeout_s",
     "request_limits",
+    "strict_json_schema",
 )
 #: Arguments of the scheduler that are options of the driver, too.
 BOTH: Final = frozenset({"chunked_prefill_size"})

@@ -10,8 +10,9 @@ from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
+from pie_driver_sglang.frontends.sglang_server.served_flags import GRAMMARS_OFF
 from pie_driver_sglang.observability import batch_log
-from pie_driver_sglang.observability.active import ActiveFile
+from pie_driver_sglang.observability.active import LLGUIDANCE, ActiveFile
 from pie_driver_sglang.observability.batch_log import BatchLogThread
 from pie_driver_sglang.observability.spans import SpanThread
 
@@ -53,7 +54,9 @@ class SchedulerComponents:
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
         keywords["max_image_bytes"] = step_image_bytes(plan)
         self._takes_images = keywords["max_image_bytes"] > 0
-        self._active = ActiveFile()
+        name, off = GRAMMARS_OFF
+        is_off = getattr(self._settings, name) == off
+        self._active = ActiveFile(off if is_off else LLGUIDANCE)
         self.runtime = _core.Runtime(**self._active.runtime(keywords))
 
     def wait_ready(self) -> None:

@@ -77,7 +77,8 @@ fn model(setup: Setup, bytes: &[u8]) -> Result<Model, String> {
     let vocabulary = Vocabulary::shared(Arc::new(words), setup.special, &setup.ends)
         .map_err(|error| error.to_string())?;
     // The limit of the process is what counts.
-    Model::new(vocabulary, None, setup.space, MemoryBudget::new(usize::MAX))
+    let json = (setup.space, setup.strict_schemas);
+    Model::new(vocabulary, None, json, MemoryBudget::new(usize::MAX))
 }
 
 /// Lets the process have so many more bytes of address space than it has now.

@@ -12,8 +12,8 @@ use rustix::process::Signal;
 
 use super::{CompileReply, Setup, receive, send, send_bytes};
 use crate::error::GrammarError;
-use crate::grammar::{Grammar, JsonSpace};
-use crate::limits::{CompilerCommand, Limits};
+use crate::grammar::Grammar;
+use crate::limits::{CompilerCommand, Limits, Settings};
 use crate::vocabulary::Vocabulary;
 
 /// How long a process may take until it is ready for grammars: it loads a module and builds a token trie, on a busy machine.
@@ -53,8 +53,7 @@ impl Process {
     pub(crate) fn start(
         command: &CompilerCommand,
         vocabulary: &Vocabulary,
-        space: &JsonSpace,
-        limits: Limits,
+        settings: &Settings,
     ) -> io::Result<Self> {
         let (socket, other) = UnixStream::pair()?;
         // It needs no secrets of this one's environment.
@@ -73,10 +72,10 @@ impl Process {
         let mut process = Self {
             child,
             socket,
-            limits,
+            limits: settings.limits,
             is_fresh: true,
         };
-        process.set_up(vocabulary, space).map_err(|error| {
+        process.set_up(vocabulary, settings).map_err(|error| {
             let (_, said) = process.end();
             let last = said.lines().last().unwrap_or_default().trim();
             match last {
@@ -87,7 +86,7 @@ impl Process {
         Ok(process)
     }
 
-    fn set_up(&mut self, vocabulary: &Vocabulary, space: &JsonSpace) -> io::Result<()> {
+    fn set_up(&mut self, vocabulary: &Vocabulary, settings: &Settings) -> io::Result<()> {
         self.socket.set_write_timeout(Some(START))?;
         self.socket.set_read_timeout(Some(START))?;
         let words = vocabulary.words();
@@ -95,7 +94,8 @@ impl Process {
             lengths: words.iter().map(|word| word.len() as u32).collect(),
             special: vocabulary.special().to_vec(),
             ends: vocabulary.ends().to_vec(),
-            space: space.clone(),
+            space: settings.space.clone(),
+            strict_schemas: settings.strict_schemas,
             stack: self.limits.stack,
             memory: self.limits.memory,
         };

@@ -104,6 +104,8 @@ keywords! {
         constrained_json_whitespace_pattern: Option<String> = None,
         /// No white space in JSON.
         constrained_json_disable_any_whitespace: bool = false,
+        /// JSON schemas with keywords that no grammar enforces are refused; else these keywords are relaxed.
+        strict_json_schema: bool = false,
         /// Most bytes of the text of one grammar; None for 1 MiB.
         max_grammar_bytes: Option<usize> = None,
         /// Time for one grammar from its first request on, queueing included; None for 30.
@@ -255,6 +257,8 @@ impl Config {
                     fixed: self.constrained_json_disable_any_whitespace,
                     pattern: self.constrained_json_whitespace_pattern.clone(),
                 },
+                strict_schemas: self.strict_json_schema,
+                notice: None,
                 tokenizer: self.tokenizer_file.clone(),
                 limits,
                 process: Some(process),
