@@ -96,7 +96,7 @@ grammar-suite: $(VENV)/.installed ## Time masks and compiling over the JSON sche
 
 grammar-coverage: $(VENV)/.installed ## Count the schemas that compile, and wrong masks, over the JSON schema test suite and JSONSchemaBench
 	@cargo build --quiet --release --manifest-path benches/Cargo.toml --target-dir target/bench --bin grammar_coverage
-	@$(BIN)/python benches/grammar_suite/coverage.py target/bench/release/grammar_coverage $(ARGS)
+	@$(BIN)/python benches/grammar_suite/grammar_coverage.py target/bench/release/grammar_coverage $(ARGS)
 
 TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more

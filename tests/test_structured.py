@@ -352,24 +352,28 @@ def test_the_command_reads_grammars_from_files(tmp_path: Path) -> None:
 
 
 def test_documented_keywords(engine: Engine) -> None:
-    """Of a schema: those that compile, and those whose refusal names them."""
+    """Of a schema: those that are enforced, and those that strict schemas are refused for."""
     values: dict[str, Any] = {
         "type": "object", "properties": {"a": {}}, "required": ["a"], "enum": [1], "const": 1,
         "additionalProperties": {}, "patternProperties": {"^a": {}}, "anyOf": [{}], "oneOf": [{}],
         "allOf": [{}], "$ref": "#/$defs/x", "$defs": {"x": {}}, "pattern": "^a$", "format": "date",
         "items": {}, "prefixItems": [{}], "not": {"type": "null"}, "if": {}, "then": {},
-        "uniqueItems": True, "contains": {}, "dependentRequired": {"a": ["b"]},
-        "propertyNames": {}, "unevaluatedProperties": False,
+        "uniqueItems": True, "contains": {"type": "null"}, "dependentRequired": {"a": ["b"]},
+        "dependentSchemas": {"a": False}, "propertyNames": {"maxLength": 1},
+        "$dynamicRef": "#/$defs/x",
+        "unevaluatedProperties": False, "unevaluatedItems": False, "$anchor": "x",
     }  # fmt: skip
     page = (REPOSITORY / "docs" / "structured-output.md").read_text()
-    for kind in ("supported", "refused"):
+    for kind in ("enforced", "relaxed"):
         [row] = re.findall(rf"^\| {kind} \| (.*) \|$", page, re.MULTILINE)
         for keyword in re.findall(r"`([^`]+)`", row):
             schema = {
                 keyword: values.get(keyword, 1),
-                **({"$defs": {"x": {}}} if keyword == "$ref" else {}),
+                **({"$defs": {"x": {}}} if keyword.endswith("Ref") or keyword == "$ref" else {}),
             }
-            given = {"json_schema": json.dumps(schema), "max_new_tokens": 1}
-            reason = engine.generate("x", given)["meta_info"]["finish_reason"]
-            named = f'"{keyword}"' in str(reason.get("message"))
-            assert (reason["type"] == "abort", named) == (kind == "refused",) * 2, (keyword, reason)
+            strict = {**schema, "x-guidance": {"lenient": False}}
+            for asked, is_refused in ((schema, False), (strict, kind == "relaxed")):
+                given = {"json_schema": json.dumps(asked), "max_new_tokens": 1}
+                reason = engine.generate("x", given)["meta_info"]["finish_reason"]
+                named = f'"#/{keyword}" cannot be enforced' in str(reason.get("message"))
+                assert (reason["type"] == "abort", named) == (is_refused,) * 2, (keyword, reason)

@@ -139,9 +139,10 @@ def grammar_coverage(results: Results) -> list[str]:
     ]
     names = ["schemas", "side", "compiled", "of", "relaxed", "invalid allowed", "valid refused"]
     return [
-        "*Relaxed* are schemas of which some keyword is not enforced, as reported; *invalid allowed* "
-        "are documents that their schema rejects and the masks allow, *valid refused* the opposite, "
-        "both of the schemas that the side compiles. Properties are in the order of the schema.",
+        "*Relaxed* are schemas of which some keyword is not enforced, as reported; *invalid "
+        "allowed* are documents that their schema rejects and the masks allow, *valid refused* "
+        "the opposite, both of the schemas that the side compiles. Properties are in the order "
+        "of the schema.",
         table(names, rows),
         bars(record["bars"]),
         source(record),

@@ -1,4 +1,4 @@
-//! Compiles many schemas, and follows documents that fit them and that do not. Run by `benches/grammar_suite/coverage.py`.
+//! Compiles many schemas, and follows documents that fit them and that do not. Run by `benches/grammar_suite/grammar_coverage.py`.
 //!
 //! Usage: `grammar_coverage CASES RESULT [COMPILER]`, files of one JSON object a line. A case has a `schema`, and texts in `valid` and
 //! `invalid`. Tokens are the 256 bytes. `COMPILER` is `pie-grammar-compiler`: without it schemas are compiled in this process.

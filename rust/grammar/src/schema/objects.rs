@@ -9,6 +9,8 @@ use super::refs::At;
 
 /// Dependencies of one schema that are spelled out: each doubles the alternatives.
 const DEPENDENCIES: usize = 5;
+/// References that are followed.
+const DEPTH: usize = 16;
 /// Sets of properties that are spelled out for `minProperties` and `maxProperties`.
 const SETS: usize = 32;
 
@@ -59,7 +61,7 @@ impl Rewriter {
         if is_any(&names) {
             return Ok(());
         }
-        if let (Some(only), false) = (self.only_names(&names), self.is_small()) {
+        if let (Some(only), false) = (self.only_names(&names, DEPTH), self.is_small()) {
             parts.silently(only);
         } else {
             self.relaxed.truncate(before);
@@ -69,16 +71,13 @@ impl Rewriter {
     }
 
     /// The schema of objects whose names have a schema.
-    fn only_names(&self, names: &Value) -> Option<Value> {
+    fn only_names(&self, names: &Value, depth: usize) -> Option<Value> {
+        let depth = depth.checked_sub(1)?;
         let Value::Object(fields) = names else {
             return Some(json!({"maxProperties": 0}));
         };
-        if let ([name], Some(reference)) = (
-            fields.keys().collect::<Vec<_>>().as_slice(),
-            fields.get("$ref"),
-        ) {
-            debug_assert_eq!(*name, "$ref");
-            return self.only_names(self.definitions.get(reference)?);
+        if let Some(reference) = fields.get("$ref").filter(|_| fields.len() == 1) {
+            return self.only_names(self.definitions.get(reference)?, depth);
         }
         if fields.get("type").is_some_and(|name| name != "string") {
             return None;
