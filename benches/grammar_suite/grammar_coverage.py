@@ -1,6 +1,7 @@
 """Counts the JSON schemas that compile, and the documents that masks get wrong, next to xgrammar.
 
-    python benches/grammar_suite/grammar_coverage.py BINARY --bench FOLDER [--files FOLDER] [--json FILE]
+    make grammar-coverage ARGS="--bench FOLDER"
+    python benches/grammar_suite/grammar_coverage.py BINARY [--bench FOLDER] [--json FILE]
 
 The schemas are those of the JSON schema test suite, in the source package of `jsonschema`, and of
 JSONSchemaBench with the documents of MaskBench: FOLDER is a checkout of
