@@ -47,7 +47,10 @@ fn main() {
     let [cases, result, process @ ..] = &arguments[..] else {
         panic!("usage: grammar_coverage CASES RESULT [COMPILER]");
     };
-    let tokens: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).chain([vec![]]).collect();
+    let tokens: Vec<Vec<u8>> = (0..=u8::MAX)
+        .map(|byte| vec![byte])
+        .chain([vec![]])
+        .collect();
     let vocabulary = Vocabulary::new(&tokens, &[], &[END]).expect("a vocabulary");
     let bytes = ApproximateTokEnv::single_byte_env();
     let mut factory = ParserFactory::new_simple(&bytes).expect("a factory");
@@ -97,7 +100,8 @@ fn run(factory: &ParserFactory, compiler: &Compiler, case: Case) -> Outcome {
     }
     match start {
         Ok(start) => {
-            let allowed = |texts: &[String]| texts.iter().map(|text| allows(&start, text)).collect();
+            let allowed =
+                |texts: &[String]| texts.iter().map(|text| allows(&start, text)).collect();
             outcome.valid = allowed(&case.valid);
             outcome.invalid = allowed(&case.invalid);
         }
@@ -109,5 +113,7 @@ fn run(factory: &ParserFactory, compiler: &Compiler, case: Case) -> Outcome {
 fn allows(start: &Matcher, text: &str) -> bool {
     let mut matcher = start.clone();
     let tokens = text.bytes().map(u32::from).chain([END]);
-    tokens.into_iter().all(|token| matcher.accept_token(token).is_ok())
+    tokens
+        .into_iter()
+        .all(|token| matcher.accept_token(token).is_ok())
 }
