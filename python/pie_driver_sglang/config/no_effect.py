@@ -25,8 +25,8 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
         "again",
         "disable_hybrid_swa_memory": _ONE_POOL,
         "disable_outlines_disk_cache": "llguidance compiles grammars, and has no cache on disk",
-        "disable_overlap_schedule": "the scheduler always overlaps steps, and sampled tokens do not "
-        "depend on it",
+        "disable_overlap_schedule": "the scheduler always overlaps steps, and sampled tokens do "
+        "not depend on it",
         "enable_cudagraph_gc": "garbage is not collected during graph capture",
         "enable_flashinfer_allreduce_fusion": _ALL_REDUCE,
         "enable_metrics_for_all_schedulers": "every replica reports metrics",
