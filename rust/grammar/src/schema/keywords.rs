@@ -157,6 +157,21 @@ fn invalid(at: &At<'_>, name: &str, value: &Value) -> String {
     format!("{} cannot be {value}", at.keyword(name))
 }
 
+fn types(value: &Value, at: &At<'_>, parts: &mut Parts) -> Result<(), String> {
+    let is_type = |name: &Value| name.as_str().is_some_and(|name| TYPES.contains(&name));
+    let known = match value {
+        Value::Array(names) => !names.is_empty() && names.iter().all(is_type),
+        name => is_type(name),
+    };
+    if known {
+        parts.fields.insert("type".to_owned(), value.clone());
+    } else if value != "any" {
+        // Draft 3 has a type of everything.
+        return Err(invalid(at, "type", value));
+    }
+    Ok(())
+}
+
 impl Rewriter {
     /// A schema in llguidance's keywords.
     pub(super) fn schema(&mut self, schema: &Value, at: &At<'_>) -> Result<Value, String> {
@@ -195,7 +210,7 @@ impl Rewriter {
                 let target = self.reference(name, value, at)?;
                 self.refer(target, fields, at, name, parts);
             }
-            "type" => self.types(value, at, parts)?,
+            "type" => types(value, at, parts)?,
             "pattern" => self.pattern(value, at, parts)?,
             "format" => self.format(value, at, parts),
             "multipleOf" => self.multiple_of(value, at, parts),
@@ -260,21 +275,6 @@ impl Rewriter {
             }
         }
         parts.put("$ref", reference.clone());
-    }
-
-    fn types(&self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Result<(), String> {
-        let is_type = |name: &Value| name.as_str().is_some_and(|name| TYPES.contains(&name));
-        let known = match value {
-            Value::Array(names) => !names.is_empty() && names.iter().all(is_type),
-            name => is_type(name),
-        };
-        if known {
-            parts.fields.insert("type".to_owned(), value.clone());
-        } else if value != "any" {
-            // Draft 3 has a type of everything.
-            return Err(invalid(at, "type", value));
-        }
-        Ok(())
     }
 
     fn pattern(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Result<(), String> {
