@@ -24,8 +24,10 @@ from support.process import runtime_client as rc
 pytest.importorskip("torch")
 
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
-from pie_driver_sglang.engine.backend import ModelBackend
+from pie_driver_sglang.engine.backend import Hidden, ModelBackend, PassContext
 from pie_driver_sglang.engine.build import build_executor
+from pie_driver_sglang.engine.invariance_check import check_batch_invariance
+from pie_driver_sglang.errors import StartError
 from support.models.fake_backend import PAGE, VOCABULARY, FakeBackend
 
 CHUNK = 48
@@ -154,3 +156,33 @@ def test_gemms_are_replaced_after_layers_were_fused() -> None:
     ):
         build(backend, eager=True)
     assert [call[0] for call in calls.mock_calls] == ["decoder_weights", "replace_gemms"]
+
+
+class TestBatchInvariance:
+    """What `check_batch_invariance` finds in a loaded model."""
+
+    def test_of_one_that_is(self) -> None:
+        backend = FakeBackend()
+        check_batch_invariance(backend, backend.block_table)
+        assert backend.passes == ["extend"] * 6
+        assert not backend.block_table.slots.any()
+
+    @pytest.mark.parametrize("other", ["rows of a pass", "the last row"])
+    def test_of_one_that_is_not(self, other: str) -> None:
+        class Dependent(FakeBackend):
+            def _run(self, context: PassContext) -> Hidden:
+                hidden = super()._run(context)
+                rows = len(hidden.states)
+                if other == "rows of a pass":
+                    return hidden._replace(states=hidden.states * (1 + 2**-23 * (rows > 40)))
+                hidden.states[-1] *= 1 + 2**-23
+                return hidden
+
+        backend = Dependent()
+        with pytest.raises(StartError, match="hidden states of this model depend on its batch"):
+            check_batch_invariance(backend, backend.block_table)
+
+    def test_of_one_with_a_short_context(self) -> None:
+        backend = FakeBackend()
+        backend.info = backend.info._replace(context_length=3, total_pages=1)
+        check_batch_invariance(backend, backend.block_table)

@@ -238,6 +238,29 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
     assert len(f"{error.value} {error.value.hint}".splitlines()) == 1
 
 
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flag", ["--enable-deterministic-inference", "--enable-determ", "file"])
+def test_a_switch_that_sglang_is_not_told(flag: str, tmp_path: Path) -> None:
+    """On a CPU it refuses deterministic inference, which the driver serves there."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    file = tmp_path / "flags.yaml"
+    file.write_text("enable-deterministic-inference: true\nport: 8000\n")
+    words = ["--config", str(file)] if flag == "file" else [flag, "--port", "8000"]
+    words = ["--model-path", "m", *words]
+    assert http_launch.given_flags(words)["enable_deterministic_inference"] is True
+    with (
+        mock.patch.object(http_launch, "load_plugins"),
+        mock.patch.object(http_launch, "prepare_server_args", http_launch.given_flags),
+    ):
+        found = http_launch.parse_flags(words, "enable_deterministic_inference")
+    assert (found["model_path"], found["port"]) == ("m", 8000)
+    assert "enable_deterministic_inference" not in found
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

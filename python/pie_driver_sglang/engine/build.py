@@ -17,6 +17,7 @@ from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
 from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.graph_runner import GraphRunner
+from pie_driver_sglang.engine.invariance_check import check_batch_invariance
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantGemm, supports_weight
 from pie_driver_sglang.engine.layers.batch_invariant_cpu import CpuBatchInvariantGemm
 from pie_driver_sglang.engine.layers.selection import (
@@ -89,6 +90,9 @@ def build_executor(
     if invariant:
         # Afterwards, because fused layers are made of the library's own linear layers only.
         _replace_gemms(backend)
+        if backend.device.type == "cpu":
+            # There its operations outside of attention and GEMMs are the library's.
+            check_batch_invariance(backend, block_table)
     executor.steps = _steps(executor, chunk, options, adapters, active)
     active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
     executor.active = active.as_dict()

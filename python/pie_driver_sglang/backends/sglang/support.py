@@ -285,9 +285,15 @@ def check_deterministic_on_cpu(runner: ModelRunner) -> None:
     """
     pool = runner.token_to_kv_pool
     # The sum of two ranks does not depend on their order.
-    if rank_of(runner).size > 2:
-        reason: str | None = "sums of more than two ranks are not batch-invariant"
-    elif not keeps_heads(pool) or pool.dtype != runner.dtype:
+    ranks = rank_of(runner).size
+    if ranks > 2:
+        raise StartError(
+            f"`enable_deterministic_inference` is set, and on the CPU it does not support {ranks} "
+            "ranks, whose sums are not batch-invariant",
+            hint="start at most two ranks, or unset it",
+        )
+    reason: str | None
+    if not keeps_heads(pool) or pool.dtype != runner.dtype:
         reason = f"its KV pool is a {type(pool).__name__} of {pool.dtype}"
     elif not runs_plain_torch(runner.model):
         reason = "some of its matrices are not multiplied by SGLang's linear layers in torch"

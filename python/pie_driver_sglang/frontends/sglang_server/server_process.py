@@ -159,8 +159,9 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
         added = [*pinned_revision(plan, given), *transport]
-        own_words = _without_deterministic(own.sglang) if on_cpu else own.sglang
-        arguments = http_launch.parse_flags([*own_words, *added])
+        # SGLang refuses it on a CPU, where the driver serves it.
+        without = "enable_deterministic_inference" if on_cpu else None
+        arguments = http_launch.parse_flags([*own.sglang, *added], without)
         scheduler = functools.partial(run_scheduler, plan)
     http_app.attach_http_config(arguments, own.http, own.keys)
     is_ours = plan is not None
@@ -177,12 +178,6 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
 
 def _no_op() -> None:
     """A batch announces no server."""
-
-
-def _without_deterministic(words: Sequence[str]) -> list[str]:
-    """The flags without the one that our scheduler serves on a CPU, and SGLang refuses there."""
-    name = "--enable-deterministic-inference"
-    return pop_flags(words, lambda flag: False if flag == name else None)[1]
 
 
 def choose_scheduler(

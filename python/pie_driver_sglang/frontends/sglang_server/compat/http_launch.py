@@ -19,6 +19,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
+from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.sglang_server.compat import (
@@ -52,10 +53,7 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: One is unknown, or has a wrong value.
     """
-    parser = _flag_parser()
-    merged = list(words)
-    if "--config" in merged:
-        merged = ConfigArgumentMerger(parser).merge_config_with_args(merged)
+    parser, merged = _flag_parser(), _with_file(words)
     refuse_other_engines_flags(merged)
     values = vars(parser.parse_args(merged))
     return {
@@ -87,10 +85,27 @@ def _flag_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(words: Sequence[str]) -> ServerArgs:
-    """SGLang's settings, resolved."""
+def parse_flags(words: Sequence[str], without: str | None = None) -> ServerArgs:
+    """SGLang's settings, resolved.
+
+    Args:
+        words: The command line.
+        without: A switch that SGLang is not told, by the name of its field.
+    """
     load_plugins()
+    if without is not None:
+        _, words = pop_flags(
+            _with_file(words), lambda flag: False if field_of(flag) == without else None
+        )
     return prepare_server_args(list(words))
+
+
+def _with_file(words: Sequence[str]) -> list[str]:
+    """A command line with the flags of the file that `--config` names."""
+    if "--config" not in words:
+        return list(words)
+    merged: list[str] = ConfigArgumentMerger(_flag_parser()).merge_config_with_args(list(words))
+    return merged
 
 
 def launch(
