@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,12 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang.config.http_limits import BatchLimits
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.frontends.batches import batch_runner, batch_store, line_requests
+from pie_driver_sglang.frontends.batches import (
+    batch_runner,
+    batch_store,
+    line_requests,
+    output_files,
+)
 from pie_driver_sglang.frontends.batches.batch_records import (
     Batch,
     BatchStatus,
@@ -33,11 +39,12 @@ from pie_driver_sglang.frontends.batches.batch_records import (
     new_batch,
 )
 from pie_driver_sglang.frontends.batches.batch_runner import MAX_STARTS, BatchRunner
-from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter
+from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter, StoreLimitError
 from pie_driver_sglang.frontends.batches.input_lines import MAX_ERRORS, MAX_LINE_BYTES, validate
 from pie_driver_sglang.frontends.batches.line_requests import Application, LineResponse
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
 from pie_driver_sglang.frontends.batches.storage_lock import LockState, StorageLock
+from pie_driver_sglang.frontends.sglang_server import batch_service
 from pie_driver_sglang.frontends.sglang_server.batch_endpoints import SERVICE, add_routes
 from pie_driver_sglang.frontends.sglang_server.batch_service import (
     BatchService,
@@ -315,6 +322,48 @@ class TestRuns:
         assert len(output(store, ended.output_file_id)) == ended.completed == 6
         assert set(server.asked.values()) == {1}
 
+    def test_a_full_disk_at_the_end_of_a_batch_loses_no_line(
+        self, store: BatchStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batch_runner, "_RETRY_S", 0.01)
+        monkeypatch.setattr(output_files, "_GROUP", 2)
+        batch = begun(store, text_of([line(number) for number in range(5)]))
+        before = (BatchStatus.VALIDATING,)
+        assert store.move(batch.id, before, BatchStatus.CANCELLING, in_progress_at=1, total=5)
+        add_results, calls = store.add_results, Counter[str]()
+
+        def failing(batch_id: str, results: Any) -> None:
+            calls["add"] += 1
+            if calls["add"] in (1, 3):
+                raise sqlite3.OperationalError("database or disk is full")
+            add_results(batch_id, results)
+
+        monkeypatch.setattr(store, "add_results", failing)
+        ended = asyncio.run(run(store, batch, Server()))
+        assert (ended.status, ended.failed, calls["add"]) == (BatchStatus.CANCELLED, 5, 5)
+        assert [each["custom_id"] for each in output(store, ended.error_file_id)] == [
+            f"id-{number}" for number in range(5)
+        ]
+
+    def test_a_batch_ends_once(self, store: BatchStore) -> None:
+        batch = begun(store, text_of([line(1), line(2)]))
+        ended = asyncio.run(run(store, batch, Server()))
+        assert ended.status is BatchStatus.COMPLETED
+        assert output_files.end_with_files(store, batch.id, tuple) == ended
+        store.finish(batch.id, BatchStatus.EXPIRED, None, None)
+        assert store.batch(batch.id) == ended
+        assert len(output(store, ended.output_file_id)) == 2
+
+    def test_a_batch_whose_lines_are_all_done_does_not_expire(self, store: BatchStore) -> None:
+        batch = begun(store, text_of([line(1), line(2)]))
+        store.move(batch.id, (BatchStatus.VALIDATING,), BatchStatus.IN_PROGRESS, total=2)
+        store.add_results(batch.id, [LineResult(1, False, "{}"), LineResult(2, True, "{}")])
+        late = store.update(batch.id, expires_at=1)
+        server = Server()
+        ended = asyncio.run(run(store, late, server))
+        assert (ended.status, ended.completed, ended.failed) == (BatchStatus.COMPLETED, 1, 1)
+        assert not server.asked
+
     def test_a_result_with_half_a_character_is_a_line(self, store: BatchStore) -> None:
         batch = begun(store, text_of([line(1)]))
 
@@ -393,7 +442,7 @@ def check(store: BatchStore, ended: Batch, statuses: list[int], *, cancelled: bo
     files = {path.name for path in (store.folder / "files").iterdir()}
     ids = {ended.input_file_id, ended.output_file_id, ended.error_file_id} - {None}
     assert {name for name in files if not name.endswith(".partial")} == ids
-    assert (store.open_batches(), store.lines_with_results(ended.id)) == ([], set())
+    assert (store.open_batches(9), store.lines_with_results(ended.id)) == ([], set())
     store.close()
     if cancelled:
         assert (ended.status, done) == (BatchStatus.CANCELLED, [])
@@ -525,6 +574,51 @@ class TestRecords:
         assert list((store.folder / "files").iterdir()) == []
         assert store.list_files(None, None, 9) == []
 
+    def test_uploads_at_once_do_not_exceed_the_limit(self, store: BatchStore) -> None:
+        with (
+            pytest.raises(StoreLimitError, match="have 6 bytes, and with this one more than 10"),
+            store.new_file("a", "batch", most=10) as late,
+            store.new_file("b", "batch", most=10) as first,
+        ):
+            late.write(b"x" * 6)
+            first.write(b"x" * 6)
+        assert [each.filename for each in store.list_files(None, None, 9)] == ["b"]
+        assert [path.name for path in (store.folder / "files").iterdir()] == [first.record.id]
+
+    def test_open_batches_are_found_by_an_index_and_have_a_limit(
+        self, store: BatchStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = [begun(store, text_of([line(number)])).id for number in range(3)]
+        store.finish(names[1], BatchStatus.CANCELLED, None, None)
+        queries: list[str] = []
+        store._database.set_trace_callback(queries.append)
+        assert store.open_batches(9) == [names[0], names[2]]
+        assert store.open_batches(1) == names[:1]
+        plan = store._database.execute(f"EXPLAIN QUERY PLAN {queries[0]}").fetchall()
+        assert "USING COVERING INDEX" in str(plan) or "USING INDEX batches_by_status" in str(plan)
+        monkeypatch.setattr(batch_store, "MAX_OPEN_BATCHES", 3)
+        begun(store, text_of([line(1)]))
+        with pytest.raises(StoreLimitError, match="3 batches have not ended, all that there may"):
+            begun(store, text_of([line(1)]))
+
+    def test_others_cannot_read_what_is_stored(self, tmp_path: Path) -> None:
+        before = os.umask(0)
+        try:
+            found = BatchStore(tmp_path / "new" / "store")
+            (tmp_path / "old").mkdir(mode=0o755)
+            other = BatchStore(tmp_path / "old")
+            for store in (found, other):
+                begun(store, text_of([line(1)]))
+        finally:
+            os.umask(before)
+        assert found.folder.stat().st_mode & 0o777 == 0o700
+        for store in (found, other):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in store.folder.iterdir()}
+            assert modes.pop("files") == 0o700
+            assert set(modes) == {f"batches.sqlite3{end}" for end in ("", "-shm", "-wal")}
+            assert set(modes.values()) == {0o600}
+            store.close()
+
     def test_another_version_and_a_file_as_folder_are_refused(self, tmp_path: Path) -> None:
         store = BatchStore(tmp_path / "store")
         store._database.execute("PRAGMA user_version = 9")
@@ -537,35 +631,110 @@ class TestRecords:
         assert batch_store.is_storage(tmp_path / "store")
 
 
-async def post_and_get(folder: Path, owner: str) -> list[tuple[int, str]]:
-    """Answers of the endpoints of a server with this folder: an upload, and a list."""
-    service = BatchService(
-        folder,
-        owner,
-        BatchLimits(),
-        Server().application,
-        LineSlots(1, lambda: 0),
-        (URL,),
-        lambda: True,
-    )
+def service_of(folder: Path, owner: str, app: Application | None = None) -> BatchService:
+    app = app or Server().application
+    slots = LineSlots(1, lambda: 0)
+    return BatchService(folder, owner, BatchLimits(), app, slots, (URL,), lambda: True)
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, owner: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server with this folder."""
+    service = service_of(folder, owner)
     app = FastAPI()
     add_routes(app)
     setattr(app.state, SERVICE, service)
     service.start()
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        listed = await client.get("/v1/files")
-        form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
-        sent = await client.post("/v1/files", **form)
+        yield client
     await service.stop()
+
+
+FORM: dict[str, Any] = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+
+
+async def post_and_get(folder: Path, owner: str) -> list[tuple[int, str]]:
+    """Answers of the endpoints of a server with this folder: an upload, and a list."""
+    async with serving(folder, owner) as client:
+        listed, sent = await client.get("/v1/files"), await client.post("/v1/files", **FORM)
     return [(each.status_code, each.text) for each in (listed, sent)]
+
+
+def test_text_that_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path / "storage") as client:
+            file_id = (await client.post("/v1/files", **FORM)).json()["id"]
+            body = {"endpoint": URL, "completion_window": "24h", "input_file_id": file_id}
+            wrong = ({"metadata": {"\ud800": "a"}}, {"metadata": {"a": "\udc00"}})
+            for change in (*wrong, {"input_file_id": "\ud800"}):
+                content = json.dumps({**body, **change})
+                answer = await client.post("/v1/batches", content=content)
+                assert (answer.status_code, next(iter(change)) in answer.text) == (400, True)
+            assert (await client.post("/v1/batches", json=body)).status_code == 200
+            assert len((await client.get("/v1/batches")).json()["data"]) == 1
+            form = (
+                b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+                b'--b\r\nContent-Disposition: form-data; name="file"; filename="\\ud800"\r\n\r\n'
+                b"x\r\n--b--\r\n"
+            )
+            kind = "multipart/form-data; boundary=b; charset=raw_unicode_escape"
+            answer = await client.post("/v1/files", content=form, headers={"content-type": kind})
+            assert (answer.status_code, "expected Unicode text" in answer.text) == (400, True)
+            assert len((await client.get("/v1/files")).json()["data"]) >= 1
+
+    asyncio.run(scenario())
+
+
+def test_too_many_open_batches_are_answered_429(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "MAX_OPEN_BATCHES", 0)
+
+    async def scenario() -> httpx.Response:
+        async with serving(tmp_path / "storage") as client:
+            file_id = (await client.post("/v1/files", **FORM)).json()["id"]
+            body = {"endpoint": URL, "completion_window": "24h", "input_file_id": file_id}
+            return await client.post("/v1/batches", json=body)
+
+    answer = asyncio.run(scenario())
+    assert answer.status_code == 429
+    assert "0 batches have not ended, all that there may be; wait until one ends" in answer.text
+
+
+def test_a_folder_stays_locked_while_a_batch_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_service, "_STOP_S", 0.01)
+    store = BatchStore(tmp_path)
+    batch = begun(store, text_of([line(1)]))
+    server = Server()
+    server.hangs = {"prompt 1"}
+
+    async def scenario() -> None:
+        service = service_of(tmp_path, "first", Application(server.send, lambda _: None))
+        service.start()
+        while not server.running:
+            await asyncio.sleep(0.01)
+        await service.stop()
+        other = StorageLock(tmp_path, "second")
+        assert other.acquire() is LockState.REFUSED
+        server.hangs = set()
+        while server.running or store.batch(batch.id).starts:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*service._tasks.values())
+        await service.stop()
+        assert other.acquire() is LockState.RUNS
+        other.release()
+
+    asyncio.run(scenario())
+    assert store.batch(batch.id).status is BatchStatus.IN_PROGRESS
+    store.close()
 
 
 def test_another_server_of_a_folder_answers_503(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
-    service = BatchService(
-        folder, "", BatchLimits(), Server().application, LineSlots(1, lambda: 0), (), lambda: True
-    )
+    service = service_of(folder, "")
     assert asyncio.run(service.open_store(create=False)) is None
     assert not folder.exists()
     BatchStore(folder).close()

@@ -17,10 +17,13 @@ import pytest
 
 from pie_driver_sglang.cli import batch, main
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.frontends.batches.batch_runner import BatchRunner
+from pie_driver_sglang.frontends.batches import offline_run
+from pie_driver_sglang.frontends.batches.batch_records import BatchStatus, LineResult
+from pie_driver_sglang.frontends.batches.batch_runner import MAX_STARTS, BatchRunner
+from pie_driver_sglang.frontends.batches.batch_store import BatchStore
 from pie_driver_sglang.frontends.batches.line_requests import Application, LineResponse
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
-from pie_driver_sglang.frontends.batches.offline_run import OfflineJob, OfflineRun
+from pie_driver_sglang.frontends.batches.offline_run import OfflineJob, OfflineRun, error_messages
 from support.models.tiny_models import POCKET
 from support.process import fork_server
 
@@ -77,6 +80,12 @@ def test_a_run_that_ended_is_cleaned_up(
     assert job.output.stat().st_mode & 0o777 == 0o666 & ~mask
     # As after a kill before the store was removed.
     words = ["batch", str(job.input), "--output", str(job.output), "--model", "m"]
+    with OfflineRun(job) as run:
+        before = job.output.read_bytes()
+        assert run.end_batch(run.store, run.batch.id, tuple) == run.batch
+        assert job.output.read_bytes() == before
+        modes = {path.name: path.stat().st_mode & 0o077 for path in job.folder.iterdir()}
+        assert {job.folder.stat().st_mode & 0o077, *modes.values()} == {0}
     assert main.main(words) == 1
     assert "was complete already" in capsys.readouterr().err
     assert not job.folder.exists()
@@ -95,6 +104,103 @@ def test_another_input_or_model_does_not_continue_a_run(job: OfflineJob) -> None
     write(job.input, 5)
     with pytest.raises(ConfigError, match=r"in.jsonl' has changed since 0 of its lines were run"):
         OfflineRun(job)
+
+
+def test_an_output_that_exists_does_not_end_a_run(
+    job: OfflineJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with OfflineRun(job) as run:
+        batch = run.batch
+    job.output.write_text("mine")
+    words = ["batch", str(job.input), "--output", str(job.output), "--model", "m"]
+    assert main.main(words) == 1
+    assert "out.jsonl' exists\n\nhint: name another `--output`" in capsys.readouterr().err
+    assert job.output.read_text() == "mine"
+    job.output.unlink()
+    with OfflineRun(job) as run:
+        assert run.batch == batch
+
+
+def test_a_run_that_was_killed_before_its_last_step_ends(
+    job: OfflineJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with OfflineRun(job) as run:
+        before = (BatchStatus.VALIDATING,)
+        run.store.move(run.batch.id, before, BatchStatus.IN_PROGRESS, total=4)
+        texts = [f'{{"line": {number}}}' for number in range(4)]
+        results = [LineResult(number + 1, False, text) for number, text in enumerate(texts)]
+        run.store.add_results(run.batch.id, results)
+        run.store.move(run.batch.id, (BatchStatus.IN_PROGRESS,), BatchStatus.FINALIZING)
+    job.output.write_text("a part")
+    words = ["batch", str(job.input), "--output", str(job.output), "--model", "m"]
+    assert main.main(words) == 0
+    assert job.output.read_text().splitlines() == texts
+    assert not job.folder.exists()
+    assert "was complete already" in capsys.readouterr().err
+
+
+def test_an_output_that_is_gone_is_named(job: OfflineJob) -> None:
+    finish(job)
+    job.output.unlink()
+    with pytest.raises(ConfigError, match=r"out.jsonl' is gone, of a run that ended"):
+        OfflineRun(job)
+
+
+def test_a_run_that_ends_the_process_each_time_reports_its_lines(
+    job: OfflineJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with OfflineRun(job) as run:
+        before = (BatchStatus.VALIDATING,)
+        run.store.move(run.batch.id, before, BatchStatus.IN_PROGRESS, total=4)
+        run.store.add_results(run.batch.id, [LineResult(2, False, '{"custom_id": "id-1"}')])
+        run.store.update(run.batch.id, starts=MAX_STARTS)
+        app = Application(lambda *_: pytest.fail("a line ran"), lambda _: None)
+        slots = LineSlots(2, lambda: 0)
+        runner = BatchRunner(run.store, run.batch, app, slots, end_batch=run.end_batch)
+        ended = asyncio.run(runner.run())
+        assert (ended.status, ended.completed, ended.failed) == (BatchStatus.FAILED, 1, 3)
+        [text] = error_messages(ended)
+    lines = list(map(json.loads, job.output.read_text().splitlines()))
+    assert [each["custom_id"] for each in lines] == [f"id-{number}" for number in range(4)]
+    assert [each["error"]["code"] for each in lines if "error" in each] == ["batch_failed"] * 3
+    words = ["batch", str(job.input), "--output", str(job.output), "--model", "m"]
+    assert main.main(words) == 1
+    assert f"the server ended {MAX_STARTS} times" in text
+    assert text in capsys.readouterr().err
+
+
+def test_a_second_process_leaves_a_run_that_is_validated(
+    job: OfflineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = offline_run.validate
+
+    def slow(*arguments: Any) -> Any:
+        with pytest.raises(StartError, match=f"process {os.getpid()} of"):
+            OfflineRun(job)
+        return validate(*arguments)
+
+    monkeypatch.setattr(offline_run, "validate", slow)
+    with OfflineRun(job) as run:
+        assert run.store.path_of(run.batch.input_file_id).read_bytes() == job.input.read_bytes()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), sqlite3.OperationalError("full")])
+def test_a_full_disk_is_one_line(
+    job: OfflineJob,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(BatchStore, "add_batch", fail)
+    assert main.main(["batch", str(job.input), "--output", str(job.output), "--model", "m"]) == 1
+    line, _, hint = capsys.readouterr().err.strip().partition("\n\nhint: ")
+    assert f"in.jsonl' cannot be stored in '{job.folder}': " in line
+    assert "\n" not in line
+    assert "make room there" in hint
+    assert not job.folder.exists()
 
 
 @pytest.mark.parametrize(

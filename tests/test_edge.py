@@ -226,6 +226,24 @@ def test_uploads_have_a_limit_of_their_own() -> None:
         assert server.usage.body_bytes == 0
 
 
+def test_open_uploads_have_a_limit_together() -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"
+    limits = {"max_buffered_bytes": 1_500_000, "max_file_bytes": 1_000_000}
+    with edge(**limits) as server:
+        with server.connect() as first, server.connect() as second:
+            first.sendall(head + b"x" * 900_000)
+            wait_for(lambda: server.usage.upload_bytes == 900_000)
+            second.sendall(head + b"x" * 900_000)
+            answer = read_all(second)
+            assert status_of(answer) == 503
+            assert b"the open uploads have 1500000 bytes, all that they may" in answer
+            # Other requests are not affected.
+            assert server.fetch("/", b"abc") == (200, b"3")
+            first.sendall(b"x" * 100_000)
+            assert b"200 OK" in first.recv(65536)
+        wait_for(lambda: server.usage.upload_bytes == 0)
+
+
 def test_an_answer_that_nobody_reads_is_given_up() -> None:
     with edge(write_timeout_s=0.05) as server, server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -432,6 +432,38 @@ class TestProcesses:
         assert ends == [3]
         assert max(waits) <= 0.1
 
+    @pytest.mark.parametrize(
+        ("workers", "rid", "aborted"),
+        [
+            (1, "a", ["a_0", "a_1"]),
+            (1, "b", ["b"]),
+            (1, "c", []),
+            (2, "a", ["a_0", "a_1", "a"]),
+            (2, "c", ["c"]),
+        ],
+    )
+    def test_an_abort_reaches_all_prompts_of_a_request(
+        self, workers: int, rid: str, aborted: list[str], compat: Any
+    ) -> None:
+        """With SGLang's scheduler, too."""
+        from pie_driver_sglang.frontends.sglang_server.compat import server_environment
+
+        with mock.patch.dict(os.environ), server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import tokenizer_managers
+        manager = object.__new__(tokenizer_managers.MsgpackManager)
+        names = ("a_0", "a_1", "b")
+        manager.rid_to_state = {
+            name: SimpleNamespace(abort_requested=False, obj=SimpleNamespace()) for name in names
+        }
+        manager.child_rid_to_logical_rid = {}
+        manager.logical_rid_to_child_rids = {}
+        manager.server_args = SimpleNamespace(tokenizer_worker_num=workers)
+        manager.enable_metrics = False
+        sent: list[str] = []
+        manager._dispatch_to_scheduler = lambda request: sent.append(request.rid)
+        manager.abort_request(rid)
+        assert sent == aborted
+
 
 def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     """A stream's chunk may have several tokens."""

@@ -13,7 +13,13 @@ from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import take_keys
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.frontends.batches.offline_run import OfflineJob, OfflineRun
+from pie_driver_sglang.frontends.batches.input_lines import read_lines
+from pie_driver_sglang.frontends.batches.offline_run import (
+    OfflineJob,
+    OfflineRun,
+    error_messages,
+    one_line_errors,
+)
 from pie_driver_sglang.frontends.sglang_server.served_flags import refuse_other_engines_flags
 
 _HELP: Final = """\
@@ -58,11 +64,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _finish(job: OfflineJob) -> int:
-    with OfflineRun(job) as run:
-        failed = run.store.batch(run.batch.id).failed
+    with OfflineRun(job) as run, one_line_errors(job):
+        path = run.store.path_of(run.batch.input_file_id)
+        # Its last step may be missing, which needs no model.
+        batch = run.end_batch(run.store, run.batch.id, lambda: read_lines(path))
         run.remove()
+    for text in error_messages(batch):
+        print_notice(text)
     print_notice(f"{job.output} was complete already")
-    return int(failed > 0)
+    return int(batch.failed > 0 or batch.errors is not None)
 
 
 def parse_job(arguments: Sequence[str]) -> tuple[OfflineJob, list[str]]:

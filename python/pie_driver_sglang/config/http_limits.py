@@ -28,7 +28,8 @@ class ConnectionLimits(NamedTuple):
         max_header_bytes: Bytes of a request line and its headers.
         max_body_bytes: Bytes of a request body.
         max_file_bytes: Bytes of the body of an upload to `/v1/files`, which goes to disk.
-        max_buffered_bytes: Bytes of all other request bodies that have not been answered.
+        max_buffered_bytes: Bytes of all other request bodies that have not been answered, and
+            of all uploads.
         header_timeout_s: Seconds that a connection may take to send a request head.
         body_timeout_s: Seconds in which each further 64 KiB of a body must arrive.
         write_timeout_s: Seconds that a client may go without reading its response.

@@ -13,7 +13,8 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -29,7 +30,7 @@ from pie_driver_sglang.frontends.batches.input_lines import (
 )
 from pie_driver_sglang.frontends.batches.line_requests import Application, run_line
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
-from pie_driver_sglang.frontends.batches.output_files import end_with_files
+from pie_driver_sglang.frontends.batches.output_files import Lines, end_with_files
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class BatchRunner:
         slots: LineSlots,
         max_lines: int | None = None,
         on_results: Callable[[list[LineResult]], None] = lambda _: None,
-        end_batch: Callable[[BatchStore, str, Iterable[InputLine]], Batch] = end_with_files,
+        end_batch: Callable[[BatchStore, str, Lines], Batch] = end_with_files,
     ) -> None:
         """Do not run it yet.
 
@@ -238,11 +239,12 @@ class BatchRunner:
             return await self._stored(self._store.update, batch.id, starts=0)
         if not batch.is_open or self._end is End.STOPPED:
             return batch
-        is_done = self._end is End.DONE and batch.errors is None
-        if is_done and batch.status is BatchStatus.IN_PROGRESS:
+        # The last results may have come as the window ended.
+        is_done = self._end is End.DONE or batch.completed + batch.failed == batch.total
+        if is_done and batch.errors is None and batch.status is BatchStatus.IN_PROGRESS:
             await self._stored(self._store.move, batch.id, _STARTED, BatchStatus.FINALIZING)
         # An input that was not validated may have any content.
-        lines = iter(()) if batch.in_progress_at is None else read_lines(self._path)
+        lines: Lines = tuple if batch.in_progress_at is None else partial(read_lines, self._path)
         return await self._stored(self._end_batch, self._store, batch.id, lines)
 
     async def _read(self) -> Batch:

@@ -29,6 +29,7 @@ from pie_driver_sglang.frontends.batches.batch_records import (
 
 DATABASE: Final = "batches.sqlite3"
 FILES: Final = "files"
+MAX_OPEN_BATCHES: Final = 1000
 PARTIAL: Final = ".partial"
 _VERSION: Final = 1
 _BUSY_S: Final = 30.0
@@ -42,6 +43,7 @@ CREATE TABLE batches (
 CREATE TABLE results (
     batch TEXT, line INTEGER, is_error INTEGER, text TEXT, PRIMARY KEY (batch, line))
     WITHOUT ROWID;
+CREATE INDEX batches_by_status ON batches (status, position);
 PRAGMA user_version = {_VERSION};
 """
 
@@ -49,6 +51,10 @@ PRAGMA user_version = {_VERSION};
 def is_storage(folder: Path) -> bool:
     """Whether a folder has a database of this kind."""
     return (folder / DATABASE).is_file()
+
+
+class StoreLimitError(ConfigError):
+    """A limit of the store would be exceeded."""
 
 
 class BatchStore:
@@ -63,7 +69,9 @@ class BatchStore:
         self.folder = folder.absolute()
         self._lock = threading.RLock()
         try:
-            (self.folder / FILES).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / FILES).mkdir(mode=0o700, exist_ok=True)
+            _create_private(self.folder / DATABASE)
             self._database = sqlite3.connect(
                 self.folder / DATABASE,
                 timeout=_BUSY_S,
@@ -92,19 +100,45 @@ class BatchStore:
 
     @contextlib.contextmanager
     def new_file(
-        self, filename: str, purpose: str, expires_s: int | None = None
+        self, filename: str, purpose: str, expires_s: int | None = None, most: int | None = None
     ) -> Iterator[FileWriter]:
-        """A file to be written within the context, which then has a record."""
+        """A file to be written within the context, which then has a record.
+
+        Args:
+            filename: The client's name for it.
+            purpose: What it is for.
+            expires_s: Seconds after which it is deleted; None for never.
+            most: Bytes that all files may have together; None for any number.
+
+        Raises:
+            StoreLimitError: They have more, with files that were added meanwhile.
+        """
         file_id = new_file_id()
         with FileWriter(self.path_of(file_id)) as writer:
             yield writer
             now = int(time.time())
             expires_at = None if expires_s is None else now + expires_s
-            self._add_file(writer.finished(filename, purpose, now, expires_at))
+            record = writer.finished(filename, purpose, now, expires_at)
+        try:
+            with self.transaction():
+                self.require_space(record.bytes, most)
+                _insert(self._database, "files", record)
+        except BaseException:
+            self.path_of(file_id).unlink(missing_ok=True)
+            raise
 
-    def _add_file(self, record: StoredFile) -> None:
-        with self.transaction():
-            _insert(self._database, "files", record)
+    def require_space(self, added: int, most: int | None) -> None:
+        """Refuse a file with which all files would have more bytes than they may.
+
+        Raises:
+            StoreLimitError: They would.
+        """
+        stored = self.stored_bytes()
+        if most is not None and stored + added > most:
+            raise StoreLimitError(
+                f"the stored files have {stored} bytes, and with this one more than {most}",
+                "delete some, or start the server with a larger `--max-stored-bytes`",
+            )
 
     def find_file(self, file_id: str) -> StoredFile | None:
         """A file by its id."""
@@ -165,8 +199,10 @@ class BatchStore:
                 self.delete_file(file_id)
         with self._lock:
             known = {name for (name,) in self._rows("SELECT id FROM files")}
-            for batch in self.open_batches():
-                known |= {batch.output_key, batch.error_key}
+            marks = _marks(OPEN_STATUSES)
+            keys = f"SELECT output_key, error_key FROM batches WHERE status IN ({marks})"
+            for pair in self._rows(keys, *OPEN_STATUSES):
+                known |= set(pair)
         for path in (self.folder / FILES).iterdir():
             with contextlib.suppress(OSError):
                 if path.name not in known and path.stat().st_mtime < now - _STALE_S:
@@ -175,8 +211,20 @@ class BatchStore:
     # Batches.
 
     def add_batch(self, batch: Batch) -> None:
-        """Add a new batch."""
+        """Add a new batch.
+
+        Raises:
+            StoreLimitError: Too many have not ended.
+        """
         with self.transaction():
+            marks = _marks(OPEN_STATUSES)
+            count = f"SELECT count(*) FROM batches WHERE status IN ({marks})"
+            [is_open] = self._row(count, *OPEN_STATUSES)
+            if is_open >= MAX_OPEN_BATCHES:
+                raise StoreLimitError(
+                    f"{is_open} batches have not ended, all that there may be",
+                    "wait until one ends, or cancel one",
+                )
             _insert(self._database, "batches", batch)
 
     def find_batch(self, batch_id: str) -> Batch | None:
@@ -209,14 +257,15 @@ class BatchStore:
         )
         return [Batch.of_row(row) for row in rows]
 
-    def open_batches(self) -> list[Batch]:
-        """Batches that have not ended, the oldest first."""
+    def open_batches(self, limit: int) -> list[str]:
+        """The ids of batches that have not ended, the oldest first."""
         rows = self._rows(
-            f"SELECT {_BATCH} FROM batches WHERE status IN ({_marks(OPEN_STATUSES)}) "
-            "ORDER BY position",
+            f"SELECT id FROM batches WHERE status IN ({_marks(OPEN_STATUSES)}) "
+            "ORDER BY position LIMIT ?",
             *OPEN_STATUSES,
+            limit,
         )
-        return [Batch.of_row(row) for row in rows]
+        return [batch_id for (batch_id,) in rows]
 
     def move(
         self, batch_id: str, before: Sequence[BatchStatus], after: BatchStatus, **columns: Any
@@ -229,14 +278,23 @@ class BatchStore:
             after: Its new state, whose time is set.
             columns: Other columns to set.
         """
-        columns = {"status": after, f"{after}_at": int(time.time()), **columns}
+        with self.transaction():
+            return self._move(batch_id, before, after, columns)
+
+    def _move(
+        self,
+        batch_id: str,
+        before: Sequence[BatchStatus],
+        after: BatchStatus,
+        others: dict[str, Any],
+    ) -> bool:
+        columns = {"status": after, f"{after}_at": int(time.time()), **others}
         columns.pop(f"{BatchStatus.VALIDATING}_at", None)
         names = ", ".join(f"{name} = ?" for name in columns)
-        with self.transaction():
-            done = self._database.execute(
-                f"UPDATE batches SET {names} WHERE id = ? AND status IN ({_marks(before)})",
-                (*columns.values(), batch_id, *before),
-            )
+        done = self._database.execute(
+            f"UPDATE batches SET {names} WHERE id = ? AND status IN ({_marks(before)})",
+            (*columns.values(), batch_id, *before),
+        )
         return bool(done.rowcount)
 
     def update(self, batch_id: str, **columns: Any) -> Batch:
@@ -290,16 +348,14 @@ class BatchStore:
         output: StoredFile | None,
         error: StoredFile | None,
     ) -> None:
-        """End a batch with its output files; its results are in them from now on."""
+        """End an open batch with its output files; its results are in them from now on."""
         files = [file for file in (output, error) if file is not None]
+        columns = {"output_file_id": output and output.id, "error_file_id": error and error.id}
         with self.transaction():
+            if not self._move(batch_id, OPEN_STATUSES, status, columns):
+                return
             for file in files:
                 _insert(self._database, "files", file)
-            self._database.execute(
-                f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, "
-                "error_file_id = ? WHERE id = ?",
-                (status, int(time.time()), output and output.id, error and error.id, batch_id),
-            )
             self._database.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
 
     @contextlib.contextmanager
@@ -415,6 +471,12 @@ class FileWriter:
 _FILE: Final = ", ".join(StoredFile._fields)
 _BATCH: Final = ", ".join(Batch._fields)
 _LINES: Final = "SELECT line FROM results WHERE batch = ?"
+
+
+def _create_private(path: Path) -> None:
+    """Create a database that others cannot read; SQLite's other files have its permissions."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def _flush_folder(folder: Path) -> None:

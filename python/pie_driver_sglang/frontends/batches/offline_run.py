@@ -1,21 +1,25 @@
 """A run of `pie-sglang batch`: a batch with a store of its own, which a second run continues.
 
-The store is a folder beside the output (`OUTPUT.progress`). It is removed once the output is there.
+The store is a folder beside the output (`OUTPUT.progress`), which only the user can read. It is
+removed once the output is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 from pie_driver_sglang.frontends.batches.batch_records import Batch, BatchStatus, new_batch
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter, is_storage
-from pie_driver_sglang.frontends.batches.input_lines import InputLine, validate
+from pie_driver_sglang.frontends.batches.input_lines import validate
+from pie_driver_sglang.frontends.batches.output_files import Lines, add_missing
 from pie_driver_sglang.frontends.batches.storage_lock import LockState, StorageLock
 
 _CHUNK: Final = 1 << 20
@@ -61,12 +65,8 @@ class OfflineRun:
         """
         self._job = job
         try:
-            # An output beside a store is of a run that was killed after its last step but one.
-            if job.output.exists() and not is_storage(job.folder):
-                raise ConfigError(
-                    f"the output {quoted(job.output)} exists",
-                    "name another `--output`, or delete the file",
-                )
+            if not is_storage(job.folder):
+                self._require_no_output()
             with job.input.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             self.store = BatchStore(job.folder)
@@ -82,13 +82,31 @@ class OfflineRun:
                     f"process {self._lock.holder} writes {quoted(job.output)}",
                     "wait until it ends, or name another `--output`",
                 )
-            self.batch = self._find(digest) or self._add()
+            with one_line_errors(job):
+                found = self._find(digest)
+                # An output beside a store is of a run that was killed after its last step but one.
+                if found is None or not _is_ending(found):
+                    self._require_no_output()
+                self.batch = found or self._add()
         except BaseException:
-            is_new = not self.store.list_batches(None, 1)
-            self.close()
-            if is_new:
+            if self._lock.is_held and not self._has_batch():
                 shutil.rmtree(job.folder, ignore_errors=True)
+            self.close()
             raise
+
+    def _require_no_output(self) -> None:
+        if self._job.output.exists():
+            raise ConfigError(
+                f"the output {quoted(self._job.output)} exists",
+                "name another `--output`, or delete the file",
+            )
+
+    def _has_batch(self) -> bool:
+        """Whether a run was begun in the store; yes if that cannot be read."""
+        try:
+            return bool(self.store.list_batches(None, 1))
+        except sqlite3.Error:
+            return True
 
     def _find(self, digest: str) -> Batch | None:
         """The batch of a run that was begun with this input and model."""
@@ -103,6 +121,10 @@ class OfflineRun:
                 f"{quoted(self._job.input)} has changed since {found.completed + found.failed} of "
                 f"its lines were run",
                 hint,
+            )
+        if not found.is_open and not self._job.output.exists():
+            raise ConfigError(
+                f"the output {quoted(self._job.output)} is gone, of a run that ended", hint
             )
         if before != self._job.model:
             raise ConfigError(
@@ -121,7 +143,7 @@ class OfflineRun:
             more = len(found.errors) - len(shown)
             text = "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])])
             raise ConfigError(f"{quoted(job.input)} is no batch: {text}", "correct these lines")
-        with job.input.open("rb") as file, self.store.new_file(job.input.name, "batch") as writer:
+        with job.input.open("rb") as file, self.store.new_file("in.jsonl", "batch") as writer:
             while data := file.read(_CHUNK):
                 writer.write(data)
         metadata = json.dumps({"model": job.model})
@@ -129,21 +151,26 @@ class OfflineRun:
         self.store.add_batch(batch)
         return batch
 
-    def end_batch(self, store: BatchStore, batch_id: str, _lines: Iterable[InputLine]) -> Batch:
+    def end_batch(self, store: BatchStore, batch_id: str, lines: Lines) -> Batch:
         """Write the output, of lines with and without errors in the order of the input."""
         batch = store.batch(batch_id)
+        if not batch.is_open:
+            return batch
+        final = BatchStatus.COMPLETED if batch.errors is None else BatchStatus.FAILED
+        if final is BatchStatus.FAILED:
+            add_missing(store, batch_id, final, lines)
         with FileWriter(self._job.output, _MODE) as writer:
             for line in store.results(batch_id):
                 writer.write(f"{line}\n".encode())
             writer.finished("", "", 0, None)
-        final = BatchStatus.COMPLETED if batch.errors is None else BatchStatus.FAILED
         store.finish(batch_id, final, None, None)
         return store.batch(batch_id)
 
     def remove(self) -> None:
         """Remove the store of a run that has ended."""
-        self.close()
+        # Still locked, so that no other process begins a run in it.
         shutil.rmtree(self._job.folder, ignore_errors=True)
+        self.close()
 
     def close(self) -> None:
         """Close the store; the run can be opened again."""
@@ -157,3 +184,31 @@ class OfflineRun:
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
+
+
+@contextlib.contextmanager
+def one_line_errors(job: OfflineJob) -> Iterator[None]:
+    """Errors of files and of the database as errors of one line.
+
+    Raises:
+        StartError: A file cannot be read or written.
+    """
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise StartError(
+            f"the run of {quoted(job.input)} cannot be stored in {quoted(job.folder)}: "
+            f"{reason(error)}",
+            "make room there, or name another `--output`; then run the command again",
+        ) from error
+
+
+def _is_ending(batch: Batch) -> bool:
+    """Whether no more lines are run: the output is to be written, or was."""
+    running = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+    return batch.status not in running or batch.errors is not None
+
+
+def error_messages(batch: Batch) -> list[str]:
+    """Why a batch failed; empty if it did not."""
+    return [error["message"] for error in json.loads(batch.errors or "[]")]

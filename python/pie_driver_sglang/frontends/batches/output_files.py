@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from pie_driver_sglang.frontends.batches.batch_records import (
@@ -16,6 +16,9 @@ from pie_driver_sglang.frontends.batches.batch_records import (
 )
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter
 from pie_driver_sglang.frontends.batches.input_lines import InputLine
+
+Lines = Callable[[], Iterable[InputLine]]
+"""Reads the input, from its first line at each call."""
 
 _GROUP: Final = 1024
 """Lines of a transaction."""
@@ -36,12 +39,12 @@ _NOT_RUN: Final = {
 """Code and message of the lines without a result, by the final state."""
 
 
-def end_with_files(store: BatchStore, batch_id: str, lines: Iterable[InputLine]) -> Batch:
+def end_with_files(store: BatchStore, batch_id: str, lines: Lines) -> Batch:
     """Write the output files of a batch, and set its final state.
 
     A kill at any moment leaves the batch as it was, or ended: the files' ids are chosen before they
     are written, so that a second attempt replaces them, and their records are committed with the
-    final state.
+    final state. A batch that has ended stays as it is.
 
     Args:
         store: The database.
@@ -49,9 +52,11 @@ def end_with_files(store: BatchStore, batch_id: str, lines: Iterable[InputLine])
         lines: Its input, of which lines without results are reported as not executed.
     """
     batch = store.batch(batch_id)
+    if not batch.is_open:
+        return batch
     final = _final_status(batch)
     if final in _NOT_RUN:
-        _add_missing(store, batch_id, final, lines)
+        add_missing(store, batch_id, final, lines)
     output = _write(store, batch, batch.output_key, "output", is_error=False)
     error = _write(store, batch, batch.error_key, "errors", is_error=True)
     store.finish(batch_id, final, output, error)
@@ -69,14 +74,12 @@ def _final_status(batch: Batch) -> BatchStatus:
     return BatchStatus.EXPIRED
 
 
-def _add_missing(
-    store: BatchStore, batch_id: str, final: BatchStatus, lines: Iterable[InputLine]
-) -> None:
-    """Add an error for each line without a result."""
+def add_missing(store: BatchStore, batch_id: str, final: BatchStatus, lines: Lines) -> None:
+    """Add an error for each line without a result; `final` is expired, cancelled or failed."""
     code, message = _NOT_RUN[final]
     known = store.lines_with_results(batch_id)
     group: list[LineResult] = []
-    for line in lines:
+    for line in lines():
         if line.number in known:
             continue
         name = f"{batch_id.removeprefix('batch_')}_{line.number}"

@@ -41,6 +41,11 @@ class StorageLock:
         self._descriptor: int | None = None
         self.holder = ""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has it."""
+        return self._descriptor is not None
+
     def acquire(self) -> LockState:
         """Take the lock if it is free; `holder` names who has it otherwise.
 

@@ -22,9 +22,10 @@ from pie_driver_sglang.frontends.batches.batch_records import (
     Batch,
     BatchStatus,
     StoredFile,
+    is_text,
     new_batch,
 )
-from pie_driver_sglang.frontends.batches.batch_store import BatchStore
+from pie_driver_sglang.frontends.batches.batch_store import BatchStore, StoreLimitError
 from pie_driver_sglang.frontends.batches.input_lines import ENDPOINTS
 from pie_driver_sglang.frontends.sglang_server.batch_service import BatchService, require_store
 
@@ -76,6 +77,8 @@ async def create_file(request: Request) -> JSONResponse:
         expires_s = _expires_s("expires_after", after or None)
         store = require_store(await _store(request, create=True))
         name = (file.filename or "upload")[:_MOST_NAME]
+        if not is_text(name):
+            raise _bad(f"the file's name is {quoted(name)}, expected Unicode text")
         most = _service(request).limits.max_stored_bytes
         record = await asyncio.to_thread(_write, store, file, name, str(purpose), expires_s, most)
     finally:
@@ -92,16 +95,13 @@ def _write(
     most: int,
 ) -> StoredFile:
     """Copy an upload from its temporary file into the folder, if there is room for it."""
-    stored = store.stored_bytes()
-    with store.new_file(name, purpose, expires_s) as writer:
-        while data := file.file.read(_CHUNK):
-            if stored + writer.bytes + len(data) > most:
-                text = (
-                    f"the stored files have {stored} bytes, and with this one more than {most}: "
-                    "delete some, or start the server with a larger `--max-stored-bytes`"
-                )
-                raise HTTPException(507, text)
-            writer.write(data)
+    try:
+        store.require_space(file.size or 0, most)
+        with store.new_file(name, purpose, expires_s, most) as writer:
+            while data := file.file.read(_CHUNK):
+                writer.write(data)
+    except StoreLimitError as error:
+        raise HTTPException(507, error.with_hint) from error
     return writer.record
 
 
@@ -166,7 +166,7 @@ async def create_batch(request: Request) -> JSONResponse:
     window, window_s = _window(body.get("completion_window"))
     metadata = _metadata(body.get("metadata"))
     expires_s = _expires_s("output_expires_after", body.get("output_expires_after"))
-    if not isinstance(file_id, str):
+    if not isinstance(file_id, str) or not is_text(file_id):
         raise _bad(f"`input_file_id` is {quoted(file_id)}, expected the id of an uploaded file")
     store, file = await _file(request, file_id, 400)
     if file.purpose != "batch":
@@ -176,7 +176,10 @@ async def create_batch(request: Request) -> JSONResponse:
     batch = new_batch(
         file_id, endpoint, window, window_s, metadata=metadata, output_expires_s=expires_s
     )
-    await asyncio.to_thread(store.add_batch, batch)
+    try:
+        await asyncio.to_thread(store.add_batch, batch)
+    except StoreLimitError as error:
+        raise HTTPException(429, error.with_hint) from error
     service.wake()
     return JSONResponse(batch.as_object())
 
@@ -319,11 +322,12 @@ def _metadata(value: Any) -> str | None:
         and len(value) <= 16
         and all(len(name) <= 64 for name in value)
         and all(isinstance(each, str) and len(each) <= 512 for each in value.values())
+        and all(map(is_text, (*value, *value.values())))
     )
     if not is_valid:
         raise _bad(
-            f"`metadata` is {quoted(value)}, expected up to 16 names of 64 characters with texts "
-            "of 512"
+            f"`metadata` is {quoted(value)}, expected up to 16 names of 64 characters with "
+            "Unicode texts of 512"
         )
     return json.dumps(value)
 

@@ -130,7 +130,10 @@ class BatchService:
         self._wake.set()
 
     async def stop(self) -> None:
-        """Abort running lines, which the next start runs again, and release the folder."""
+        """Abort running lines, which the next start runs again, and release the folder.
+
+        While a batch still writes, the folder stays locked until the process ends.
+        """
         self._is_stopping = True
         if self._loop_task is not None:
             self._loop_task.cancel()
@@ -138,7 +141,8 @@ class BatchService:
             runner.stop()
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_STOP_S)
-        self._lock.release()
+        if not self._tasks:
+            self._lock.release()
 
     async def _run(self) -> None:
         while True:
@@ -161,15 +165,20 @@ class BatchService:
         if now - self._cleaned > _CLEAN_S:
             await asyncio.to_thread(store.delete_expired_files, now)
             self._cleaned = now
-        for batch in await asyncio.to_thread(store.open_batches):
+        if len(self._runners) >= _MOST_RUNNERS:
+            return
+        # Those that wait before another start are passed over.
+        most = _MOST_RUNNERS + len(self._not_before)
+        for batch_id in await asyncio.to_thread(store.open_batches, most):
+            if batch_id in self._runners or self._not_before.get(batch_id, 0.0) > now:
+                continue
+            batch = await asyncio.to_thread(store.batch, batch_id)
             if self._is_stopping or len(self._runners) >= _MOST_RUNNERS:
                 break
-            if batch.id in self._runners or self._not_before.get(batch.id, 0.0) > now:
-                continue
-            most = self.limits.max_batch_lines
-            runner = BatchRunner(store, batch, self._app, self._slots, most)
-            self._runners[batch.id] = runner
-            self._tasks[batch.id] = asyncio.create_task(self._run_batch(batch.id, runner))
+            lines = self.limits.max_batch_lines
+            runner = BatchRunner(store, batch, self._app, self._slots, lines)
+            self._runners[batch_id] = runner
+            self._tasks[batch_id] = asyncio.create_task(self._run_batch(batch_id, runner))
 
     async def _run_batch(self, batch_id: str, runner: BatchRunner) -> None:
         try:

@@ -31,12 +31,13 @@ class ServerUsage:
 
     Attributes:
         body_bytes: Bytes of bodies whose requests have no complete response.
+        upload_bytes: The same of uploads, which are on disk.
         waiting: Idle connections, the longest idle one first.
     """
 
     def __init__(self) -> None:
         """No connections."""
-        self.body_bytes = 0
+        self.body_bytes = self.upload_bytes = 0
         self.waiting: dict[LimitedProtocol, None] = {}
 
 
@@ -51,7 +52,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits, self._usage = limits, usage
         self._head_bytes = 0
         self._body_bytes = 0
-        self._held_bytes = 0
+        self._held_bytes = self._held_upload_bytes = 0
         self._reads_head = True
         self._reads_body = False
         self._is_refused = False
@@ -113,14 +114,22 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._body_bytes += len(body)
-        if not self.cycle.response_complete and not self._is_upload:
-            self._held_bytes += len(body)
-            self._usage.body_bytes += len(body)
+        if not self.cycle.response_complete:
+            self._hold_body(len(body))
+        # One upload of any allowed size has room.
+        limits = self._limits
+        most_uploads = max(limits.max_buffered_bytes, limits.max_file_bytes)
         if self._body_bytes > self._most_body_bytes:
             self._refuse_body()
-        elif self._usage.body_bytes > self._limits.max_buffered_bytes:
-            most = self._limits.max_buffered_bytes
+        elif not self._is_upload and self._usage.body_bytes > limits.max_buffered_bytes:
+            most = limits.max_buffered_bytes
             self._refuse(503, f"the bodies of open requests have {most} bytes, all that they may")
+        elif self._is_upload and self._usage.upload_bytes > most_uploads:
+            self._refuse(
+                503,
+                f"the open uploads have {most_uploads} bytes, all that they may: upload again "
+                "later, or start the server with a larger `--max-buffered-bytes`",
+            )
         else:
             super().on_body(body)
 
@@ -246,9 +255,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._free_body()
         self._cancel_timer()
 
+    def _hold_body(self, size: int) -> None:
+        if self._is_upload:
+            self._held_upload_bytes += size
+            self._usage.upload_bytes += size
+        else:
+            self._held_bytes += size
+            self._usage.body_bytes += size
+
     def _free_body(self) -> None:
         self._usage.body_bytes -= self._held_bytes
-        self._held_bytes = 0
+        self._usage.upload_bytes -= self._held_upload_bytes
+        self._held_bytes = self._held_upload_bytes = 0
 
     def _arm(self, seconds: float, action: Callable[[], None]) -> None:
         self._cancel_timer()

@@ -21,7 +21,12 @@ from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.frontends.batches.batch_records import Batch, LineResult
 from pie_driver_sglang.frontends.batches.batch_runner import BatchRunner
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots
-from pie_driver_sglang.frontends.batches.offline_run import OfflineJob, OfflineRun
+from pie_driver_sglang.frontends.batches.offline_run import (
+    OfflineJob,
+    OfflineRun,
+    error_messages,
+    one_line_errors,
+)
 from pie_driver_sglang.frontends.sglang_server.compat import http_app
 from pie_driver_sglang.frontends.sglang_server.compat.batch_app import (
     application,
@@ -30,6 +35,8 @@ from pie_driver_sglang.frontends.sglang_server.compat.batch_app import (
 
 CONCURRENCY: Final = 1024
 """Lines at once by default: the scheduler admits as many of them as it has room for."""
+_STOP_S: Final = 10.0
+"""How long a signal waits for aborted lines."""
 
 
 class OfflineServer:
@@ -80,7 +87,7 @@ class OfflineServer:
         protected = http_app.protected(app, lambda: config)
         async with app.router.lifespan_context(app):
             manager = http_server.get_global_state().tokenizer_manager
-            with OfflineRun(self._job) as run:
+            with one_line_errors(self._job), OfflineRun(self._job) as run:
                 batch = run.batch
                 if batch.endpoint not in served_endpoints(manager):
                     raise ConfigError(
@@ -104,6 +111,8 @@ class OfflineServer:
                 progress.close(ended)
                 if not ended.is_open:
                     run.remove()
+                    for text in error_messages(ended):
+                        print_notice(text)
                     print_notice(progress.summary(ended, self._job))
                     self.status = int(ended.failed > 0 or ended.errors is not None)
             if (watchdog := manager._subprocess_watchdog) is not None:
@@ -116,7 +125,10 @@ class OfflineServer:
 
         async def stop() -> None:
             runner.stop()
-            await asyncio.wait([running])
+            _, late = await asyncio.wait([running], timeout=_STOP_S)
+            if late:
+                # SGLang waits for these requests, too.
+                manager.abort_request(abort_all=True)
 
         manager.before_exit = stop
         return await running

@@ -97,6 +97,18 @@ class MsgpackManager(TokenizerManager):
         _check_params(obj, self._most_samples)
         return super().generate_request(obj, request)
 
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort a request, or all whose ids have this prefix: SGLang ignores unknown ids.
+
+        SGLang names the prompts of a request with several `{rid}_0`, `{rid}_1`, and so on.
+        """
+        exact = abort_all or not rid or rid in self.rid_to_state
+        if not exact and rid not in self.logical_rid_to_child_rids:
+            for name in [name for name in self.rid_to_state if name.startswith(rid)]:
+                super().abort_request(name)
+        # Both schedulers abort by prefix, too; with several workers, requests of the others.
+        super().abort_request(rid, abort_all)
+
     async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
         """Load an adapter from a request, as safetensors unless pickles are allowed."""
         try:
@@ -208,16 +220,6 @@ class PieManager(RefusingManager):
         """As SGLang's manager, with the pipe for acknowledgements."""
         self._acknowledger = acknowledger
         super().__init__(*arguments, **keywords)
-
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort a request, or all whose ids have this prefix: SGLang ignores unknown ids."""
-        exact = abort_all or not rid or rid in self.rid_to_state
-        if exact or rid in self.logical_rid_to_child_rids:
-            # Both schedulers abort by prefix, too.
-            super().abort_request(rid, abort_all)
-            return
-        for name in [name for name in self.rid_to_state if name.startswith(rid)]:
-            super().abort_request(name)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         try:
