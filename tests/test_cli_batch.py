@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,23 @@ from support.process import fork_server
 
 URL = "/v1/completions"
 LINES = 120
+EMPTY: Mapping[str, Any] = {}
 
 
-def write(path: Path, count: int = 4, **body: Any) -> Path:
+def write(path: Path, count: int = 4, first: Mapping[str, Any] = EMPTY, **body: Any) -> Path:
+    """Write an input, whose first line has parameters of its own."""
     lines = (
         {
             "custom_id": f"id-{number}",
             "method": "POST",
             "url": URL,
-            "body": {"model": "m", "prompt": f"def f{number}(x):", "max_tokens": 4, **body},
+            "body": {
+                "model": "m",
+                "prompt": f"def f{number}(x):",
+                "max_tokens": 4,
+                **body,
+                **({} if number else first),
+            },
         }
         for number in range(count)
     )
@@ -253,7 +262,10 @@ def committed(folder: Path) -> list[str]:
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_a_killed_run_continues(tmp_path: Path, forked_python: str) -> None:
-    source, output = write(tmp_path / "in.jsonl", LINES, temperature=0), tmp_path / "out.jsonl"
+    # It cannot end before the kill, because of one line.
+    long = {"max_tokens": 600, "ignore_eos": True}
+    source = write(tmp_path / "in.jsonl", LINES, long, temperature=0)
+    output = tmp_path / "out.jsonl"
     words = ["batch", str(source), "--output", str(output), "--model", str(POCKET)]
     words += ["--device", "cpu", "--scheduler", "pie", "--batch-concurrency", "4"]
     command = [forked_python, "-m", "pie_driver_sglang", *words]
