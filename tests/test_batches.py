@@ -646,9 +646,11 @@ async def serving(folder: Path, owner: str = "") -> AsyncIterator[httpx.AsyncCli
     setattr(app.state, SERVICE, service)
     service.start()
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        yield client
-    await service.stop()
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            yield client
+    finally:
+        await service.stop()
 
 
 FORM: dict[str, Any] = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
