@@ -99,6 +99,8 @@ def test_a_device_that_runs_out_although_the_plan_fits_names_a_smaller_share() -
     assert error.hint == "set `mem_fraction_static = 0.85` in the options"
     tiny = out_of_memory(plan._replace(fraction=0.02), "")
     assert tiny.hint == "set `mem_fraction_static = 0.01` in the options"
+    # Of the vLLM driver, whose users give a share of the memory with activations.
+    assert "= 0.65`" in out_of_memory(plan._replace(user_share=0.7), "").hint
 
 
 @pytest.mark.parametrize(

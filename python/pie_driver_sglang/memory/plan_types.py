@@ -125,6 +125,9 @@ class Plan(NamedTuple):
     """Tokens of the KV pool, in whole pages."""
     token_bytes: int
     page_size: int
+    user_share: float | None = None
+    """What the user gives of the free memory, where that is not `fraction`: the device has as much
+    free, and a hint names another share."""
 
     @property
     def kv(self) -> int:

@@ -57,7 +57,8 @@ def find_warning(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str
 
 def out_of_memory(plan: Plan, text: str) -> StartError:
     """The error for running out of memory although the plan fits."""
-    smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
+    given = plan.fraction if plan.user_share is None else plan.user_share
+    smaller = max(_FRACTIONS[0], given - SMALLER_BY)
     return StartError(
         f"{plan.device.name} has less memory than was planned with: {text}",
         f"set `mem_fraction_static = {shown(smaller)}` in the options",

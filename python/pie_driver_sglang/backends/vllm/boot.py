@@ -62,14 +62,15 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         compat.make_groups(resolved, rank.number, rank.size)
         plain = resolved.model_config.quantization is None
         loaded: list[int] = []
+        layers: list[compat.KvLayer] = []
 
         def load(model: Any, load_weights: Callable[[], None]) -> None:
+            layers.extend(compat.kv_layers(resolved))
+            support.check_kv_layers(layers, options.page_size)
             load_check.load_completely(model, load_weights, checked=plain)
             loaded.append(load_check.parameter_bytes(model))
 
         model = compat.load_model(resolved, load)
-        layers = compat.kv_layers(resolved)
-        support.check_kv_layers(layers, options.page_size)
         kv = [compat.allocate_kv(layer, pages, resolved.model_config.dtype) for layer in layers]
         planner = MetadataPlanner(resolved, layers, compat.share_kv(resolved))
         row = row_pages(resolved.model_config.max_model_len, options.page_size)
@@ -96,8 +97,8 @@ def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
                 break
         raise
     _, _, rows = table(plan).partition("\n")
-    logger.info("memory planned for cpu, of %s of what is free:\n%s", f"{share:.0%}", rows)
-    return plan
+    logger.info("memory planned for cpu, from %s of the free memory:\n%s", f"{share:.0%}", rows)
+    return plan._replace(user_share=share)
 
 
 def _engine_args(config: DriverConfig) -> dict[str, Any]:

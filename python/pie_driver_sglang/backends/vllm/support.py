@@ -51,7 +51,7 @@ def check_vllm_config(config: VllmConfig) -> None:
 
 
 def check_kv_layers(layers: Sequence[KvLayer], page_size: int) -> None:
-    """Refuses layers whose KV is not one row for each token in pages of the driver's size.
+    """Refuses layers that are not causal, or whose KV is not a row for each token in our pages.
 
     Raises:
         StartError: There is such a layer, or none with KV.
@@ -59,17 +59,25 @@ def check_kv_layers(layers: Sequence[KvLayer], page_size: int) -> None:
     if not layers:
         raise StartError("the model has no layer with KV", _HINT)
     for layer in layers:
+        if (kind := _unsupported_kind(layer)) is not None:
+            raise StartError(f"layer {layer.name} {kind}", _HINT)
         spec: Any = layer.spec
-        kind = type(spec).__name__
-        if type(spec) not in PAGED_SPECS:
-            raise StartError(
-                f"layer {layer.name} keeps its KV as {kind}, not token by token", _HINT
-            )
-        if layer.backend.get_name() != CPU_ATTENTION:
-            name = layer.backend.get_name()
-            raise StartError(f"layer {layer.name} attends by {name}, not {CPU_ATTENTION}", _HINT)
         if spec.block_size != page_size:
             raise StartError(
                 f"layer {layer.name} wants pages of {spec.block_size} tokens, not {page_size}",
                 f"set `block_size = {spec.block_size}` in the options",
             )
+
+
+def _unsupported_kind(layer: KvLayer) -> str | None:
+    """What a layer does that the driver's pages or its causal passes lack."""
+    spec, backend = layer.spec, layer.backend.get_name()
+    if type(spec) not in PAGED_SPECS:
+        return f"keeps its KV as {type(spec).__name__}, not token by token"
+    if backend != CPU_ATTENTION:
+        return f"attends by {backend}, not {CPU_ATTENTION}"
+    if getattr(spec, "non_causal", False):
+        return "attends to later tokens of a prompt (prefix LM), and the driver's passes are causal"
+    if chunk := getattr(spec, "attention_chunk_size", None):
+        return f"attends within chunks of {chunk} tokens, which {CPU_ATTENTION} does not compute"
+    return None
