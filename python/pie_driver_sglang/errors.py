@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 
 class DriverError(Exception):
@@ -94,6 +94,10 @@ def invalid_value(what: str, value: Any, expected: str) -> ConfigError:
     )
 
 
+#: The hint of :func:`not_running`.
+OTHER_SETTINGS: Final = "use another `attention_backend`, `activation_dtype`, device or model"
+
+
 def not_running(device: str, error: BaseException) -> StartError:
     """The error for a model whose forward passes fail, for example for an unsupported dtype."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -102,7 +106,7 @@ def not_running(device: str, error: BaseException) -> StartError:
     what = f"{first} {others[-1]}" if first.endswith(":") and others else first
     return StartError(
         f"the model loads but does not run on {device}: {what}",
-        "use another `attention_backend`, `activation_dtype`, device or model",
+        OTHER_SETTINGS,
     )
 
 

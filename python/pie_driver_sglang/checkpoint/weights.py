@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,6 +91,27 @@ def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part
         if not _is_left_out(tensor, loading):
             sizes[_most_ranks(tensor, loading)] += _loaded_bytes(tensor, loading)
     return tuple(Part(size, most) for most, size in sorted(sizes.items()))
+
+
+def tensors_of_shape(shape: Shape, itemsize: int) -> Iterator[Tensor]:
+    """The usual matrices of a model of this shape, as an estimate; vectors are negligible."""
+
+    def matrix(name: str, rows: int, columns: int) -> Tensor:
+        return Tensor(name, (rows, columns), rows * columns * itemsize, floating=True)
+
+    hidden = shape.hidden_size
+    yield matrix("model.embed_tokens.weight", shape.vocabulary, hidden)
+    yield matrix("lm_head.weight", shape.vocabulary, hidden)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    count, inner = (shape.experts, shape.expert_inner) if shape.experts else (1, shape.inner)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        yield matrix(f"{prefix}.self_attn.q_proj.weight", queries, hidden)
+        yield matrix(f"{prefix}.self_attn.k_proj.weight", keys, hidden)
+        yield matrix(f"{prefix}.self_attn.v_proj.weight", keys, hidden)
+        yield matrix(f"{prefix}.self_attn.o_proj.weight", hidden, queries)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield matrix(f"{prefix}.mlp.{name}.weight", count * inner, hidden)
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:

@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.tensors import DamagedError, LoadSettings, Tensor
-from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
+from pie_driver_sglang.checkpoint.tensors import DamagedError
+from pie_driver_sglang.checkpoint.weights import (
+    load_settings,
+    read_tensors,
+    tensors_of_shape,
+    weight_parts,
+)
 from pie_driver_sglang.config.arch import context_length, text_config, vocab_size
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted
@@ -161,7 +166,12 @@ def read_weights(
     size = _indexed_bytes(folder)
     if size:
         return WeightSizes((Part(size, SHARDED),), "the index of its files")
-    tensors = list(_tensors_of(shape, loading))
+    if shape.latent:
+        raise ConfigError(
+            "there are no weights, and the shape of latent attention does not give their size",
+            "download the index of the weights: `hf download <repository> --include '*.json'`",
+        )
+    tensors = list(tensors_of_shape(shape, loading.itemsize))
     return WeightSizes(weight_parts(tensors, loading), "the shape in config.json: an estimate")
 
 
@@ -222,30 +232,3 @@ def _indexed_bytes(folder: Path) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))["metadata"]["total_size"])
     except (OSError, ValueError, LookupError, TypeError):
         return 0
-
-
-def _tensors_of(shape: Shape, loading: LoadSettings) -> Iterator[Tensor]:
-    """The usual matrices of a model of this shape; vectors are negligible."""
-    if shape.latent:
-        raise ConfigError(
-            "there are no weights, and the shape of latent attention does not give their size",
-            "download the index of the weights: `hf download <repository> --include '*.json'`",
-        )
-
-    def matrix(name: str, rows: int, columns: int) -> Tensor:
-        size = rows * columns * loading.itemsize
-        return Tensor(name, (rows, columns), size, floating=True)
-
-    hidden = shape.hidden_size
-    yield matrix("model.embed_tokens.weight", shape.vocabulary, hidden)
-    yield matrix("lm_head.weight", shape.vocabulary, hidden)
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    count, inner = (shape.experts, shape.expert_inner) if shape.experts else (1, shape.inner)
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        yield matrix(f"{prefix}.self_attn.q_proj.weight", queries, hidden)
-        yield matrix(f"{prefix}.self_attn.k_proj.weight", keys, hidden)
-        yield matrix(f"{prefix}.self_attn.v_proj.weight", keys, hidden)
-        yield matrix(f"{prefix}.self_attn.o_proj.weight", hidden, queries)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            yield matrix(f"{prefix}.mlp.{name}.weight", count * inner, hidden)

@@ -30,9 +30,13 @@ class Library(NamedTuple):
     option_names: Mapping[str, str] = MappingProxyType({})
     """What its options are called, by the names in `DriverOptions`, where the two differ."""
 
+    hints: Mapping[str, str] = MappingProxyType({})
+    """Hints of its own, by the shared ones: of errors whose remedy it lacks."""
+
     def renamed(self, error: DriverError) -> DriverError:
-        """The error, with options by the names that the user knows."""
+        """The error, with hints and names of options that this library's users know."""
         error.message = rename_options(error.message, self.option_names)
         error.args = (error.message,)
-        error.hint = rename_options(error.hint, self.option_names)
+        hint = self.hints.get(error.hint, error.hint)
+        error.hint = rename_options(hint, self.option_names)
         return error

@@ -288,8 +288,9 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
     except RingError as error:
         message, _, hint = str(error).partition("\n\nhint: ")
         # Errors without a hint: the region is larger than the protocol allows.
-        remedy = "lower `context_length` or, of a model with images, `max_image_tokens`"
-        raise StartError(message, hint or f"{remedy} in the options") from error
+        images = " or `max_image_tokens`" if _image_bytes(config, config.model.hf_config) else ""
+        remedy = f"lower `context_length`{images} in the options"
+        raise StartError(message, hint or remedy) from error
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pie_driver_sglang.config.config_file import ConfigRules
 from pie_driver_sglang.config.vllm_models import check_vllm_model
 from pie_driver_sglang.config.vllm_options import VLLM_NAMES, parse_vllm_options
 from pie_driver_sglang.driver.library import Library
+from pie_driver_sglang.errors import OTHER_SETTINGS
 
 LIBRARY: Final = Library(
     "vLLM",
@@ -18,4 +19,5 @@ LIBRARY: Final = Library(
     check_vllm,
     load_vllm,
     VLLM_NAMES,
+    {OTHER_SETTINGS: "use another `activation_dtype` or model"},
 )

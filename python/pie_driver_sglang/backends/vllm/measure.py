@@ -10,9 +10,14 @@ import torch
 import transformers
 
 from pie_driver_sglang.checkpoint.tensors import DamagedError, Tensor
-from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
+from pie_driver_sglang.checkpoint.weights import (
+    load_settings,
+    read_tensors,
+    tensors_of_shape,
+    weight_parts,
+)
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import StartError, reason
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
@@ -45,10 +50,10 @@ def vllm_settings(config: DriverConfig, resolved: VllmConfig, device: Device) ->
 
 
 def vllm_sizes(config: DriverConfig, resolved: VllmConfig) -> ModelSizes:
-    """The sizes of a model before its weights are read; weights that are not known count as none.
+    """The sizes of a model before its weights are read.
 
     Raises:
-        StartError: The checkpoint is damaged.
+        StartError: The checkpoint is damaged or cannot be read.
     """
     shape, itemsize = _shape_of_config(resolved), resolved.model_config.dtype.itemsize
     return sizes_of_shape(
@@ -107,30 +112,48 @@ def _weight_parts(config: DriverConfig, resolved: VllmConfig, shape: Shape) -> t
     loading = load_settings(
         shape, itemsize, quantized=model.is_quantized, method=model.quantization
     )
-    try:
-        tensors = _listed_tensors(config, resolved)
-    except DamagedError as error:
-        raise StartError(str(error), "download the snapshot again") from error
-    except Exception as error:
-        # The loader will say what is wrong, if anything is.
-        logger.debug("the weights' sizes are not known", exc_info=True)
-        logger.warning("the memory plan does not know the weights: %s", error)
-        return ()
+    tensors = _listed_tensors(config, resolved)
+    if not tensors:
+        logger.warning("the memory plan estimates the weights by the sizes in config.json")
+        tensors = [*tensors_of_shape(shape, itemsize)]
     rotary = rotary_part(shape, model.max_model_len, itemsize, on_host=True)
     return (*weight_parts(tensors, loading), rotary)
 
 
 def _listed_tensors(config: DriverConfig, resolved: VllmConfig) -> list[Tensor]:
-    """Those of the snapshot, or of the shape where the weights are made up."""
+    """Those of the snapshot, or of the model's class where the weights are made up.
+
+    Empty where neither lists them.
+
+    Raises:
+        StartError: A file is damaged or cannot be read.
+    """
     model: Any = resolved.model_config
-    if resolved.load_config.load_format != "dummy":
-        stored = getattr(model.hf_config, "dtype", None) or model.dtype
-        if isinstance(stored, str):
-            stored = getattr(torch, stored, model.dtype)
+    if resolved.load_config.load_format == "dummy":
+        return _parameters(model)
+    stored = getattr(model.hf_config, "dtype", None) or model.dtype
+    if isinstance(stored, str):
+        stored = getattr(torch, stored, model.dtype)
+    try:
         return read_tensors(config.model.snapshot_dir, stored.itemsize)
-    make: Any = getattr(transformers, model.hf_config.architectures[0])
-    with torch.device("meta"):
-        parameters = make(model.hf_config).named_parameters()
+    except DamagedError as error:
+        raise StartError(str(error), "download the snapshot again") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StartError(
+            f"cannot read the sizes of the weights in {config.model.snapshot_dir}: {reason(error)}",
+            "check the files' permissions, or download the snapshot again",
+        ) from error
+
+
+def _parameters(model: Any) -> list[Tensor]:
+    """Of the class in transformers; empty if it cannot be made."""
+    try:
+        make: Any = getattr(transformers, model.hf_config.architectures[0])
+        with torch.device("meta"):
+            parameters = [*make(model.hf_config).named_parameters()]
+    except Exception:
+        logger.debug("transformers does not make the model", exc_info=True)
+        return []
     itemsize = model.dtype.itemsize
     return [
         Tensor(name, tuple(value.shape), value.numel() * itemsize, floating=True)
