@@ -6,6 +6,8 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
     && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+# Where the tests find vLLM.
+export PIE_VLLM_SITE ?= $(abspath $(VENV))/vllm
 # A wheel is only valid for the sources that it was built from.
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))

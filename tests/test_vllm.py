@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.memory.host import available_bytes
 from support import REPOSITORY
 from support.models import published_models, tiny_models
 from support.models.reference import Reference
@@ -163,12 +163,33 @@ def test_what_is_wrong_is_said_before_vllm_is_imported(
 
 def test_passes_that_do_not_fit_name_vllms_option(tmp_path: Path, vllm_python: str) -> None:
     """Passes of some 30 % of the memory, of which the driver may take 1 %."""
-    tokens = int(0.3 * psutil.virtual_memory().available) // ACTIVATION_BYTES
+    tokens = int(0.3 * available_bytes()) // ACTIVATION_BYTES
     options = {"gpu_memory_utilization": 0.01, "max_num_batched_tokens": tokens}
     config = drivers.write_config(tmp_path, tiny_models.POCKET, options=options)
     log = refusal_of(config, vllm_python)
     hint = log.rpartition("hint: ")[2]
     assert re.match(r"set `gpu_memory_utilization = 0\.[3-9]` in the options", hint), log
+
+
+def test_weights_that_no_file_lists_are_estimated(tmp_path: Path, vllm_python: str) -> None:
+    """Made up ones, of a class that transformers lacks: a Llama's, by another name."""
+    changes = {"architectures": ["AquilaForCausalLM"], "max_position_embeddings": 256}
+    options = {"load_format": "dummy", "hf_overrides": changes}
+    config = drivers.write_config(tmp_path, tiny_models.POCKET, options=options)
+    with vllm_drivers.fork(config, vllm_python) as driver:
+        assert driver.caps["max_model_len"] == 256
+        log = driver.logged("the memory plan estimates the weights", "memory as it is")
+    found = re.search(r"\): weights ([\d.]+) MiB \(([\d.]+) MiB\)", log)
+    assert found is not None, log
+    assert float(found[1]) == pytest.approx(float(found[2]), rel=0.1)
+
+
+def test_an_unreadable_index_of_weights_is_refused(tmp_path: Path, vllm_python: str) -> None:
+    snapshot = tmp_path / "model"
+    shutil.copytree(tiny_models.POCKET, snapshot)
+    (snapshot / "model.safetensors.index.json").write_text("{")
+    log = refusal_of(drivers.write_config(tmp_path, snapshot), vllm_python)
+    assert f"cannot read the sizes of the weights in {snapshot}" in log
 
 
 @pytest.mark.parametrize("change", ["missing", "surplus"])

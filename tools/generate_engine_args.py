@@ -184,12 +184,14 @@ def entries() -> Iterable[tuple[str, str, str | None, list[str]]]:
 
 def choices() -> dict[str, list[str]]:
     """Words that annotations do not tell, by field."""
+    from vllm.config.model import ModelImpl
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return {
         "attention_backend": [backend.name for backend in AttentionBackendEnum],
+        "model_impl": list(typing.get_args(ModelImpl)),
         "load_format": list(_LOAD_FORMAT_TO_MODEL_LOADER),
         "quantization": list(QUANTIZATION_METHODS),
     }

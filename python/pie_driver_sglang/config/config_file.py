@@ -85,6 +85,10 @@ class ConfigRules(NamedTuple):
     """Checks the table `[driver.options]` for a device."""
     check_model: Callable[[Mapping[str, Any], DriverOptions, int], None]
     """Refuses a `config.json` with these options on so many ranks."""
+    override: Callable[[Mapping[str, Any], DriverOptions], Mapping[str, Any]] = (
+        lambda hf_config, _: hf_config
+    )
+    """A `config.json` with what the options change of it."""
 
 
 SGLANG_RULES: Final = ConfigRules(parse_options, check_hf_config)
@@ -132,7 +136,7 @@ def parse_config(table: Mapping[str, Any], rules: ConfigRules = SGLANG_RULES) ->
     file = _convert(table)
     driver = _check_driver(file.driver, rules)
     model = _check_model(file.model)
-    hf_config = load_hf_config(model.snapshot_dir)
+    hf_config = rules.override(load_hf_config(model.snapshot_dir), driver.options)
     rules.check_model(hf_config, driver.options, driver.tensor_parallel_size)
     load_format = driver.options.server_args.get("load_format", "auto")
     _check_weights(model.snapshot_dir, load_format)

@@ -199,7 +199,7 @@ ENGINE_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
         "mm_tensor_ipc": ServerArg("str", "media"),
         "model": ServerArg("str", "snapshot"),
         "model_class_overrides": ServerArg("table"),
-        "model_impl": ServerArg("str"),
+        "model_impl": ServerArg("str", choices=("auto", "terratorch", "transformers", "vllm")),
         "model_loader_extra_config": ServerArg("table"),
         "model_weights": ServerArg("str", "snapshot"),
         "moe_backend": ServerArg(

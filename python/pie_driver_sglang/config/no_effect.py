@@ -1,4 +1,4 @@
-"""Settings of SGLang that have no effect here, because the driver already does what they ask for.
+"""Settings that have no effect here: the driver does what they ask for, or lacks what they tune.
 
 They are accepted, and one line in the log says why each has no effect: a command line that tunes
 SGLang's scheduler or its kernels keeps ours.
@@ -61,6 +61,17 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+_OF_GPUS: Final = "it concerns GPUs, and the vLLM driver runs on the CPU only so far"
+#: The same of vLLM's settings.
+VLLM_NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "disable_custom_all_reduce": _OF_GPUS,
+        "enable_bf16x3_router_gemm": _OF_GPUS,
+        "enable_flashinfer_autotune": _OF_GPUS,
+        "override_attention_dtype": _OF_GPUS,
+    }
+)
+
 #: Settings of SGLang's Triton attention kernels.
 TRITON_ATTENTION: Final = (
     "triton_attention_num_kv_splits",
@@ -69,8 +80,6 @@ TRITON_ATTENTION: Final = (
 )
 
 
-def no_effect_lines(given: Mapping[str, Any]) -> list[str]:
+def no_effect_lines(given: Mapping[str, Any], reasons: Mapping[str, str] = NO_EFFECT) -> list[str]:
     """A line for each given setting that has no effect, in the order of their names."""
-    return [
-        f"`{name}` has no effect: {NO_EFFECT[name]}" for name in sorted(NO_EFFECT.keys() & given)
-    ]
+    return [f"`{name}` has no effect: {reasons[name]}" for name in sorted(reasons.keys() & given)]

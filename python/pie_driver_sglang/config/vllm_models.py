@@ -15,8 +15,11 @@ from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 #: With this variable vLLM accepts a longer context than the model's.
 _LONGER: Final = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
-#: Settings that change what vLLM makes of the file.
-_CHANGING_ARGS: Final = frozenset({"config_format", "hf_overrides", "model_class_overrides"})
+#: Settings with which vLLM does not go by the file, so that only vLLM can check the model.
+_OTHER_CONFIGS: Final = frozenset({"config_format", "model_class_overrides"})
+
+#: Settings with which the longest context is left to vLLM.
+CHANGING_ARGS: Final = _OTHER_CONFIGS | {"hf_overrides"}
 
 #: Keys of a language model's config by which it is of a kind that is not served, and the kind.
 _KINDS: Final[Mapping[str, str]] = {
@@ -30,11 +33,37 @@ _KINDS: Final[Mapping[str, str]] = {
 }
 
 
+def overridden_config(hf_config: Mapping[str, Any], options: DriverOptions) -> Mapping[str, Any]:
+    """A `config.json` with the option `hf_overrides`, as vLLM applies it.
+
+    Raises:
+        ConfigError: It sets `architectures` to something else than names.
+    """
+    changed = _merged(hf_config, options.server_args.get("hf_overrides", {}))
+    names = changed["architectures"]
+    if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+        return changed
+    raise ConfigError(
+        f"option `hf_overrides` sets `architectures` to {quoted(names)}, expected a list of names",
+        'set it to e.g. `["LlamaForCausalLM"]`, or remove it',
+    )
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Configs in a config, e.g. of its language model, are changed key by key."""
+    merged = {**config, **overrides}
+    for key, inner in config.items():
+        if isinstance(inner, Mapping) and "model_type" in inner and key in overrides:
+            given = overrides[key]
+            merged[key] = _merged(inner, given) if isinstance(given, Mapping) else given
+    return merged
+
+
 def check_vllm_model(hf_config: Mapping[str, Any], options: DriverOptions, ranks: int) -> None:
     """Reject a model that vLLM lacks or the driver does not serve with it, and too long a context.
 
     Args:
-        hf_config: The model's `config.json`.
+        hf_config: The model's, of :func:`overridden_config`.
         options: The driver's.
         ranks: Processes that the model is to be spread over.
 
@@ -47,7 +76,7 @@ def check_vllm_model(hf_config: Mapping[str, Any], options: DriverOptions, ranks
             "so far",
             'list one `device`, or use the driver `type = "sglang"`',
         )
-    if not _CHANGING_ARGS.isdisjoint(options.server_args):
+    if not _OTHER_CONFIGS.isdisjoint(options.server_args):
         return
     _check_architecture(hf_config)
     config = text_config(hf_config)

