@@ -173,7 +173,7 @@ def test_passes_that_do_not_fit_name_vllms_option(tmp_path: Path, vllm_python: s
 
 def test_weights_that_no_file_lists_are_estimated(tmp_path: Path, vllm_python: str) -> None:
     """Made up ones, of a class that transformers lacks: a Llama's, by another name."""
-    changes = {"architectures": ["AquilaForCausalLM"], "max_position_embeddings": 256}
+    changes = {"architectures": ["InternLM3ForCausalLM"], "max_position_embeddings": 256}
     options = {"load_format": "dummy", "hf_overrides": changes}
     config = drivers.write_config(tmp_path, tiny_models.POCKET, options=options)
     with vllm_drivers.fork(config, vllm_python) as driver:

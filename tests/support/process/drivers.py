@@ -160,10 +160,13 @@ def write_config(
         **driver,
     }
     path = folder / f"driver-{section['group_id']}.toml"
+    given = options or {}
+    nested = {key: value for key, value in given.items() if isinstance(value, dict)}
     tables = {
         "model": {"name": snapshot.name, "hf_repo": snapshot.name, "snapshot_dir": str(snapshot)},
         "driver": section,
-        "driver.options": dict(options or {}),
+        "driver.options": {key: value for key, value in given.items() if key not in nested},
+        **{f"driver.options.{key}": value for key, value in nested.items()},
     }
     path.write_text("".join(_toml_table(name, table) for name, table in tables.items()))
     return path
