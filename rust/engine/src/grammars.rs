@@ -9,7 +9,7 @@ use pie_grammar::{
 use pie_scheduler::GrammarHandle;
 
 use crate::constraint::GrammarConstraint;
-use crate::shared::ServiceLog;
+use crate::log::ServiceLog;
 
 /// Vocabulary and limits of the grammar compiler.
 #[derive(Clone)]

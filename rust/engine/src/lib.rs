@@ -49,7 +49,7 @@ pub use frame::{FrameBuilder, FrameMeta, FrameRow, RowExtension, TokenPatch, pat
 pub use grammars::{GrammarSettings, GrammarSetupError};
 pub use handshake::Capabilities;
 pub use link::{FrameBudget, InFlightFrame, Link, PreparedFrame, StepTiming};
-pub use log::LogSink;
+pub use log::{LogSink, ServiceLog};
 pub use logprobs::LogprobParams;
 pub use metrics::{Metric, MetricKind, MetricsReader};
 pub use output_collector::{FinishReason, OutputBatch, OutputDelta};
@@ -69,7 +69,7 @@ pub use reply::{ExpectedReply, Probes, StepReply};
 pub use sampling::{RowParams, SamplingError, SamplingParams};
 pub use service::{Service, SubmitError};
 pub use settings::DriverSettings;
-pub use shared::{ReplicaStats, ServiceLog, ServiceSettings};
+pub use shared::{ReplicaStats, ServiceSettings};
 pub use timeline::{Timeline, Timelines, TraceParent, TracedRequest};
 pub use trace::{TraceSettings, TraceSummary};
 

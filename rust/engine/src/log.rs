@@ -12,6 +12,9 @@ use std::time::Duration;
 /// once the pipe between them is full.
 pub type LogSink = Arc<dyn Fn(&str) + Send + Sync>;
 
+/// Receives each line of the drivers' logs, with the replica's number, on separate threads. See [`LogSink`].
+pub type ServiceLog = Arc<dyn Fn(usize, &str) + Send + Sync>;
+
 /// Lines that an error shows.
 const KEPT: usize = 25;
 /// A line that is longer is cut into several.

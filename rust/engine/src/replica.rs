@@ -14,12 +14,12 @@ use crate::frame::bytes::frame_bytes;
 use crate::handshake::Capabilities;
 use crate::histogram::Histogram;
 use crate::link::StepTiming;
-use crate::log::LogSink;
+use crate::log::{LogSink, ServiceLog};
 use crate::logprobs;
 use crate::output_collector::{FinishReason, OutputDelta};
 use crate::sampling::RowParams;
 use crate::settings::DriverSettings;
-use crate::shared::{ServiceLog, ServiceSettings, Shared};
+use crate::shared::{ServiceSettings, Shared};
 use crate::trace::{StepTrace, TraceSummary};
 
 mod commands;

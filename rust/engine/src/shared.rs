@@ -11,11 +11,9 @@ use pie_scheduler::{Config, Stats, TokenBytes};
 use crate::error::EngineError;
 use crate::grammars::GrammarSettings;
 use crate::handshake::Capabilities;
+use crate::log::ServiceLog;
 use crate::output_collector::OutputCollector;
 use crate::settings::DriverSettings;
-
-/// Receives each line of the drivers' logs, with the replica's number, on separate threads. See [`LogSink`](crate::LogSink).
-pub type ServiceLog = Arc<dyn Fn(usize, &str) + Send + Sync>;
 
 /// Settings of a service.
 #[derive(Clone)]

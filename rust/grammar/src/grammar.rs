@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::error::GrammarError;
 use crate::json::json_of;
-use crate::schema::{Effort, rewrite};
+use crate::schema::{Effort, SchemaReader};
 use crate::vocabulary::Vocabulary;
 use crate::{gbnf, tags};
 
@@ -109,12 +109,7 @@ impl Grammar {
         space: &JsonSpace,
         effort: Option<Effort>,
     ) -> Result<Parsed, GrammarError> {
-        let mut rewriter = SchemaReader {
-            effort,
-            relaxed: Vec::new(),
-            paths: Vec::new(),
-            is_strict: false,
-        };
+        let mut rewriter = SchemaReader::new(effort);
         let wrong = |reason: String| GrammarError::wrong(self.kind(), &reason);
         let fitting = |mut schema: Value| {
             space.apply(&mut schema);
@@ -154,27 +149,4 @@ pub(crate) struct Parsed {
     pub(crate) paths: Vec<String>,
     /// Whether a schema asks that nothing is relaxed.
     pub(crate) is_strict: bool,
-}
-
-/// Reads the JSON schemas of a grammar.
-pub(crate) struct SchemaReader {
-    effort: Option<Effort>,
-    relaxed: Vec<String>,
-    paths: Vec<String>,
-    is_strict: bool,
-}
-
-impl SchemaReader {
-    /// The schema that is compiled.
-    pub(crate) fn read(&mut self, schema: Value) -> Result<Value, String> {
-        let lenient = schema.pointer("/x-guidance/lenient");
-        self.is_strict |= lenient == Some(&Value::Bool(false));
-        let Some(effort) = self.effort else {
-            return Ok(schema);
-        };
-        let rewritten = rewrite(&schema, effort)?;
-        self.relaxed.extend(rewritten.relaxed);
-        self.paths = rewritten.paths;
-        Ok(rewritten.schema)
-    }
 }

@@ -38,6 +38,43 @@ pub(crate) enum Effort {
     Small,
 }
 
+/// Reads the JSON schemas of a grammar.
+#[derive(Debug)]
+pub(crate) struct SchemaReader {
+    effort: Option<Effort>,
+    /// As in [`Rewritten`], of all schemas.
+    pub(crate) relaxed: Vec<String>,
+    /// As in [`Rewritten`], of the last schema.
+    pub(crate) paths: Vec<String>,
+    /// Whether a schema asks that nothing is relaxed.
+    pub(crate) is_strict: bool,
+}
+
+impl SchemaReader {
+    /// Rewrites schemas with an effort; `None` leaves them as they are.
+    pub(crate) fn new(effort: Option<Effort>) -> Self {
+        Self {
+            effort,
+            relaxed: Vec::new(),
+            paths: Vec::new(),
+            is_strict: false,
+        }
+    }
+
+    /// The schema that is compiled.
+    pub(crate) fn read(&mut self, schema: Value) -> Result<Value, String> {
+        let lenient = schema.pointer("/x-guidance/lenient");
+        self.is_strict |= lenient == Some(&Value::Bool(false));
+        let Some(effort) = self.effort else {
+            return Ok(schema);
+        };
+        let rewritten = rewrite(&schema, effort)?;
+        self.relaxed.extend(rewritten.relaxed);
+        self.paths = rewritten.paths;
+        Ok(rewritten.schema)
+    }
+}
+
 /// A schema that llguidance compiles.
 #[derive(Debug)]
 pub(crate) struct Rewritten {

@@ -5,8 +5,8 @@ use std::fmt::Write;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::Value;
 
-use crate::grammar::SchemaReader;
 use crate::json::json_of;
+use crate::schema::SchemaReader;
 use crate::vocabulary::Vocabulary;
 
 /// One structured part.
