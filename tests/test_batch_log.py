@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pie_driver_sglang.observability.batch_log import (
     LogSettings,
     line_writer,
 )
+from support.servers.pie_server import wait_until
 
 SETTINGS = LogSettings(interval=40, page_size=16, on_cpu=False, has_graphs=True, speculates=False)
 NOTHING = {
@@ -117,20 +117,20 @@ def test_the_fields_are_those_of_sglang() -> None:
     assert float(found["gen_throughput"]) == 40.0
 
 
-def test_replicas_are_named_and_a_failed_reading_ends_the_thread() -> None:
+def test_replicas_are_named_and_a_failed_reading_ends_the_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lines: list[str] = []
     readings = iter([[counts(), counts()], [counts(), counts(prefill_tokens=8)]])
-    failed = threading.Event()
 
     def read() -> list[dict[str, Any]]:
         try:
             return next(readings)
         except StopIteration:
-            failed.set()
             raise RuntimeError("the runtime is gone") from None
 
     thread = BatchLogThread(read, SETTINGS, lines.append)
-    assert failed.wait(60)
+    wait_until(lambda: "batches are not logged any more" in caplog.messages, 60, "its end")
     thread.close()
     [line] = lines
     assert line.startswith("DP1 Prefill batch, #new-seq: 0, #new-token: 8, ")

@@ -25,6 +25,7 @@ COMPAT: Final = tuple(
     PACKAGE / folder / "compat" for folder in ("backends/sglang", "frontends/sglang_server")
 )
 """Of the driver, and of the server."""
+VLLM_COMPAT: Final = PACKAGE / "backends" / "vllm" / "compat"
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
     # Of torch and the standard library, not of SGLang.
@@ -38,8 +39,10 @@ OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
 
 
 def trees(*, inside: bool) -> Iterator[tuple[Path, ast.Module]]:
-    """The files of the compat modules, or all others."""
+    """The files of SGLang's compat modules, or all others but vLLM's."""
     for path in FILES:
+        if path.is_relative_to(VLLM_COMPAT):
+            continue
         if any(path.is_relative_to(compat) for compat in COMPAT) == inside:
             yield path.relative_to(PACKAGE), ast.parse(path.read_text())
 
