@@ -155,7 +155,7 @@ class Progress:
         self._bar.update()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the progress bar as it stands."""
         self._bar.close()
 
     def summary(self, now: float) -> str:

@@ -175,7 +175,7 @@ def check_features(hf_config: Mapping[str, Any], kv_cache_dtype: str, model_impl
     if found := ENCODER_DECODER.intersection(names):
         raise Unsupported(
             f"{min(found)} has an encoder whose output its decoder attends to, for which the "
-            "runtime's pages have no room",
+            "runtime has no pages",
             "use a decoder-only language model",
         )
     indexed = INDEXED.intersection(names) if hf_config.get("index_topk") is not None else ()

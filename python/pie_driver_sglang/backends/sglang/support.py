@@ -71,7 +71,7 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
     if model_config.is_encoder_decoder:
         raise StartError(
             f"{architecture} has an encoder whose output its decoder attends to, for which the "
-            "runtime's pages have no room",
+            "runtime has no pages",
             hint="use a decoder-only language model",
         )
     if attention_backend == "torch_native" and uses_latent_attention(model_config):

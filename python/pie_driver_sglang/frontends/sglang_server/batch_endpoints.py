@@ -94,7 +94,7 @@ def _write(
     expires_s: int | None,
     most: int,
 ) -> StoredFile:
-    """Copy an upload from its temporary file into the folder, if there is room for it."""
+    """Copy an upload from its temporary file into the folder, within the limit of stored bytes."""
     try:
         store.require_space(file.size or 0, most)
         with store.new_file(name, purpose, expires_s, most) as writer:

@@ -116,7 +116,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         if not self.cycle.response_complete:
             self._hold_body(len(body))
-        # One upload of any allowed size has room.
+        # One upload of any allowed size is admitted.
         limits = self._limits
         most_uploads = max(limits.max_buffered_bytes, limits.max_file_bytes)
         if self._body_bytes > self._most_body_bytes:

@@ -164,14 +164,14 @@ impl Rewriter {
             _ => Vec::new(),
         };
         let needed = least.saturating_sub(required.len() as u64) as usize;
-        let room = most.map(|most| most.saturating_sub(required.len() as u64) as usize);
-        if optional.is_empty() || (needed == 0 && room.is_none()) {
+        let spare = most.map(|most| most.saturating_sub(required.len() as u64) as usize);
+        if optional.is_empty() || (needed == 0 && spare.is_none()) {
             return;
         }
         let sets = if self.is_small() {
             None
         } else {
-            sets(&optional, needed, room)
+            sets(&optional, needed, spare)
         };
         let taken: Vec<(&str, Value)> = ["minProperties", "maxProperties"]
             .into_iter()
@@ -201,7 +201,7 @@ impl Rewriter {
 fn sets(
     optional: &[String],
     needed: usize,
-    room: Option<usize>,
+    spare: Option<usize>,
 ) -> Option<Vec<Map<String, Value>>> {
     let absent = |present: &[&String]| -> Value {
         let absent = optional.iter().filter(|name| !present.contains(name));
@@ -209,7 +209,7 @@ fn sets(
             .map(|name| (name.clone(), Value::Bool(false)))
             .collect()
     };
-    let Some(room) = room else {
+    let Some(spare) = spare else {
         // One of them, or none of them and another one.
         if needed != 1 || optional.len() >= SETS {
             return None;
@@ -222,7 +222,7 @@ fn sets(
     for name in optional {
         let more: Vec<Vec<&String>> = sets
             .iter()
-            .filter(|set| set.len() < room)
+            .filter(|set| set.len() < spare)
             .map(|set| set.iter().copied().chain([name]).collect())
             .collect();
         sets.extend(more);

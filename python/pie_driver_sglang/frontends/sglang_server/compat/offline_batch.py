@@ -34,7 +34,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.batch_app import (
 )
 
 CONCURRENCY: Final = 1024
-"""Lines at once by default: the scheduler admits as many of them as it has room for."""
+"""Lines at once by default: the scheduler admits as many of them as the KV pages allow."""
 _STOP_S: Final = 10.0
 """How long a signal waits for aborted lines."""
 
@@ -161,7 +161,7 @@ class _Progress:
         self._bar.update(len(results))
 
     def close(self, batch: Batch) -> None:
-        """Leave the bar as it is."""
+        """Close the progress bar as it stands."""
         self._bar.total = batch.total
         self._bar.close()
 
