@@ -113,6 +113,34 @@ def drafts(results: Results) -> list[str]:
     ]
 
 
+def deterministic(results: Results) -> list[str]:
+    """Tokens per second with `enable_deterministic_inference`, of both engines."""
+    record = results["deterministic-rates"]
+    rates = {row["way"]: row["tokens_per_second"] for row in record["rows"]}
+    ours, fixed = rates["ours"], rates["ours, deterministic"]
+    peer, peer_fixed = rates["sglang"], rates["sglang, deterministic"]
+    rows = [
+        [
+            int(count),
+            ours[count],
+            fixed[count],
+            f"{fixed[count] / ours[count]:.2f}",
+            peer[count],
+            peer_fixed[count],
+            f"{fixed[count] / peer_fixed[count]:.2f}",
+        ]
+        for count in ours
+    ]
+    names = ["requests", "ours", "deterministic", "of ours", "SGLang", "SGLang, deterministic"]
+    return [
+        "Tokens per second of SmolLM2-135M-Instruct by both offline engines: 64 to 512 random "
+        "tokens of prompt, 128 of answer, greedy, all requests submitted together. "
+        "[What is promised](../docs/determinism.md).",
+        table([*names, "ours / SGLang, both deterministic"], rows),
+        source(record),
+    ]
+
+
 def _measured(record: Results) -> list[dict[str, Any]]:
     return [row for row in record["rows"] if "way" in row]
 

@@ -91,6 +91,7 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Prefix index": (("prefix-cache",), benchmark_gpu.prefix_cache),
     "Accuracy": (("accuracy",), benchmark_accuracy.paths),
     "Drafts on real text": (("drafts-real",), benchmark_accuracy.drafts),
+    "Deterministic inference": (("deterministic-rates",), benchmark_accuracy.deterministic),
     "Prefix index on the host": (("radix",), benchmark_host.radix),
     "Grammars": (("grammar-suite",), benchmark_host.grammars),
     "Grammar coverage": (("grammar-coverage",), benchmark_host.grammar_coverage),
