@@ -125,11 +125,10 @@ def has(results: Results, path: Sequence[str]) -> bool:
 
 
 def read(folder: Path = RESULTS) -> Results:
-    """The records of a folder; files of samples are left out."""
+    """The records of a folder."""
     return {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(folder.glob("*.json"))
-        if not path.name.endswith(".samples.json")
     }
 
 
