@@ -1,7 +1,9 @@
 //! The JSON form of payloads used by the index of a vector folder.
 
 use pie_wire::{Frame, ResponseFrame};
-use serde_json::{Value, from_value, json};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, from_value, json, to_value};
 
 use crate::message::Message;
 
@@ -48,6 +50,42 @@ pub(crate) fn from_entry(entry: &Value) -> Message {
     }
 }
 
-fn field<T: serde::de::DeserializeOwned>(entry: &Value, name: &str) -> T {
-    from_value(entry[name].clone()).unwrap_or_else(|error| panic!("{name}: {error}"))
+fn field<T: DeserializeOwned + Serialize>(entry: &Value, name: &str) -> T {
+    let value: T =
+        from_value(entry[name].clone()).unwrap_or_else(|error| panic!("{name}: {error}"));
+    // serde ignores the fields of a unit variant with a tag, such as `{"type": "Entropy", "k": 1}`.
+    let read = to_value(&value).unwrap_or_else(|error| panic!("{name}: {error}"));
+    assert_eq!(keys(&entry[name]), keys(&read), "{name}: an unknown field");
+    value
+}
+
+/// The keys of all objects within a value.
+fn keys(value: &Value) -> usize {
+    match value {
+        Value::Array(items) => items.iter().map(keys).sum(),
+        Value::Object(fields) => fields.len() + fields.values().map(keys).sum::<usize>(),
+        _ => 0,
+    }
+}
+
+#[test]
+fn a_field_that_a_sampler_does_not_have_is_refused() {
+    let samples = crate::samples::all();
+    let (_, message) = samples
+        .iter()
+        .find(|(name, _)| *name == "forward_samplers")
+        .expect("a sample with every sampler");
+    let entry = to_entry(message);
+    let samplers = "/payload/Forward/samplers";
+    let count = entry.pointer(samplers).and_then(Value::as_array);
+    for index in 0..count.expect("a list").len() {
+        let mut extended = entry.clone();
+        let sampler = extended
+            .pointer_mut(&format!("{samplers}/{index}"))
+            .expect("a sampler");
+        sampler["unknown"] = json!(1);
+        let sampler = sampler.to_string();
+        let read = std::panic::catch_unwind(|| from_entry(&extended));
+        assert!(read.is_err(), "{sampler}");
+    }
 }
