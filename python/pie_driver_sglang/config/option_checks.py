@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -200,9 +200,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             own[name] = _check_option(OPTIONS[name], value)
         elif name not in LAUNCHER_KEYS:
             passed[name] = _check_passed(name, value)
-    for line in no_effect_lines(passed):
-        logger.warning("option %s", line)
-    passed = {name: value for name, value in passed.items() if name not in NO_EFFECT}
+    passed = without_no_effect(passed, NO_EFFECT)
     own.setdefault("attention_backend", default_attention_backend(device))
     own.setdefault("lora_backend", "torch_native" if device == "cpu" else "triton")
     options = DriverOptions(**own, server_args=passed)
@@ -217,6 +215,13 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             "the runtime shares prefixes itself"
         )
     return options
+
+
+def without_no_effect(passed: Mapping[str, Any], reasons: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that have an effect here; the log says why the others have none."""
+    for line in no_effect_lines(passed, reasons):
+        logger.warning("option %s", line)
+    return {name: value for name, value in passed.items() if name not in reasons}
 
 
 def without_graphs_of_size_0(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,8 +304,7 @@ def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], 
 
 def _check_option(option: Option, value: Any) -> Any:
     name = option.name
-    checked = convert_option(name, value, option.type)
-    check_limits(option, checked)
+    checked = convert_own(option, value)
     if name == "chunked_prefill_size" and checked == 0:
         raise ConfigError(
             "option `chunked_prefill_size` is 0, which leaves no token for a step",
@@ -317,7 +321,8 @@ def _check_passed(name: str, value: Any) -> Any:
     if name in CAPACITY_NAMES:
         raise _owned(name, "capacity")
     if field is None:
-        raise _unknown(name)
+        settings = "SGLang's settings for the model and its kernels, by their ServerArgs names"
+        raise unknown_option(name, OPTIONS, valid_names(), _OTHER_NAMES, settings)
     if field.owner is not None:
         raise _owned(name, field.owner)
     checked = convert_option(name, value, field.type)
@@ -326,15 +331,17 @@ def _check_passed(name: str, value: Any) -> Any:
     return checked
 
 
-def check_limits(option: Option, value: Any) -> None:
-    """Reject a number outside the limits of an option."""
+def convert_own(option: Option, value: Any) -> Any:
+    """Return the value of an option of the driver, of its type and within its limits."""
     name, limits = option.name, option.about.limits
-    if limits is not None and not limits[0] <= value <= limits[1]:
+    checked = convert_option(name, value, option.type)
+    if limits is not None and not limits[0] <= checked <= limits[1]:
         low, high = limits
         raise ConfigError(
-            f"option `{name}` is {quoted(value)}, outside {low} to {high}",
+            f"option `{name}` is {quoted(checked)}, outside {low} to {high}",
             f"set `{name}` to a value from {low} to {high}, or remove it",
         )
+    return checked
 
 
 def convert_option(name: str, value: Any, described: str) -> Any:
@@ -351,16 +358,27 @@ def convert_option(name: str, value: Any, described: str) -> Any:
     )
 
 
-def _check_text(name: str, value: str, field: ServerArg) -> None:
-    """Reject an empty string, and a value that is not among the choices."""
+def choices_hint(name: str, value: str, choices: Sequence[str]) -> str | None:
+    """Return a hint for a value that is not among the choices of an option, None if it is.
+
+    Raises:
+        ConfigError: The value is empty.
+    """
     if not value or "\0" in value:
         raise ConfigError(
             f"option `{name}` is {quoted(value)}, which names nothing",
             f"set `{name}` or remove it",
         )
-    if not field.choices or value in field.choices:
+    if not choices or value in choices:
+        return None
+    return f"{nearest(value, choices)} choose one of {', '.join(choices)}".strip()
+
+
+def _check_text(name: str, value: str, field: ServerArg) -> None:
+    """Reject an empty string, and a value that is not among the choices."""
+    hint = choices_hint(name, value, field.choices)
+    if hint is None:
         return
-    hint = f"{nearest(value, field.choices)} choose one of {', '.join(field.choices)}".strip()
     if field.open_choices and (name not in _BACKENDS or loads_plugins()):
         logger.warning("option `%s` is %s, unknown to SGLang itself: %s", name, quoted(value), hint)
         return
@@ -380,17 +398,18 @@ def _owned(name: str, owner: str) -> Unsupported:
     return Unsupported(f"option `{name}` cannot be set: {reason}", remedy)
 
 
-def _unknown(name: str) -> ConfigError:
-    hint = nearest(name.replace("-", "_").lower(), valid_names())
-    if name in _OTHER_NAMES:
-        hint = f"this driver calls it `{_OTHER_NAMES[name]}`"
+def unknown_option(
+    name: str, own: Iterable[str], passed: Iterable[str], renamed: Mapping[str, str], settings: str
+) -> ConfigError:
+    """Return the error of a name that is neither an option nor a setting that is passed through."""
+    hint = nearest(name.replace("-", "_").lower(), {*own, *passed})
+    if name in renamed:
+        hint = f"this driver calls it `{renamed[name]}`"
     elif name in SECTION_KEYS:
         hint = f"`{name}` belongs under [model.driver], not under its options"
     return ConfigError(
         f"unknown option {quoted(name)} in [model.driver.options]",
-        hint
-        or f"valid options of the driver: {', '.join(sorted(OPTIONS))}; "
-        "and SGLang's settings for the model and its kernels, by their ServerArgs names",
+        hint or f"valid options of the driver: {', '.join(sorted(own))}; and {settings}",
     )
 
 

@@ -7,23 +7,23 @@ driver does not set itself (`engine_args.py`, generated). Nothing here imports v
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
-from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT, no_effect_lines
+from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT
 from pie_driver_sglang.config.option_checks import (
     LAUNCHER_KEYS,
-    SECTION_KEYS,
-    check_limits,
+    OWNERS,
+    choices_hint,
     convert_option,
+    convert_own,
+    unknown_option,
+    without_no_effect,
 )
 from pie_driver_sglang.config.options import OPTIONS, About, DriverOptions, Group, Option
-from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
-
-logger = logging.getLogger(__name__)
+from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 
 #: The attention of vLLM on a CPU, and the only one that runs there.
 CPU_ATTENTION: Final = "CPU_ATTN"
@@ -107,9 +107,24 @@ VLLM_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
 )  # fmt: skip
 
 
+#: Owners whose reason and hint are the same with both libraries.
+_COMMON_OWNERS: Final = (
+    "device",
+    "disaggregation",
+    "dtype",
+    "prefix_cache",
+    "sampling",
+    "schedule",
+    "seed",
+    "snapshot",
+    "tokenizer",
+    "tokens",
+)
+
 #: Why the user may not set a field of `EngineArgs`, and a hint, by its generated owner.
 VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
+        **{owner: OWNERS[owner] for owner in _COMMON_OWNERS},
         "adapters": (
             "the vLLM driver serves no LoRA adapters yet",
             'remove the key, or serve the model with `type = "sglang"`',
@@ -119,15 +134,6 @@ VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "the driver computes its capacity from the memory and reports it to the runtime",
             f"set `{UTILIZATION}` for more or fewer KV pages, `max_num_seqs` for the requests of "
             "a batch",
-        ),
-        "device": (
-            "the device comes from the runtime's configuration",
-            "set `device` under [model.driver] and remove the key",
-        ),
-        "disaggregation": ("the runtime places prefill and decode itself", "remove the key"),
-        "dtype": (
-            "the activation type comes from the runtime's configuration",
-            "set `activation_dtype` under [model.driver] and remove the key",
         ),
         "graphs": ("the driver decides what is captured or compiled", "set `enforce_eager`"),
         "media": ("the vLLM driver serves no images, audio or video", "remove the key"),
@@ -141,25 +147,12 @@ VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "parallel": ("the vLLM driver runs a model on one device so far", "remove the key"),
         "pool": ("the driver lays out the KV pages itself", "set `block_size` or remove the key"),
-        "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
-        "sampling": ("the driver samples as each request asks", "remove the key"),
-        "schedule": ("the runtime schedules requests", "remove the key"),
-        "seed": (
-            "the seed comes from the runtime's configuration",
-            "set `random_seed` under [model.driver] and remove the key",
-        ),
         "server": ("the runtime serves clients, not vLLM's server", "remove the key"),
-        "snapshot": (
-            "the weights come from the snapshot that the runtime resolved",
-            "set `hf_repo` under [model] and remove the key",
-        ),
         "speculative": (
             "the driver drafts by n-grams only",
             "set `spec_ngram_enabled` and remove the key",
         ),
         "state": ("the vLLM driver serves no models with recurrent state yet", "remove the key"),
-        "tokenizer": ("the runtime tokenizes, not the driver", "remove the key"),
-        "tokens": ("the driver only serves causal language models", "remove the key"),
     }
 )
 
@@ -186,9 +179,7 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             own[name] = _check_own(VLLM_OPTIONS[name], value)
         elif name not in LAUNCHER_KEYS:
             passed[name] = _check_engine_arg(name, value)
-    for line in no_effect_lines(passed, VLLM_NO_EFFECT):
-        logger.warning("option %s", line)
-    passed = {name: value for name, value in passed.items() if name not in VLLM_NO_EFFECT}
+    passed = without_no_effect(passed, VLLM_NO_EFFECT)
     _check_matches(own)
     if own["block_size"] % BLOCK_MULTIPLE:
         raise ConfigError(
@@ -207,26 +198,18 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
 
 
 def _check_own(option: Option, value: Any) -> Any:
-    name, choices = option.name, option.about.choices
-    checked = convert_option(name, value, option.type)
-    check_limits(option, checked)
+    checked = convert_own(option, value)
     if isinstance(checked, str):
-        _check_words(name, checked, choices)
+        _check_words(option.name, checked, option.about.choices)
     return checked
 
 
 def _check_words(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Reject an empty string, and a value that is not among the choices."""
-    if not value or "\0" in value:
-        raise ConfigError(
-            f"option `{name}` is {quoted(value)}, which names nothing",
-            f"set `{name}` or remove it",
-        )
-    if not choices or value in choices:
+    hint = choices_hint(name, value, choices)
+    if hint is None:
         return
-    known = ENGINE_ARGS[name].choices if name in ENGINE_ARGS else ()
-    hint = f"{nearest(value, choices)} choose one of {', '.join(choices)}".strip()
-    if value in known:
+    if name in ENGINE_ARGS and value in ENGINE_ARGS[name].choices:
         raise Unsupported(f"option `{name}` is {quoted(value)}, not served by this driver", hint)
     raise ConfigError(f"option `{name}` is {quoted(value)}, which is none of its values", hint)
 
@@ -234,7 +217,9 @@ def _check_words(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_engine_arg(name: str, value: Any) -> Any:
     field = ENGINE_ARGS.get(name)
     if field is None:
-        raise _unknown_option(name)
+        passed = (key for key, field in ENGINE_ARGS.items() if field.owner is None)
+        settings = "vLLM's settings for the model and its kernels, by their EngineArgs names"
+        raise unknown_option(name, VLLM_OPTIONS, passed, VLLM_NAMES, settings)
     if field.owner is not None:
         reason, remedy = VLLM_OWNERS[field.owner]
         raise Unsupported(f"option `{name}` cannot be set: {reason}", remedy)
@@ -242,21 +227,6 @@ def _check_engine_arg(name: str, value: Any) -> Any:
     if isinstance(checked, str):
         _check_words(name, checked, _SERVED.get(name, field.choices))
     return checked
-
-
-def _unknown_option(name: str) -> ConfigError:
-    passed = (key for key, field in ENGINE_ARGS.items() if field.owner is None)
-    hint = nearest(name.replace("-", "_").lower(), tuple(sorted({*VLLM_OPTIONS, *passed})))
-    if name in VLLM_NAMES:
-        hint = f"this driver calls it `{VLLM_NAMES[name]}`"
-    elif name in SECTION_KEYS:
-        hint = f"`{name}` belongs under [model.driver], not under its options"
-    return ConfigError(
-        f"unknown option {quoted(name)} in [model.driver.options]",
-        hint
-        or f"valid options of the driver: {', '.join(sorted(VLLM_OPTIONS))}; and vLLM's settings "
-        "for the model and its kernels, by their EngineArgs names",
-    )
 
 
 def _check_matches(own: Mapping[str, Any]) -> None:
