@@ -100,9 +100,12 @@ class BatchInvariantAttention(PagedDecode):
         """
         if sinks is not None:
             raise ValueError("batch-invariant attention has no sinks")
+        return self._attend(layer, queries.reshape(-1, layer.heads, layer.head_dim)).flatten(1)
+
+    def _attend(self, layer: AttentionLayer, queries: torch.Tensor) -> torch.Tensor:
+        """``[rows, heads, value_dim]`` from ``[rows, heads, head_dim]``."""
         if self._pass_rows is None:
             raise RuntimeError("a pass whose attention was not planned")
-        queries = queries.reshape(-1, layer.heads, layer.head_dim)
         out = queries.new_empty(len(queries), layer.heads, layer.value_dim)
         page_size = self._table.page_size
         split, tiled = self._pass_rows
@@ -115,7 +118,7 @@ class BatchInvariantAttention(PagedDecode):
                 queries, layer.keys, layer.values, out, *split, layer.scale, page_size,
                 self._multiprocessors, layer.window,
             )  # fmt: skip
-        return out.flatten(1)
+        return out
 
     def attend_single(self, *_: object) -> None:
         """None: rows alone are attended to as others are."""

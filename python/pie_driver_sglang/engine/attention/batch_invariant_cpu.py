@@ -81,24 +81,14 @@ class CpuBatchInvariantAttention(BatchInvariantAttention):
         """See `BatchInvariantAttention.plan_extend`."""
         self.plan(*extend_rows(table_rows, extends, tokens))
 
-    def attend(
-        self, layer: AttentionLayer, queries: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `PagedDecode.attend`; of the planned decode or prefill.
-
-        Raises:
-            ValueError: There are sinks.
-        """
-        if sinks is not None:
-            raise ValueError("batch-invariant attention has no sinks")
+    def _attend(self, layer: AttentionLayer, queries: torch.Tensor) -> torch.Tensor:
         if self._blocks is None:
             raise RuntimeError("a pass whose attention was not planned")
-        queries = queries.reshape(-1, layer.heads, layer.head_dim)
         out = queries.new_zeros(len(queries), layer.heads, layer.value_dim)
         for block in self._blocks:
             mixed = self._attend_block(block, layer, queries[block.rows])
             out[block.rows] = mixed[block.offsets].to(out.dtype)
-        return out.flatten(1)
+        return out
 
     def _attend_block(
         self, block: QueryBlock, layer: AttentionLayer, queries: torch.Tensor
