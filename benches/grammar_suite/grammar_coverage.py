@@ -11,14 +11,10 @@ JSONSchemaBench with the documents of MaskBench: FOLDER is a checkout of
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import resource
 import subprocess
-import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,18 +60,10 @@ def dumps(value: Any) -> str:
 
 def read_suite(source: Path) -> Iterator[Case]:
     """Schemas that some document fits."""
-    with tarfile.open(source) as files:
-        for member in files:
-            _, found, name = member.name.partition(f"/json/tests/{run.VERSION}/")
-            if not found or not name.endswith(".json"):
-                continue
-            opened = files.extractfile(member)
-            assert opened is not None
-            for group in json.load(opened):
-                case = _case(name, group["schema"], group["tests"])
-                if case["valid"]:
-                    is_optional = name.startswith("optional/")
-                    yield {**case, "group": "optional" if is_optional else "suite"}
+    for name, kind, group in run.suite_groups(source):
+        case = _case(name, group["schema"], group["tests"])
+        if case["valid"]:
+            yield {**case, "group": kind}
 
 
 def read_bench(folder: Path) -> Iterator[Case]:
@@ -137,31 +125,8 @@ def run_ours(binary: Path, cases: Path) -> list[Outcome]:
         return [json.loads(line) for line in result.read_text().splitlines()]
 
 
-def run_xgrammar(cases: Sequence[Case]) -> list[Outcome]:
-    """The same by xgrammar as SGLang has it, each case in a process with limits."""
-    words = [bytes([byte]) for byte in range(END)] + [b""]
-    info = xgrammar.TokenizerInfo(words, stop_token_ids=[END])
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    outcomes = []
-    for case in cases:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            try:
-                with os.fdopen(write, "w") as file:
-                    json.dump(_try_xgrammar(compiler, case), file)
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as file:
-            text = file.read()
-        os.waitpid(child, 0)
-        outcomes.append(json.loads(text) if text else {"error": "its process died"})
-    return outcomes
-
-
 def _try_xgrammar(compiler: Any, case: Case) -> Outcome:
+    """Verdicts of xgrammar, as SGLang has it, in a process with limits."""
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -219,12 +184,9 @@ def rows_of(group: str, ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> l
 
 def main() -> None:
     """Counts both and writes the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("binary", type=Path, help="`grammar_coverage` of `benches`")
-    parser.add_argument("--bench", type=Path, help="a checkout of `guidance-ai/jsonschemabench`")
-    parser.add_argument("--files", type=Path, help="where the suite's package is, or is kept")
-    parser.add_argument("--json", type=Path, help="where the record goes")
-    given = parser.parse_args()
+    arguments = run.parser(__doc__, "grammar_coverage")
+    arguments.add_argument("--bench", type=Path, help="a checkout of `guidance-ai/jsonschemabench`")
+    given = arguments.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         source, *_ = run.fetch(given.files or Path(temporary), run.PACKAGES[:1])
@@ -232,34 +194,25 @@ def main() -> None:
         cases += read_bench(given.bench) if given.bench else []
         path = Path(temporary) / "cases.jsonl"
         path.write_text("".join(json.dumps(case) + "\n" for case in cases))
-        ours, theirs = run_ours(given.binary.resolve(), path), run_xgrammar(cases)
+        ours = run_ours(given.binary.resolve(), path)
+        words = [bytes([byte]) for byte in range(END)] + [b""]
+        theirs = run.run_xgrammar(words, END, cases, _try_xgrammar)
     rows = []
     for group in GROUPS:
         found = [at for at, case in enumerate(cases) if case["group"] == group]
         if found:
             rows += rows_of(group, [ours[at] for at in found], [theirs[at] for at in found])
     shares = [row for row in rows if "either" in row]
-    record = {
-        "check": "grammar_coverage",
-        "commit": run.commit(),
-        "device": f"CPU: {run.processor()}, {os.cpu_count()} cores",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": "make grammar-coverage",
-        "bars": [
-            {
-                "name": f"{row['schemas']}: share of what llguidance or xgrammar compile",
-                "value": round(row["of_either"] / row["either"], 4),
-                "bar": f">= {SHARE}",
-                "ok": row["of_either"] >= SHARE * row["either"],
-            }
-            for row in shares
-        ],
-        "rows": rows,
-    }
-    text = json.dumps(record, indent=2) + "\n"
-    sys.stdout.write(text)
-    if given.json is not None:
-        given.json.write_text(text)
+    bars = [
+        {
+            "name": f"{row['schemas']}: share of what llguidance or xgrammar compile",
+            "value": round(row["of_either"] / row["either"], 4),
+            "bar": f">= {SHARE}",
+            "ok": row["of_either"] >= SHARE * row["either"],
+        }
+        for row in shares
+    ]
+    run.write_record("grammar_coverage", bars, rows, given.json)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +88,30 @@ class Words:
         return [token + self._special for token in found]
 
 
-def read_suite(source: Path, words: Words) -> Iterator[Case]:
-    """Schemas with the documents that fit them."""
+def suite_groups(source: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """File, group of cases and JSON of each schema of the suite."""
     with tarfile.open(source) as files:
         for member in files:
             _, found, name = member.name.partition(f"/json/tests/{VERSION}/")
-            if not found or not name.endswith(".json"):
-                continue
-            opened = files.extractfile(member)
-            assert opened is not None
-            for group in json.load(opened):
-                fitting = [test["data"] for test in group["tests"] if test["valid"]]
-                texts = [json.dumps(data, ensure_ascii=False) for data in fitting]
-                if texts:
-                    yield {
-                        "group": "optional" if name.startswith("optional/") else "suite",
-                        "name": f"{name}: {group['description']}",
-                        "schema": json.dumps(group["schema"]),
-                        "documents": [words.encode(text) for text in texts],
-                    }
+            if found and name.endswith(".json"):
+                opened = files.extractfile(member)
+                assert opened is not None
+                kind = "optional" if name.startswith("optional/") else "suite"
+                yield from ((name, kind, group) for group in json.load(opened))
+
+
+def read_suite(source: Path, words: Words) -> Iterator[Case]:
+    """Schemas with the documents that fit them."""
+    for name, kind, group in suite_groups(source):
+        fitting = [test["data"] for test in group["tests"] if test["valid"]]
+        texts = [json.dumps(data, ensure_ascii=False) for data in fitting]
+        if texts:
+            yield {
+                "group": kind,
+                "name": f"{name}: {group['description']}",
+                "schema": json.dumps(group["schema"]),
+                "documents": [words.encode(text) for text in texts],
+            }
 
 
 def read_store(wheel: Path) -> Iterator[Case]:
@@ -130,9 +135,11 @@ def run_ours(binary: Path, words: Words, cases: Sequence[Case]) -> list[Outcome]
     return outcomes
 
 
-def run_xgrammar(words: Words, cases: Sequence[Case]) -> list[Outcome]:
+def run_xgrammar(
+    tokens: Sequence[bytes], end: int, cases: Sequence[Case], run: Callable[[Any, Case], Outcome]
+) -> list[Outcome]:
     """The same by xgrammar, each case in a process that a slow compiler cannot outlive."""
-    info = xgrammar.TokenizerInfo(words.tokens, stop_token_ids=[END])
+    info = xgrammar.TokenizerInfo(tokens, stop_token_ids=[end])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     outcomes = []
     for case in cases:
@@ -141,7 +148,7 @@ def run_xgrammar(words: Words, cases: Sequence[Case]) -> list[Outcome]:
         if child == 0:
             os.close(read)
             try:
-                outcome = _time_xgrammar(compiler, case)
+                outcome = run(compiler, case)
                 with os.fdopen(write, "w") as file:
                     json.dump(outcome, file)
             finally:
@@ -225,14 +232,37 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def parser(doc: str | None, binary: str) -> argparse.ArgumentParser:
+    """Arguments of either script."""
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("binary", type=Path, help=f"`{binary}` of `benches`")
+    made.add_argument("--files", type=Path, help="where the packages are, or are kept")
+    made.add_argument("--json", type=Path, help="where the record goes")
+    return made
+
+
+def write_record(check: str, bars: object, rows: object, path: Path | None) -> None:
+    """Prints the record of a run, and writes it if there is a path."""
+    record = {
+        "check": check,
+        "commit": commit(),
+        "device": f"CPU: {processor()}, {os.cpu_count()} cores",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": f"make {check.replace('_', '-')}",
+        "bars": bars,
+        "rows": rows,
+    }
+    text = json.dumps(record, indent=2) + "\n"
+    print(text)
+    if path is not None:
+        path.write_text(text)
+
+
 def main() -> None:
     """Times both and writes the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("binary", type=Path, help="`grammar_suite` of `benches`")
-    parser.add_argument("--files", type=Path, help="where the packages are, or are kept")
-    parser.add_argument("--most", type=int, help="schemas of each group; all by default")
-    parser.add_argument("--json", type=Path, help="where the record goes")
-    given = parser.parse_args()
+    arguments = parser(__doc__, "grammar_suite")
+    arguments.add_argument("--most", type=int, help="schemas of each group; all by default")
+    given = arguments.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.files or Path(temporary)
@@ -242,7 +272,10 @@ def main() -> None:
     if given.most is not None:
         groups = [[case for case in cases if case["group"] == group] for group in GROUPS]
         cases = [case for group in groups for case in group[: given.most]]
-    sides = {"ours": run_ours(given.binary, words, cases), "xgrammar": run_xgrammar(words, cases)}
+    sides = {
+        "ours": run_ours(given.binary, words, cases),
+        "xgrammar": run_xgrammar(words.tokens, END, cases, _time_xgrammar),
+    }
     rows = []
     for group in GROUPS:
         places = [at for at, case in enumerate(cases) if case["group"] == group]
@@ -252,23 +285,12 @@ def main() -> None:
             shared = [outcomes[at]["compile_us"] / 1e3 for at in both]
             rows[-1]["both_compile_ms_p50"] = quantile(shared, 0.5)
     asked = [row for row in rows if row["side"] == "ours" and row["mask_us_p50"] is not None]
-    record = {
-        "check": "grammar_suite",
-        "commit": commit(),
-        "device": f"CPU: {processor()}, {os.cpu_count()} cores",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": "make grammar-suite",
-        "bars": [
-            bar(row, name, most)
-            for row in asked
-            for name, most in (("mask_us_p50", 50.0), ("mask_us_p99", 500.0))
-        ],
-        "rows": rows,
-    }
-    text = json.dumps(record, indent=2) + "\n"
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text)
+    bars = [
+        bar(row, name, most)
+        for row in asked
+        for name, most in (("mask_us_p50", 50.0), ("mask_us_p99", 500.0))
+    ]
+    write_record("grammar_suite", bars, rows, given.json)
 
 
 if __name__ == "__main__":
