@@ -91,9 +91,6 @@ pub(crate) struct DriverArgs {
     /// Where the driver's log goes. Its end is shown after a failure in any case.
     #[arg(long)]
     pub(crate) log: Option<PathBuf>,
-    /// Have the driver write a trace and report the mean of its phases. Writing it costs time in every step.
-    #[arg(long)]
-    pub(crate) trace: bool,
 }
 
 /// The workload `steps`.
@@ -112,9 +109,6 @@ pub(crate) struct StepsArgs {
     /// Steps before them that are not timed.
     #[arg(long, default_value_t = 10, value_parser = count(0))]
     pub(crate) warm_up: u32,
-    /// Steps after them with a request without a token, whose answer must be an archive with the driver's probes.
-    #[arg(long, default_value_t = 0, value_parser = count(0))]
-    pub(crate) probe_steps: u32,
     /// Sampler: greedy, multinomial:T, top-k:T:K, top-p:T:P, min-p:T:P, top-k-top-p:T:K:P. Several with commas, or `mixed`
     /// for every kind, are dealt out to the contexts.
     #[arg(long, default_value = "greedy", value_parser = SamplerMix::parse)]

@@ -1,6 +1,5 @@
 //! What the driver is started with, from the command line.
 
-use std::path::Path;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -33,31 +32,24 @@ impl Profile {
     }
 }
 
-/// The driver of these arguments, which writes a trace if there is a path for it.
-pub(crate) fn settings(
-    args: &DriverArgs,
-    trace: Option<&Path>,
-) -> Result<DriverSettings, LoadError> {
+/// The driver of these arguments.
+pub(crate) fn settings(args: &DriverArgs) -> Result<DriverSettings, LoadError> {
     Ok(DriverSettings {
         devices: args.device.split(',').map(str::to_owned).collect(),
         dtype: args.dtype.clone(),
         seed: args.seed,
         spin_budget_us: args.profile.spin_budget_us(),
-        options: options(args, trace)?,
+        options: options(args)?,
         ready_timeout: Duration::from_secs_f64(args.ready_timeout_s),
         answer_timeout: Duration::from_secs_f64(args.timeout_s),
         ..DriverSettings::new(&args.python, &args.model)
     })
 }
 
-/// `[driver.options]`: the page size, the fragments that the user gave, and the trace's path.
-fn options(args: &DriverArgs, trace: Option<&Path>) -> Result<Table, LoadError> {
+/// `[driver.options]`: the page size, and the fragments that the user gave.
+fn options(args: &DriverArgs) -> Result<Table, LoadError> {
     let page_size = Value::Integer(args.page_size.into());
     let mut options = Table::from_iter([("page_size".to_owned(), page_size)]);
-    if let Some(path) = trace {
-        let path = Value::String(path.display().to_string());
-        options.insert("trace_file".to_owned(), path);
-    }
     for fragment in &args.options {
         let table: Table =
             fragment
@@ -93,30 +85,28 @@ mod tests {
             "--option",
             "cuda_graph_bs_decode=[1, 2]",
         ]);
-        let settings = settings(&args, Some(Path::new("/t.json"))).unwrap();
+        let settings = settings(&args).unwrap();
         assert_eq!(settings.spin_budget_us, u64::MAX);
         assert_eq!(settings.devices, ["cuda:0"]);
         let options = &settings.options;
         assert_eq!(options["page_size"].as_integer(), Some(16));
         assert_eq!(options["attention_backend"].as_str(), Some("triton"));
         assert_eq!(options["cuda_graph_bs_decode"][1].as_integer(), Some(2));
-        assert_eq!(options["trace_file"].as_str(), Some("/t.json"));
     }
 
     #[test]
     fn profiles_and_devices() {
         let args = args(&["--profile", "balanced", "--device", "cuda:2,cuda:3"]);
-        let settings = settings(&args, None).unwrap();
+        let settings = settings(&args).unwrap();
         assert_eq!(settings.spin_budget_us, 1000);
         assert_eq!(settings.devices, ["cuda:2", "cuda:3"]);
-        assert!(!settings.options.contains_key("trace_file"));
         assert_eq!(Profile::Power.spin_budget_us(), 0);
     }
 
     #[test]
     fn a_bare_string_is_refused_with_a_hint() {
         let args = args(&["--option", "attention_backend=triton"]);
-        let error = options(&args, None).unwrap_err().to_string();
+        let error = options(&args).unwrap_err().to_string();
         assert!(error.contains("strings need quotes"), "{error}");
     }
 }

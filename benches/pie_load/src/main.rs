@@ -7,7 +7,7 @@
 //! | `pages`, `context` | the runtime's state: free pages, sequences |
 //! | `steps`, `throughput`, `drafts`, `sampler`, `prompts` | the workloads |
 //! | `plans` | a test: the throughput workload's plan compared with that of the runtime's scheduler |
-//! | `summary`, `trace`, `report` | percentiles, the driver's own trace, tables and files |
+//! | `summary`, `report` | percentiles, tables and files |
 
 mod args;
 mod config;
@@ -23,9 +23,8 @@ mod sampler;
 mod steps;
 mod summary;
 mod throughput;
-mod trace;
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
@@ -39,7 +38,6 @@ use crate::args::{Args, Workload};
 use crate::error::LoadError;
 use crate::report::Report;
 use crate::throughput::Lengths;
-use crate::trace::Trace;
 
 fn main() -> ExitCode {
     match run(&Args::parse().complete()) {
@@ -56,15 +54,7 @@ fn run(args: &Args) -> Result<(), LoadError> {
     let started = SystemTime::now().duration_since(UNIX_EPOCH);
     let started = started.map_or(0, |since| since.as_secs());
     let begin = Instant::now();
-    let folder = tempfile::Builder::new().prefix("pie_load.").tempdir();
-    let folder = folder.map_err(|source| LoadError::File {
-        action: "cannot make a folder in",
-        path: std::env::temp_dir(),
-        source,
-    })?;
-    let trace = folder.path().join("trace.json");
-    let trace = args.driver.trace.then_some(&*trace);
-    let settings = config::settings(&args.driver, trace)?;
+    let settings = config::settings(&args.driver)?;
     let mut driver = Driver::spawn(settings, log_sink(args.driver.log.as_deref())?)?;
     let caps = driver.wait_ready()?;
     let ready_s = begin.elapsed().as_secs_f64();
@@ -85,14 +75,7 @@ fn run(args: &Args) -> Result<(), LoadError> {
         error => error,
     });
     report.exit = Some(driver.stop());
-    if let Some(path) = trace {
-        match fs::read_to_string(path).map(|text| Trace::parse(&text)) {
-            Ok(Ok(trace)) => report.add_trace(&trace),
-            Ok(Err(error)) => eprintln!("the driver's trace cannot be read: {error}"),
-            Err(error) => eprintln!("the driver left no trace: {error}"),
-        }
-    }
-    report.print_rest();
+    report.print_exit();
     report.save()?;
     played
 }

@@ -12,7 +12,6 @@ use crate::drafts;
 use crate::error::LoadError;
 use crate::steps::Row;
 use crate::throughput::Run;
-use crate::trace::Trace;
 
 /// Everything that a run has found out.
 #[derive(Serialize)]
@@ -63,16 +62,6 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// Takes the means of each row's and run's time from the driver's trace.
-    pub(crate) fn add_trace(&mut self, trace: &Trace) {
-        for row in &mut self.steps {
-            row.trace_us = trace.means(&row.window);
-        }
-        for run in &mut self.throughput {
-            run.trace_us = trace.means(&run.window);
-        }
-    }
-
     /// Writes the figures and, next to them, the samples; called after every row, so that nothing is lost with the process.
     pub(crate) fn save(&self) -> Result<(), LoadError> {
         let (Some(path), Some(samples_path)) = (self.path, &self.samples) else {
@@ -90,24 +79,8 @@ impl<'a> Report<'a> {
         write_json(samples_path, &samples)
     }
 
-    /// Prints what is only known from the trace and the end of the driver.
-    pub(crate) fn print_rest(&self) {
-        for row in self.steps.iter().filter(|row| !row.trace_us.is_empty()) {
-            println!(
-                "trace {}x{}, µs: {}",
-                row.batch,
-                row.context,
-                listed(&row.trace_us)
-            );
-        }
-        for (repeat, run) in self.throughput.iter().enumerate() {
-            if !run.trace_us.is_empty() {
-                println!(
-                    "trace of throughput {repeat}, µs: {}",
-                    listed(&run.trace_us)
-                );
-            }
-        }
+    /// Prints how the driver ended.
+    pub(crate) fn print_exit(&self) {
         if let Some(exit) = &self.exit {
             let left = if exit.region_left {
                 "its region was left over"
@@ -185,13 +158,6 @@ pub(crate) fn print_row(row: &Row) {
         figures.request_bytes,
         if figures.fast { "fast" } else { "archive" }
     );
-    if let (Some(probes), Some(p50)) = (&figures.probes_us, figures.probe_round_trip_us) {
-        println!(
-            "{:>13} | p50 {p50:.1} µs with probes: {}",
-            "",
-            listed(probes)
-        );
-    }
 }
 
 pub(crate) fn print_run(repeat: usize, run: &Run) {
@@ -280,12 +246,4 @@ fn agreed(agreement: drafts::Agreement) -> String {
         "{differ} of {contexts} contexts differ, {:.1} % equal before",
         100.0 * equal
     )
-}
-
-fn listed(means: &BTreeMap<impl AsRef<str>, f64>) -> String {
-    let parts: Vec<String> = means
-        .iter()
-        .map(|(name, mean)| format!("{} {mean:.1}", name.as_ref()))
-        .collect();
-    parts.join(", ")
 }

@@ -1,17 +1,13 @@
 //! Decode steps by batch size and context.
 
-use std::collections::BTreeMap;
-use std::ops::Range;
-
-use pie_engine::{Capabilities, FrameBudget, FrameRow, Link, PreparedFrame, Probes, StepTiming};
+use pie_engine::{Capabilities, FrameBudget, Link, PreparedFrame, StepTiming};
 use serde::Serialize;
 
 use crate::args::StepsArgs;
 use crate::context::{Context, prompt};
 use crate::error::LoadError;
 use crate::pages::PagePool;
-use crate::summary::{Summary, mean, micros};
-use crate::trace::clock_us;
+use crate::summary::Summary;
 
 /// One batch size and context.
 #[derive(Debug, Serialize)]
@@ -22,10 +18,6 @@ pub(crate) struct Row {
     pub(crate) skipped: Option<String>,
     #[serde(flatten)]
     pub(crate) figures: Option<Figures>,
-    /// Means of the trace's events, in µs.
-    pub(crate) trace_us: BTreeMap<String, f64>,
-    #[serde(skip)]
-    pub(crate) window: Range<f64>,
     #[serde(skip)]
     pub(crate) samples: Samples,
 }
@@ -40,10 +32,6 @@ pub(crate) struct Figures {
     pub(crate) request_bytes: usize,
     /// Whether every answer was the fast reply.
     pub(crate) fast: bool,
-    /// Means of the probe steps, in µs.
-    pub(crate) probes_us: Option<BTreeMap<&'static str, f64>>,
-    /// p50 of the probe steps' round trips.
-    pub(crate) probe_round_trip_us: Option<f64>,
 }
 
 /// Every timed step, in order.
@@ -107,15 +95,13 @@ pub(crate) fn play(
 ) -> Result<(), LoadError> {
     let mut pool = PagePool::new(caps.total_pages);
     for &context in &args.context {
-        let longest = context + args.warm_up + args.steps + args.probe_steps;
+        let longest = context + args.warm_up + args.steps;
         for &batch in &args.batch {
             let mut row = Row {
                 batch,
                 context,
                 skipped: skip_reason(caps, batch, context, longest),
                 figures: None,
-                trace_us: BTreeMap::new(),
-                window: 0.0..0.0,
                 samples: Samples::default(),
             };
             if row.skipped.is_none() {
@@ -152,23 +138,17 @@ impl Player<'_, '_> {
             })
             .collect();
         prefill(self.link, self.caps, self.pool, &mut self.contexts)?;
-        // A full frame has no place for the request that asks for probes.
-        let has_place = row.batch < self.caps.max_forward_requests;
-        let probe_steps = if has_place { self.args.probe_steps } else { 0 };
-        let StepsArgs { warm_up, steps, .. } = *self.args;
-        let all = self.several_steps(warm_up + steps, probe_steps)?;
+        let all = self.several_steps(self.args.warm_up + self.args.steps)?;
         for context in &mut self.contexts {
             context.release(self.pool);
         }
-        let (all, probed) = all.split_at((warm_up + steps) as usize);
-        let timed = &all[warm_up as usize..];
-        row.window = window(timed);
+        let timed = &all[self.args.warm_up as usize..];
         row.samples = Samples::of(timed);
-        Ok(figures(row, timed, probed))
+        Ok(figures(row, timed))
     }
 
-    /// Steps without a request that asks for probes, and then steps with one, in one series.
-    fn several_steps(&mut self, plain: u32, probed: u32) -> Result<Vec<StepTiming>, LoadError> {
+    /// Steps in one series.
+    fn several_steps(&mut self, count: u32) -> Result<Vec<StepTiming>, LoadError> {
         let Self {
             link,
             pool,
@@ -176,15 +156,13 @@ impl Player<'_, '_> {
             contexts,
             ..
         } = self;
-        let mut steps = 0..plain + probed;
+        let mut steps = 0..count;
         let mut exchanges = Vec::with_capacity(steps.len());
         link.end_series();
         link.pipeline(
             |link| {
                 let step = steps.next();
-                let with_probes = step.map(|step| step >= plain);
-                with_probes
-                    .map(|with_probes| prepare_step(link, caps, pool, contexts, with_probes))
+                step.map(|_| prepare_step(link, caps, pool, contexts))
                     .transpose()
             },
             |exchange| exchanges.push(*exchange),
@@ -199,24 +177,15 @@ fn prepare_step<'c>(
     caps: &Capabilities,
     pool: &mut PagePool,
     contexts: &mut [Context],
-    with_probes: bool,
 ) -> Result<PreparedFrame<'c>, LoadError> {
     for context in &mut *contexts {
         context.reserve(pool, caps.kv_page_size)?;
     }
-    let turns = contexts.iter().map(Context::turn);
-    let prepared = link.prepare(turns.chain(with_probes.then_some(FrameRow::EMPTY)))?;
+    let prepared = link.prepare(contexts.iter().map(Context::turn))?;
     for (request, context) in contexts.iter_mut().enumerate() {
         context.advance(request);
     }
     Ok(prepared)
-}
-
-/// From the first step sent to the last one answered, by the clock of the trace.
-fn window(timed: &[StepTiming]) -> Range<f64> {
-    let sent = |step: Option<&StepTiming>| step.map_or(0.0, |step| clock_us(step.sent));
-    let last = timed.last();
-    sent(timed.first())..sent(last) + last.map_or(0.0, |step| micros(step.round_trip_ns))
 }
 
 /// Stores the prompts, as many in a frame as the driver takes.
@@ -248,9 +217,7 @@ pub(crate) fn prefill(
     Ok(())
 }
 
-fn figures(row: &Row, timed: &[StepTiming], probed: &[StepTiming]) -> Figures {
-    let probes: Vec<Probes> = probed.iter().filter_map(|step| step.probes).collect();
-    let probed = Samples::of(probed).round_trip_ns;
+fn figures(row: &Row, timed: &[StepTiming]) -> Figures {
     Figures {
         steps: timed.len(),
         round_trip_us: Summary::of(&row.samples.round_trip_ns),
@@ -258,19 +225,5 @@ fn figures(row: &Row, timed: &[StepTiming], probed: &[StepTiming]) -> Figures {
         tokens_per_s: f64::from(row.batch) * timed.len() as f64 / row.samples.seconds(),
         request_bytes: timed.last().map_or(0, |step| step.request_bytes),
         fast: timed.iter().all(|step| step.probes.is_none()),
-        probe_round_trip_us: (!probed.is_empty()).then(|| Summary::of(&probed).p50),
-        probes_us: (!probes.is_empty()).then(|| probe_means(&probes)),
     }
-}
-
-fn probe_means(probes: &[Probes]) -> BTreeMap<&'static str, f64> {
-    let of = |field: fn(&Probes) -> u32| mean(probes.iter().map(|probes| f64::from(field(probes))));
-    BTreeMap::from([
-        ("parse", of(|probes| probes.parse)),
-        ("plan", of(|probes| probes.plan)),
-        ("h2d", of(|probes| probes.h2d)),
-        ("launch", of(|probes| probes.launch)),
-        ("sync", of(|probes| probes.sync)),
-        ("respond", of(|probes| probes.respond)),
-    ])
 }

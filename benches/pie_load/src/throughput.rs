@@ -1,8 +1,7 @@
 //! Requests of mixed lengths with continuous batching.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::fs;
-use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -16,7 +15,6 @@ use crate::pages::PagePool;
 use crate::sampler::SamplerMix;
 use crate::steps::Samples;
 use crate::summary::Summary;
-use crate::trace::now_us;
 
 /// The lengths of the standard workload, by `lengths.py`.
 pub(crate) const STANDARD: &str = include_str!("../lengths.json");
@@ -77,10 +75,6 @@ pub(crate) struct Run {
     pub(crate) with_prompts: Share,
     /// Between an answer and the next request.
     pub(crate) client_us: Summary,
-    /// Means of the trace's events, in µs.
-    pub(crate) trace_us: BTreeMap<String, f64>,
-    #[serde(skip)]
-    pub(crate) window: Range<f64>,
     #[serde(skip)]
     pub(crate) record: Record,
 }
@@ -124,16 +118,16 @@ pub(crate) fn play(
     let mut scheduler = Scheduler::new(caps, lengths, sampler)?;
     let mut record = Record::default();
     link.end_series();
-    let (begin, started) = (now_us(), Instant::now());
+    let started = Instant::now();
     link.pipeline(
         |link| scheduler.prepare(link),
         |exchange| record.push(exchange),
     )?;
     let seconds = started.elapsed().as_secs_f64();
-    Ok(figures(record, seconds, begin..now_us(), lengths))
+    Ok(figures(record, seconds, lengths))
 }
 
-fn figures(record: Record, seconds: f64, window: Range<f64>, lengths: &Lengths) -> Run {
+fn figures(record: Record, seconds: f64, lengths: &Lengths) -> Run {
     let output_tokens = lengths
         .outputs
         .iter()
@@ -160,8 +154,6 @@ fn figures(record: Record, seconds: f64, window: Range<f64>, lengths: &Lengths) 
         decode,
         with_prompts,
         client_us: Summary::of(&record.samples.client_ns),
-        trace_us: BTreeMap::new(),
-        window,
         record,
     }
 }

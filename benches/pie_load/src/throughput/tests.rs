@@ -211,7 +211,7 @@ fn frames_with_prompts_are_told_from_decodes() {
         requests: vec![2, 2, 1],
         tokens: vec![9, 2, 1],
     };
-    let run = figures(record, 8.0, 0.0..1.0, &lengths(&[8, 1], &[3, 1]));
+    let run = figures(record, 8.0, &lengths(&[8, 1], &[3, 1]));
     let expected = Share {
         steps: 2,
         seconds: 3.0,

@@ -14,7 +14,6 @@ use pie_wire::{
     ArchivedPayload, ForwardRequest, ForwardResponse, Payload, ResponseFrame, ResponsePayload,
 };
 use rustix::process::{Signal, getppid, kill_process};
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 
 const PAGE: u32 = 4;
@@ -52,10 +51,7 @@ pub(crate) fn main(config: &str) {
         }
         "never-ready" => thread::sleep(Duration::from_mins(1)),
         "gibberish" => handshake("hello"),
-        _ => {
-            let trace_file = config["driver"]["options"].get("trace_file");
-            serve(group, &behaviour, trace_file.and_then(toml::Value::as_str));
-        }
+        _ => serve(group, &behaviour),
     }
 }
 
@@ -64,7 +60,7 @@ fn handshake(lines: &str) {
     writeln!(pipe.unwrap(), "{lines}").unwrap();
 }
 
-fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
+fn serve(group: i64, behaviour: &str) {
     // The script has a stuck driver ignore SIGTERM.
     let guard = if behaviour == "stuck" {
         ExitGuard::inert()
@@ -84,7 +80,6 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
     });
     let line = json!({"group_id": group, "shmem_name": name, "caps": caps});
     handshake(&format!("{line}\n{{\"ready\":true}}"));
-    let mut trace = trace_file.map(|path| fs::File::create(path).unwrap());
     let mut account = Account::new();
     let mut frames = 0;
     let mut words = Vec::new();
@@ -109,15 +104,6 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
                 continue;
             }
         };
-        if let Some(trace) = &mut trace {
-            let now = clock_gettime(ClockId::Monotonic);
-            let ts = now.tv_sec as f64 * 1e6 + now.tv_nsec as f64 / 1e3;
-            // Only prompts take long.
-            let dur = if account.single { 2.5 } else { 1000.0 };
-            let head = if frames == 1 { "[" } else { "," };
-            let event = json!({"name": "plan", "ph": "X", "ts": ts, "dur": dur});
-            writeln!(trace, "{head}{event}").unwrap();
-        }
         if behaviour == "empties" {
             response.tokens.remove(1);
             response.tokens_indptr = vec![0, 1, 1, 2];
@@ -135,8 +121,6 @@ struct Account {
     histories: HashMap<u64, Vec<u32>>,
     /// What each context was given last.
     given: HashMap<u64, u32>,
-    /// Whether the last frame had no prompt.
-    single: bool,
 }
 
 impl Account {
@@ -146,7 +130,6 @@ impl Account {
             slots: HashMap::new(),
             histories: HashMap::new(),
             given: HashMap::new(),
-            single: false,
         }
     }
 
@@ -164,7 +147,6 @@ impl Account {
             return Err("not a forward".to_owned());
         };
         check_frame(&body)?;
-        self.single = body.single_token_mode;
         let requests = body.context_ids.len();
         (0..requests).try_for_each(|request| self.store(&body, request))?;
         (0..requests).try_for_each(|request| self.look(&body, request))?;

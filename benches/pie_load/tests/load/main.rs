@@ -138,7 +138,7 @@ fn lengths(array: &Value) -> usize {
 
 #[test]
 fn steps_keep_every_token_in_its_place() {
-    let line = "steps --batch 1,3,5,9 --context 7,20 --steps 6 --warm-up 2 --probe-steps 3 --sampler mixed --trace";
+    let line = "steps --batch 1,3,5,9 --context 7,20 --steps 6 --warm-up 2 --sampler mixed";
     let out = load("serve", &line.split(' ').collect::<Vec<_>>());
     assert!(out.success, "{}{}", out.stdout, out.stderr);
     let rows = out.json["steps"].as_array().unwrap();
@@ -162,12 +162,7 @@ fn steps_keep_every_token_in_its_place() {
             assert!(samples.iter().all(|sample| sample.as_u64() > Some(0)));
         }
         assert_eq!(row["fast"], true);
-        // Prompts, outside of the timed steps, have longer events.
-        assert_eq!(row["trace_us"]["plan"], 2.5);
         assert!(row["round_trip_us"]["p99"].as_f64() >= row["round_trip_us"]["p50"].as_f64());
-        // The stand-in says 17 µs; a frame of five has no place for a sixth request.
-        let expected = if batch == 5 { Value::Null } else { 17.0.into() };
-        assert_eq!(row["probes_us"]["plan"], expected);
     }
     assert_eq!(out.json["commit"], "c0ffee");
     assert_eq!(out.json["exit"]["status"], "exit status: 0");
@@ -175,9 +170,6 @@ fn steps_keep_every_token_in_its_place() {
     // Prompts of 20 tokens: at most two fit into 44 tokens.
     let prompts = out.frames.iter().filter(|frame| frame[1] > frame[0]);
     assert_eq!(prompts.map(|frame| frame[1]).max(), Some(40));
-    // Only frames that ask for probes have a request without a sampler.
-    let asking = out.frames.iter().filter(|frame| frame[3] < frame[0]);
-    assert_eq!(asking.count(), 2 * 2 * 3);
 }
 
 /// The stand-in holds every token against the one that it gave: those of archives, and where the next frame cannot be
