@@ -184,11 +184,6 @@ CHECKS: Final[Mapping[str, Check]] = {
         "fault_check.py", "faults end a start or the driver with one line; loads stall no decode",
         "no part fails", 10, "--pocket {pocket} --shapes {small} --json {record}", usual=False,
     ),
-    "launch faults": Check(
-        "launch_fault_check.py", "what a graph does over a block that is staged for a smaller one",
-        "the right block runs", 2, "--shapes {small} --limit-s {limit} --json {record}",
-        usual=False,
-    ),
     "prefix caches": Check(
         "prefix_cache_check.py", "SGLang's engine without a prefix cache, with its tree, with ours",
         "ours is never slower", 5, "--shapes {small} --out {folder}", usual=False,
