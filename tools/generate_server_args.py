@@ -17,17 +17,16 @@ owner, and `config/option_checks.py` holds the sentence that the user reads for 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import importlib
-import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from generated_file import render_setting, write_or_check
 
 from pie_driver_sglang.config.options import OPTIONS
 
@@ -284,46 +283,14 @@ def _render_field(field: FieldInfo) -> str:
     owner, described = decide_owner(field), describe_type(field.annotation)
     if owner is None and described == "any":
         raise LookupError(f"`{field.name}` has no TOML type: give it an owner")
-    arguments = [f'"{described}"']
-    if owner:
-        arguments.append(f'"{owner}"')
-    if owner in (None, "key") and field.choices:
-        words = "".join(f'"{word}", ' for word in field.choices).strip()
-        words = words if len(field.choices) == 1 else words.rstrip(",")
-        arguments.append(f"choices=({words})")
-        if field.open_choices:
-            arguments.append("open_choices=True")
-    line = f'        "{field.name}": ServerArg({", ".join(arguments)}),\n'
-    return line if len(line) <= 101 else _wrap(field.name, arguments)
-
-
-def _wrap(name: str, arguments: list[str]) -> str:
-    """Fill long lists of choices to the line length, as no formatter would."""
-    lines = [f'        "{name}": ServerArg(']
-    for argument in arguments:
-        lines += textwrap.wrap(
-            f"{argument},",
-            width=100,
-            initial_indent=" " * 12,
-            subsequent_indent=" " * 16,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join([*lines, "        ),", ""])
+    return render_setting(
+        field.name, described, owner, field.choices, open_choices=field.open_choices
+    )
 
 
 def main() -> int:
     """Write the list, or compare it with `--check`. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="compare, do not write")
-    check = parser.parse_args().check
-    text = render()
-    if not check:
-        TARGET.write_text(text, encoding="utf-8")
-    elif text != TARGET.read_text(encoding="utf-8"):
-        print(f"{TARGET} is stale: run {Path(__file__).name}", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(__doc__, TARGET, render, Path(__file__).name)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
+from unittest import mock
 
 from support import REPOSITORY
 
@@ -16,5 +17,7 @@ def load_tool(name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    # They import each other, as they do where they are run.
+    with mock.patch.object(sys, "path", [str(REPOSITORY / "tools"), *sys.path]):
+        spec.loader.exec_module(module)
     return module
