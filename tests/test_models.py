@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import re
@@ -14,7 +13,7 @@ import pytest
 import pie_driver_sglang
 from support import REPOSITORY
 from support.models import architectures, model_checks
-from support.models.reference import Context, MaskedReference, Pages, Reference, random_tokens
+from support.models.reference import Context, Pages, Reference, random_tokens
 from support.process import drivers, scripts
 
 pytestmark = pytest.mark.engine
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.engine
 DOCUMENT: Final = REPOSITORY / "docs" / "supported-models.md"
 GPU_TABLES: Final = sorted((REPOSITORY / "benches/gpu/output").glob("*-models.txt"))
 TOLERANCE: Final = 1e-4
-GAP: Final = 1e-3
 PAGE: Final = 16
 WINDOW: Final = 4
 LENGTHS: Final = (1, 3, 4, 5, 9)
@@ -69,19 +67,7 @@ def test_the_models_page_lists_what_works(name: str, models_folder: Path, tmp_pa
         assert "\nhint: " in error.stderr
         return
     with driver:
-        served = model_checks.Served(
-            client=driver.client(),
-            pages=Pages(driver.caps["total_pages"], PAGE),
-            host=Pages(driver.caps["swap_pool_size"], PAGE),
-            states=None,
-            reference=Reference(snapshot),
-            rounded=None,
-            # torch has no experts in float64.
-            masked=functools.partial(MaskedReference, snapshot, "float32"),
-            equal=nearly_equal,
-            gap=GAP,
-        )
-        found = model_checks.find_out(served)
+        found = model_checks.find_out(model_checks.served_on_cpu(driver, snapshot, TOLERANCE))
     assert driver.stop() == 0
     assert found == dict(zip(model_checks.SUBJECTS, cells, strict=False))
     assert reason == ""
@@ -107,15 +93,6 @@ def test_what_needs_a_gpu_is_not_fused() -> None:
         [text] = [text for text in files if re.search(rf"^class {kind}\b", text, re.MULTILINE)]
         assert not re.search(rf"\b({'|'.join(builds)})\b", text), name
         assert FAMILIES[name][1] == "no", name
-
-
-def nearly_equal(found: object, expected: object, _: object) -> None:
-    import torch
-
-    assert isinstance(found, torch.Tensor)
-    assert isinstance(expected, torch.Tensor)
-    error = float((found - expected).abs().max())
-    assert error <= TOLERANCE, f"logits off by {error}"
 
 
 def test_experts_of_any_size(tmp_path: Path) -> None:

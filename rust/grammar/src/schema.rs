@@ -29,6 +29,9 @@ use serde_json::{Map, Value, json};
 
 use refs::{At, Definitions, Documents};
 
+/// Why a schema cannot be read, if it cannot.
+type Outcome = Result<(), String>;
+
 /// How far a rewritten schema may grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effort {

@@ -6,6 +6,7 @@ The same checks serve the CPU in float32 (tests/test_models.py) and a GPU
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,11 @@ from pie_driver_sglang._core import Client, Reply, Request, Sampler
 from support.models.reference import Context, MaskedReference, Pages, Reference, random_tokens
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+
+    from support.process.drivers import Driver
 
 CHUNK: Final = 32
 """The `chunked_prefill_size` that drivers under these checks are started with."""
@@ -61,6 +66,28 @@ class Served(NamedTuple):
             for reference in (self.reference, self.rounded)
         )
         self.equal(rows, expected, rounded)
+
+
+def served_on_cpu(driver: Driver, snapshot: Path, tolerance: float) -> Served:
+    """A driver of a model in float32, whose logits differ from transformers' by the tolerance."""
+
+    def nearly_equal(found: torch.Tensor, expected: torch.Tensor, _: object) -> None:
+        error = float((found - expected).abs().max())
+        assert error <= tolerance, f"logits off by {error}"
+
+    page_size = driver.caps["kv_page_size"]
+    return Served(
+        client=driver.client(),
+        pages=Pages(driver.caps["total_pages"], page_size),
+        host=Pages(driver.caps["swap_pool_size"], page_size),
+        states=None,
+        reference=Reference(snapshot),
+        rounded=None,
+        # torch has no experts in float64.
+        masked=functools.partial(MaskedReference, snapshot, "float32"),
+        equal=nearly_equal,
+        gap=1e-3,
+    )
 
 
 def find_out(served: Served) -> dict[str, str]:

@@ -3,7 +3,10 @@
 use prost::bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, skip_field};
 use prost::{DecodeError, Message};
-use tonic::Status;
+use tonic::{Response, Status};
+
+/// What a call answers.
+pub(crate) type Reply<T> = Result<Response<T>, Status>;
 
 /// Bytes of a message above which it is decoded on a thread that sends no tokens.
 const LARGE: usize = 64 << 10;

@@ -27,7 +27,7 @@ use crate::grpc::contract::sglang::{
     UnloadLoRaAdapterResponse,
 };
 use crate::grpc::core::Core;
-use crate::grpc::encoded::Encoded;
+use crate::grpc::encoded::{Encoded, Reply};
 use crate::grpc::events::Subscription;
 use crate::grpc::handle::{Answer, Answers, StreamHandle, Wording};
 use crate::grpc::loads::Loads;
@@ -121,10 +121,7 @@ impl SglangScheduler for Scheduler {
     type GetTokenizerStream = Bundle;
     type SubscribeKvEventsStream = Subscription;
 
-    async fn generate(
-        &self,
-        request: Request<Encoded>,
-    ) -> Result<Response<Self::GenerateStream>, Status> {
+    async fn generate(&self, request: Request<Encoded>) -> Reply<Self::GenerateStream> {
         let (metadata, _, message) = request.into_parts();
         let is_large = message.is_large();
         let message: GenerateRequest = message.decode().await?;
@@ -143,10 +140,7 @@ impl SglangScheduler for Scheduler {
         Err(Status::unimplemented(NO_EMBEDDINGS))
     }
 
-    async fn health_check(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<HealthCheckResponse>, Status> {
+    async fn health_check(&self, _: Request<Encoded>) -> Reply<HealthCheckResponse> {
         let trouble = self.0.trouble();
         Ok(Response::new(HealthCheckResponse {
             healthy: trouble.is_none(),
@@ -168,10 +162,7 @@ impl SglangScheduler for Scheduler {
         }))
     }
 
-    async fn get_model_info(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<GetModelInfoResponse>, Status> {
+    async fn get_model_info(&self, _: Request<Encoded>) -> Reply<GetModelInfoResponse> {
         let (model, capabilities) = (self.0.model(), self.0.capabilities());
         let length = self.0.context_length() as i32;
         let token = |token: Option<u32>| token.map_or(-1, |token| token as i32);
@@ -195,10 +186,7 @@ impl SglangScheduler for Scheduler {
         }))
     }
 
-    async fn get_server_info(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<GetServerInfoResponse>, Status> {
+    async fn get_server_info(&self, _: Request<Encoded>) -> Reply<GetServerInfoResponse> {
         let (capabilities, model) = (self.0.capabilities(), self.0.model());
         let tokens: u64 = self.0.loads().iter().map(|loads| loads.total_tokens).sum();
         let arguments = [
@@ -225,10 +213,7 @@ impl SglangScheduler for Scheduler {
         }))
     }
 
-    async fn get_loads(
-        &self,
-        request: Request<Encoded>,
-    ) -> Result<Response<GetLoadsResponse>, Status> {
+    async fn get_loads(&self, request: Request<Encoded>) -> Reply<GetLoadsResponse> {
         let request: GetLoadsRequest = request.into_inner().decode().await?;
         let wanted = request.dp_rank;
         let all = self.0.loads();
@@ -246,19 +231,13 @@ impl SglangScheduler for Scheduler {
         }))
     }
 
-    async fn flush_cache(
-        &self,
-        request: Request<Encoded>,
-    ) -> Result<Response<FlushCacheResponse>, Status> {
+    async fn flush_cache(&self, request: Request<Encoded>) -> Reply<FlushCacheResponse> {
         let request: FlushCacheRequest = request.into_inner().decode().await?;
         let limit = times::seconds(request.timeout_s)?;
         Ok(Response::new(flushed(self.0.flush(limit).await)))
     }
 
-    async fn start_profile(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<ProfileResponse>, Status> {
+    async fn start_profile(&self, _: Request<Encoded>) -> Reply<ProfileResponse> {
         Err(Status::unimplemented(NO_PROFILE))
     }
 
@@ -266,40 +245,31 @@ impl SglangScheduler for Scheduler {
         Err(Status::unimplemented(NO_PROFILE))
     }
 
-    async fn get_tokenizer(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<Self::GetTokenizerStream>, Status> {
+    async fn get_tokenizer(&self, _: Request<Encoded>) -> Reply<Self::GetTokenizerStream> {
         Ok(Response::new(tokenizer::read(self.0.model()).await?))
     }
 
     async fn subscribe_kv_events(
         &self,
         request: Request<Encoded>,
-    ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
+    ) -> Reply<Self::SubscribeKvEventsStream> {
         let request: SubscribeKvEventsRequest = request.into_inner().decode().await?;
         let cursor = request.start_sequence_number;
         Ok(Response::new(self.0.subscribe(cursor)?))
     }
 
-    async fn load_lo_ra_adapter(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<LoadLoRaAdapterResponse>, Status> {
+    async fn load_lo_ra_adapter(&self, _: Request<Encoded>) -> Reply<LoadLoRaAdapterResponse> {
         Err(Status::unimplemented(NO_ADAPTERS))
     }
 
-    async fn unload_lo_ra_adapter(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<UnloadLoRaAdapterResponse>, Status> {
+    async fn unload_lo_ra_adapter(&self, _: Request<Encoded>) -> Reply<UnloadLoRaAdapterResponse> {
         Err(Status::unimplemented(NO_ADAPTERS))
     }
 
     async fn list_loaded_lo_ra_adapters(
         &self,
         _: Request<Encoded>,
-    ) -> Result<Response<ListLoadedLoRaAdaptersResponse>, Status> {
+    ) -> Reply<ListLoadedLoRaAdaptersResponse> {
         Err(Status::unimplemented(NO_ADAPTERS))
     }
 }

@@ -20,7 +20,7 @@ use crate::grpc::contract::vllm::{
     SchedulerLoad, TopLogProbs,
 };
 use crate::grpc::core::Core;
-use crate::grpc::encoded::Encoded;
+use crate::grpc::encoded::{Encoded, Reply};
 use crate::grpc::events::Subscription;
 use crate::grpc::handle::{Answer, Answers, StreamHandle, Wording};
 use crate::grpc::loads::Loads;
@@ -66,10 +66,7 @@ impl VllmEngine for Engine {
     type GetTokenizerStream = Bundle;
     type SubscribeKvEventsStream = Subscription;
 
-    async fn generate(
-        &self,
-        request: Request<Encoded>,
-    ) -> Result<Response<Self::GenerateStream>, Status> {
+    async fn generate(&self, request: Request<Encoded>) -> Reply<Self::GenerateStream> {
         let (metadata, _, message) = request.into_parts();
         let is_large = message.is_large();
         let message: GenerateRequest = message.decode().await?;
@@ -85,10 +82,7 @@ impl VllmEngine for Engine {
         Err(Status::unimplemented(NO_EMBEDDINGS))
     }
 
-    async fn health_check(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<HealthCheckResponse>, Status> {
+    async fn health_check(&self, _: Request<Encoded>) -> Reply<HealthCheckResponse> {
         let trouble = self.0.trouble();
         Ok(Response::new(HealthCheckResponse {
             healthy: trouble.is_none(),
@@ -96,10 +90,7 @@ impl VllmEngine for Engine {
         }))
     }
 
-    async fn flush_cache(
-        &self,
-        request: Request<Encoded>,
-    ) -> Result<Response<FlushCacheResponse>, Status> {
+    async fn flush_cache(&self, request: Request<Encoded>) -> Reply<FlushCacheResponse> {
         let request: FlushCacheRequest = request.into_inner().decode().await?;
         let limit = times::seconds(request.timeout_s)?;
         Ok(Response::new(flushed(self.0.flush(limit).await)))
@@ -113,10 +104,7 @@ impl VllmEngine for Engine {
         Ok(Response::new(AbortResponse {}))
     }
 
-    async fn get_model_info(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<GetModelInfoResponse>, Status> {
+    async fn get_model_info(&self, _: Request<Encoded>) -> Reply<GetModelInfoResponse> {
         let (model, capabilities) = (self.0.model(), self.0.capabilities());
         let length = self.0.context_length();
         let token = |token: Option<u32>| token.map_or(-1, |token| token as i32);
@@ -138,10 +126,7 @@ impl VllmEngine for Engine {
         }))
     }
 
-    async fn get_server_info(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<GetServerInfoResponse>, Status> {
+    async fn get_server_info(&self, _: Request<Encoded>) -> Reply<GetServerInfoResponse> {
         Ok(Response::new(GetServerInfoResponse {
             active_requests: self.0.open_requests() as u32,
             last_receive_timestamp: self.0.last_request(),
@@ -155,10 +140,7 @@ impl VllmEngine for Engine {
         }))
     }
 
-    async fn get_loads(
-        &self,
-        request: Request<Encoded>,
-    ) -> Result<Response<GetLoadsResponse>, Status> {
+    async fn get_loads(&self, request: Request<Encoded>) -> Reply<GetLoadsResponse> {
         let request: GetLoadsRequest = request.into_inner().decode().await?;
         let wanted = request.dp_rank;
         let all = self.0.loads();
@@ -172,17 +154,14 @@ impl VllmEngine for Engine {
         }))
     }
 
-    async fn get_tokenizer(
-        &self,
-        _: Request<Encoded>,
-    ) -> Result<Response<Self::GetTokenizerStream>, Status> {
+    async fn get_tokenizer(&self, _: Request<Encoded>) -> Reply<Self::GetTokenizerStream> {
         Ok(Response::new(tokenizer::read(self.0.model()).await?))
     }
 
     async fn subscribe_kv_events(
         &self,
         request: Request<Encoded>,
-    ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
+    ) -> Reply<Self::SubscribeKvEventsStream> {
         let request: SubscribeKvEventsRequest = request.into_inner().decode().await?;
         let cursor = request.start_sequence_number;
         Ok(Response::new(self.0.subscribe(cursor)?))

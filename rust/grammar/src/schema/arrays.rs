@@ -3,9 +3,9 @@
 use referencing::Draft;
 use serde_json::{Map, Value, json};
 
-use super::Rewriter;
 use super::keywords::{Parts, count, is_any};
 use super::refs::At;
+use super::{Outcome, Rewriter};
 
 impl Rewriter {
     /// `items`, which was `prefixItems` and `additionalItems` before 2020.
@@ -16,7 +16,7 @@ impl Rewriter {
         fields: &Map<String, Value>,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         let is_tuple = fields.get("items").is_some_and(Value::is_array);
         let target = match name {
             "items" if is_tuple => "prefixItems",
@@ -41,7 +41,7 @@ impl Rewriter {
         fields: &Map<String, Value>,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         self.has_contains = true;
         let before = self.relaxed.len();
         let (wanted, exact) = self.exact(value, &at.child("contains"))?;

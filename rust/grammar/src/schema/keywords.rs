@@ -3,9 +3,9 @@
 use referencing::Draft;
 use serde_json::{Map, Value, json};
 
-use super::Rewriter;
 use super::patterns;
 use super::refs::At;
+use super::{Outcome, Rewriter};
 
 /// Formats that llguidance compiles. Others are annotations, as are all by default in JSON Schema.
 const FORMATS: [&str; 11] = [
@@ -157,7 +157,7 @@ fn invalid(at: &At<'_>, name: &str, value: &Value) -> String {
     format!("{} cannot be {value}", at.keyword(name))
 }
 
-fn types(value: &Value, at: &At<'_>, parts: &mut Parts) -> Result<(), String> {
+fn types(value: &Value, at: &At<'_>, parts: &mut Parts) -> Outcome {
     let is_type = |name: &Value| name.as_str().is_some_and(|name| TYPES.contains(&name));
     let known = match value {
         Value::Array(names) => !names.is_empty() && names.iter().all(is_type),
@@ -204,7 +204,7 @@ impl Rewriter {
         fields: &Map<String, Value>,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         match name {
             "$ref" | "$dynamicRef" | "$recursiveRef" => {
                 let target = self.reference(name, value, at)?;
@@ -277,7 +277,7 @@ impl Rewriter {
         parts.put("$ref", reference.clone());
     }
 
-    fn pattern(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Result<(), String> {
+    fn pattern(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Outcome {
         let pattern = value
             .as_str()
             .ok_or_else(|| invalid(at, "pattern", value))?;
@@ -307,7 +307,7 @@ impl Rewriter {
         }
     }
 
-    fn required(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Result<(), String> {
+    fn required(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Outcome {
         let names = value.as_array();
         if names.is_some_and(|names| names.iter().all(Value::is_string)) {
             parts.fields.insert("required".to_owned(), value.clone());
@@ -327,7 +327,7 @@ impl Rewriter {
         fields: &Map<String, Value>,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         let is_length = name.ends_with("Length");
         let has_expression = ["pattern", "format"]
             .iter()

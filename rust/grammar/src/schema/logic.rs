@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::Rewriter;
 use super::keywords::{Parts, SILENT, all_of, any_of, is_any};
 use super::refs::At;
+use super::{Outcome, Rewriter};
 
 /// Schemas of a `oneOf` that are kept apart by negation.
 const NEGATED: usize = 8;
@@ -21,13 +21,17 @@ fn silent(schema: Value) -> Value {
 }
 
 impl Rewriter {
+    /// The complement of a schema that was rewritten exactly, unless the result is to be small.
+    fn negate_exact(&self, schema: &Value, exact: bool) -> Option<Value> {
+        if exact && !self.is_small() {
+            self.negate(schema)
+        } else {
+            None
+        }
+    }
+
     /// Of each pair that may both hold, one excludes the other.
-    pub(super) fn one_of(
-        &mut self,
-        value: &Value,
-        at: &At<'_>,
-        parts: &mut Parts,
-    ) -> Result<(), String> {
+    pub(super) fn one_of(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Outcome {
         let schemas = value.as_array();
         let schemas = schemas.ok_or_else(|| format!("{} is not a list", at.keyword("oneOf")))?;
         let mut options = Vec::new();
@@ -35,11 +39,7 @@ impl Rewriter {
             let at = at.item("oneOf", &number.to_string());
             let (option, exact) = self.exact(schema, &at)?;
             // What excludes it from the others.
-            let negated = if exact && schemas.len() <= NEGATED && !self.is_small() {
-                self.negate(&option)
-            } else {
-                None
-            };
+            let negated = self.negate_exact(&option, exact && schemas.len() <= NEGATED);
             options.push((option, negated));
         }
         options.retain(|(option, _)| *option != Value::Bool(false));
@@ -74,20 +74,14 @@ impl Rewriter {
         Ok(())
     }
 
-    pub(super) fn negated(
-        &mut self,
-        value: &Value,
-        at: &At<'_>,
-        parts: &mut Parts,
-    ) -> Result<(), String> {
+    pub(super) fn negated(&mut self, value: &Value, at: &At<'_>, parts: &mut Parts) -> Outcome {
         let before = self.relaxed.len();
         let (schema, exact) = self.exact(value, &at.child("not"))?;
-        match self.negate(&schema) {
-            Some(negated) if exact && !self.is_small() => parts.silently(negated),
-            _ => {
-                self.relaxed.truncate(before);
-                self.relax(at, "not");
-            }
+        if let Some(negated) = self.negate_exact(&schema, exact) {
+            parts.silently(negated);
+        } else {
+            self.relaxed.truncate(before);
+            self.relax(at, "not");
         }
         Ok(())
     }
@@ -99,7 +93,7 @@ impl Rewriter {
         fields: &Map<String, Value>,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         let before = self.relaxed.len();
         let (condition, exact) = self.exact(value, &at.child("if"))?;
         let conditions = self.relaxed.split_off(before);
@@ -112,11 +106,7 @@ impl Rewriter {
         if is_any(&then) && is_any(&otherwise) && !evaluates {
             return Ok(());
         }
-        let negated = if exact && !self.is_small() {
-            self.negate(&condition)
-        } else {
-            None
-        };
+        let negated = self.negate_exact(&condition, exact);
         if negated.is_none() {
             // Where `if` holds, `else` is allowed as well.
             drop(conditions);

@@ -2,10 +2,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::Rewriter;
 use super::keywords::{Parts, all_of, any_of, is_any};
 use super::patterns;
 use super::refs::At;
+use super::{Outcome, Rewriter};
 
 /// Dependencies of one schema that are spelled out: each doubles the alternatives.
 const DEPENDENCIES: usize = 5;
@@ -22,7 +22,7 @@ impl Rewriter {
         value: &Value,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         let needs = value.as_object();
         let needs = needs.ok_or_else(|| format!("{} is not an object", at.keyword(name)))?;
         let mut spelled = 0;
@@ -55,7 +55,7 @@ impl Rewriter {
         value: &Value,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         let before = self.relaxed.len();
         let names = self.schema(value, &at.child("propertyNames"))?;
         if is_any(&names) {
@@ -116,7 +116,7 @@ impl Rewriter {
         value: &Value,
         at: &At<'_>,
         parts: &mut Parts,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         let mut kept: Vec<(String, Value)> = Vec::new();
         for (pattern, schema) in self.map("patternProperties", value, at)? {
             if !patterns::is_read(&pattern) {

@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::Rewriter;
 use super::keywords::{Parts, SILENT, all_of, any_of, is_any};
 use super::refs::At;
+use super::{Outcome, Rewriter};
 
 /// Cases of one schema.
 const CASES: usize = 32;
@@ -68,7 +68,7 @@ impl Rewriter {
         at: &At<'_>,
         parts: &mut Parts,
         before: usize,
-    ) -> Result<(), String> {
+    ) -> Outcome {
         // What these evaluate is not known.
         let lost = self.relaxed[before..]
             .iter()

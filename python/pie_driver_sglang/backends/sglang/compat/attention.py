@@ -114,17 +114,7 @@ def attend_prompts(
     rule: AttentionParams,
     page_size: int,
 ) -> None:
-    """Attends with the rows of prompts by FlashAttention-3; others become zeros. Can be captured.
-
-    Args:
-        queries: ``[rows, heads, dim]``.
-        keys: ``[slots, kv_heads, dim]`` of the queries' type.
-        values: The same.
-        out: ``[rows, heads, dim]``, written.
-        prompts: The step's.
-        rule: The layer's, without window and cap.
-        page_size: Tokens of a page, of which `keys` have a whole number.
-    """
+    """`PromptAttention` by FlashAttention-3."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     paged = (-1, page_size, *keys.shape[1:])
