@@ -99,7 +99,7 @@ def test_image_tokens() -> None:
 
 
 def test_only_models_that_the_driver_feeds_take_images() -> None:
-    for architecture in ("Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM"):
+    for architecture in ("InternVLChatModel", "Qwen3ForCausalLM"):
         config = {"architectures": [architecture], "vision_config": {"patch_size": 16}}
         assert not takes_images(config)
         assert image_token_bytes(config) == 0

@@ -268,12 +268,30 @@ def uncorrected(name: str, folder: Path, **options: Any) -> dict[str, Any]:
     return found
 
 
+def sglang_source(*path: str) -> str:
+    """The text of a file of the installed SGLang."""
+    (root,) = importlib.util.find_spec("sglang").submodule_search_locations
+    return Path(root, "srt", *path).read_text()
+
+
 def test_exaone_4_does_not_look_for_rope_parameters() -> None:
     """`compat/corrections.py: correct_rope`. No backend of a CPU takes the model itself."""
-    (root,) = importlib.util.find_spec("sglang").submodule_search_locations
-    source = Path(root, "srt", "models", "exaone4.py").read_text()
+    source = sglang_source("models", "exaone4.py")
     assert 'getattr(config, "rope_theta"' in source
     assert "rope_parameters" not in source
+
+
+def test_the_final_norm_of_granite_4_adds_a_residual_again() -> None:
+    """`compat/corrections.py: correct_layers`. What its layers return has it in it already."""
+    source = sglang_source("models", "granitemoehybrid.py")
+    assert "hidden_states = residual + hidden_states * self.residual_multiplier" in source
+    assert "hidden_states, _ = self.norm(hidden_states, residual)" in source
+
+
+def test_the_parameters_of_xielu_are_in_bfloat16() -> None:
+    """`compat/corrections.py: correct_layers`."""
+    assert "dtype: torch.dtype = torch.bfloat16" in sglang_source("layers", "activation.py")
+    assert "XIELU()" in sglang_source("models", "apertus.py")
 
 
 @pytest.mark.engine

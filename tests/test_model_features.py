@@ -15,14 +15,31 @@ from pie_driver_sglang.config.server_args import ARCHITECTURES, SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.sglang_server import server_process
-from support.models.architectures import ARCHITECTURES as TRIED
+from support.models.architectures import all_architectures
 from support.models.tiny_models import POCKET
 
+TRIED = all_architectures()
 REFUSED = [
     ({"architectures": ["Qwen3ForRewardModel"]}, "Qwen3ForRewardModel does not generate text"),
     ({"architectures": ["MllamaForConditionalGeneration"]}, "an encoder whose output its decoder"),
     ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}, "a KV pool for sparse"),
     ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "a KV pool for sparse attention"),
+]
+
+WRONG = [
+    (
+        {"architectures": ["BaichuanForCausalLM"], "hidden_size": 5120},
+        "adds a bias by distance (ALiBi)",
+    ),
+    (
+        {
+            "architectures": ["Phi3SmallForCausalLM"],
+            "blocksparse_block_size": 64,
+            "blocksparse_num_local_blocks": 16,
+            "max_position_embeddings": 8192,
+        },
+        "attend to the last 1024 tokens",
+    ),
 ]
 
 
@@ -55,6 +72,29 @@ def test_sglangs_scheduler_serves_what_only_it_can(
     # The engine refuses it in the same words, before anything is loaded.
     with pytest.raises(Unsupported, match=words):
         parse_arguments({"model_path": str(model), "device": "cpu"})
+
+
+@pytest.mark.parametrize(("config", "words"), WRONG, ids=str)
+def test_what_sglang_computes_wrongly_is_refused(
+    config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """By either scheduler's choice: SGLang's own would answer, with other tokens."""
+    model = folder(tmp_path / "model", **config)
+    for flags in ((), ("--scheduler", "pie")):
+        with pytest.raises(ConfigError) as refusal:
+            choose(model, *flags)
+        assert not isinstance(refusal.value, Unsupported)
+        assert words in str(refusal.value)
+        assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_contexts_and_widths_that_sglang_computes_right() -> None:
+    check_features({"architectures": ["BaichuanForCausalLM"], "hidden_size": 4096}, "auto", "auto")
+    small = WRONG[1][0]
+    check_features(small, "auto", "auto", context_length=1024)
+    check_features({**small, "max_position_embeddings": 512}, "auto", "auto")
+    dense = {**small, "dense_attention_every_n_layers": 1}
+    check_features(dense, "auto", "auto")
 
 
 @pytest.mark.parametrize("name", model_features.OTHER_KV_TYPES)
@@ -90,12 +130,12 @@ def test_a_model_without_a_tokenizer_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_images_of_other_families_are_sglangs(tmp_path: Path) -> None:
-    model = folder(tmp_path / "model", architectures=["Qwen2VLForConditionalGeneration"])
+    model = folder(tmp_path / "model", architectures=["InternVLChatModel"])
     plan, reason = choose(model)
     assert plan is None
     assert reason == (
         "the driver has no encoder for the images or the audio of "
-        "Qwen2VLForConditionalGeneration; `--scheduler pie` serves its text"
+        "InternVLChatModel; `--scheduler pie` serves its text"
     )
     for words in (("--scheduler", "pie"), ("--option", "max_loaded_loras=64")):
         plan, reason = choose(model, *words)
@@ -113,12 +153,13 @@ def test_models_with_images_by_config() -> None:
     assert unserved_media({"architectures": [name]}) is None
     whole = {"architectures": [name], "vision_config": {"a": 1}, "audio_config": {"a": 1}}
     assert unserved_media(whole) is not None
-    assert unserved_media({"architectures": ["Qwen3VLForConditionalGeneration"]}) is None
+    for family in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"):
+        assert unserved_media({"architectures": [f"{family}ForConditionalGeneration"]}) is None
 
 
 @pytest.mark.parametrize("name", sorted(TRIED))
 def test_no_model_that_was_tried_is_refused(name: str) -> None:
-    config = {"architectures": [TRIED[name].name]}
+    config = {**TRIED[name].published, "architectures": [TRIED[name].name]}
     check_features(config, "auto", "auto")
     assert unserved_media(config) is None
 
@@ -175,10 +216,11 @@ def built(name: str, path: Path) -> Path:
     elif name == "LlamaForSequenceClassification":
         config = transformers.LlamaConfig(**sizes, **heads)
     else:
-        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
-        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-        text = {**sizes, **heads, "rope_parameters": rope}
-        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+        encoder = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**sizes, **heads),
+            vision_config=transformers.CLIPVisionConfig(**sizes, **encoder),
+        )
     getattr(transformers, name)(config).save_pretrained(path)
     for each in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(POCKET / each, path)
@@ -191,7 +233,7 @@ def built(name: str, path: Path) -> Path:
     ("name", "words"),
     [
         ("LlamaForSequenceClassification", "does not generate text"),
-        ("Qwen2VLForConditionalGeneration", "no encoder for the images"),
+        ("LlavaForConditionalGeneration", "no encoder for the images"),
         ("WhisperForConditionalGeneration", "has an encoder whose output"),
     ],
 )

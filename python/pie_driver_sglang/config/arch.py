@@ -58,9 +58,16 @@ _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config", "thinker_co
 
 
 #: SGLang's model classes with a vision encoder that the driver feeds.
-_IMAGE_ARCHITECTURES: Final = frozenset({"Qwen3VLForConditionalGeneration"})
+_IMAGE_ARCHITECTURES: Final = frozenset(
+    {
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    }
+)
 
-#: Of their vision encoder, where the config leaves it out.
+#: Of their vision encoder, where the config leaves it out. Patches of Qwen2-VL and Qwen2.5-VL have
+#: 14 pixels along a side, for which the frame has room, too.
 _VISION_DEFAULTS: Final[Mapping[str, int]] = MappingProxyType(
     {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
 )

@@ -117,7 +117,7 @@ def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks:
         ConfigError: One of them is wrong.
     """
     model_impl = options.server_args.get("model_impl", "auto")
-    check_features(hf_config, options.kv_cache_dtype, model_impl)
+    check_features(hf_config, options.kv_cache_dtype, model_impl, options.context_length)
     if _CHANGING.isdisjoint(options.server_args):
         _check_architectures(hf_config)
         check_sizes(text_config(hf_config))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pie_driver_sglang.config.arch import context_length as model_context_length
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.errors import Unsupported, quoted
+from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 
 #: Architectures that return embeddings, classes or rewards.
 NO_TEXT: Final = frozenset(
@@ -155,20 +156,31 @@ TEXT_BY_DEFAULT: Final = frozenset(
 )
 #: The ones that are text models unless `config.json` has encoders of images and audio.
 MEDIA_BY_CONFIG: Final = frozenset({"MiMoV2ForCausalLM"})
+#: Baichuan's size with rotary positions, as SGLang tells it from those with ALiBi.
+_BAICHUAN_ROTARY: Final = 4096
+_DENSE: Final = "dense_attention_every_n_layers"
 _TEXT_MODEL: Final = "use a causal language model"
 
 
-def check_features(hf_config: Mapping[str, Any], kv_cache_dtype: str, model_impl: str) -> None:
+def check_features(
+    hf_config: Mapping[str, Any],
+    kv_cache_dtype: str,
+    model_impl: str,
+    context_length: int | None = None,
+) -> None:
     """Reject a model, or settings of it, for which the driver lacks a feature.
 
     Args:
         hf_config: The model's `config.json`.
         kv_cache_dtype: As the option.
         model_impl: SGLang's setting.
+        context_length: As the option; None for the model's.
 
     Raises:
         Unsupported: The driver lacks a feature that SGLang's scheduler has.
+        ConfigError: SGLang computes the model wrongly, whichever scheduler runs it.
     """
+    _check_attention(hf_config, context_length or model_context_length(hf_config))
     names = hf_config.get("architectures") or ()
     if found := NO_TEXT.intersection(names):
         raise Unsupported(f"{min(found)} does not generate text", _TEXT_MODEL)
@@ -193,6 +205,30 @@ def check_features(hf_config: Mapping[str, Any], kv_cache_dtype: str, model_impl
         raise Unsupported(
             f"`kv_cache_dtype` is {quoted(kv_cache_dtype)}, for which the driver has no KV pool",
             f"set one of {', '.join(KV_TYPES)}",
+        )
+
+
+def _check_attention(hf_config: Mapping[str, Any], context: int) -> None:
+    """Reject models whose attention SGLang's classes compute as plain attention."""
+    names = hf_config.get("architectures") or ()
+    if "BaichuanForCausalLM" in names and hf_config.get("hidden_size") != _BAICHUAN_ROTARY:
+        raise ConfigError(
+            "the attention of this BaichuanForCausalLM adds a bias by distance (ALiBi), which "
+            "SGLang ignores",
+            "use Baichuan 2 with 7B, which has rotary positions, or another model",
+        )
+    if "Phi3SmallForCausalLM" not in names or hf_config.get(_DENSE) == 1:
+        return
+    size, blocks = (
+        value if isinstance(value := hf_config.get(key), int) else 0
+        for key in ("blocksparse_block_size", "blocksparse_num_local_blocks")
+    )
+    # Sparse layers see all of a context that has no more blocks than this.
+    if 0 < size * blocks < context:
+        raise ConfigError(
+            f"some layers of Phi3SmallForCausalLM attend to the last {size * blocks} tokens, and "
+            f"to a part of the others in a context of {context}, which SGLang ignores",
+            f"set `context_length` to {size * blocks} or less, or use another model",
         )
 
 

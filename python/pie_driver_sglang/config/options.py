@@ -80,7 +80,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         About(
             Group.MODEL,
-            "Image tokens (32 x 32 pixels each) that one batch has room for; Qwen3-VL only. 1024 "
+            "Image tokens (32 x 32 pixels each) that one batch has room for; Qwen-VL only. 1024 "
             "of them add up to 100 MB to the region in `/dev/shm`.",
             limits=(0, 2**17),
         ),

@@ -8,73 +8,43 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from support.models import tiny_models
+from support.models import hub_layouts, tiny_models
+from support.models.architecture import (
+    ALL_HEADS,
+    EXPERTS,
+    LATENT,
+    NO_HEAD_DIM,
+    PLAIN,
+    WINDOW,
+    Architecture,
+)
+from support.models.more_architectures import MORE
 
-WINDOW: Final = tiny_models.WINDOW
 HEAD: Final = 64
 """Width of an attention head of a wide model."""
-
-_PLAIN: Final = {
-    **tiny_models.COMMON,
-    "tie_word_embeddings": False,
-}
-_NO_HEAD_DIM: Final = {key: value for key, value in _PLAIN.items() if key != "head_dim"}
-_ALL_HEADS: Final = {**_NO_HEAD_DIM, "num_key_value_heads": 4}
-_EXPERTS: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# GPU kernels for latent attention know these sizes only.
-_LATENT: Final = {
-    **_ALL_HEADS,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-}
-
-
-class Architecture(NamedTuple):
-    """A class of transformers and the configuration of a small model of it."""
-
-    config: str
-    model: str
-    options: Mapping[str, Any]
-    published: Mapping[str, Any] = MappingProxyType({})
-    """What the `config.json` of published checkpoints says otherwise than transformers does."""
-
-    @property
-    def name(self) -> str:
-        """The entry in a checkpoint's `architectures`."""
-        names: list[str] = self.published.get("architectures", [self.model])
-        return names[0]
-
+REFERENCE: Final = "reference"
+"""The folder of the model of transformers below one whose weights have other names."""
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "Llama": Architecture("LlamaConfig", "LlamaForCausalLM", _PLAIN),
-    "Qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM", _NO_HEAD_DIM),
-    "Qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM", _PLAIN),
+    "Llama": Architecture("LlamaConfig", "LlamaForCausalLM", PLAIN),
+    "Qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM", NO_HEAD_DIM),
+    "Qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM", PLAIN),
     "Mistral": Architecture(
-        "MistralConfig", "MistralForCausalLM", {**_PLAIN, "sliding_window": None}
+        "MistralConfig", "MistralForCausalLM", {**PLAIN, "sliding_window": None}
     ),
     "Gemma": Architecture(
         "GemmaConfig",
         "GemmaForCausalLM",
-        {**_PLAIN, "hidden_act": "gelu", "tie_word_embeddings": True},
+        {**PLAIN, "hidden_act": "gelu", "tie_word_embeddings": True},
     ),
     "Gemma 2": Architecture(
         "Gemma2Config",
         "Gemma2ForCausalLM",
         {
-            **_PLAIN,
+            **PLAIN,
             "hidden_act": "gelu_pytorch_tanh",
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 16,
@@ -85,24 +55,24 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
         {
-            **_PLAIN,
+            **PLAIN,
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 16,
             "tie_word_embeddings": True,
         },
     ),
-    "Phi-3": Architecture("Phi3Config", "Phi3ForCausalLM", _NO_HEAD_DIM),
-    "Phi-2": Architecture("PhiConfig", "PhiForCausalLM", {**_ALL_HEADS, "intermediate_size": 256}),
-    "OLMo": Architecture("OlmoConfig", "OlmoForCausalLM", _ALL_HEADS),
-    "OLMo-2": Architecture("Olmo2Config", "Olmo2ForCausalLM", _NO_HEAD_DIM),
-    "OLMoE": Architecture("OlmoeConfig", "OlmoeForCausalLM", {**_ALL_HEADS, **_EXPERTS}),
-    "GLM-4": Architecture("Glm4Config", "Glm4ForCausalLM", _PLAIN),
+    "Phi-3": Architecture("Phi3Config", "Phi3ForCausalLM", NO_HEAD_DIM),
+    "Phi-2": Architecture("PhiConfig", "PhiForCausalLM", {**ALL_HEADS, "intermediate_size": 256}),
+    "OLMo": Architecture("OlmoConfig", "OlmoForCausalLM", ALL_HEADS),
+    "OLMo-2": Architecture("Olmo2Config", "Olmo2ForCausalLM", NO_HEAD_DIM),
+    "OLMoE": Architecture("OlmoeConfig", "OlmoeForCausalLM", {**ALL_HEADS, **EXPERTS}),
+    "GLM-4": Architecture("Glm4Config", "Glm4ForCausalLM", PLAIN),
     "Granite": Architecture(
         "GraniteConfig",
         "GraniteForCausalLM",
         {
-            **_NO_HEAD_DIM,
+            **NO_HEAD_DIM,
             "embedding_multiplier": 12.0,
             "logits_scaling": 3.0,
             "residual_multiplier": 0.7,
@@ -112,16 +82,16 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "Granite-MoE": Architecture(
         "GraniteMoeConfig",
         "GraniteMoeForCausalLM",
-        {**_NO_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**NO_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Cohere": Architecture(
-        "CohereConfig", "CohereForCausalLM", {**_NO_HEAD_DIM, "tie_word_embeddings": True}
+        "CohereConfig", "CohereForCausalLM", {**NO_HEAD_DIM, "tie_word_embeddings": True}
     ),
     "Cohere 2": Architecture(
         "Cohere2Config",
         "Cohere2ForCausalLM",
         {
-            **_PLAIN,
+            **PLAIN,
             "tie_word_embeddings": True,
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": WINDOW,
@@ -130,7 +100,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "StarCoder2": Architecture(
         "Starcoder2Config",
         "Starcoder2ForCausalLM",
-        {**_NO_HEAD_DIM, "tie_word_embeddings": True, "sliding_window": None},
+        {**NO_HEAD_DIM, "tie_word_embeddings": True, "sliding_window": None},
     ),
     "GPT-2": Architecture(
         "GPT2Config",
@@ -164,44 +134,44 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "pad_token_id": 1,
         },
     ),
-    "StableLM": Architecture("StableLmConfig", "StableLmForCausalLM", _NO_HEAD_DIM),
-    "Persimmon": Architecture("PersimmonConfig", "PersimmonForCausalLM", _ALL_HEADS),
+    "StableLM": Architecture("StableLmConfig", "StableLmForCausalLM", NO_HEAD_DIM),
+    "Persimmon": Architecture("PersimmonConfig", "PersimmonForCausalLM", ALL_HEADS),
     "EXAONE 4": Architecture(
         "Exaone4Config",
         "Exaone4ForCausalLM",
         {
-            **_PLAIN,
+            **PLAIN,
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
         },
         {"sliding_window_pattern": "LG"},
     ),
     "ERNIE 4.5": Architecture(
-        "Ernie4_5Config", "Ernie4_5ForCausalLM", _PLAIN, {"architectures": ["Ernie4_5_ForCausalLM"]}
+        "Ernie4_5Config", "Ernie4_5ForCausalLM", PLAIN, {"architectures": ["Ernie4_5_ForCausalLM"]}
     ),
-    "Arcee": Architecture("ArceeConfig", "ArceeForCausalLM", _PLAIN),
+    "Arcee": Architecture("ArceeConfig", "ArceeForCausalLM", PLAIN),
     "Qwen2-MoE": Architecture(
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
-        {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 64},
+        {**NO_HEAD_DIM, **EXPERTS, "shared_expert_intermediate_size": 64},
     ),
-    "Qwen3-MoE": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_PLAIN, **_EXPERTS}),
+    "Qwen3-MoE": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**PLAIN, **EXPERTS}),
     "Mixtral": Architecture(
         "MixtralConfig",
         "MixtralForCausalLM",
-        {**_PLAIN, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {**PLAIN, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "Phi-3.5-MoE": Architecture(
         "PhimoeConfig",
         "PhimoeForCausalLM",
-        {**_NO_HEAD_DIM, "lm_head_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**NO_HEAD_DIM, "lm_head_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2},
         {"architectures": ["PhiMoEForCausalLM"]},
     ),
     "GLM-4.5": Architecture(
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
         {
-            **_PLAIN,
+            **PLAIN,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
@@ -212,20 +182,20 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "DeepSeek-V2": Architecture(
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
-        {**_LATENT, "n_group": 1, "topk_group": 1},
+        {**LATENT, "n_group": 1, "topk_group": 1},
         {"moe_layer_freq": 1, "scoring_func": "softmax"},
     ),
     "DeepSeek-V3": Architecture(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
-        {**_LATENT, "n_group": 2, "topk_group": 1, "q_lora_rank": 32},
+        {**LATENT, "n_group": 2, "topk_group": 1, "q_lora_rank": 32},
         {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "GPT-OSS": Architecture(
         "GptOssConfig",
         "GptOssForCausalLM",
         {
-            **_PLAIN,
+            **PLAIN,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": WINDOW,
@@ -237,8 +207,8 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         {
-            **_PLAIN,
-            **_EXPERTS,
+            **PLAIN,
+            **EXPERTS,
             "num_hidden_layers": 4,
             "shared_expert_intermediate_size": 64,
             "linear_num_value_heads": 4,
@@ -251,26 +221,62 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 }
 
 
+def all_architectures() -> dict[str, Architecture]:
+    """Both tables."""
+    return {**ARCHITECTURES, **MORE}
+
+
 def build(name: str, folder: Path, *, wide: bool = False) -> Path:
     """Makes the model of an architecture in a subfolder of `folder`, once, and returns it.
 
     Args:
-        name: Of :data:`ARCHITECTURES`.
+        name: Of `all_architectures`.
         folder: Where to put it.
         wide: With heads of :data:`HEAD` and weights of bfloat16, as the kernels of GPUs want them.
+            Not of an architecture with a layout of its own.
     """
     target = folder / name.replace(" ", "-")
     if not target.exists():
         unfinished = folder / f".{target.name}"
+        architecture = all_architectures()[name]
+        assert not wide or architecture.layout is None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _make(ARCHITECTURES[name], sum(name.encode()), wide).save_pretrained(unfinished)
-        config = unfinished / "config.json"
-        written = json.loads(config.read_text())
-        config.write_text(json.dumps({**written, **ARCHITECTURES[name].published}))
+            model = _make(architecture, sum(name.encode()), wide)
+            kept = unfinished if architecture.layout is None else unfinished / REFERENCE
+            model.save_pretrained(kept)
+        if architecture.layout is None:
+            written = json.loads((unfinished / "config.json").read_text())
+        else:
+            written = _lay_out(architecture, model, unfinished)
+        config = {**written, **architecture.published}
+        (unfinished / "config.json").write_text(json.dumps(config))
         tiny_models.add_tokenizer(unfinished)
         unfinished.rename(target)
     return target
+
+
+def reference_folder(snapshot: Path) -> Path:
+    """The model of transformers that computes what a model of `build` does."""
+    kept = snapshot / REFERENCE
+    return kept if kept.is_dir() else snapshot
+
+
+def _lay_out(architecture: Architecture, model: Any, folder: Path) -> dict[str, Any]:
+    """Stores the weights by their published names; returns what `config.json` has besides."""
+    from safetensors.torch import save_file
+
+    assert architecture.layout is not None
+    weights = architecture.layout(model.state_dict())
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    module = "configuration_repository"
+    code = hub_layouts.config_code(architecture.published["model_type"])
+    (folder / f"{module}.py").write_text(code)
+    return {"auto_map": {"AutoConfig": f"{module}.RepositoryConfig"}}
 
 
 def _make(architecture: Architecture, seed: int, wide: bool) -> Any:
@@ -288,4 +294,6 @@ def _make(architecture: Architecture, seed: int, wide: bool) -> Any:
         config = getattr(transformers, architecture.config)(**options)
         model = getattr(transformers, architecture.model)(config)
         tiny_models.randomize(model)
+        if architecture.adjust is not None:
+            architecture.adjust(model)
     return model.bfloat16() if wide else model

@@ -23,7 +23,9 @@ WINDOW: Final = 24
 """Sliding window of the Gemma models, in tokens."""
 
 PATCH_VALUES: Final = 3 * 2 * 4 * 4
-"""Numbers of one patch of the model with images: channels, frames, height and width."""
+"""Numbers of one patch of `qwen3-vl`: channels, frames, height and width."""
+WIDE_PATCH_VALUES: Final = 3 * 2 * 14 * 14
+"""Those of `qwen2-vl` and `qwen2.5-vl`, whose classes in SGLang know this number."""
 
 COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
@@ -38,12 +40,29 @@ COMMON: Final[dict[str, Any]] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_IMAGE_TOKENS: Final = {
+    "image_token_id": VOCABULARY - 4,
+    "video_token_id": VOCABULARY - 3,
+    "vision_start_token_id": VOCABULARY - 2,
+    "vision_end_token_id": VOCABULARY - 1,
+}
+_QWEN2_TEXT: Final = {
+    **{key: value for key, value in COMMON.items() if key != "head_dim"},
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [2, 3, 3],
+    },
+}
 
 
 def build(name: str, folder: Path) -> Path:
-    """Makes the model `name` of :data:`TINY`, `llama-32` or `qwen3-vl` below `folder`, once.
+    """Makes a model below `folder`, once, and returns its subfolder.
 
-    Returns the subfolder.
+    Args:
+        name: Of :data:`TINY`, `llama-32`, `qwen2-vl`, `qwen2.5-vl` or `qwen3-vl`.
+        folder: Where to put it.
     """
     target = folder / name
     if not target.exists():
@@ -163,15 +182,49 @@ def _qwen3_vl() -> Any:
         "deepstack_visual_indexes": [0, 1],
     }
     config = Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=True,
-        image_token_id=VOCABULARY - 4,
-        video_token_id=VOCABULARY - 3,
-        vision_start_token_id=VOCABULARY - 2,
-        vision_end_token_id=VOCABULARY - 1,
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **_IMAGE_TOKENS
     )
     return Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": COMMON["hidden_size"],
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 14,
+        # By this name in published checkpoints; transformers has another default for it.
+        "in_chans": 3,
+    }
+    config = Qwen2VLConfig(
+        text_config=_QWEN2_TEXT, vision_config=vision, tie_word_embeddings=False, **_IMAGE_TOKENS
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        # SGLang pads it to a multiple of 8, as that of the published models.
+        "intermediate_size": 60,
+        "num_heads": 2,
+        "patch_size": 14,
+        "out_hidden_size": COMMON["hidden_size"],
+        # Two by two tokens, in all blocks but one.
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=_QWEN2_TEXT, vision_config=vision, tie_word_embeddings=False, **_IMAGE_TOKENS
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -219,6 +272,8 @@ _BUILDERS: Final[dict[str, Callable[[], Any]]] = {
     **TINY,
     # vLLM's CPU attention has no narrower heads.
     "llama-32": functools.partial(_llama, tied=False, head_dim=32),
+    "qwen2-vl": _qwen2_vl,
+    "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,
 }
 

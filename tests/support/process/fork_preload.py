@@ -18,8 +18,10 @@ from support.models import architectures  # noqa: E402
 ARCHITECTURES = (
     # What SGLang makes of an architecture that it lacks.
     "TransformersForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
-    *(architecture.name for architecture in architectures.ARCHITECTURES.values()),
+    *(architecture.name for architecture in architectures.all_architectures().values()),
 )
 """Classes that children can load; SGLang's other model modules are not imported."""
 

@@ -251,7 +251,7 @@ class LoadCheck:
             problems += [
                 f"{self._stored(name)}, but the model's {shape}"
                 for name, shape in trace.padded
-                if images or not is_media(name)
+                if (images or not is_media(name)) and not self._is_rounded(name, shape)
             ]
         copies = [
             (name, number, source)
@@ -276,6 +276,18 @@ class LoadCheck:
                 ).is_complete
             },
         )
+
+    def _is_rounded(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether SGLang has made an odd width of a vision encoder's MLP a multiple of 8.
+
+        It adds zeros, which change nothing (Qwen2.5-VL).
+        """
+        vision = getattr(self._config.hf_config, "vision_config", None)
+        inner = int(getattr(vision, "intermediate_size", None) or 0)
+        expected = tuple(
+            -(-size // 8) * 8 if size == inner else size for size in self._trace.stored[name].shape
+        )
+        return is_media(name) and inner % 8 > 0 and shape == expected
 
     def _merged(self, reports: list[Report]) -> list[str]:
         """What is wrong, of all ranks: each reads a part of what they have to read together."""

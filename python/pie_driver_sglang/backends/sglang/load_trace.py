@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,9 @@ from pie_driver_sglang.checkpoint.tensors import Region
 _FEW: Final = 64
 """Names that what is made of several tensors keeps."""
 _PADDING: Final = frozenset({"aten::cat", "aten::constant_pad_nd"})
+_TO_NUMBER: Final = "aten::_local_scalar_dense"
+"""`Tensor.item`, by which SGLang loads tensors of one element."""
+_FROM_NUMBER: Final = "aten::fill_"
 _EMPTY: Final = re.compile(r"aten::(new_)?empty")
 
 
@@ -87,6 +91,8 @@ class LoadTrace:
         self.padded: list[Padded] = []
         self._sources: dict[int, dict[int, TensorSource]] = {}
         self._writes: dict[int, list[Write]] = {}
+        self._number = threading.local()
+        """Of a thread, the tensors whose element was last read as a number of Python."""
         # A storage that is referred to has its address for itself, also when its memory is freed.
         self._references: list[Any] = []
         for parameter in parameters:
@@ -142,10 +148,14 @@ class LoadTrace:
         for key, value in (*enumerate(args), *kwargs.items()):
             (targets if key in written else tensors).extend(_tensors(value))
         read = [(tensor, source) for tensor in tensors if (source := self._source(tensor))]
+        operation = func._schema.name
+        number = getattr(self._number, "names", ()) if operation == _FROM_NUMBER else ()
         for target in targets:
-            self._note_write(target, read)
+            self._note_write(target, read, number)
         if not read:
             return
+        if operation == _TO_NUMBER:
+            self._number.names = _names(read)
         storages = {storage_of(tensor) for tensor in (*tensors, *targets)}
         outputs = _tensors(result)
         new = [out for out in outputs if storage_of(out) not in storages]
@@ -156,13 +166,16 @@ class LoadTrace:
                 source.reads.append(Read(region, tuple(tensor.shape)))
         for output in new:
             self._add_made(output, read)
-            if func._schema.name in _PADDING and len(read) == 1:
+            if operation in _PADDING and len(read) == 1:
                 [(tensor, source)] = read
                 if output.numel() > tensor.numel():
                     self.padded.append(Padded(source.names[0], tuple(output.shape)))
 
     def _note_write(
-        self, target: torch.Tensor, read: list[tuple[torch.Tensor, TensorSource]]
+        self,
+        target: torch.Tensor,
+        read: list[tuple[torch.Tensor, TensorSource]],
+        number: tuple[str, ...],
     ) -> None:
         writes = self._writes.get(storage_of(target))
         if writes is None:
@@ -170,7 +183,7 @@ class LoadTrace:
                 self._add(TensorSource(_names(read), target), target)
             return
         if region := find_region(target):
-            writes.append(Write(region, _names(read)))
+            writes.append(Write(region, _names(read) or number))
         for tensor, source in read:
             if tensor.dtype.is_floating_point != target.dtype.is_floating_point:
                 self.mixed.append(Mixed(source.names[0], tensor.dtype, target.dtype))

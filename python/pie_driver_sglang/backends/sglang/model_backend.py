@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
+_MOST_PATCHES = 8192
+"""Along a side of an image, where the encoder has no limit."""
 
 
 class _Head(NamedTuple):
@@ -265,7 +267,8 @@ def _find_vision(runner: ModelRunner) -> Vision | None:
     return Vision(
         patch_values=encoder.patch_embed.proj.weight[0].numel(),
         merge_size=encoder.spatial_merge_size,
-        max_side=encoder.rotary_pos_emb.max_position_embeddings,
+        # The rotary tables of Qwen2-VL's encoders grow with the image.
+        max_side=getattr(encoder.rotary_pos_emb, "max_position_embeddings", _MOST_PATCHES),
     )
 
 

@@ -40,6 +40,10 @@ QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_in
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
 
 
+EXPERTS_ON_A_GPU = frozenset(
+    {"AfmoeForCausalLM", "DbrxForCausalLM", "DeepseekForCausalLM", "XverseMoeForCausalLM"}
+)
+"""Architectures whose experts SGLang computes by a kernel of triton alone."""
 PAGED_DTYPES = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 )
@@ -78,6 +82,10 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
         raise StartError(
             f"{architecture} uses multi-head latent attention, which the CPU backend lacks",
             hint='set `device = ["cuda:0"]`',
+        )
+    if attention_backend == "torch_native" and architecture in EXPERTS_ON_A_GPU:
+        raise StartError(
+            f"SGLang's experts of {architecture} need a GPU", hint='set `device = ["cuda:0"]`'
         )
     method = model_config.quantization
     quantized = getattr(model_config.hf_config, "quantization_config", None)

@@ -6,11 +6,16 @@ is wrong by as much, also without an error. What SGLang does on a CPU is in `mod
 
 from __future__ import annotations
 
+from typing import Final
+
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.activation import XIELU
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from pie_driver_sglang.backends.sglang.compat.attention import attention_layers
+
+_GRANITE_4: Final = "GraniteMoeHybridForCausalLM"
 
 
 def correct_rope(model_config: ModelConfig) -> None:
@@ -50,3 +55,20 @@ def correct_decode_windows(runner: ModelRunner) -> None:
     for part in {id(part): part for part in (backend, *parts)}.values():
         if isinstance(part, TritonAttnBackend) and (part.sliding_window_size or 0) > 0:
             part.sliding_window_size += 1
+
+
+def correct_layers(runner: ModelRunner) -> None:
+    """Corrects modules of a loaded model.
+
+    - The layers of Granite 4 return their output and the residual that it contains already; the
+      final norm of SGLang's class adds both.
+    - xIELU (Apertus) has its parameters in bfloat16, whatever the type of the model. float16
+      activations would become float32 ones, and those of a float32 model are rounded.
+    """
+    model = runner.model
+    if type(model).__name__ == _GRANITE_4:
+        norm = model.model.norm.forward
+        model.model.norm.forward = lambda states, residual: (norm(states), residual)
+    for module in model.modules():
+        if isinstance(module, XIELU):
+            module.to(runner.dtype)
