@@ -136,6 +136,12 @@ def with_half_of_the_weights(snapshot: Path) -> dict[str, Any]:
     return {}
 
 
+def with_an_index_that_is_no_json(snapshot: Path) -> dict[str, Any]:
+    """The plan does not go on without the weights' sizes."""
+    (snapshot / "model.safetensors.index.json").write_text("{")
+    return {}
+
+
 def with_a_window_that_is_ignored(snapshot: Path) -> dict[str, Any]:
     hf_config(
         snapshot, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64
@@ -164,6 +170,11 @@ LATE = {
     "there is no GPU": ("llama", without_a_gpu, "cuda:0"),
     "the weights are corrupt": ("llama", with_corrupt_weights, ""),
     "the weights are cut off": ("llama", with_half_of_the_weights, ""),
+    "the index is no JSON": (
+        "llama",
+        with_an_index_that_is_no_json,
+        "cannot read the sizes of the weights",
+    ),
     "a sliding window is ignored": ("mistral", with_a_window_that_is_ignored, "64 tokens"),
     "the attention is soft-capped": ("gemma2", with_soft_capped_attention, "soft-caps"),
 }

@@ -167,7 +167,7 @@ def test_a_plan_without_sglang_finds_the_same_sizes(models_folder: Path, tmp_pat
         options = parse_options({}, "cpu")
         shape = read_shape(hf_config)
         weights = read_weights(folder, shape, hf_config, options, "bfloat16")
-        ours = model_of(shape, weights.parts, options, hf_config, "bfloat16", on_host=True)
+        ours = model_of(shape, weights, options, hf_config, "bfloat16", on_host=True)
         pairs = zip(ModelSizes._fields, ours, theirs, strict=True)
         wrong += [(folder.name, *pair) for pair in pairs if pair[1] != pair[2]]
         planned += 1

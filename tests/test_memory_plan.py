@@ -53,6 +53,39 @@ from pie_driver_sglang.memory.sizes import memory_settings
 from support.models.memory_sizes import H200, PAGE, QWEN, USUAL
 
 
+def test_weights_in_host_memory_are_not_the_devices() -> None:
+    """KV gets what they leave, less the copy of a layer that passes and graphs need."""
+    layers = 28 * 30_000_000
+    model = QWEN._replace(layer_weights=(Part(layers, SHARDED),))
+    before = plan_memory(H200, model, USUAL)
+    for gib, offloaded in ((0, 0), (1, layers), (64, layers)):
+        plan = plan_memory(H200, model, USUAL._replace(offload_bytes=gib * GIB))
+        assert plan.offloaded == offloaded
+        assert plan.weights == before.weights - offloaded
+        copy = layers // 28 if offloaded else 0
+        assert plan.activations == before.activations + copy
+        assert plan.graphs == before.graphs + copy
+        assert (plan.tokens > before.tokens) == bool(offloaded)
+        text = f"{layers / 2**20:,.1f} MiB more in host memory"
+        assert (text in table(plan)) == bool(offloaded)
+    # Of each rank, and never more than its layers.
+    half = plan_memory(H200, model, USUAL._replace(ranks=2, offload_bytes=64 * GIB))
+    assert half.offloaded == layers // 2
+
+
+def test_a_model_fits_with_its_layers_in_host_memory() -> None:
+    weights = 60 * GIB
+    large = QWEN._replace(
+        weights=(Part(weights, SHARDED),), layer_weights=(Part(56 * GIB, SHARDED),)
+    )
+    device = Device("cuda:0", 48 * GIB, 47 * GIB)
+    settings = USUAL._replace(requests=16, chunk_tokens=2048)
+    with pytest.raises(StartError):
+        require_fit(device, large, settings)
+    plan = require_fit(device, large, settings._replace(offload_bytes=48 * GIB))
+    assert plan.weights == 12 * GIB
+
+
 def test_a_driver_that_replaces_another_keeps_its_pages() -> None:
     """Where less memory is free, the reserve is what shrinks; where more is, nothing grows."""
     before = plan_memory(H200, QWEN, USUAL)
@@ -96,7 +129,8 @@ models = st.builds(
     state_bytes=st.sampled_from([0, 0, 2**20]),
     adapter_bytes=st.integers(0, 2**23),
     image_bytes=st.integers(0, 2**20),
-)
+    layer_weights=st.just(()),
+).map(lambda model: model._replace(layer_weights=model.weights[:1]))
 settings_ = st.builds(
     MemorySettings,
     context_length=st.integers(1, 262_144),
@@ -111,6 +145,7 @@ settings_ = st.builds(
     graph_sizes=st.sampled_from([(), (), (1, 8, 64)]),
     triton_tables=st.booleans(),
     prompts=st.booleans(),
+    offload_bytes=st.sampled_from([0, 0, GIB, 2**40]),
     swap_bytes=st.sampled_from([0, GIB]),
     partial_splits=st.sampled_from([0, 16]),
     adapter_slots=st.sampled_from([0, 0, 8, 64]),

@@ -395,7 +395,7 @@ def test_an_unknown_attention_backend(
         ("enable_metrics", ("metrics", "`metrics_port`")),
         ("cuda_graph_max_bs_decode", ("`cuda_graph_max_bs`",)),
         ("sampling_backend", ("samples",)),
-        ("cpu_offload_gb", ("all weights on the device", "quantized checkpoint")),
+        ("offload_group_size", ("by layers alone", "`cpu_offload_gb`")),
         ("disable_cuda_graph_padding", ("captures its CUDA graphs", "`cuda_graph_bs_decode`")),
         ("disable_prefill_cuda_graph", ("`disable_cuda_graph`",)),
     ],

@@ -64,7 +64,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
     ("name", "value", "words"),
     [
         ("enable_custom_logit_processor", True, "Python object"),
-        ("cpu_offload_gb", 4, "all weights on the device"),
+        ("offload_group_size", 4, "by layers alone"),
         ("disable_cuda_graph_padding", True, "captures its CUDA graphs itself"),
         ("enable_hierarchical_cache", True, "prefix index of its own"),
         ("enable_lora_overlap_loading", True, "adapters"),

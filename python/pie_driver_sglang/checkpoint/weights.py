@@ -30,6 +30,7 @@ _BITS: Final = re.compile(r"\d+")
 _OTHER_FILES: Final = ("*.bin", "*.pt", "*.gguf")
 _NEXT_TOKENS: Final = re.compile(r"^(model\.)?mtp\.")
 _LAYER: Final = re.compile(r"^(model\.|language_model\.|model\.language_model\.)*layers\.(\d+)\.")
+_IN_A_LAYER: Final = re.compile(r"^(?!.*visual|.*vision).*\b(layers|h|blocks)\.\d+\.")
 _HEADS: Final = re.compile(r"\.(k_proj|v_proj)\.")
 _COPIED: Final = re.compile(r"norm|\.gate\.|router|q_a_proj|kv_a_proj|visual|vision")
 _VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.weight$")
@@ -91,6 +92,11 @@ def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part
         if not _is_left_out(tensor, loading):
             sizes[_most_ranks(tensor, loading)] += _loaded_bytes(tensor, loading)
     return tuple(Part(size, most) for most, size in sorted(sizes.items()))
+
+
+def layer_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the language model's layers."""
+    return [tensor for tensor in tensors if _IN_A_LAYER.search(tensor.name)]
 
 
 def tensors_of_shape(shape: Shape, itemsize: int) -> Iterator[Tensor]:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.tensors import DamagedError
+from pie_driver_sglang.checkpoint.tensors import DamagedError, LoadSettings, Tensor
 from pie_driver_sglang.checkpoint.weights import (
+    layer_tensors,
     load_settings,
     read_tensors,
     tensors_of_shape,
@@ -46,6 +47,8 @@ class WeightSizes(NamedTuple):
     parts: tuple[Part, ...]
     source: str
     """For people: the files, an index, or the shape."""
+    layers: tuple[Part, ...] = ()
+    """Of `parts`, those of the layers, where tensors are known by name."""
 
 
 def read_shape(hf_config: Mapping[str, Any]) -> Shape:
@@ -88,7 +91,7 @@ def read_shape(hf_config: Mapping[str, Any]) -> Shape:
 
 def model_of(
     shape: Shape,
-    weights: Sequence[Part],
+    weights: WeightSizes,
     options: DriverOptions,
     hf_config: Mapping[str, Any],
     dtype: str,
@@ -108,11 +111,12 @@ def model_of(
     context = options.context_length or context_length(hf_config)
     return sizes_of_shape(
         shape,
-        (*weights, rotary_part(shape, context, itemsize, on_host=on_host)),
+        (*weights.parts, rotary_part(shape, context, itemsize, on_host=on_host)),
         options,
         hf_config,
         itemsize=itemsize,
         kv_itemsize=kv_itemsize(options.kv_cache_dtype, itemsize),
+        layer_weights=weights.layers,
     )
 
 
@@ -162,7 +166,7 @@ def read_weights(
     except (DamagedError, OSError) as error:
         raise ConfigError(str(error), "download the snapshot again") from error
     if tensors:
-        return WeightSizes(weight_parts(tensors, loading), "the headers of its files")
+        return _by_tensors(tensors, loading, "the headers of its files")
     size = _indexed_bytes(folder)
     if size:
         return WeightSizes((Part(size, SHARDED),), "the index of its files")
@@ -172,7 +176,12 @@ def read_weights(
             "download the index of the weights: `hf download <repository> --include '*.json'`",
         )
     tensors = list(tensors_of_shape(shape, loading.itemsize))
-    return WeightSizes(weight_parts(tensors, loading), "the shape in config.json: an estimate")
+    return _by_tensors(tensors, loading, "the shape in config.json: an estimate")
+
+
+def _by_tensors(tensors: Sequence[Tensor], loading: LoadSettings, source: str) -> WeightSizes:
+    layers = weight_parts(layer_tensors(tensors), loading)
+    return WeightSizes(weight_parts(tensors, loading), source, layers)
 
 
 def kv_itemsize(kv_cache_dtype: str, activation: int) -> int:

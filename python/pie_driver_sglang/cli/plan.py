@@ -88,7 +88,7 @@ def make_plan(
     check_hf_config(hf_config, options, ranks)
     shape = read_shape(hf_config)
     weights: WeightSizes = read_weights(folder, shape, hf_config, options, dtype)
-    model = model_of(shape, weights.parts, options, hf_config, dtype, device.is_host)
+    model = model_of(shape, weights, options, hf_config, dtype, device.is_host)
     settings = settings_for(options, hf_config, device, ranks)
     refusal = None
     try:

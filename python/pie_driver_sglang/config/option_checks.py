@@ -100,8 +100,8 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "`trace_file`",
         ),
         "offload": (
-            "the driver plans its memory with all weights on the device",
-            "remove the key, and use a quantized checkpoint or more devices",
+            "the driver keeps weights in host memory by layers alone",
+            "set `cpu_offload_gb` instead, or use a quantized checkpoint",
         ),
         "parallel": (
             "the driver spreads a model over its devices by itself",

@@ -122,6 +122,17 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             limits=(0, 2**20),
         ),
     ] = 0
+    cpu_offload_gb: Annotated[
+        int,
+        About(
+            Group.MEMORY,
+            "Weights of layers, in GiB for each rank, that stay in page-locked host memory and are "
+            "copied to the GPU in every pass. Such models are not fused. On a CPU it changes "
+            "nothing. Not tried on a GPU.",
+            limits=(0, 2**20),
+            sglang="cpu_offload_gb",
+        ),
+    ] = 0
     attention_backend: Annotated[
         str,
         About(

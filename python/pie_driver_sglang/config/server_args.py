@@ -60,7 +60,7 @@ SERVER_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
         "constrained_json_whitespace_pattern": ServerArg("str", "server"),
         "context_length": ServerArg("int", "key"),
         "cp_strategy": ServerArg("str", "parallel"),
-        "cpu_offload_gb": ServerArg("int", "offload"),
+        "cpu_offload_gb": ServerArg("int", "key"),
         "crash_dump_folder": ServerArg("str", "observability"),
         "cuda_graph_backend_decode": ServerArg("str", "graphs"),
         "cuda_graph_backend_prefill": ServerArg("str", "graphs"),

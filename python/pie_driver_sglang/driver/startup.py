@@ -100,7 +100,7 @@ def main(
         _name_lines(config, guard)
         library.check_versions()
         _warn_of_code(config)
-        check_budget(config.driver.options.cpu_mem_budget_in_gb)
+        check_budget(*_host_budgets(config))
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
         run(config, library, guard, handshake, workers)
     except DriverError as error:
@@ -113,6 +113,16 @@ def main(
             DriverError(f"{type(error).__name__}: {error}", "the traceback above says where")
         )
     return 0
+
+
+def _host_budgets(config: DriverConfig) -> tuple[int, int]:
+    """GiB of host memory for swapped pages, and for weights of all ranks on GPUs."""
+    options, devices = config.driver.options, config.driver.device
+    offload = options.cpu_offload_gb * len(devices)
+    if offload and devices[0] == "cpu":
+        logger.info("`cpu_offload_gb` has no effect on a CPU: all weights are in host memory")
+        offload = 0
+    return options.cpu_mem_budget_in_gb, offload
 
 
 def _warn_of_code(config: DriverConfig) -> None:

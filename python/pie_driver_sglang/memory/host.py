@@ -15,22 +15,28 @@ _CONTAINER_LIMITS = (
 )
 
 
-def check_budget(gib: int) -> None:
-    """Refuses a budget for swapped pages that exceeds the host's memory.
+def check_budget(gib: int, offload_gib: int = 0) -> None:
+    """Refuses swapped pages and weights that exceed the host's memory.
 
     Args:
         gib: The option `cpu_mem_budget_in_gb`.
+        offload_gib: The option `cpu_offload_gb`, of all ranks; 0 on a CPU.
 
     Raises:
-        StartError: The budget exceeds the host's free memory, or its container's limit.
+        StartError: They exceed the host's free memory, or its container's limit.
     """
-    available = available_bytes() if gib else 0
-    if gib << 30 > available:
-        raise StartError(
-            f"option `cpu_mem_budget_in_gb` is {gib}, but the host has only "
-            f"{available / 2**30:.1f} GiB of memory available",
-            f"set `cpu_mem_budget_in_gb` to at most {available >> 30}",
-        )
+    available = available_bytes() if gib or offload_gib else 0
+    if (gib + offload_gib) << 30 <= available:
+        return
+    name, size, other = "cpu_mem_budget_in_gb", gib, ""
+    if offload_gib:
+        name, size = "cpu_offload_gb", offload_gib
+        other = f" for all ranks, and `cpu_mem_budget_in_gb` is {gib}" if gib else " for all ranks"
+    raise StartError(
+        f"option `{name}` is {size}{other}, but the host has only "
+        f"{available / 2**30:.1f} GiB of memory available",
+        f"set `{name}` to at most {max(0, (available >> 30) - (gib if offload_gib else 0))}",
+    )
 
 
 class Budget:

@@ -90,7 +90,8 @@ def _with_tokens(plan: Plan, settings: MemorySettings, tokens: int) -> Plan:
 
 def _plan_with_fraction(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
     ranks = settings.ranks
-    weights = sum(part.per_rank(ranks) for part in model.weights)
+    offloaded = _offloaded(model, settings)
+    weights = sum(part.per_rank(ranks) for part in model.weights) - offloaded
     copied = sum(part.size for part in model.weights if part.most == REPLICATED)
     adapters = settings.adapter_slots * settings.adapter_rank * model.adapter_bytes
     # One slot of state is for padding.
@@ -117,6 +118,7 @@ def _plan_with_fraction(device: Device, model: ModelSizes, settings: MemorySetti
         tokens=tokens,
         token_bytes=token_bytes,
         page_size=settings.page_size,
+        offloaded=offloaded,
     )
     return plan._replace(reserve=device.free - used(plan))
 
@@ -146,12 +148,14 @@ def safe_reserve(device: Device, model: ModelSizes, settings: MemorySettings) ->
 def table(plan: Plan) -> str:
     """The plan as a table for the log."""
     device = plan.device
-    copied = f"of which every rank has {size_text(plan.copied)}" if plan.copied else ""
+    notes = [f"of which every rank has {size_text(plan.copied)}"] if plan.copied else []
+    if plan.offloaded:
+        notes.append(f"{size_text(plan.offloaded)} more in host memory")
     pages = f"{plan.tokens // plan.page_size:,} pages of {plan.page_size}"
     kv = f"{plan.tokens:,} tokens of {plan.token_bytes:,} bytes in {pages}"
     rows = [
         ("total", device.total, f"{size_text(device.free)} of it free"),
-        ("weights", plan.weights, copied),
+        ("weights", plan.weights, ", ".join(notes)),
         ("adapters", plan.adapters, ""),
         ("state", plan.state, ""),
         ("activations", plan.activations, ""),
@@ -221,7 +225,20 @@ def _activations(model: ModelSizes, settings: MemorySettings) -> int:
     """Bytes of the largest pass, of the logits of a full slot group, and of a batch's images."""
     pass_bytes = settings.chunk_tokens * _row_bytes(model, settings)
     logit_bytes = settings.slots * model.vocabulary * LOGIT_BYTES
-    return pass_bytes + logit_bytes + settings.image_tokens * model.image_bytes
+    images = settings.image_tokens * model.image_bytes
+    return pass_bytes + logit_bytes + images + _fetched(model, settings)
+
+
+def _offloaded(model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of a rank's weights that stay in host memory."""
+    layers = sum(part.per_rank(settings.ranks) for part in model.layer_weights)
+    return min(settings.offload_bytes, layers)
+
+
+def _fetched(model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of the copy of a layer's weights that a pass makes of what is in host memory."""
+    layers = sum(part.per_rank(settings.ranks) for part in model.layer_weights)
+    return min(_offloaded(model, settings), -(-layers // max(1, model.layers)))
 
 
 def _row_bytes(model: ModelSizes, settings: MemorySettings) -> int:
@@ -255,6 +272,7 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     hidden = kept * model.hidden_size * model.itemsize
     # The activations of all graphs share the memory of the largest.
     pool = max(spec.rows for spec in specs) * _row_bytes(model, settings)
+    pool += _fetched(model, settings)
     # The logits, and the float32 copy of those that an extended step changes.
     logits = settings.requests * model.vocabulary * (model.itemsize + FLOAT32_BYTES)
     tables = _triton_tables(model, settings) if settings.triton_tables else 0

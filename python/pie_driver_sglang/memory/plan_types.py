@@ -62,6 +62,8 @@ class ModelSizes(NamedTuple):
     """Bytes of an adapter slot of rank 1."""
     image_bytes: int = 0
     """Bytes per image token in the vision encoder."""
+    layer_weights: tuple[Part, ...] = ()
+    """Of `weights`, those of the layers, which may stay in host memory."""
 
 
 class MemorySettings(NamedTuple):
@@ -95,6 +97,8 @@ class MemorySettings(NamedTuple):
     adapter_slots: int = 0
     adapter_rank: int = 0
     image_tokens: int = 0
+    offload_bytes: int = 0
+    """Weights of layers that a rank keeps in host memory, at most."""
     kept_pages: int = 0
     """Pages of the pool if they fit, even from the reserve; 0 for as many as planned."""
 
@@ -125,6 +129,8 @@ class Plan(NamedTuple):
     """Tokens of the KV pool, in whole pages."""
     token_bytes: int
     page_size: int
+    offloaded: int = 0
+    """Weights in host memory, besides `weights`."""
     user_share: float | None = None
     """What the user gives of the free memory, where that is not `fraction`: the device has as much
     free, and a hint names another share."""

@@ -83,6 +83,7 @@ def sizes_of_shape(
     itemsize: int,
     kv_itemsize: int,
     state_bytes: int = 0,
+    layer_weights: Sequence[Part] = (),
 ) -> ModelSizes:
     """The sizes of a model for the plan.
 
@@ -94,6 +95,7 @@ def sizes_of_shape(
         itemsize: Bytes of an activation.
         kv_itemsize: Bytes of a number in the KV pool.
         state_bytes: Recurrent state of a request, in one rank.
+        layer_weights: Of `weights`, those of the layers.
     """
     adapters = adapter_bytes(shape, options.lora_target_modules, itemsize)
     return ModelSizes(
@@ -110,6 +112,7 @@ def sizes_of_shape(
         state_bytes=state_bytes,
         adapter_bytes=adapters if options.enable_lora else 0,
         image_bytes=image_bytes(hf_config, itemsize),
+        layer_weights=tuple(layer_weights),
     )
 
 
@@ -155,6 +158,7 @@ def memory_settings(
         adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
         adapter_rank=options.max_lora_rank,
         image_tokens=options.max_image_tokens,
+        offload_bytes=0 if device.is_host else options.cpu_offload_gb << 30,
     )
 
 

@@ -202,6 +202,7 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "kv_cache_dtype": options.kv_cache_dtype,
         "trust_remote_code": options.trust_remote_code,
         "context_length": options.context_length,
+        "cpu_offload_gb": options.cpu_offload_gb,
         "chunked_prefill_size": options.chunked_prefill_size,
         "tp_size": config.driver.tensor_parallel_size,
         # It would use NVLink's multicast.

@@ -18,9 +18,15 @@ from pie_driver_sglang.backends.sglang.compat.model import (
 )
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved
 from pie_driver_sglang.checkpoint.tensors import DamagedError, Tensor
-from pie_driver_sglang.checkpoint.weights import load_settings, read_tensors, weight_parts
+from pie_driver_sglang.checkpoint.weights import (
+    layer_tensors,
+    load_settings,
+    read_tensors,
+    tensors_of_shape,
+    weight_parts,
+)
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import StartError, reason
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
@@ -42,9 +48,10 @@ def measure(name: str, gpu_id: int, ranks: int) -> Device:
 
 
 def weight_bytes(runner: ModelRunner) -> int:
-    """What the parameters and buffers of a loaded model take."""
+    """What the parameters and buffers of a loaded model take of its device's memory."""
     tensors = [*runner.model.parameters(), *runner.model.buffers()]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    device = runner.device
+    return sum(x.numel() * x.itemsize for x in tensors if x.device.type == device)
 
 
 def settings_of(
@@ -67,17 +74,20 @@ def settings_of(
 def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> ModelSizes:
     """The sizes of a model before its weights are read.
 
-    Weights that cannot be known count as none.
+    Raises:
+        StartError: The checkpoint is damaged or cannot be read.
     """
     shape, recurrent = _shape_of(model_config), recurrent_config(model_config)
+    weights, layers = _weights(config, model_config, shape, args)
     return sizes_of_shape(
         shape,
-        _weights(config, model_config, shape, args),
+        weights,
         config.driver.options,
         config.model.hf_config,
         itemsize=model_config.dtype.itemsize,
         kv_itemsize=kv_dtype(args, model_config).itemsize,
         state_bytes=0 if recurrent is None else state_bytes(recurrent, Resolved(args).tp_size),
+        layer_weights=layers,
     )
 
 
@@ -123,7 +133,8 @@ def _most(config: Any, *names: str) -> int:
 
 def _weights(
     config: DriverConfig, model_config: ModelConfig, shape: Shape, args: ServerArgs
-) -> tuple[Part, ...]:
+) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """All weights with the rotary tables, and those of the layers."""
     itemsize = model_config.dtype.itemsize
     loading = load_settings(
         shape,
@@ -131,37 +142,55 @@ def _weights(
         quantized=bool(getattr(model_config.hf_config, "quantization_config", None)),
         method=model_config.quantization,
     )
-    try:
-        tensors = _tensors(config, model_config, args)
-    except DamagedError as error:
-        raise StartError(str(error), "download the snapshot again") from error
-    except Exception as error:
-        # The loader will say what is wrong, if anything is.
-        logger.debug("the weights' sizes are not known", exc_info=True)
-        logger.warning("the memory plan does not know the weights: %s", error)
-        return ()
+    tensors = _listed_tensors(config, model_config, args)
+    if not tensors:
+        logger.warning("the memory plan estimates the weights by the sizes in config.json")
+        tensors = [*tensors_of_shape(shape, itemsize)]
     on_host = Resolved(args).device == "cpu"
     rotary = rotary_part(shape, model_config.context_len, itemsize, on_host=on_host)
-    return (*weight_parts(tensors, loading), rotary)
+    layers = weight_parts(layer_tensors(tensors), loading)
+    return (*weight_parts(tensors, loading), rotary), layers
 
 
-def _tensors(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> list[Tensor]:
-    """Those of the snapshot, or of the shape where the weights are made up."""
+def _listed_tensors(
+    config: DriverConfig, model_config: ModelConfig, args: ServerArgs
+) -> list[Tensor]:
+    """Those of the snapshot, or of the model's class where the weights are made up.
+
+    Empty where neither lists them.
+
+    Raises:
+        StartError: A file is damaged or cannot be read.
+    """
     if Resolved(args).load_format == "dummy":
-        return _made_up(model_config)
+        return _parameters(model_config)
     stored = getattr(model_config.hf_config, "dtype", None) or model_config.dtype
     if isinstance(stored, str):
         stored = getattr(torch, stored, model_config.dtype)
-    return read_tensors(config.model.snapshot_dir, stored.itemsize)
+    try:
+        return read_tensors(config.model.snapshot_dir, stored.itemsize)
+    except DamagedError as error:
+        raise StartError(str(error), "download the snapshot again") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StartError(
+            f"cannot read the sizes of the weights in {config.model.snapshot_dir}: {reason(error)}",
+            "check the files' permissions, or download the snapshot again",
+        ) from error
 
 
-def _made_up(model_config: ModelConfig) -> list[Tensor]:
-    """The tensors that a checkpoint of this shape would have, by transformers' model class."""
+def _parameters(model_config: ModelConfig) -> list[Tensor]:
+    """Of the class in transformers; empty if it has none, or cannot make it."""
     hf_config = model_config.hf_config
-    make: Any = getattr(transformers, hf_config.architectures[0])
+    make: Any = getattr(transformers, hf_config.architectures[0], None)
+    if make is None:
+        return []
+    try:
+        with torch.device("meta"):
+            parameters = [*make(hf_config).named_parameters()]
+    except Exception:
+        logger.debug("transformers does not make the model", exc_info=True)
+        return []
     itemsize = model_config.dtype.itemsize
-    with torch.device("meta"):
-        parameters = make(hf_config).named_parameters()
     return [
         Tensor(name, tuple(value.shape), value.numel() * itemsize, floating=True)
         for name, value in parameters

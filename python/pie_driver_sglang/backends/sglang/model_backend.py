@@ -209,6 +209,10 @@ class SglangBackend:
     def decoder_weights(self) -> DecoderWeights:
         """See `ModelBackend.decoder_weights`."""
         model, pool = find_decoder(self.runner.model), self.runner.token_to_kv_pool
+        require(
+            all(x.device.type == self.runner.device for x in model.parameters()),
+            "some of its weights are in host memory",
+        )
         require(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")
         norm = read_norm(model.norm)
         require(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")

@@ -154,8 +154,7 @@ UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "graphs_off": "set `disable_cuda_graph`, for all graphs",
         "media": "the offline engine takes text and tokens, no images",
         "observability": "the engine serves no metrics; `get_server_info()` has its figures",
-        "offload": "the memory plan has all weights on the device; use a quantized checkpoint or "
-        "`tp_size`",
+        "offload": "weights are kept in host memory by layers alone: set `cpu_offload_gb`",
         "parallel": "only `tp_size` spreads a model, and only `dp_size` copies it",
         "pool": "the driver lays out its KV pages itself; set `page_size`",
         "prefix_cache": "the runtime has a prefix index of its own",

@@ -106,7 +106,7 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "graphs_off": "`--disable-cuda-graph` is for all of its graphs",
         "graphs": "the driver captures its CUDA graphs itself",
         "media": "the driver encodes images by its own means",
-        "offload": "the memory plan has all weights on the device",
+        "offload": "weights are kept in host memory by layers alone: `--cpu-offload-gb`",
         "parallel": "models are spread by `--tp-size` alone",
         "pool": "the driver lays out its KV pages itself",
         "prefix_cache": "the runtime has a prefix index of its own",
